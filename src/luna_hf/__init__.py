@@ -1,0 +1,38 @@
+"""Bounded-memory, linear-time attention models for transformers.
+
+Importing the package registers its families with the Auto classes:
+
+    >>> import luna_hf
+    >>> from transformers import AutoModelForMaskedLM
+    >>> model = AutoModelForMaskedLM.from_config(luna_hf.LunaConfig())
+"""
+
+from .configuration_luna import LunaConfig
+from .families import FAMILIES, register
+from .modeling_luna import (
+    LunaForMaskedLM,
+    LunaForMultipleChoice,
+    LunaForQuestionAnswering,
+    LunaForSequenceClassification,
+    LunaForTokenClassification,
+    LunaModel,
+    LunaModelOutput,
+    LunaPreTrainedModel,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FAMILIES",
+    "LunaConfig",
+    "LunaForMaskedLM",
+    "LunaForMultipleChoice",
+    "LunaForQuestionAnswering",
+    "LunaForSequenceClassification",
+    "LunaForTokenClassification",
+    "LunaModel",
+    "LunaModelOutput",
+    "LunaPreTrainedModel",
+]
+
+register()

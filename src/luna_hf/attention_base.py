@@ -1,0 +1,174 @@
+"""What every attention module of the zoo stands on: dispatch to transformers' attention backends, masks for queries and
+keys of different lengths, and a linear layer that stays fast in half precision on any CPU."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .functional import softmax_attention, split_heads
+
+
+def _slow_cpu_dtypes() -> frozenset[torch.dtype]:
+    """Half-precision types that this CPU has no matrix instructions for (PyTorch then emulates them)."""
+    support = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return frozenset(dtype for dtype, query in support.items() if not getattr(torch.ops.mkldnn, query)())
+
+
+SLOW_CPU_DTYPES = _slow_cpu_dtypes() if torch.backends.mkldnn.is_available() else frozenset()
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, but half-precision weights on a CPU without such instructions are multiplied in float32.
+
+    PyTorch's own emulation reaches a few per cent of the float32 rate there (AVX2 machines); the conversion costs little
+    and loses no precision. Everywhere else this is `nn.Linear`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features)."""
+        if input.device.type == "cpu" and input.dtype == self.weight.dtype and input.dtype in SLOW_CPU_DTYPES:
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(input.float(), self.weight.float(), bias).to(input.dtype)
+        return super().forward(input)
+
+
+class UnpaddedKeys(NamedTuple):
+    """Where the kept keys stand, for variable-length kernels."""
+
+    indices: Tensor  # (kept,) positions in the flattened (batch * keys)
+    cu_seq_lens: Tensor  # (batch + 1,) int32, cumulated numbers of keys
+    max_length: int
+
+
+class KeyMask(NamedTuple):
+    """One mask over keys in the form that the chosen attention backend reads; made once per forward."""
+
+    keep: Tensor  # (batch, keys) boolean, True = may be attended
+    backend: Any  # eager, sdpa: (batch, 1, 1, keys) boolean, broadcast over heads and queries; others: their own form
+    unpadded: UnpaddedKeys | None  # flash attention only
+
+
+def uses_flash(config: PreTrainedConfig) -> bool:
+    """Whether the configured backend is a flash-attention kernel (packaged, or from the Hub)."""
+    return "flash" in (config._attn_implementation or "")
+
+
+def make_key_mask(
+    config: PreTrainedConfig, keep: Tensor | None, queries: Tensor | None = None, keys: Tensor | None = None
+) -> KeyMask | None:
+    """Turn a boolean mask over keys into what the configured attention backend needs.
+
+    Args:
+        config: the model's configuration (its `_attn_implementation` decides).
+        keep: (b, k) boolean, or `None` if every key may be attended.
+        queries, keys: (b, q, d) and (b, k, d) states whose lengths and dtype backends other than eager, sdpa and flash
+            build their masks from.
+    """
+    if keep is None:
+        return None
+    if uses_flash(config):
+        lengths = keep.sum(-1, dtype=torch.int32)
+        cumulated = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        indices = keep.flatten().nonzero().squeeze(-1)
+        return KeyMask(keep, None, UnpaddedKeys(indices, cumulated, int(lengths.max())))
+    if config._attn_implementation in ("eager", "sdpa", None):
+        # Left to broadcast: expanding it to the queries costs up to a fifth of the attention.
+        return KeyMask(keep, keep[:, None, None, :], None)
+    mask = create_bidirectional_mask(
+        config,
+        inputs_embeds=queries,
+        attention_mask=keep,
+        encoder_hidden_states=keys,
+        allow_is_bidirectional_skip=False,
+    )
+    return KeyMask(keep, mask, None)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The attention interface's plain form: (b, h, q, c) queries to (b, q, h, c) outputs, and the weights."""
+    output, weights = softmax_attention(query, key, value, attention_mask, scaling, dropout)
+    return output.transpose(1, 2), weights
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: KeyMask | None,
+    num_heads: int,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Multi-head softmax attention between any numbers of queries and keys, through transformers' attention interface.
+
+    Args:
+        module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
+        query: (b, q, d) projected queries.
+        key, value: (b, k, d) projected keys and values.
+        mask: from `make_key_mask`, or `None`.
+        num_heads: heads; each is scaled by its own (d / heads)^-1/2.
+
+    Returns:
+        (b, q, d) heads concatenated, and the weights (b, h, q, k) where the backend has them (eager).
+    """
+    query, key, value = (split_heads(states, num_heads) for states in (query, key, value))
+    kwargs |= {
+        "scaling": query.shape[-1] ** -0.5,
+        "dropout": module.attention_dropout if module.training else 0.0,
+        "is_causal": False,
+    }
+    # Restarting position ids would be read as packed documents by the flash path, for queries and keys alike.
+    kwargs.pop("position_ids", None)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)
+    if module.config._attn_implementation == "sdpa" and _prefers_matmul(query):
+        attention = eager_attention_forward
+    if mask is not None and mask.unpadded is not None:
+        output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)
+    else:
+        output, weights = attention(module, query, key, value, None if mask is None else mask.backend, **kwargs)
+    return output.flatten(-2), weights
+
+
+def _prefers_matmul(query: Tensor) -> bool:
+    # With half-precision matrix instructions the products run several times faster than PyTorch's fused CPU kernel.
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.dtype not in SLOW_CPU_DTYPES
+
+
+def _attend_unpadded(
+    attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keys: UnpaddedKeys, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Variable-length call: all queries of every row, only the kept keys.
+
+    The stock flash path takes queries and keys for the same tokens and drops queries by the key mask; with explicit
+    sequence borders and no mask it does what it is told.
+    """
+    batch, _, num_queries, _ = query.shape
+    rows = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (batch * length, heads, head_dim)
+    query, key, value = rows
+    key, value = key[keys.indices], value[keys.indices]
+    borders = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
+    output, _ = attention(
+        module,
+        *(states.unsqueeze(0).transpose(1, 2) for states in (query, key, value)),  # (1, heads, total, head_dim)
+        None,
+        cu_seq_lens_q=borders,
+        cu_seq_lens_k=keys.cu_seq_lens,
+        max_length_q=num_queries,
+        max_length_k=keys.max_length,
+        **kwargs,
+    )
+    return output.view(batch, num_queries, *output.shape[-2:]), None

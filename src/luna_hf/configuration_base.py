@@ -1,0 +1,172 @@
+"""Configuration fields, validation and messages that every family of the zoo shares."""
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+# Keywords that transformers itself hands to a config and that are no fields of it: never reported as misspelt.
+_LIBRARY_KEYWORDS = {
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "torch_dtype",
+    "trust_remote_code",
+}
+
+
+@strict
+class EncoderConfig(PreTrainedConfig):
+    r"""
+    Fields shared by all encoders of the zoo. Use a family's own class (for example `LunaConfig`), not this one.
+
+    Args:
+        vocab_size (`int`, defaults to 50265):
+            Number of tokens; rows of the token embedding and of the tied output layer.
+        hidden_size (`int`, defaults to 768):
+            Width `d` of the token states (and of the memory, where a family has one).
+        num_hidden_layers (`int`, defaults to 12):
+            Number of layers.
+        num_attention_heads (`int`, defaults to 12):
+            Attention heads; must divide `hidden_size`.
+        intermediate_size (`int`, defaults to 3072):
+            Inner width of the feed-forward network.
+        hidden_act (`str`, defaults to `"gelu"`):
+            Activation of the feed-forward network and of the masked-LM head, a name of `transformers.activations`.
+        hidden_dropout_prob (`float`, defaults to 0.1):
+            Dropout on the embeddings and on the output of every sub-layer.
+        attention_probs_dropout_prob (`float`, defaults to 0.1):
+            Dropout on the attention probabilities.
+        activation_dropout (`float`, defaults to 0.0):
+            Dropout after the activation inside the feed-forward network.
+        max_position_embeddings (`int`, defaults to 512):
+            The longest input in tokens. The position table has `max_position_embeddings + pad_token_id + 1` rows,
+            because positions start at `pad_token_id + 1` as in RoBERTa (whose own field counts those rows in).
+        position_embedding_type (`str`, defaults to `"learned"`):
+            `"learned"`, or `"sinusoidal"` (fixed; embeddings are then scaled by `sqrt(hidden_size)` before the
+            positions are added).
+        type_vocab_size (`int`, defaults to 0):
+            Number of segment (token type) embeddings; 0 for none.
+        embedding_layer_norm (`bool`, defaults to `True`):
+            Whether the embeddings go through a LayerNorm.
+        norm_first (`bool`, defaults to `False`):
+            Pre-norm layers with final norms instead of post-norm ones.
+        layer_norm_eps (`float`, defaults to 1e-5):
+            Epsilon of every LayerNorm.
+        initializer_range (`float`, defaults to 0.02):
+            Standard deviation of the normal initialisation of matrices, embeddings and convolutions.
+        conv_kernel_size (`int`, defaults to 0):
+            0 for the paper's model. An odd `k` adds a depthwise convolution of `k` taps over the unpadded token states
+            to the attention output of every layer, before the residual.
+        sparse_prediction (`bool`, defaults to `False`):
+            In training, apply the masked-LM head only where there is a label. The loss and the gradients are those of
+            the dense head; `logits` then has the shape `(number of labels, vocab_size)`.
+        classifier_pooling (`str`, defaults to `"cls"`):
+            What the classification heads read: `"cls"` (state of the first token) or `"mean"` (mean over the tokens).
+            Families may offer more.
+        classifier_dropout (`float`, *optional*):
+            Dropout of the classification heads; `None` takes `hidden_dropout_prob`.
+        classifier_hidden_size (`int`, *optional*):
+            Inner width of the sequence classification head; `None` takes `hidden_size`.
+        classifier_activation (`str`, defaults to `"tanh"`):
+            Activation inside the sequence classification head.
+        pad_token_id (`int`, defaults to 1), bos_token_id (`int`, defaults to 0), eos_token_id (`int`, defaults to 2):
+            Special tokens, as in RoBERTa.
+        tie_word_embeddings (`bool`, defaults to `True`):
+            Whether the masked-LM output layer shares its matrix with the token embedding.
+        chunk_size_feed_forward (`int`, defaults to 0):
+            Number of rows that the feed-forward network treats at a time. 0: all at once in training, and in blocks
+            that keep memory below that of the attention in inference.
+
+    Raises:
+        ValueError: A value is out of range, or a keyword looks like a misspelt field.
+    """
+
+    model_type = "bounded_memory_encoder"
+
+    vocab_size: int = 50265
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float | int = 0.1
+    attention_probs_dropout_prob: float | int = 0.1
+    activation_dropout: float | int = 0.0
+    max_position_embeddings: int = 512
+    position_embedding_type: str = "learned"
+    type_vocab_size: int = 0
+    embedding_layer_norm: bool = True
+    norm_first: bool = False
+    layer_norm_eps: float | int = 1e-5
+    initializer_range: float | int = 0.02
+    conv_kernel_size: int = 0
+    sparse_prediction: bool = False
+    classifier_pooling: str = "cls"
+    classifier_dropout: float | int | None = None
+    classifier_hidden_size: int | None = None
+    classifier_activation: str = "tanh"
+    pad_token_id: int = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._refuse_misspelt(kwargs)
+        self.validate_values()
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def classifier_poolings(cls) -> tuple[str, ...]:
+        """Values of `classifier_pooling` that the family accepts."""
+        return ("cls", "mean")
+
+    def validate_values(self) -> None:
+        """Check every field; runs at construction and again when the config is saved."""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+            self._require(name, lambda value: value >= 1, "at least 1")
+        self._require("max_position_embeddings", lambda value: value >= 1, "at least 1")
+        self._require("type_vocab_size", lambda value: value >= 0, "0 (no token types) or more")
+        self._require("layer_norm_eps", lambda value: value > 0, "above 0, for example 1e-5")
+        self._require("initializer_range", lambda value: value > 0, "above 0, for example 0.02")
+        self._require("chunk_size_feed_forward", lambda value: value >= 0, "0 (automatic) or more")
+        self._require("classifier_hidden_size", lambda value: value is None or value >= 1, "None or at least 1")
+        self._require("conv_kernel_size", lambda k: k == 0 or (k > 0 and k % 2 == 1), "0 (none) or an odd number, as 5")
+        self._require("position_embedding_type", lambda v: v in ("learned", "sinusoidal"), "'learned' or 'sinusoidal'")
+        self._require_divides("num_attention_heads")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"):
+            self._require(name, lambda p: 0 <= p < 1, "a probability in [0, 1)")
+        self._require("classifier_dropout", lambda p: p is None or 0 <= p < 1, "None or a probability in [0, 1)")
+        for name in ("hidden_act", "classifier_activation"):
+            self._require(name, lambda act: act in ACT2FN, f"one of {', '.join(sorted(ACT2FN))}")
+        poolings = self.classifier_poolings()
+        self._require("classifier_pooling", lambda v: v in poolings, f"one of {', '.join(poolings)}")
+        self._require("pad_token_id", lambda v: 0 <= v < self.vocab_size, f"in [0, vocab_size={self.vocab_size})")
+
+    def _require(self, name: str, accepts: Callable[[Any], bool], allowed: str) -> None:
+        value = getattr(self, name)
+        if not accepts(value):
+            raise ValueError(f"{type(self).__name__}: `{name}` is {value!r}, but must be {allowed}.")
+
+    def _require_divides(self, name: str) -> None:
+        heads = getattr(self, name)
+        if self.hidden_size % heads:
+            divisors = [str(h) for h in range(1, self.hidden_size + 1) if self.hidden_size % h == 0]
+            raise ValueError(
+                f"{type(self).__name__}: `hidden_size` ({self.hidden_size}) is not a multiple of `{name}` ({heads}). "
+                f"Choose a number of heads among {', '.join(divisors)}, or change `hidden_size`."
+            )
+
+    def _refuse_misspelt(self, keywords: dict[str, Any]) -> None:
+        """Transformers keeps unknown keywords as attributes; one that looks like a field is a typing error."""
+        fields = list(type(self).__dataclass_fields__)
+        for name in keywords.keys() - _LIBRARY_KEYWORDS:
+            close = [] if name.startswith("_") else difflib.get_close_matches(name, fields, n=1, cutoff=0.85)
+            if close:
+                raise ValueError(f"{type(self).__name__} has no field `{name}`. Did you mean `{close[0]}`?")

@@ -1,0 +1,89 @@
+"""Configuration of Luna (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021)."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+
+from .configuration_base import EncoderConfig
+
+
+@strict
+class LunaConfig(EncoderConfig):
+    r"""
+    Configuration of the Luna encoder. The defaults are the paper's base model (12 layers, width 768, packed sequence
+    of 128, tied key and value).
+
+    Besides the fields of all encoders (see `EncoderConfig`):
+
+    Args:
+        projection_length (`int`, defaults to 128):
+            Number of slots `l` of the packed sequence P.
+        num_projected_attention_heads (`int`, *optional*):
+            Heads of the pack attention; `None` takes `num_attention_heads`. Must divide `hidden_size`.
+        tie_kv (`bool`, defaults to `True`):
+            Whether key and value share one matrix, in pack and in unpack (the paper's 132 M model; `False` is the
+            147 M one).
+        dynamic_projection (`bool`, defaults to `True`):
+            Whether a row with fewer tokens than slots uses only as many slots as it has tokens. `False` always uses
+            all.
+        classifier_pooling (`str`, defaults to `"cls"`):
+            `"cls"` and `"mean"` read the token states. `"packed_max"` (the authors' head: projection, maximum),
+            `"packed_mean"` (the paper's text) and `"packed_attention"` (attention of `<s>` over P) read the packed
+            states.
+
+    The models of the paper and of the authors' release are named presets:
+
+    ```python
+    >>> from luna_hf import LunaConfig
+
+    >>> LunaConfig.preset("large").num_hidden_layers
+    24
+    >>> LunaConfig.preset("base-2048").projection_length
+    256
+    ```
+    """
+
+    model_type = "luna"
+    base_model_fsdp_plan = {"embeddings": "free_full_weight", "encoder.layer.*": "free_full_weight"}
+
+    projection_length: int = 128
+    num_projected_attention_heads: int | None = None
+    tie_kv: bool = True
+    dynamic_projection: bool = True
+
+    @classmethod
+    def classifier_poolings(cls) -> tuple[str, ...]:
+        """Values of `classifier_pooling` that Luna accepts."""
+        return (*super().classifier_poolings(), "packed_max", "packed_mean", "packed_attention")
+
+    def validate_values(self) -> None:
+        """Check every field; runs at construction and again when the config is saved."""
+        super().validate_values()
+        self._require("projection_length", lambda value: value >= 1, "at least 1")
+        self._require("num_projected_attention_heads", lambda value: value is None or value >= 1, "None or at least 1")
+        if self.num_projected_attention_heads is not None:
+            self._require_divides("num_projected_attention_heads")
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> "LunaConfig":
+        """A model of the authors: `"base"`, `"base-2048"` or `"large"`, with any field overridden by keyword.
+
+        Raises:
+            ValueError: There is no preset of that name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"There is no Luna preset {name!r}. Choose one of {', '.join(PRESETS)}.")
+        return cls(**{**PRESETS[name], **overrides})
+
+
+# `base` is the model of the paper's section 4.3 (and the default configuration); the authors' release adds the others.
+PRESETS: dict[str, dict[str, int]] = {
+    "base": {},
+    "base-2048": {"max_position_embeddings": 2048, "projection_length": 256},
+    "large": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+}

@@ -1,0 +1,79 @@
+"""The table of families: what `import luna_hf` registers, and what tests and benchmarks iterate over."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    RobertaTokenizer,
+)
+
+from .attention_luna import LunaSelfAttention
+from .configuration_base import EncoderConfig
+from .configuration_luna import LunaConfig
+from .modeling_luna import (
+    LunaForMaskedLM,
+    LunaForMultipleChoice,
+    LunaForQuestionAnswering,
+    LunaForSequenceClassification,
+    LunaForTokenClassification,
+    LunaModel,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row: configuration, attention module and models of a mechanism."""
+
+    config: type[EncoderConfig]
+    attention: type[nn.Module]
+    base_model: type[PreTrainedModel]
+    masked_lm: type[PreTrainedModel]
+    heads: dict[type, type[PreTrainedModel]]
+
+    @property
+    def models(self) -> tuple[type[PreTrainedModel], ...]:
+        """Every model class of the family, the base model first."""
+        return (self.base_model, self.masked_lm, *self.heads.values())
+
+
+FAMILIES: dict[str, Family] = {
+    "luna": Family(
+        config=LunaConfig,
+        attention=LunaSelfAttention,
+        base_model=LunaModel,
+        masked_lm=LunaForMaskedLM,
+        heads={
+            AutoModelForSequenceClassification: LunaForSequenceClassification,
+            AutoModelForMultipleChoice: LunaForMultipleChoice,
+            AutoModelForTokenClassification: LunaForTokenClassification,
+            AutoModelForQuestionAnswering: LunaForQuestionAnswering,
+        },
+    ),
+}
+
+
+def register() -> None:
+    """Make every family known to the Auto classes, and its code part of what `save_pretrained` writes."""
+    for model_type, family in FAMILIES.items():
+        AutoConfig.register(model_type, family.config, exist_ok=True)
+        AutoTokenizer.register(family.config, RobertaTokenizer, exist_ok=True)
+        family.config.register_for_auto_class()
+        auto_classes = {
+            AutoModel: family.base_model,
+            AutoModelForPreTraining: family.masked_lm,
+            AutoModelForMaskedLM: family.masked_lm,
+            **family.heads,
+        }
+        for auto_class, model_class in auto_classes.items():
+            auto_class.register(family.config, model_class, exist_ok=True)
+            model_class.register_for_auto_class(auto_class.__name__)

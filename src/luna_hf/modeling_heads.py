@@ -1,0 +1,389 @@
+"""Task heads that all families share.
+
+Each `...Mixin` holds the whole head; a family's class only names its base model and its output class:
+
+    class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel): ...
+
+Losses divide by `num_items_in_batch` where the Trainer passes it, for every kind of loss: gradient accumulation then
+gives the update of one large batch.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import can_return_tuple
+
+from .attention_base import Linear
+from .configuration_base import EncoderConfig
+from .functional import first_kept, masked_mean
+
+
+def classifier_dropout(config: EncoderConfig) -> nn.Dropout:
+    """Dropout of the classification heads."""
+    p = config.classifier_dropout
+    return nn.Dropout(config.hidden_dropout_prob if p is None else p)
+
+
+class MaskedLMHead(nn.Module):
+    """Dense, activation, LayerNorm, decoder tied to the token embedding, bias."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.decoder = Linear(config.hidden_size, config.vocab_size)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(..., d) to (..., vocab_size)."""
+        return self.decoder(self.layer_norm(self.activation(self.dense(states))))
+
+
+class TokenPooling(nn.Module):
+    """One vector a row from the token states: `"cls"` or `"mean"`."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.pool = {"cls": first_kept, "mean": masked_mean}[config.classifier_pooling]
+
+    def forward(self, outputs: ModelOutput, keep: Tensor | None) -> Tensor:
+        """Base model outputs and (b, n) token mask to (b, d)."""
+        return self.pool(outputs.last_hidden_state, keep)
+
+
+class ClassificationHead(nn.Module):
+    """Dropout, dense, activation, dropout, output, over a pooled state."""
+
+    def __init__(self, config: EncoderConfig, num_labels: int) -> None:
+        super().__init__()
+        inner = config.classifier_hidden_size or config.hidden_size
+        self.dropout = classifier_dropout(config)
+        self.dense = Linear(config.hidden_size, inner)
+        self.activation = ACT2FN[config.classifier_activation]
+        self.out_proj = Linear(inner, num_labels)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """(b, d) to (b, num_labels)."""
+        states = self.activation(self.dense(self.dropout(pooled)))
+        return self.out_proj(self.dropout(states))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Mean over the labels that are not -100, or their sum over `num_items_in_batch`; in float32 at least.
+
+    Args:
+        logits: (..., classes).
+        labels: (...) long.
+    """
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    loss = F.cross_entropy(logits, labels.flatten().to(logits.device), reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def classification_loss(
+    logits: Tensor, labels: Tensor, config: EncoderConfig, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
+    """Loss of `config.problem_type`: regression (MSE), single label (cross-entropy) or multi label (BCE).
+
+    Without a `problem_type`, one output means regression, integer labels mean single label, anything else multi label;
+    the configuration is left as it is.
+
+    Args:
+        logits: (b, num_labels).
+        labels: (b,), or (b, num_labels) for multi label and for regression on several targets.
+
+    Raises:
+        ValueError: Labels and logits do not fit.
+    """
+    problem = config.problem_type
+    if problem is None:
+        if config.num_labels == 1:
+            problem = "regression"
+        else:
+            problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+    if problem == "single_label_classification":
+        return cross_entropy(logits, labels, num_items_in_batch)
+    if labels.numel() != logits.numel():
+        raise ValueError(
+            f"`labels` of shape {tuple(labels.shape)} do not fit {problem} with {config.num_labels} outputs: "
+            f"they must have the shape {tuple(logits.shape)}."
+        )
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels.to(logits).view_as(logits)
+    loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+    if num_items_in_batch is None:
+        return loss(logits, labels)
+    return loss(logits, labels, reduction="sum") / num_items_in_batch
+
+
+class HeadMixin:
+    """What the heads have in common: a base model under `base_model_prefix`, and an output class."""
+
+    base_model_class: type[nn.Module]
+    output_class: type[ModelOutput]
+    # The Trainer passes `num_items_in_batch` and leaves the division to the loss; every loss here does it.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config)
+        setattr(self, self.base_model_prefix, self.base_model_class(config))
+        self.add_head(config)
+        self.post_init()
+
+    def make_output(self, outputs: ModelOutput, **own: Any) -> ModelOutput:
+        """The head's output: its own fields, and whatever it shares with the base model's output."""
+        shared = {field.name: outputs.get(field.name) for field in fields(self.output_class) if field.name not in own}
+        return self.output_class(**own, **shared)
+
+
+class MaskedLMMixin(HeadMixin):
+    """Masked language modelling; with `sparse_prediction` the head runs only at labelled positions in training."""
+
+    def add_head(self, config: EncoderConfig) -> None:
+        """Create the head's modules."""
+        self.lm_head = MaskedLMHead(config)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer, tied to the token embedding."""
+        return self.lm_head.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the output layer (its bias is the head's)."""
+        self.lm_head.decoder = new_embeddings
+        self.lm_head.bias = new_embeddings.bias
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
+            labels: (b, n) token ids to predict; -100 where there is nothing to predict.
+            num_items_in_batch: number of labels of the whole update; the loss is then a sum divided by it.
+
+        Returns:
+            `loss` if there are labels; `logits` (b, n, vocab_size), or (number of labels, vocab_size) in training with
+            `sparse_prediction`.
+        """
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        states, loss = outputs.last_hidden_state, None
+        if labels is not None and self.training and self.config.sparse_prediction:
+            labelled = labels != -100
+            states, labels = states[labelled], labels[labelled]
+        logits = self.lm_head(states)
+        if labels is not None:
+            loss = cross_entropy(logits, labels, num_items_in_batch)
+        return self.make_output(outputs, loss=loss, logits=logits)
+
+
+class PooledHeadMixin(HeadMixin):
+    """Heads that read one vector a row."""
+
+    pooling_class: type[nn.Module] = TokenPooling
+
+    def pooled_logits(self, outputs: ModelOutput, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+        """(b, num_labels)."""
+        keep = self.base_model.tokens_to_keep(input_ids, attention_mask)
+        return self.classifier(self.pooling(outputs, keep))
+
+
+class SequenceClassificationMixin(PooledHeadMixin):
+    """Classification or regression of a whole sequence (or pair)."""
+
+    def add_head(self, config: EncoderConfig) -> None:
+        """Create the head's modules."""
+        self.num_labels = config.num_labels
+        self.pooling = self.pooling_class(config)
+        self.classifier = ClassificationHead(config, config.num_labels)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
+            labels: (b,) class indices or values, or (b, num_labels); see `config.problem_type`.
+            num_items_in_batch: number of labels of the whole update; the loss is then a sum divided by it.
+
+        Returns:
+            `loss` if there are labels; `logits` (b, num_labels).
+        """
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.pooled_logits(outputs, input_ids, attention_mask)
+        loss = None if labels is None else classification_loss(logits, labels, self.config, num_items_in_batch)
+        return self.make_output(outputs, loss=loss, logits=logits)
+
+
+class MultipleChoiceMixin(PooledHeadMixin):
+    """One score for each choice; a softmax over the choices."""
+
+    def add_head(self, config: EncoderConfig) -> None:
+        """Create the head's modules."""
+        self.pooling = self.pooling_class(config)
+        self.classifier = ClassificationHead(config, 1)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model, with one more
+                dimension for the choices: (b, choices, n) or (b, choices, n, d).
+            labels: (b,) index of the right choice.
+            num_items_in_batch: number of labels of the whole update; the loss is then a sum divided by it.
+
+        Returns:
+            `loss` if there are labels; `logits` (b, choices).
+        """
+        num_choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        flat = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
+        flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in flat.items()}
+        outputs = self.base_model(**flat, **kwargs)
+        logits = self.pooled_logits(outputs, flat["input_ids"], flat["attention_mask"]).view(-1, num_choices)
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return self.make_output(outputs, loss=loss, logits=logits)
+
+
+class TokenClassificationMixin(HeadMixin):
+    """A label for each token."""
+
+    def add_head(self, config: EncoderConfig) -> None:
+        """Create the head's modules."""
+        self.num_labels = config.num_labels
+        self.dropout = classifier_dropout(config)
+        self.classifier = Linear(config.hidden_size, config.num_labels)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
+            labels: (b, n) class indices; -100 where there is no label.
+            num_items_in_batch: number of labels of the whole update; the loss is then a sum divided by it.
+
+        Returns:
+            `loss` if there are labels; `logits` (b, n, num_labels).
+        """
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return self.make_output(outputs, loss=loss, logits=logits)
+
+
+class QuestionAnsweringMixin(HeadMixin):
+    """Start and end of an answer span."""
+
+    def add_head(self, config: EncoderConfig) -> None:
+        """Create the head's modules."""
+        self.num_labels = 2
+        self.qa_outputs = Linear(config.hidden_size, 2)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
+            start_positions, end_positions: (b,) first and last token of the answer; a position outside the input is
+                not counted in the loss.
+            num_items_in_batch: number of rows of the whole update; the loss is then a sum divided by it.
+
+        Returns:
+            `loss` if there are both positions; `start_logits` and `end_logits` (b, n).
+        """
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(
+                start_logits, end_logits, start_positions, end_positions, num_items_in_batch=num_items_in_batch
+            )
+        return self.make_output(outputs, loss=loss, start_logits=start_logits, end_logits=end_logits)
