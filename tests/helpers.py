@@ -1,0 +1,176 @@
+"""Tiny configurations, models, batches and a tokenizer that the tests share. Nothing here needs a network."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from torch import nn
+from transformers import (
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RobertaTokenizer,
+)
+
+from luna_hf import FAMILIES, LunaConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY = {
+    "vocab_size": 120,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+# A family's own fields at a size that fits the tiny model.
+OWN_FIELDS = {"luna": {"projection_length": 8}}
+
+# Short names of the heads, for parameters of tests.
+HEADS = {
+    "sequence": AutoModelForSequenceClassification,
+    "choice": AutoModelForMultipleChoice,
+    "token": AutoModelForTokenClassification,
+    "span": AutoModelForQuestionAnswering,
+}
+MODELS = ["base", "mlm", *HEADS]
+
+SENTENCES = [
+    "the quick brown fox jumps over the lazy dog",
+    "a packed sequence of fixed length reads every token",
+    "every token reads the packed sequence in turn",
+    "Paris is the capital of France, and Rome of Italy.",
+    "short one",
+]
+
+
+def tiny_config_for(model_type: str, **overrides: Any) -> PreTrainedConfig:
+    """A small configuration of a family, without dropout."""
+    return FAMILIES[model_type].config(**{**TINY, **OWN_FIELDS.get(model_type, {}), **overrides})
+
+
+def tiny_config(**overrides: Any) -> LunaConfig:
+    """A small `LunaConfig` without dropout."""
+    return tiny_config_for("luna", **overrides)
+
+
+def model_class(model_type: str, kind: str) -> type[PreTrainedModel]:
+    """The class of a family for a name in `MODELS`."""
+    family = FAMILIES[model_type]
+    if kind in HEADS:
+        return family.heads[HEADS[kind]]
+    return {"base": family.base_model, "mlm": family.masked_lm}[kind]
+
+
+def tiny_model(model_type: str = "luna", kind: str = "base", seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A small model in eval mode with every parameter random, also those that start as zeros or ones."""
+    torch.manual_seed(seed)
+    model = model_class(model_type, kind)(tiny_config_for(model_type, **overrides)).eval()
+    randomise(model)
+    return model
+
+
+@torch.no_grad()
+def randomise(model: nn.Module) -> None:
+    """Add noise to all parameters, so that no test passes because a bias happens to be zero."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.05)
+
+
+def random_ids(batch: int, length: int, vocab_size: int = 120, seed: int = 0) -> torch.Tensor:
+    """(batch, length) ids without special tokens but `<s>` in front."""
+    ids = torch.randint(4, vocab_size - 1, (batch, length), generator=torch.Generator().manual_seed(seed))
+    ids[:, 0] = 0
+    return ids
+
+
+def padded_batch(lengths: list[int], seed: int = 0, pad_token_id: int = 1) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` of rows of these lengths, padded on the right to the longest."""
+    ids = random_ids(len(lengths), max(lengths), seed=seed)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {"input_ids": ids.masked_fill(~mask, pad_token_id), "attention_mask": mask.long()}
+
+
+def inputs_for(kind: str, batch: int = 3, length: int = 12, seed: int = 0, labels: bool = False) -> dict[str, Any]:
+    """A padded batch that the model of that kind takes (two choices for multiple choice), optionally with labels."""
+    rows = 2 * batch if kind == "choice" else batch
+    inputs = padded_batch([length - row % 4 for row in range(rows)], seed)
+    if kind == "choice":
+        inputs = {name: tensor.view(batch, 2, -1) for name, tensor in inputs.items()}
+    if not labels or kind == "base":
+        return inputs
+    generator = torch.Generator().manual_seed(seed + 1)
+    if kind == "mlm":
+        # A different number of labels in every row.
+        labelled = (torch.arange(length) <= torch.arange(rows)[:, None] % 6) & (inputs["attention_mask"] == 1)
+        inputs["labels"] = inputs["input_ids"].masked_fill(~labelled, -100)
+    elif kind == "token":
+        targets = torch.randint(0, 2, (rows, length), generator=generator)
+        inputs["labels"] = targets.masked_fill(inputs["attention_mask"] == 0, -100)
+    elif kind == "span":
+        inputs["start_positions"] = torch.randint(0, 4, (rows,), generator=generator)
+        inputs["end_positions"] = torch.randint(4, 8, (rows,), generator=generator)
+    else:
+        inputs["labels"] = torch.randint(0, 2, (batch,), generator=generator)
+    return inputs
+
+
+def tiny_tokenizer(sentences: list[str] | None = None, vocab_size: int = 400) -> RobertaTokenizer:
+    """A byte-level BPE in RoBERTa's form (`<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, `<mask>` last), trained here."""
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    specials = ["<s>", "<pad>", "</s>", "<unk>"]
+    trainer = BpeTrainer(
+        vocab_size=vocab_size - 1,
+        special_tokens=specials,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(sentences or SENTENCES, trainer)
+    vocab = bpe.get_vocab()
+    vocab["<mask>"] = len(vocab)
+    merges = [tuple(merge) for merge in _merges(bpe)]
+    return RobertaTokenizer(vocab=vocab, merges=merges, model_max_length=TINY["max_position_embeddings"])
+
+
+def _merges(tokenizer: Tokenizer) -> list[list[str]]:
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+
+
+def run_python(code: str, *args: Any, env: dict[str, str] | None = None, blocked: bool = False) -> str:
+    """Run code in a new process and return what it printed; fail with its error output if it fails.
+
+    Args:
+        code: the program; it finds `args` in `sys.argv[1:]` and the helpers of this folder on its path.
+        env: variables to add.
+        blocked: make `import luna_hf` impossible, as on a machine without the package.
+    """
+    if blocked:
+        code = "import sys\nsys.modules['luna_hf'] = None\n" + code
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": "" if blocked else str(ROOT / "tests"),
+        **(env or {}),
+    }
+    command = [sys.executable, "-c", code, *map(str, args)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-6000:]
+    return result.stdout
