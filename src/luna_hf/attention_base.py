@@ -25,8 +25,8 @@ SLOW_CPU_DTYPES = _slow_cpu_dtypes() if torch.backends.mkldnn.is_available() els
 class Linear(nn.Linear):
     """`nn.Linear`, but half-precision weights on a CPU without such instructions are multiplied in float32.
 
-    PyTorch's own emulation reaches a few per cent of the float32 rate there (AVX2 machines); the conversion costs little
-    and loses no precision. Everywhere else this is `nn.Linear`.
+    PyTorch's own emulation reaches a few per cent of the float32 rate there (AVX2 machines); the conversion costs
+    little and loses no precision. Everywhere else this is `nn.Linear`.
     """
 
     def forward(self, input: Tensor) -> Tensor:

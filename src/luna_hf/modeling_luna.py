@@ -66,7 +66,8 @@ class LunaModelOutput(ModelOutput):
 
     Args:
         last_hidden_state: token states (b, n, d).
-        packed_last_hidden_state: packed states (b, min(projection_length, n), d).
+        packed_last_hidden_state: packed states (b, l, d); l is `projection_length`, or n where that is less and the
+            projection dynamic.
         packed_attention_mask: (b, slots) long, 1 for the slots that hold a row's packed sequence; `None` if all do.
             With dynamic projection a row of t tokens uses its first t slots, the others are never read.
         hidden_states, attentions: token states of every layer, unpack weights (b, h, n, l).
@@ -215,11 +216,11 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
 
         batch, length = hidden_states.shape[:2]
-        # Slots beyond the padded length would be masked in every row; a shape and not the data decides.
-        num_slots = torch.sym_min(self.config.projection_length, length)
-        slots = None
-        if self.config.dynamic_projection and keep is not None:
-            slots = drop_if_full(valid_slots(keep, num_slots))
+        num_slots, slots = self.config.projection_length, None
+        if self.config.dynamic_projection:
+            # Slots beyond the padded length would be masked in every row; a shape and not the data decides.
+            num_slots = torch.sym_min(num_slots, length)
+            slots = None if keep is None else drop_if_full(valid_slots(keep, num_slots))
         memory = self.packed_embeddings(batch, num_slots, slots)
 
         masks = LunaMasks(
