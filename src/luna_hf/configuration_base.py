@@ -13,6 +13,7 @@ _LIBRARY_KEYWORDS = {
     "attn_implementation",
     "auto_map",
     "experts_implementation",
+    "model_type",
     "name_or_path",
     "num_labels",
     "output_attentions",
