@@ -49,6 +49,17 @@ HEADS = {
 }
 MODELS = ["base", "mlm", *HEADS]
 
+# Options that every family has, together covering each optional part of the shared backbone.
+VARIANTS = {
+    "default": {},
+    "prenorm-sinusoidal": {
+        "norm_first": True,
+        "position_embedding_type": "sinusoidal",
+        "embedding_layer_norm": False,
+    },
+    "convolution-segments-untied": {"conv_kernel_size": 3, "type_vocab_size": 2, "tie_word_embeddings": False},
+}
+
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog",
     "a packed sequence of fixed length reads every token",

@@ -159,6 +159,11 @@ class MaskedLMMixin(HeadMixin):
         self.lm_head.decoder = new_embeddings
         self.lm_head.bias = new_embeddings.bias
 
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Tied weights by name; `lm_head.bias` is the output layer's bias even where the matrices are not tied."""
+        tied = super().get_expanded_tied_weights_keys(all_submodels)
+        return tied or {name: source for name, source in self._tied_weights_keys.items() if name.endswith("bias")}
+
     @can_return_tuple
     def forward(
         self,

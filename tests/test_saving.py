@@ -1,0 +1,290 @@
+"""What is saved comes back: weights, buffers, ties, configuration; sharded, offloaded, resized, copied, pickled."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from helpers import MODELS, VARIANTS, inputs_for, model_class, padded_batch, randomise, tiny_config_for, tiny_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from luna_hf import FAMILIES
+
+families = pytest.mark.parametrize("family", list(FAMILIES))
+kinds = pytest.mark.parametrize("kind", MODELS)
+variants = pytest.mark.parametrize("variant", list(VARIANTS))
+ties = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+
+
+def assert_same_tensors(actual, expected):
+    """Every parameter and buffer bitwise equal, also the buffers that are not saved."""
+    parameters, buffers = dict(actual.named_parameters()), dict(actual.named_buffers())
+    expected_parameters, expected_buffers = dict(expected.named_parameters()), dict(expected.named_buffers())
+    assert parameters.keys() == expected_parameters.keys() and buffers.keys() == expected_buffers.keys()
+    for name, tensor in expected_parameters.items():
+        assert parameters[name].dtype == tensor.dtype and torch.equal(parameters[name], tensor), name
+    for name, tensor in expected_buffers.items():
+        # A fixed table stays in float32 when a model is loaded in half precision, and is rounded where it is used.
+        assert torch.equal(buffers[name].to(tensor.dtype), tensor), name
+
+
+@torch.no_grad()
+def assert_same_outputs(actual, expected, inputs, atol=1e-6):
+    """Equal up to the order of additions: weights mapped from a file are aligned in memory in another way."""
+    for name, tensor in expected(**inputs).items():
+        torch.testing.assert_close(actual(**inputs)[name], tensor, rtol=0, atol=atol, msg=name)
+
+
+@torch.no_grad()
+def hidden_states(model, inputs):
+    return model.base_model(**inputs).last_hidden_state
+
+
+@families
+@kinds
+@variants
+def test_a_saved_model_comes_back_bitwise(family, kind, variant, tmp_path):
+    model = tiny_model(family, kind, **VARIANTS[variant])
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert not loaded.training
+    assert_same_tensors(loaded, model)
+    assert_same_outputs(loaded, model, inputs_for(kind))
+
+
+@families
+def test_sinusoidal_tables_are_made_again_on_loading(family, tmp_path):
+    # They are not in the file, and loading builds the model without memory: whoever does not fill them reads garbage.
+    tiny_model(family, "mlm", position_embedding_type="sinusoidal").save_pretrained(tmp_path)
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if "table" in name]
+    loaded = model_class(family, "base").from_pretrained(tmp_path)
+    table = loaded.embeddings.position_embeddings.table
+    assert torch.equal(table, loaded.embeddings.position_embeddings.make_table())
+    assert table.abs().max() <= 1 and table[-1].norm() > 1
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@variants
+def test_loading_in_half_precision_equals_converting(family, dtype, variant, tmp_path):
+    model = tiny_model(family, "mlm", **VARIANTS[variant])
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
+    assert loaded.dtype == dtype
+    assert_same_tensors(loaded, model.to(dtype))
+    assert_same_outputs(loaded, model, inputs_for("mlm"), atol=0)
+
+
+@families
+def test_a_half_precision_checkpoint_keeps_its_dtype(family, tmp_path):
+    model = tiny_model(family, "mlm", position_embedding_type="sinusoidal").bfloat16()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    assert_same_tensors(loaded, model)
+
+
+@families
+@ties
+def test_tied_weights_are_one_tensor_and_stored_once(family, tied, tmp_path):
+    model = tiny_model(family, "mlm", tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as stored:
+        assert ("lm_head.decoder.weight" in stored.keys()) is not tied  # noqa: SIM118 (not a dict)
+    loaded = type(model).from_pretrained(tmp_path)
+    same = loaded.lm_head.decoder.weight is loaded.get_input_embeddings().weight
+    assert same is tied
+    assert_same_tensors(loaded, model)
+
+
+@families
+@ties
+def test_the_masked_lm_bias_survives(family, tied, tmp_path):
+    # `lm_head.bias` and `lm_head.decoder.bias` are two names of RoBERTa's for one tensor.
+    model = tiny_model(family, "mlm", tie_word_embeddings=tied)
+    assert model.lm_head.bias is model.lm_head.decoder.bias
+    with torch.no_grad():
+        model.lm_head.decoder.bias.copy_(torch.linspace(-3, 3, model.config.vocab_size))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(loaded.lm_head.decoder.bias, model.lm_head.decoder.bias)
+    assert loaded.lm_head.bias is loaded.lm_head.decoder.bias
+    assert_same_outputs(loaded, model, inputs_for("mlm"))
+
+
+@families
+def test_a_sharded_checkpoint_comes_back_bitwise(family, tmp_path):
+    model = tiny_model(family, "mlm")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert_same_tensors(type(model).from_pretrained(tmp_path), model)
+
+
+@families
+def test_missing_and_unexpected_weights_are_reported(family, tmp_path):
+    model = tiny_model(family, "mlm")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    removed = f"{model.base_model_prefix}.encoder.layer.1.output.dense.bias"
+    del weights[removed]
+    weights["lm_head.surplus"] = torch.zeros(3)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {removed}
+    assert info["unexpected_keys"] == {"lm_head.surplus"}
+    assert torch.equal(loaded.get_parameter(removed), torch.zeros(model.config.hidden_size))
+
+
+@families
+def test_weights_absent_from_a_checkpoint_are_initialised(family, tmp_path):
+    # Nothing but one bias in the file: all else must get its documented initialisation, and no memory as it was found.
+    config = tiny_config_for(family, conv_kernel_size=3, position_embedding_type="sinusoidal")
+    model = model_class(family, "sequence")(config)
+    model.save_pretrained(tmp_path)
+    save_file({"classifier.out_proj.bias": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = type(model).from_pretrained(tmp_path)
+    for name, parameter in loaded.named_parameters():
+        fresh = model.get_parameter(name)
+        if name == "classifier.out_proj.bias":
+            assert torch.equal(parameter, torch.ones(2))
+        elif fresh.std() == 0:
+            assert torch.equal(parameter, fresh), name
+        else:
+            # The same distribution, by its deviation: 48 samples or more, so five standard errors are half.
+            assert abs(parameter.std() / fresh.std() - 1) < 0.5 and abs(parameter.mean()) < fresh.std(), name
+    for name, buffer in loaded.named_buffers():
+        assert torch.equal(buffer, model.get_buffer(name)), name
+
+
+@families
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "base"])
+def test_a_base_checkpoint_loads_into_a_head_and_back(family, kind, tmp_path):
+    base = tiny_model(family, "base", position_embedding_type="sinusoidal")
+    base.save_pretrained(tmp_path / "base")
+    head, info = model_class(family, kind).from_pretrained(tmp_path / "base", output_loading_info=True)
+    prefix = f"{head.base_model_prefix}."
+    assert info["missing_keys"] and not [name for name in info["missing_keys"] if name.startswith(prefix)]
+    assert not info["unexpected_keys"]
+    assert_same_tensors(head.base_model, base)
+
+    randomise(head)
+    head.save_pretrained(tmp_path / "head")
+    back, info = model_class(family, "base").from_pretrained(tmp_path / "head", output_loading_info=True)
+    assert not info["missing_keys"] and not [name for name in info["unexpected_keys"] if name.startswith(prefix)]
+    assert_same_tensors(back, head.base_model)
+
+
+@families
+@pytest.mark.parametrize("kind", ["sequence", "token"])
+def test_another_number_of_labels_needs_ignore_mismatched_sizes(family, kind, tmp_path):
+    model = tiny_model(family, kind)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        type(model).from_pretrained(tmp_path, num_labels=5)
+    loaded, info = type(model).from_pretrained(
+        tmp_path, num_labels=5, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    assert {name.rsplit(".", 1)[-1] for name, *_ in info["mismatched_keys"]} == {"weight", "bias"}
+    assert loaded(**inputs_for(kind)).logits.shape[-1] == 5
+    assert_same_tensors(loaded.base_model, model.base_model)
+
+
+@families
+def test_a_configuration_comes_back_with_every_field(family, tmp_path):
+    names = {0: "no", 1: "maybe", 2: "yes"}
+    label2id = {name: label for label, name in names.items()}
+    config = tiny_config_for(family, **VARIANTS["convolution-segments-untied"], id2label=names, label2id=label2id)
+    config.save_pretrained(tmp_path)
+    loaded = type(config).from_pretrained(tmp_path)
+    for name in type(config).__dataclass_fields__:
+        # Two fields are written by saving itself.
+        if name not in ("transformers_version", "_name_or_path"):
+            assert getattr(loaded, name) == getattr(config, name), name
+    assert loaded.num_labels == 3 and loaded.id2label == names
+    assert type(config)(**loaded.to_dict()).to_dict() == loaded.to_dict()
+
+
+@families
+@ties
+def test_resized_embeddings_keep_old_rows_and_come_back(family, tied, tmp_path):
+    model = tiny_model(family, "mlm", tie_word_embeddings=tied)
+    inputs = inputs_for("mlm")
+    with torch.no_grad():
+        before, states = model(**inputs).logits, hidden_states(model, inputs)
+    model.resize_token_embeddings(125, pad_to_multiple_of=8)
+    assert model.config.vocab_size == 128
+    with torch.no_grad():
+        after = model(**inputs).logits
+    assert after.shape[-1] == 128
+    assert torch.equal(hidden_states(model, inputs), states)
+    # Another number of columns may add up in another order.
+    torch.testing.assert_close(after[..., :120], before, atol=1e-5, rtol=1e-5)
+    assert (model.lm_head.decoder.weight is model.get_input_embeddings().weight) is tied
+    assert model.lm_head.bias.shape == model.lm_head.decoder.bias.shape == (128,)
+
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    assert_same_tensors(loaded, model)
+    assert_same_outputs(loaded, model, inputs)
+
+
+@families
+def test_a_resized_model_trains_its_new_rows(family):
+    model = tiny_model(family, "mlm")
+    model.resize_token_embeddings(125, pad_to_multiple_of=8)
+    inputs = padded_batch([6, 4])
+    inputs["input_ids"][0, 2] = 124
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert model.get_input_embeddings().weight.grad[124].abs().sum() > 0
+    assert model.lm_head.decoder.bias.grad[124].abs() > 0
+
+
+@families
+@kinds
+@variants
+def test_copies_and_pickles_are_equal_and_independent(family, kind, variant):
+    model = tiny_model(family, kind, **VARIANTS[variant])
+    inputs = inputs_for(kind)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same_tensors(twin, model)
+        assert_same_outputs(twin, model, inputs)
+        if kind == "mlm":
+            shared = twin.lm_head.decoder.weight is twin.get_input_embeddings().weight
+            assert shared is model.config.tie_word_embeddings
+        originals = {parameter.data_ptr() for parameter in model.parameters()}
+        assert not originals & {parameter.data_ptr() for parameter in twin.parameters()}
+
+
+@families
+@kinds
+@torch.no_grad()
+def test_outputs_can_be_pickled(family, kind):
+    output = tiny_model(family, kind)(**inputs_for(kind), output_hidden_states=True)
+    copied = pickle.loads(pickle.dumps(output))
+    assert type(copied) is type(output) and copied.keys() == output.keys()
+    assert all(torch.equal(a, b) for a, b in zip(copied.hidden_states, output.hidden_states, strict=True))
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=["fp64", "bf16", "fp16"])
+@variants
+def test_every_tensor_moves_to_another_dtype(family, dtype, variant):
+    model = tiny_model(family, "sequence", **VARIANTS[variant]).to(dtype)
+    assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {dtype}
+    assert model(**inputs_for("sequence")).logits.dtype == dtype
+
+
+@families
+@variants
+def test_disk_offload_gives_the_same_numbers(family, variant, tmp_path):
+    # Offloading fetches weights when their module's forward is called: a parameter read from outside would be empty.
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model(family, "mlm", **VARIANTS[variant])
+    offloaded = accelerate.disk_offload(copy.deepcopy(model), tmp_path, execution_device=torch.device("cpu"))
+    assert {parameter.device.type for parameter in offloaded.parameters()} == {"meta"}
+    assert_same_outputs(offloaded, model, inputs_for("mlm"))
