@@ -7,6 +7,9 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 # Keywords that transformers itself hands to a config and that are no fields of it: never reported as misspelt.
 _LIBRARY_KEYWORDS = {
@@ -164,10 +167,26 @@ class EncoderConfig(PreTrainedConfig):
                 f"Choose a number of heads among {', '.join(divisors)}, or change `hidden_size`."
             )
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As `PreTrainedConfig.from_dict`, but a misspelt name is left out with a warning instead of refused.
+
+        Transformers writes every attribute that anyone has set on a config into its file; the file must load again.
+        """
+        misspelt = cls._misspelt(config_dict)
+        for name, field in misspelt.items():
+            logger.warning(f"{cls.__name__} has no field `{name}` (perhaps `{field}` is meant): its value is ignored.")
+        return super().from_dict({name: v for name, v in config_dict.items() if name not in misspelt}, **kwargs)
+
     def _refuse_misspelt(self, keywords: dict[str, Any]) -> None:
         """Transformers keeps unknown keywords as attributes; one that looks like a field is a typing error."""
-        fields = list(type(self).__dataclass_fields__)
-        for name in keywords.keys() - _LIBRARY_KEYWORDS:
-            close = [] if name.startswith("_") else difflib.get_close_matches(name, fields, n=1, cutoff=0.85)
-            if close:
-                raise ValueError(f"{type(self).__name__} has no field `{name}`. Did you mean `{close[0]}`?")
+        for name, field in self._misspelt(keywords).items():
+            raise ValueError(f"{type(self).__name__} has no field `{name}`. Did you mean `{field}`?")
+
+    @classmethod
+    def _misspelt(cls, keywords: dict[str, Any]) -> dict[str, str]:
+        """Names that are no field but nearly one, and the field each resembles."""
+        fields = list(cls.__dataclass_fields__)
+        unknown = keywords.keys() - _LIBRARY_KEYWORDS - set(fields)
+        close = {name: difflib.get_close_matches(name, fields, n=1, cutoff=0.85) for name in sorted(unknown)}
+        return {name: match[0] for name, match in close.items() if match and not name.startswith("_")}
