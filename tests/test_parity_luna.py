@@ -80,11 +80,13 @@ def assert_states_near(fixture, case, outputs, prefix_last, num_layers, atol):
     last = outputs.packed_last_hidden_state[:, :longest]
     assert_near(last, fixture.output(case, f"{prefix_last}.px"), atol, "last px")
     theirs = fixture.output(case, "px_padding_mask")
-    if outputs.packed_attention_mask is None:
+    ours = outputs.packed_attention_mask
+    if theirs is None or ours is None:
         assert theirs is None or not theirs.any()
+        assert ours is None or ours.all()
     else:
-        assert torch.equal(outputs.packed_attention_mask[:, :longest] == 0, theirs)
-        assert not outputs.packed_attention_mask[:, longest:].any()
+        assert torch.equal(ours[:, :longest] == 0, theirs)
+        assert not ours[:, longest:].any()
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), PRECISIONS)

@@ -68,8 +68,8 @@ class LunaModelOutput(ModelOutput):
         last_hidden_state: token states (b, n, d).
         packed_last_hidden_state: packed states (b, l, d); l is `projection_length`, or n where that is less and the
             projection dynamic.
-        packed_attention_mask: (b, slots) long, 1 for the slots that hold a row's packed sequence; `None` if all do.
-            With dynamic projection a row of t tokens uses its first t slots, the others are never read.
+        packed_attention_mask: (b, slots) long, 1 for the slots that hold a row's packed sequence: with dynamic
+            projection a row of t tokens uses its first t slots, the others are never read. `None` without it.
         hidden_states, attentions: token states of every layer, unpack weights (b, h, n, l).
         packed_hidden_states, pack_attentions: see `PackedStreamOutput`.
     """
@@ -216,11 +216,14 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
 
         batch, length = hidden_states.shape[:2]
-        num_slots, slots = self.config.projection_length, None
+        num_slots, slots, used_slots = self.config.projection_length, None, None
         if self.config.dynamic_projection:
             # Slots beyond the padded length would be masked in every row; a shape and not the data decides.
             num_slots = torch.sym_min(num_slots, length)
-            slots = None if keep is None else drop_if_full(valid_slots(keep, num_slots))
+            used_slots = torch.ones(batch, num_slots, dtype=torch.bool, device=hidden_states.device)
+            if keep is not None:
+                used_slots = valid_slots(keep, num_slots)
+                slots = drop_if_full(used_slots)
         memory = self.packed_embeddings(batch, num_slots, slots)
 
         masks = LunaMasks(
@@ -232,7 +235,8 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         return LunaModelOutput(
             last_hidden_state=hidden_states,
             packed_last_hidden_state=memory,
-            packed_attention_mask=None if slots is None else slots.long(),
+            # Not `slots`: which fields an output has must not depend on the data.
+            packed_attention_mask=None if used_slots is None else used_slots.long(),
         )
 
 
@@ -261,7 +265,7 @@ class LunaPooling(nn.Module):
         if self.kind in ("cls", "mean"):
             return self.tokens(outputs, keep)
         packed, slots = outputs.packed_last_hidden_state, outputs.packed_attention_mask
-        slots = None if slots is None else slots.bool()
+        slots = None if slots is None else drop_if_full(slots.bool())
         if self.kind == "packed_max":
             return masked_max(self.in_proj(packed), slots)
         if self.kind == "packed_mean":
