@@ -1,0 +1,152 @@
+"""Pipelines and sentence-transformers, from saved folders: batches of unequal lengths equal single texts."""
+
+import pytest
+import torch
+from helpers import MODELS, SENTENCES, tiny_model, tiny_tokenizer
+from transformers import pipeline
+
+from luna_hf import FAMILIES
+
+families = pytest.mark.parametrize("family", list(FAMILIES))
+# The models compute in float64, so that only leaking padding could tell batches apart; pipelines may round to float32.
+DTYPE, ATOL = torch.float64, 1e-6
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def folders(request, tmp_path_factory):
+    """One folder for each kind of model of a family."""
+    root, tokenizer = tmp_path_factory.mktemp(request.param), tiny_tokenizer()
+    own = {
+        "sequence": {"id2label": {0: "contradiction", 1: "entailment"}},
+        "token": {"id2label": {0: "O", 1: "B-LOC", 2: "I-LOC"}},
+    }
+    for kind in MODELS:
+        names = own.get(kind, {})
+        if names:
+            names["label2id"] = {name: label for label, name in names["id2label"].items()}
+        model = tiny_model(request.param, kind, vocab_size=len(tokenizer), **names)
+        with torch.no_grad():
+            # Larger weights, so that answers differ clearly from text to text.
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        model.save_pretrained(root / kind)
+        tokenizer.save_pretrained(root / kind)
+    return root
+
+
+def make(task, folder, **kwargs):
+    return pipeline(task, model=str(folder), device="cpu", dtype=DTYPE, **kwargs)
+
+
+def test_fill_mask_proposes_the_tokens_of_the_largest_logits(folders):
+    fill = make("fill-mask", folders / "mlm")
+    text = "the quick <mask> fox"
+    proposals = fill(text, top_k=3)
+    with torch.no_grad():
+        logits = fill.model(**fill.tokenizer(text, return_tensors="pt")).logits[0]
+    position = fill.tokenizer(text)["input_ids"].index(fill.tokenizer.mask_token_id)
+    expected = logits[position].softmax(-1).topk(3)
+    assert [proposal["token"] for proposal in proposals] == expected.indices.tolist()
+    assert [proposal["score"] for proposal in proposals] == pytest.approx(expected.values.tolist(), abs=ATOL)
+
+
+def test_fill_mask_in_batches_of_unequal_lengths(folders):
+    fill = make("fill-mask", folders / "mlm")
+    texts = ["<mask> one", "every token reads the packed <mask> in turn", "the <mask>", SENTENCES[3] + "<mask>"]
+    assert len({len(fill.tokenizer(text)["input_ids"]) for text in texts}) == len(texts)
+    for text, batched in zip(texts, fill(texts, batch_size=2), strict=True):
+        for one, other in zip(fill(text), batched, strict=True):
+            assert one["token"] == other["token"]
+            assert one["score"] == pytest.approx(other["score"], abs=ATOL)
+
+
+def test_text_classification_of_texts_and_pairs(folders):
+    classify = make("text-classification", folders / "sequence")
+    pair = {"text": SENTENCES[0], "text_pair": SENTENCES[1]}
+    scores = {answer["label"]: answer["score"] for answer in classify(pair, top_k=None)}
+    with torch.no_grad():
+        logits = classify.model(**classify.tokenizer(*SENTENCES[:2], return_tensors="pt")).logits[0]
+    expected = dict(zip(["contradiction", "entailment"], logits.softmax(-1).tolist(), strict=True))
+    assert scores == pytest.approx(expected, abs=ATOL)
+    assert classify(SENTENCES[0], top_k=None) != classify(pair, top_k=None)
+
+
+def test_text_classification_in_batches_of_unequal_lengths(folders):
+    classify = make("text-classification", folders / "sequence")
+    for text, batched in zip(SENTENCES, classify(SENTENCES, batch_size=2, top_k=None), strict=True):
+        alone = {answer["label"]: answer["score"] for answer in classify(text, top_k=None)}
+        assert alone == pytest.approx({answer["label"]: answer["score"] for answer in batched}, abs=ATOL)
+
+
+def test_token_classification_gives_words_at_their_offsets(folders):
+    tag = make("token-classification", folders / "token", aggregation_strategy="none", ignore_labels=[])
+    entities = tag(SENTENCES[3])
+    covered = "".join(SENTENCES[3][entity["start"] : entity["end"]] for entity in entities)
+    assert covered.replace(" ", "") == SENTENCES[3].replace(" ", "")
+    assert len({entity["entity"] for entity in entities}) > 1
+
+
+@pytest.mark.parametrize("strategy", ["simple", "first", "average", "max"])
+def test_token_classification_aggregates(folders, strategy):
+    tag = make("token-classification", folders / "token", aggregation_strategy=strategy, ignore_labels=[])
+    alone = [tag(text) for text in SENTENCES]
+    for text, groups, batched in zip(SENTENCES, alone, tag(SENTENCES, batch_size=2), strict=True):
+        assert groups and all(text[group["start"] : group["end"]].strip() for group in groups)
+        assert {group["entity_group"] for group in groups} <= {"O", "LOC"}
+        spans = [(group["start"], group["end"], group["entity_group"]) for group in groups]
+        assert spans == [(group["start"], group["end"], group["entity_group"]) for group in batched]
+        for group, other in zip(groups, batched, strict=True):
+            assert group["score"] == pytest.approx(other["score"], abs=ATOL)
+
+
+def test_feature_extraction_gives_the_token_states(folders):
+    extract = make("feature-extraction", folders / "base")
+    with torch.no_grad():
+        expected = extract.model(**extract.tokenizer(SENTENCES[0], return_tensors="pt")).last_hidden_state
+    torch.testing.assert_close(extract(SENTENCES[0], return_tensors=True), expected)
+    # Outputs of a batch keep their padding: the first rows are the text's.
+    for text, batched in zip(SENTENCES, extract(SENTENCES, batch_size=2), strict=True):
+        alone = torch.tensor(extract(text)[0])
+        torch.testing.assert_close(torch.tensor(batched[0])[: len(alone)], alone, atol=ATOL, rtol=1e-5)
+
+
+def test_zero_shot_classification_uses_the_entailment_label(folders):
+    classify = make("zero-shot-classification", folders / "sequence")
+    assert classify.entailment_id == 1
+    labels = ["animals", "geography", "x"]
+    answer = classify(SENTENCES[0], labels, hypothesis_template="This is about {}.")
+    logits = []
+    for label in labels:
+        pair = classify.tokenizer(SENTENCES[0], f"This is about {label}.", return_tensors="pt")
+        with torch.no_grad():
+            logits.append(classify.model(**pair).logits[0, 1])
+    expected = dict(zip(labels, torch.stack(logits).softmax(0).tolist(), strict=True))
+    assert dict(zip(answer["labels"], answer["scores"], strict=True)) == pytest.approx(expected, abs=ATOL)
+
+
+def test_sentence_transformer_with_mean_pooling(folders):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.models import Pooling, Transformer
+
+    words = Transformer(str(folders / "base"), model_kwargs={"dtype": DTYPE})
+    pooling = Pooling(48, pooling_mode="mean")
+    encoder = sentence_transformers.SentenceTransformer(modules=[words, pooling], device="cpu")
+    assert encoder.max_seq_length == 64
+    together = encoder.encode(SENTENCES, batch_size=len(SENTENCES))
+    for text, embedding in zip(SENTENCES, together, strict=True):
+        assert encoder.encode([text])[0] == pytest.approx(embedding, abs=ATOL)
+        inputs = words.tokenizer(text, return_tensors="pt")
+        with torch.no_grad():
+            states = words.auto_model(**inputs).last_hidden_state[0]
+        assert embedding == pytest.approx(states.mean(0).numpy(), abs=ATOL)
+
+
+def test_sentence_transformer_comes_back_from_its_folder(folders, tmp_path):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    # A plain folder: sentence-transformers adds mean pooling by itself.
+    encoder = sentence_transformers.SentenceTransformer(str(folders / "base"), device="cpu")
+    encoder.save_pretrained(str(tmp_path))
+    loaded = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
+    assert (loaded.encode(SENTENCES) == encoder.encode(SENTENCES)).all()
+    similarities = encoder.similarity(encoder.encode(SENTENCES), encoder.encode(SENTENCES))
+    assert torch.diagonal(similarities).tolist() == pytest.approx([1.0] * len(SENTENCES), abs=ATOL)
