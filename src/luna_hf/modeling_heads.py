@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
@@ -149,6 +150,12 @@ class MaskedLMMixin(HeadMixin):
     def add_head(self, config: EncoderConfig) -> None:
         """Create the head's modules."""
         self.lm_head = MaskedLMHead(config)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, MaskedLMHead):
+            init.zeros_(module.bias)
 
     def get_output_embeddings(self) -> nn.Module:
         """The output layer, tied to the token embedding."""
