@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import ModelOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from .attention_base import Linear
@@ -181,7 +183,7 @@ class MaskedLMMixin(HeadMixin):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> ModelOutput:
         """
         Args:
@@ -241,7 +243,7 @@ class SequenceClassificationMixin(PooledHeadMixin):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> ModelOutput:
         """
         Args:
@@ -283,7 +285,7 @@ class MultipleChoiceMixin(PooledHeadMixin):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> ModelOutput:
         """
         Args:
@@ -329,7 +331,7 @@ class TokenClassificationMixin(HeadMixin):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> ModelOutput:
         """
         Args:
@@ -372,7 +374,7 @@ class QuestionAnsweringMixin(HeadMixin):
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> ModelOutput:
         """
         Args:
