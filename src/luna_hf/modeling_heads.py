@@ -136,13 +136,15 @@ class HeadMixin:
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
+        # Here and not in `make_output`: torch.compile cannot trace `fields`.
+        self.output_fields = tuple(field.name for field in fields(self.output_class))
         setattr(self, self.base_model_prefix, self.base_model_class(config))
         self.add_head(config)
         self.post_init()
 
     def make_output(self, outputs: ModelOutput, **own: Any) -> ModelOutput:
         """The head's output: its own fields, and whatever it shares with the base model's output."""
-        shared = {field.name: outputs.get(field.name) for field in fields(self.output_class) if field.name not in own}
+        shared = {name: outputs.get(name) for name in self.output_fields if name not in own}
         return self.output_class(**own, **shared)
 
 
