@@ -1,0 +1,240 @@
+"""transformers' own model, training and configuration tests, on every model class of every family.
+
+What the library asks of its own models: saving and loading, initialisation, tied and resized embeddings, outputs,
+masks, gradients, checkpointing, attention backends. The mixins come from the library's source distribution (see
+`transformers_suite.py`). Its pipeline tests need models from the Hub, so they are not among these.
+
+A skip must not hide a forgotten attribute: a test that skips itself fails unless `EXPECTED_SKIPS` names it, and what
+decorators skip may only be for want of hardware or of an optional library.
+"""
+
+import inspect
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers_suite
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
+from transformers.testing_utils import torch_device
+
+from luna_hf import FAMILIES
+from luna_hf.configuration_base import EncoderConfig
+
+transformers_suite.load()
+
+from transformers_library_tests.test_configuration_common import ConfigTester  # noqa: E402
+from transformers_library_tests.test_modeling_common import ModelTesterMixin, ids_tensor  # noqa: E402
+from transformers_library_tests.test_training_mixin import TrainingTesterMixin  # noqa: E402
+
+
+class Variant(NamedTuple):
+    """A family's own fields in one tested configuration, and the number of keys that its recorded attentions have."""
+
+    fields: dict[str, Any]
+    num_keys: int
+
+
+# Fields that every family has: the default layout, and its opposite wherever there is a choice.
+COMMON_FIELDS: dict[str, dict[str, Any]] = {
+    "Default": {},
+    "PreNorm": {
+        "norm_first": True,
+        "position_embedding_type": "sinusoidal",
+        "embedding_layer_norm": False,
+        "type_vocab_size": 2,
+        "conv_kernel_size": 3,
+        "tie_word_embeddings": False,
+    },
+}
+
+# Luna: fewer slots than most rows have tokens, then more slots than the longest; both differ from every other size.
+VARIANTS: dict[str, dict[str, Variant]] = {
+    "luna": {
+        "Default": Variant({"projection_length": 4, "num_projected_attention_heads": 2}, num_keys=4),
+        "PreNorm": Variant(
+            {
+                "projection_length": 12,
+                "dynamic_projection": False,
+                "tie_kv": False,
+                "classifier_pooling": "packed_attention",
+            },
+            num_keys=12,
+        ),
+    },
+}
+
+# Start of a test's name, and the reason that it gives for not applying to these models.
+EXPECTED_SKIPS: dict[str, str] = {
+    # There is one model and one configuration inside, not several.
+    "test_attn_implementation_composite_models": "not a composite model",
+    "test_can_set_attention_dynamically_composite_model": "not composite",
+    "test_flash_attn_2_can_dispatch_composite_models": "not a composite model",
+    "test_flash_attn_3_can_dispatch_composite_models": "not a composite model",
+    "test_flash_attn_4_can_dispatch_composite_models": "not a composite model",
+    "test_internal_model_config_and_subconfig_are_same": "No subconfigs",
+    "test_sdpa_can_dispatch_composite_models": "does not support SDPA",  # as a composite, it means
+    # Encoders: neither a decoder nor generation.
+    "test_causal_lm_loss_honors_shift_labels": "No decoder-only language modeling head",
+    "test_encoder_decoder_loss_no_double_shift": "No sequence-to-sequence language modeling head",
+    # Mechanisms that the models do not have.
+    "test_eager_matches_batched_and_grouped_inference": "does not support grouped_mm",  # mixture of experts
+    "test_moe_models_record_router_logits": "no sparse experts",
+    "test_output_router_logits_from_config": "no `output_router_logits`",
+    "test_model_rope_scaling_from_config": "does not support RoPE scaling",
+    "test_model_rope_scaling_frequencies": "does not support RoPE scaling",
+    "test_model_rope_with_partial_rotation": "does not have RoPE",
+    "test_vision_axial_rope": "no axial RoPE layer",
+    "test_sliding_window_mask": "does not support sliding window",
+    "test_keep_in_fp32_modules": "no _keep_in_fp32_modules",
+    "test_tied_head_has_a_tp_plan_entry": "does not have a TP plan",
+    "test_tp_plan_matches_params": "does not have a TP plan",
+    # Parameters have the same names in files and in models.
+    "test_can_load_from_already_mapped_keys": "No conversion found",
+    "test_reverse_loading_mapping": "No conversion found",
+    # `resize_position_embeddings` is not offered; `max_position_embeddings` is chosen once.
+    "test_resize_position_vector_embeddings": "does not have position embeddings",
+}
+
+# What a machine may lack, in the words of transformers' decorators.
+MISSING_ON_THIS_MACHINE = (
+    "test requires accelerator",
+    "test requires multiple accelerators",
+    "test requires MPS",
+    "test requires Flash Attention",
+    "test requires deepspeed",
+    "test requires the kernels library",
+    "test requires CUDA",
+)
+
+
+class TinyModelTester:
+    """What transformers' mixins ask about a model: sizes, a configuration, and inputs."""
+
+    is_training = True
+    batch_size = 5
+    seq_length = 9
+    num_choices = 3
+    vocab_size = 99
+    hidden_size = 32
+    num_hidden_layers = 2
+    num_attention_heads = 4
+    pad_token_id = 1
+
+    def __init__(self, family_name: str, variant_name: str) -> None:
+        variant = VARIANTS[family_name][variant_name]
+        self.config_class = FAMILIES[family_name].config
+        self.base_model_class = FAMILIES[family_name].base_model
+        self.fields = {**COMMON_FIELDS[variant_name], **variant.fields}
+        self.key_length = variant.num_keys
+
+    def get_config(self) -> EncoderConfig:
+        return self.config_class(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            intermediate_size=48,
+            max_position_embeddings=64,
+            pad_token_id=self.pad_token_id,
+            **self.fields,
+        )
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[EncoderConfig, dict[str, torch.Tensor]]:
+        """Rows of 9, 7, 5, 3 and 1 tokens, the second padded on the left."""
+        lengths = torch.arange(self.seq_length, 0, -2, device=torch_device)[:, None]
+        mask = (torch.arange(self.seq_length, device=torch_device) < lengths).long()
+        mask[1] = mask[1].flip(0)
+        first_word = 3  # after <s>, <pad> and </s>
+        words = ids_tensor([self.batch_size, self.seq_length], self.vocab_size - first_word) + first_word
+        return self.get_config(), {"input_ids": words.where(mask.bool(), self.pad_token_id), "attention_mask": mask}
+
+
+@pytest.fixture(scope="class")
+def listed_model_classes() -> Iterator[None]:
+    """The mixins tell the kinds of models apart by class name, in tables that hold only the library's own models."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, family in FAMILIES.items():
+            models = {AutoModel: family.base_model, AutoModelForMaskedLM: family.masked_lm, **family.heads}
+            for auto_class, model_class in models.items():
+                monkeypatch.setitem(auto_class._model_mapping._model_mapping, name, model_class.__name__)
+        yield
+
+
+@pytest.mark.usefixtures("listed_model_classes")
+class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
+    """The mixins, set up for one variant of a family; `make_test_cases` makes the classes that are collected."""
+
+    family_name: str
+    variant_name: str
+    # TrainingTesterMixin declares an abstract property, which a plain attribute fulfils.
+    model_tester: TinyModelTester = None
+    # Off in the library unless a model asks for it, since its older models fail.
+    test_can_init_all_missing_weights_before_2023 = True
+
+    def setUp(self) -> None:
+        self.model_tester = TinyModelTester(self.family_name, self.variant_name)
+
+    @property
+    def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
+        return FAMILIES[self.family_name].models
+
+    @property
+    def _torch_compile_train_cls(self) -> type[PreTrainedModel]:
+        return FAMILIES[self.family_name].masked_lm
+
+    def _get_trainable_model_class(self) -> type[PreTrainedModel]:
+        return FAMILIES[self.family_name].masked_lm
+
+    def skipTest(self, reason: str) -> None:
+        expected = [words for name, words in EXPECTED_SKIPS.items() if self._testMethodName.startswith(name)]
+        if not any(words in reason for words in expected):
+            self.fail(f"{self._testMethodName} skips itself, and EXPECTED_SKIPS does not say so: {reason}")
+        super().skipTest(reason)
+
+    def test_decorators_skip_only_for_what_the_machine_lacks(self) -> None:
+        for name in unittest.TestLoader().getTestCaseNames(type(self)):
+            reasons = list(decorator_skips(getattr(type(self), name)))
+            if reasons:
+                lacks = [reason for reason in reasons if reason.startswith(MISSING_ON_THIS_MACHINE)]
+                self.assertTrue(lacks, f"{name} is skipped: {reasons}")
+
+    def test_config(self) -> None:
+        # Not the width of the model tests: ConfigTester leaves the number of heads at the default of 12.
+        fields = {"hidden_size": 36, **self.model_tester.fields}
+        ConfigTester(self, config_class=self.model_tester.config_class, **fields).run_common_tests()
+
+    def test_compiles_for_training_as_one_graph(self) -> None:
+        """The body of `test_torch_compile_for_training`, which the library runs on accelerators only.
+
+        Without inductor: generating its C++ takes minutes, and what is to be tested is the model's graph.
+        """
+        # A compiled graph draws its own random numbers, so the gradients are equal only without dropout.
+        self.model_tester.fields |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        compile_model = torch.compile
+        with patch("torch.compile", lambda model, **_: compile_model(model, fullgraph=True, backend="aot_eager")):
+            inspect.unwrap(ModelTesterMixin.test_torch_compile_for_training)(self)
+
+
+def decorator_skips(test: Callable[..., None] | None) -> Iterator[str]:
+    """Reasons of all decorators that skip a test, from the outermost in."""
+    while test is not None:
+        if getattr(test, "__unittest_skip__", False):
+            yield test.__unittest_skip_why__
+        test = getattr(test, "__wrapped__", None)
+
+
+def make_test_cases() -> dict[str, type[unittest.TestCase]]:
+    """One test case for each variant of each family."""
+    cases = {}
+    for family_name in FAMILIES:
+        for variant_name in VARIANTS[family_name]:
+            name = f"{family_name.capitalize()}{variant_name}Test"
+            body = {"family_name": family_name, "variant_name": variant_name, "__module__": __name__}
+            cases[name] = type(name, (FamilyTests, unittest.TestCase), body)
+    return cases
+
+
+globals().update(make_test_cases())

@@ -1,0 +1,136 @@
+"""transformers' own test mixins, for the installed version.
+
+They are published only in transformers' source distribution, not in the wheel that is installed. The first call of
+`load()` fetches that distribution with pip, keeps its `tests` folder under `.cache/`, and makes it importable as
+`transformers_library_tests`, a name that no folder of this repository has.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import transformers
+
+PACKAGE = "transformers_library_tests"
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "transformers_tests"
+
+
+class NoPackageIndex(Exception):
+    """pip could not reach an index that has the source distribution."""
+
+
+def load() -> None:
+    """Make `transformers_library_tests` importable; skip the calling module if there is no package index.
+
+    Raises:
+        RuntimeError: pip reached an index and failed for another reason, or the distribution is not as expected.
+    """
+    if PACKAGE in sys.modules:
+        return
+    try:
+        folder = fetch(transformers.__version__, CACHE)
+    except NoPackageIndex as error:
+        pytest.skip(
+            f"TRANSFORMERS' OWN TESTS WERE NOT RUN: no package index to fetch their source from.\n{error}",
+            allow_module_level=True,
+        )
+    pytest.register_assert_rewrite(PACKAGE)
+    sys.path.insert(0, str(folder))
+    add_stand_ins(folder / PACKAGE)
+
+
+def fetch(version: str, cache: Path) -> Path:
+    """Folder that holds the package of a version's tests, downloaded if it is not there yet.
+
+    Everything is prepared in a folder of its own and put in place by one rename: neither an interrupted download nor
+    a second test run at the same time can leave, or see, half of it.
+    """
+    final = cache / version
+    if final.is_dir():
+        return final
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="incomplete-") as scratch:
+        download, unpacked = Path(scratch, "download"), Path(scratch, "unpacked")
+        archive = download_source(version, download)
+        unpack_tests(archive, unpacked)
+        try:
+            unpacked.rename(final)
+        except OSError:
+            # Another run was faster. If it was not, the reason of the failure is what the user needs to see.
+            if not final.is_dir():
+                raise
+    return final
+
+
+def download_source(version: str, folder: Path) -> Path:
+    """The source archive of a transformers version, through whatever index pip is configured for."""
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+    # Without isolation pip only asks setuptools for the metadata, and installs no build environment for that.
+    command += ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(folder), f"transformers=={version}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        report = (result.stdout + result.stderr)[-3000:]
+        # pip's words for an index that does not answer, and for one that has no source distribution of anything.
+        if "connection broken by" in report or "(from versions: none)" in report:
+            raise NoPackageIndex(report)
+        raise RuntimeError(f"{' '.join(command)} failed:\n{report}")
+    archives = list(folder.glob("transformers-*.tar.gz"))
+    if len(archives) != 1:
+        raise RuntimeError(f"pip was to download one source archive, but these are there: {os.listdir(folder)}.")
+    return archives[0]
+
+
+def unpack_tests(archive: Path, folder: Path) -> None:
+    """Unpack an archive's `tests` folder as `folder/transformers_library_tests`."""
+    with tarfile.open(archive) as tar:
+        root = archive.name.removesuffix(".tar.gz")
+        members = [member for member in tar.getmembers() if member.name.startswith(f"{root}/tests/")]
+        if not members:
+            raise RuntimeError(f"{archive.name} has no folder {root}/tests.")
+        options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        tar.extractall(folder, members, **options)
+    shutil.move(folder / root / "tests", folder / PACKAGE)
+    (folder / root).rmdir()
+    (folder / PACKAGE / "__init__.py").touch()
+
+
+def add_stand_ins(folder: Path) -> None:
+    """Modules that the mixins import and the source distribution leaves out. None of them holds a test.
+
+    A folder that a later distribution brings is used as it is.
+    """
+    stand_ins = {
+        # The base class of ModelTesterMixin; the real one exports the models to ONNX and other formats.
+        "exporters.test_export": {"ExportTesterMixin": type("ExportTesterMixin", (), {})},
+        # Only compared with: models that generate must inherit from it. No family here generates.
+        "generation.test_utils": {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})},
+        # Values that ConfigTester hands to a configuration and reads back: each base field, away from its default.
+        "utils.test_configuration_utils": {
+            "config_common_kwargs": {
+                "architectures": ["EncoderForTesting"],
+                "chunk_size_feed_forward": 3,
+                "dtype": "float16",
+                "id2label": {0: "low", 1: "middle", 2: "high"},
+                "label2id": {"low": 0, "middle": 1, "high": 2},
+                "output_attentions": True,
+                "output_hidden_states": True,
+                "problem_type": "multi_label_classification",
+                "return_dict": False,
+            }
+        },
+    }
+    for name, contents in stand_ins.items():
+        parent, _ = name.split(".")
+        if (folder / parent).exists():
+            continue
+        package = ModuleType(f"{PACKAGE}.{parent}")
+        package.__path__ = []
+        module = ModuleType(f"{PACKAGE}.{name}")
+        vars(module).update(contents)
+        sys.modules[package.__name__], sys.modules[module.__name__] = package, module
