@@ -19,6 +19,9 @@ def _slow_cpu_dtypes() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype, query in support.items() if not getattr(torch.ops.mkldnn, query)())
 
 
+# Keys that flex attention treats at a time.
+_FLEX_BLOCK = 128
+
 SLOW_CPU_DTYPES = _slow_cpu_dtypes() if torch.backends.mkldnn.is_available() else frozenset()
 
 
@@ -50,7 +53,8 @@ class KeyMask(NamedTuple):
 
     keep: Tensor  # (batch, keys) boolean, True = may be attended
     backend: Any  # eager, sdpa: (batch, 1, 1, keys) boolean, broadcast over heads and queries; others: their own form
-    unpadded: UnpaddedKeys | None  # flash attention only
+    unpadded: UnpaddedKeys | None = None  # flash attention only
+    extra_keys: int = 0  # flex attention only: masked keys to append
 
 
 def uses_flash(config: PreTrainedConfig) -> bool:
@@ -69,16 +73,18 @@ def make_key_mask(
         queries, keys: (b, q, d) and (b, k, d) states whose lengths and dtype backends other than eager, sdpa and flash
             build their masks from.
     """
+    if config._attn_implementation == "flex_attention":
+        return _flex_key_mask(keep, queries, keys)
     if keep is None:
         return None
     if uses_flash(config):
         lengths = keep.sum(-1, dtype=torch.int32)
         cumulated = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         indices = keep.flatten().nonzero().squeeze(-1)
-        return KeyMask(keep, None, UnpaddedKeys(indices, cumulated, int(lengths.max())))
+        return KeyMask(keep, None, unpadded=UnpaddedKeys(indices, cumulated, int(lengths.max())))
     if config._attn_implementation in ("eager", "sdpa", None):
         # Left to broadcast: expanding it to the queries costs up to a fifth of the attention.
-        return KeyMask(keep, keep[:, None, None, :], None)
+        return KeyMask(keep, keep[:, None, None, :])
     mask = create_bidirectional_mask(
         config,
         inputs_embeds=queries,
@@ -86,7 +92,26 @@ def make_key_mask(
         encoder_hidden_states=keys,
         allow_is_bidirectional_skip=False,
     )
-    return KeyMask(keep, mask, None)
+    return KeyMask(keep, mask)
+
+
+def _flex_key_mask(keep: Tensor | None, queries: Tensor, keys: Tensor) -> KeyMask | None:
+    # PyTorch's CPU kernel returns wrong numbers, without an error, if the keys do not fill whole blocks.
+    extra = -keys.shape[1] % _FLEX_BLOCK
+    if keep is None and not extra:
+        return None
+    if keep is None:
+        keep = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+    keep = F.pad(keep, (0, extra), value=False)
+    batch, length = keep.shape
+
+    def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return keep[b, k]
+
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = create_block_mask(attends, batch, None, queries.shape[1], length, device=keep.device)
+    return KeyMask(keep, mask, extra_keys=extra)
 
 
 def eager_attention_forward(
@@ -138,8 +163,10 @@ def attend(
         attention = eager_attention_forward
     if mask is not None and mask.unpadded is not None:
         output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)
-    else:
-        output, weights = attention(module, query, key, value, None if mask is None else mask.backend, **kwargs)
+        return output.flatten(-2), weights
+    if mask is not None and mask.extra_keys:
+        key, value = (F.pad(states, (0, 0, 0, mask.extra_keys)) for states in (key, value))
+    output, weights = attention(module, query, key, value, None if mask is None else mask.backend, **kwargs)
     return output.flatten(-2), weights
 
 

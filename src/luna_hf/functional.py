@@ -95,12 +95,13 @@ def sinusoids(num_positions: int, dim: int, padding_idx: int | None = None) -> T
         (num_positions, dim).
     """
     half = dim // 2
-    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / max(half - 1, 1))
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies  # (positions, half)
+    # In float64 up to the end: in float32 the error of an angle grows with the position.
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / max(half - 1, 1))
+    angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies  # (positions, half)
     table = F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, dim - 2 * half))
     if padding_idx is not None:
         table[padding_idx] = 0.0
-    return table
+    return table.float()
 
 
 def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -1,0 +1,135 @@
+"""Luna, written out literally: one row, one head and one query at a time. Slow; shares no code with the package.
+
+Equation numbers are those of Ma et al. 2021 (arXiv 2106.01540). Weights come as a dict under the names of `LunaModel`.
+"""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+
+def softmax_read(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Eq. 1 for one query (c,) over keys and values (k, c)."""
+    if keys.shape[0] == 0:
+        return torch.zeros_like(query)
+    logits = torch.stack([query @ key / math.sqrt(query.shape[0]) for key in keys])
+    weights = torch.exp(logits - logits.max())
+    weights = weights / weights.sum()
+    return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, num_heads: int) -> Tensor:
+    """Multi-head attention of (q, d) over (k, d), heads side by side; no output projection."""
+    size = queries.shape[-1] // num_heads
+    heads = []
+    for h in range(num_heads):
+        part = slice(h * size, (h + 1) * size)
+        heads.append(torch.stack([softmax_read(q[part], keys[:, part], values[:, part]) for q in queries]))
+    return torch.cat(heads, dim=-1)
+
+
+def linear(weights: dict, name: str, states: Tensor) -> Tensor:
+    """x W^T + b."""
+    return states @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+
+def layer_norm(weights: dict, name: str, states: Tensor, eps: float) -> Tensor:
+    """LayerNorm of each vector; the identity if the model has none of that name."""
+    if f"{name}.weight" not in weights:
+        return states
+    mean = states.mean(-1, keepdim=True)
+    variance = ((states - mean) ** 2).mean(-1, keepdim=True)
+    return (states - mean) / torch.sqrt(variance + eps) * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+def gelu(states: Tensor) -> Tensor:
+    """x Phi(x)."""
+    return states * 0.5 * (1 + torch.erf(states / math.sqrt(2)))
+
+
+def key_value(weights: dict, name: str, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values: two matrices, or one for both (tied)."""
+    if f"{name}.key_value.weight" in weights:
+        both = linear(weights, f"{name}.key_value", states)
+        return both, both
+    return linear(weights, f"{name}.key", states), linear(weights, f"{name}.value", states)
+
+
+def convolution(weights: dict, name: str, states: Tensor) -> Tensor:
+    """out_t = sum_j w_j * x_{t + j - k // 2}, channel by channel, zero outside."""
+    taps = weights[f"{name}.weight"]  # (d, k)
+    out = []
+    for t in range(states.shape[0]):
+        total = torch.zeros_like(states[0])
+        for j in range(taps.shape[1]):
+            source = t + j - taps.shape[1] // 2
+            if 0 <= source < states.shape[0]:
+                total = total + taps[:, j] * states[source]
+        out.append(total)
+    return torch.stack(out)
+
+
+def layer(weights: dict, name: str, x: Tensor, p: Tensor, used: int, config: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """One layer on one row without padding: x (n, d), p (l, d); only the first `used` slots may be unpacked.
+
+    Eq. 4 (pack), Eq. 5 (unpack), Eq. 6 (residuals and norms).
+    """
+    eps, own = config.layer_norm_eps, f"{name}.attention.self"
+    norm_a, norm_p, norm_f = (
+        f"{name}.attention.output.LayerNorm",
+        f"{own}.packed_layer_norm",
+        f"{name}.output.LayerNorm",
+    )
+    x_in = layer_norm(weights, norm_a, x, eps) if config.norm_first else x
+    p_in = layer_norm(weights, norm_p, p, eps) if config.norm_first else p
+
+    keys, values = key_value(weights, f"{own}.pack", x_in)
+    packed = attention(linear(weights, f"{own}.pack.query", p_in), keys, values, config.packed_heads)
+    keys, values = key_value(weights, own, packed)
+    unpacked = attention(linear(weights, f"{own}.query", x_in), keys[:used], values[:used], config.num_attention_heads)
+    mixed = linear(weights, f"{name}.attention.output.dense", unpacked)
+    if f"{name}.attention.convolution.weight" in weights:
+        mixed = mixed + convolution(weights, f"{name}.attention.convolution", x_in)
+
+    x, p = x + mixed, p + packed
+    if not config.norm_first:
+        x, p = layer_norm(weights, norm_a, x, eps), layer_norm(weights, norm_p, p, eps)
+    inner = layer_norm(weights, norm_f, x, eps) if config.norm_first else x
+    inner = linear(weights, f"{name}.output.dense", gelu(linear(weights, f"{name}.intermediate.dense", inner)))
+    x = x + inner
+    return (x if config.norm_first else layer_norm(weights, norm_f, x, eps)), p
+
+
+def sinusoid(position: int, dim: int) -> Tensor:
+    """First half sines, second half cosines of position * 10000^(-i / (d/2 - 1)), as stored: rounded to float32."""
+    half = dim // 2
+    angles = [position * 10000 ** (-i / (half - 1)) for i in range(half)]
+    values = [math.sin(a) for a in angles] + [math.cos(a) for a in angles] + [0.0] * (dim - 2 * half)
+    return torch.tensor(values, dtype=torch.float64).float().double()
+
+
+def encode_row(weights: dict, token_ids: list[int], config: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """The whole encoder on one row without padding: token states (n, d) and packed states (l, d)."""
+    n, slots = len(token_ids), config.projection_length
+    used = min(n, slots) if config.dynamic_projection else slots
+    x = torch.stack([weights["embeddings.word_embeddings.weight"][i] for i in token_ids])
+    p = weights["packed_embeddings.weight"]
+    first_position = config.pad_token_id + 1
+    if config.position_embedding_type == "sinusoidal":
+        scale = math.sqrt(x.shape[-1])
+        x = x * scale + torch.stack([sinusoid(first_position + t, x.shape[-1]) for t in range(n)])
+        p = p * scale + torch.stack([sinusoid(j, x.shape[-1]) for j in range(slots)])
+    else:
+        x = x + weights["embeddings.position_embeddings.weight"][first_position : first_position + n]
+    if "embeddings.token_type_embeddings.weight" in weights:
+        x = x + weights["embeddings.token_type_embeddings.weight"][0]
+    x = layer_norm(weights, "embeddings.LayerNorm", x, config.layer_norm_eps)
+    p = layer_norm(weights, "packed_embeddings.LayerNorm", p, config.layer_norm_eps)
+    # A slot that the row has no use for starts as zero; it is packed into, but never read.
+    p = torch.cat([p[:used], torch.zeros_like(p[used:])])
+    for i in range(config.num_hidden_layers):
+        x, p = layer(weights, f"encoder.layer.{i}", x, p, used, config)
+    x = layer_norm(weights, "encoder.final_layer_norm", x, config.layer_norm_eps)
+    return x, layer_norm(weights, "packed_layer_norm", p, config.layer_norm_eps)

@@ -1,0 +1,242 @@
+"""The attention backends: eager, sdpa, flash attention (against a stand-in with the kernel's signature), flex."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import transformers.modeling_flash_attention_utils as flash_utils
+from helpers import FAMILIES, padded_batch, tiny_config, tiny_model
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import luna_hf.attention_base as attention_base
+from luna_hf.attention_base import Linear, attend, make_key_mask
+from luna_hf.functional import masked_softmax, softmax_attention
+
+
+class Caller(nn.Module):
+    """A module as `attend` expects it."""
+
+    is_causal = False
+    attention_dropout = 0.0
+
+    def __init__(self, implementation):
+        super().__init__()
+        self.config = tiny_config(attn_implementation=implementation)
+        self.projection = nn.Linear(1, 1)  # where the flash path looks for the dtype of the weights
+
+
+def literal_attention(query, key, value, keep):
+    """(b, h, q, c): one query at a time over the kept keys, float64."""
+    out = torch.zeros_like(query)
+    for b, h, i in torch.cartesian_prod(*(torch.arange(s) for s in query.shape[:3])).tolist():
+        keys, values = key[b, h][keep[b]], value[b, h][keep[b]]
+        if len(keys):
+            out[b, h, i] = torch.softmax(keys @ query[b, h, i] / query.shape[-1] ** 0.5, 0) @ values
+    return out
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (3, 7), (7, 3), (63, 8), (8, 257)])
+def test_unequal_lengths_match_the_definition(implementation, queries, keys):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, n, 12, dtype=torch.float64) for n in (queries, keys, keys))
+    keep = torch.rand(3, keys) > 0.4
+    keep[1] = False  # a row without any key
+    caller = Caller(implementation).eval()
+    for mask in (keep, None):
+        out, _ = attend(caller, query, key, value, make_key_mask(caller.config, mask), 4)
+        every = torch.ones_like(keep) if mask is None else mask
+        split = [states.view(3, -1, 4, 3).transpose(1, 2) for states in (query, key, value)]
+        expected = literal_attention(*split, every).transpose(1, 2).flatten(-2)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_unpadded_batches_are_not_causal(model_type):
+    """transformers' sdpa takes a module without `is_causal` for causal when there is no mask, and cuts off keys."""
+    model = tiny_model(model_type)
+    ids = padded_batch([20, 20])["input_ids"]
+    changed = ids.clone()
+    changed[:, -1] = (ids[:, -1] + 1) % 100 + 4
+    with torch.no_grad():
+        model.set_attn_implementation("sdpa")
+        fused = model(ids).last_hidden_state
+        assert (model(changed).last_hidden_state[:, 0] - fused[:, 0]).abs().max() > 1e-6
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(fused, model(ids).last_hidden_state, rtol=0, atol=1e-5)
+
+
+def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+                 causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+                 return_attn_probs=False, block_table=None):  # fmt: skip
+    """`flash_attn_varlen_func`: (total, heads, head_dim) rows cut at the borders, each document on its own."""
+    assert not causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert q.shape[0] == cu_seqlens_q[-1] and k.shape[0] == v.shape[0] == cu_seqlens_k[-1]
+    assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
+    out = torch.zeros_like(q)
+    for i in range(len(cu_seqlens_q) - 1):
+        rows, keys = (slice(c[i].item(), c[i + 1].item()) for c in (cu_seqlens_q, cu_seqlens_k))
+        if keys.start < keys.stop:
+            logits = torch.einsum("qhc,khc->hqk", q[rows], k[keys]) * softmax_scale
+            out[rows] = torch.einsum("hqk,khc->qhc", logits.softmax(-1), v[keys])
+    return out
+
+
+def flash_dense(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+    """`flash_attn_func`: (batch, length, heads, head_dim)."""
+    assert not causal
+    logits = torch.einsum("bqhc,bkhc->bhqk", q, k) * softmax_scale
+    return torch.einsum("bhqk,bkhc->bqhc", logits.softmax(-1), v)
+
+
+@pytest.fixture
+def flash_attention(monkeypatch):
+    """A package `flash_attn` whose kernels run on the CPU, and a record of what was called."""
+    calls = []
+
+    def recorded(kernel):
+        def call(*args, **kwargs):
+            calls.append(kernel.__name__)
+            return kernel(*args, **kwargs)
+
+        call.__wrapped__ = kernel  # transformers reads the signature
+        return call
+
+    package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
+    package.flash_attn_func, package.flash_attn_varlen_func = recorded(flash_dense), recorded(flash_varlen)
+    package.flash_attn_with_kvcache = None
+    padding.pad_input, padding.unpad_input = flash_utils._pad_input, flash_utils._unpad_input
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
+    monkeypatch.setattr(flash_utils, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    return calls
+
+
+def use_flash(model):
+    """Choose the kernel without the library's check for a GPU."""
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+@pytest.mark.parametrize("kind", ["base", "sequence"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_flash_attention_under_padding(flash_attention, model_type, side, kind):
+    """Rows padded by more than the number of slots: the stock path loses all their pack queries."""
+    pooling = FAMILIES[model_type].config.classifier_poolings()[-1]
+    model = tiny_model(model_type, kind, classifier_pooling=pooling)
+    inputs = padded_batch([20, 3, 11, 1])
+    if side == "left":
+        inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
+    model.set_attn_implementation("eager")
+    expected = model(**inputs)
+    expected[0].pow(2).sum().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    actual = use_flash(model)(**inputs)
+    actual[0].pow(2).sum().backward()
+    real = inputs["attention_mask"] == 1 if kind == "base" else slice(None)
+    torch.testing.assert_close(actual[0][real], expected[0][real], rtol=0, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, gradients[name], rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert "flash_varlen" in flash_attention
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_flash_attention_without_padding(flash_attention, model_type):
+    """No mask: the dense kernel; restarting `position_ids` of a single row must not be read as packed documents."""
+    model = tiny_model(model_type)
+    ids = padded_batch([20])["input_ids"]
+    positions = torch.cat([torch.arange(2, 12), torch.arange(2, 12)])[None]
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = model(ids, position_ids=positions).last_hidden_state
+        actual = use_flash(model)(ids, position_ids=positions).last_hidden_state
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    assert set(flash_attention) == {"flash_dense"}
+
+
+def test_the_stock_flash_path_is_wrong_for_unequal_lengths(flash_attention):
+    """Why `attend` makes variable-length calls of its own: if this fails, the library has changed."""
+    torch.manual_seed(0)
+    caller = use_flash(Caller("eager")).eval()
+    query, key, value = torch.randn(2, 4, 4, 8), torch.randn(2, 4, 12, 8), torch.randn(2, 4, 12, 8)
+    keep = torch.ones(2, 12, dtype=torch.bool)
+    keep[1, 6:] = False
+    expected, _ = softmax_attention(query, key, value, keep[:, None, None], scaling=8**-0.5)
+    stock, _ = ALL_ATTENTION_FUNCTIONS["flash_attention_2"](caller, query, key, value, keep, scaling=8**-0.5)
+    assert (stock.transpose(1, 2) - expected).abs().max() > 0.1
+    mask = make_key_mask(caller.config, keep)
+    flat = [states.transpose(1, 2).flatten(-2) for states in (query, key, value)]
+    ours, _ = attend(caller, *flat, mask, 4)
+    torch.testing.assert_close(ours, expected.transpose(1, 2).flatten(-2), rtol=0, atol=1e-5)
+
+
+def test_missing_flash_attention_is_the_librarys_own_error():
+    with pytest.raises(ImportError, match="FlashAttention2"):
+        tiny_model(attn_implementation="flash_attention_2")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_flex_attention(model_type):
+    # The compiled kernel wants head sizes that are powers of two, from 16 on.
+    model = tiny_model(model_type, hidden_size=64)
+    inputs = padded_batch([40, 3, 17])
+    real = inputs["attention_mask"] == 1
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        model.set_attn_implementation("flex_attention")
+        actual = model(**inputs).last_hidden_state
+    torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-5)
+
+
+def test_attention_maps_are_probabilities():
+    model = tiny_model(num_projected_attention_heads=2)
+    model.set_attn_implementation("eager")
+    inputs = padded_batch([20, 3])
+    with torch.no_grad():
+        out = model(**inputs, output_attentions=True, output_pack_attentions=True)
+    assert len(out.attentions) == len(out.pack_attentions) == model.config.num_hidden_layers
+    for unpack, pack in zip(out.attentions, out.pack_attentions, strict=True):
+        assert unpack.shape == (2, 4, 20, 8) and pack.shape == (2, 2, 8, 20)
+        torch.testing.assert_close(unpack.sum(-1), torch.ones(2, 4, 20))
+        torch.testing.assert_close(pack.sum(-1), torch.ones(2, 2, 8))
+        assert not pack[1, :, :, 3:].any(), "a pad was packed"
+        assert not unpack[1, :, :, 3:].any(), "an unused slot was unpacked"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_masked_softmax(dtype):
+    logits = torch.tensor([[1e4, -1e4, 3.0], [0.0, 1.0, 2.0]], dtype=dtype, requires_grad=True)
+    keep = torch.tensor([[False, True, True], [False, False, False]])
+    weights = masked_softmax(logits, keep)
+    assert weights.dtype == dtype and weights.tolist() == [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    weights.sum().backward()
+    assert torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("slow", [True, False], ids=["emulated", "native"])
+def test_half_precision_on_cpu(monkeypatch, slow):
+    """Both ways of computing bfloat16 on a CPU, whatever this machine has, equal float32 within its rounding."""
+    monkeypatch.setattr(attention_base, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16] if slow else []))
+    torch.manual_seed(0)
+    layer, states = Linear(32, 16), torch.randn(5, 32)
+    expected = layer(states)
+    actual = layer.to(torch.bfloat16)(states.bfloat16())
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, rtol=0.03, atol=0.03)
+
+    inputs = padded_batch([20, 3])
+    model = tiny_model()
+    real = inputs["attention_mask"] == 1
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state[real]
+        actual = model.to(torch.bfloat16)(**inputs).last_hidden_state[real]
+    # Three layers of LayerNormed states of size about 1 to 4, each rounded to 8 bits.
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=0.1)

@@ -1,0 +1,166 @@
+"""The padding guarantee: what pads contain, how many there are, on which side they stand and who else is in the batch
+change nothing, in values and in gradients."""
+
+import pytest
+import torch
+from helpers import FAMILIES, random_ids, tiny_model
+
+# Relative to the largest entry. In float64 and float32 only the order of summation differs. In bfloat16 (8 bits) a
+# state of size 1 to 4 is rounded by up to 2^-7 at every step, and a gradient is a sum of such terms.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.04}
+DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TOLERANCE]
+VARIANTS = {
+    "default": {},
+    "convolution": {"conv_kernel_size": 5},
+    "prenorm-sinusoidal": {"norm_first": True, "position_embedding_type": "sinusoidal"},
+}
+LENGTHS = [3, 17, 9, 1]  # with 8 slots: rows shorter and longer than the memory
+
+
+@pytest.fixture(params=FAMILIES)
+def model_type(request):
+    return request.param
+
+
+@pytest.fixture(params=["eager", "sdpa"])
+def attention(request):
+    return request.param
+
+
+def pad(rows, width, side, content):
+    """Rows in one batch of that width; `content` makes the ids of the pads."""
+    ids, mask = (
+        content(torch.empty(len(rows), width, dtype=torch.long)),
+        torch.zeros(len(rows), width, dtype=torch.long),
+    )
+    for i, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
+        ids[i, place], mask[i, place] = row, 1
+    return ids, mask
+
+
+def pad_tokens(ids):
+    return ids.fill_(1)
+
+
+def garbage(ids):
+    return ids.random_(0, 120, generator=torch.Generator().manual_seed(5))
+
+
+def loss_of(states):
+    """A loss with a different weight for every entry."""
+    states = states.double()
+    return (states * torch.linspace(-1, 1, states.numel(), dtype=torch.float64).view_as(states)).sum() / states.shape[0]
+
+
+def run(model, rows, width, side, content):
+    """Token states of every row without its pads, and the gradients of a loss on them."""
+    ids, mask = pad(rows, width, side, content)
+    model.zero_grad()
+    states = model(ids, attention_mask=mask).last_hidden_state
+    real = [states[i][mask[i] == 1] for i in range(len(rows))]
+    sum(loss_of(row) for row in real).backward()
+    return [row.detach() for row in real], {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_near(actual, expected, dtype, what):
+    scale = max(expected.abs().max().item(), 1.0)
+    difference = (actual.double() - expected.double()).abs().max().item()
+    assert difference <= TOLERANCE[dtype] * scale, f"{what}: {difference:.2e} (largest entry {scale:.2e})"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_changes_nothing(model_type, attention, variant, side, dtype):
+    model = tiny_model(model_type, **VARIANTS[variant]).to(dtype)
+    model.set_attn_implementation(attention)
+    rows = [random_ids(1, length, seed=length)[0] for length in LENGTHS]
+    alone, gradients = [], {}
+    for row in rows:
+        (states,), row_gradients = run(model, [row], len(row), "right", pad_tokens)
+        alone.append(states)
+        gradients = {n: g.double() + gradients.get(n, 0.0) for n, g in row_gradients.items()}
+    for width, content in [(17, pad_tokens), (17, garbage), (33, garbage)]:
+        together, together_gradients = run(model, rows, width, side, content)
+        for i, states in enumerate(alone):
+            assert_near(together[i], states, dtype, f"row {i} of width {width}")
+        for name, gradient in gradients.items():
+            assert_near(together_gradients[name], gradient, dtype, f"gradient of {name} at width {width}")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pads_may_hold_anything_as_embeddings(model_type, attention, side):
+    """Infinite and undefined numbers at padding reach neither a state nor a gradient."""
+    model = tiny_model(model_type, conv_kernel_size=3)
+    model.set_attn_implementation(attention)
+    _, mask = pad([random_ids(1, 5)[0], random_ids(1, 12)[0]], 12, side, pad_tokens)
+    embeds = torch.randn(2, 12, 48)
+    results = []
+    for filler in (0.0, float("nan"), float("inf")):
+        model.zero_grad()
+        states = model(
+            inputs_embeds=embeds.masked_fill(mask[..., None] == 0, filler), attention_mask=mask
+        ).last_hidden_state
+        loss_of(states[mask == 1]).backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        results.append((states[mask == 1].detach(), gradients))
+    for states, gradients in results[1:]:
+        assert torch.equal(states, results[0][0])
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, results[0][1][name]), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_padding_only_stays_finite(model_type, attention, dtype):
+    model = tiny_model(model_type, "sequence", conv_kernel_size=3).to(dtype)
+    model.set_attn_implementation(attention)
+    ids, mask = pad([random_ids(1, 6)[0], torch.empty(0, dtype=torch.long)], 6, "right", pad_tokens)
+    output = model(ids, attention_mask=mask, output_hidden_states=True)
+    for states in output.hidden_states:
+        assert torch.isfinite(states).all()
+    output.logits.double().pow(2).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.isfinite(parameter.grad).all(), name
+    alone = model(ids[:1], attention_mask=mask[:1]).logits
+    assert_near(output.logits[:1], alone, dtype, "the other row")
+
+
+def test_without_a_mask_padding_is_read_off_the_ids(model_type):
+    model = tiny_model(model_type)
+    ids, mask = pad([random_ids(1, 5)[0], random_ids(1, 12)[0]], 12, "right", pad_tokens)
+    with torch.no_grad():
+        assert torch.equal(model(ids).last_hidden_state, model(ids, attention_mask=mask).last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", ["bool", "int", "float"])
+def test_masks_of_any_type(model_type, kind):
+    model = tiny_model(model_type)
+    ids, mask = pad([random_ids(1, 5)[0], random_ids(1, 12)[0]], 12, "left", garbage)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).last_hidden_state
+        assert torch.equal(model(ids, attention_mask=getattr(mask, kind)()).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean", "packed_max", "packed_mean", "packed_attention"])
+@pytest.mark.parametrize("head", ["sequence", "choice"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pooled_heads(model_type, head, side, pooling):
+    if pooling not in FAMILIES[model_type].config.classifier_poolings():
+        pytest.skip(f"{model_type} has no pooling {pooling}")
+    model = tiny_model(model_type, head, classifier_pooling=pooling).double()
+    rows = [random_ids(1, length, seed=length)[0] for length in (3, 14)]
+    shape = (1, 2) if head == "choice" else (2,)
+
+    def logits(rows, width, content):
+        ids, mask = pad(rows, width, side, content)
+        with torch.no_grad():
+            return model(ids.view(*shape, width), attention_mask=mask.view(*shape, width)).logits
+
+    expected = logits(rows, 14, pad_tokens)
+    torch.testing.assert_close(logits(rows, 14, garbage), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(logits(rows, 30, garbage), expected, rtol=0, atol=1e-12)
+    if head == "sequence":
+        with torch.no_grad():
+            alone = torch.cat([model(row[None]).logits for row in rows])
+        torch.testing.assert_close(alone, expected, rtol=0, atol=1e-12)
