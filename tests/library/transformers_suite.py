@@ -70,9 +70,9 @@ def fetch(version: str, cache: Path) -> Path:
 
 def download_source(version: str, folder: Path) -> Path:
     """The source archive of a transformers version, through whatever index pip is configured for."""
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--retries", "1", "--no-deps"]
     # Without isolation pip only asks setuptools for the metadata, and installs no build environment for that.
-    command += ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(folder), f"transformers=={version}"]
+    command += ["--no-binary", ":all:", "--no-build-isolation", f"--dest={folder}", f"transformers=={version}"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         report = (result.stdout + result.stderr)[-3000:]
