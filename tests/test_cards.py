@@ -1,0 +1,71 @@
+"""Model cards: the Hub's metadata, the figures of the run, and nothing of the machine's folders."""
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+from huggingface_hub import ModelCard
+from tiny_training import card, run, write_corpus
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cards")
+    figures = run(folder / "checkpoint", data=write_corpus(folder / "texts"), model_name="tiny-luna")
+    return ModelCard.load(folder / "checkpoint" / "README.md"), figures, folder
+
+
+def test_metadata_is_what_the_hub_reads(made):
+    metadata, figures = made[0].data, made[1]
+    assert (metadata.library_name, metadata.pipeline_tag) == ("transformers", "fill-mask")
+    assert (metadata.license, metadata.language, metadata.model_name) == ("apache-2.0", "en", "tiny-luna")
+    assert {"luna", "custom_code"} <= set(metadata.tags)
+    results = {result.metric_type: result.metric_value for result in metadata.eval_results}
+    assert results == {
+        "loss": round(figures["held_out_loss"], 4),
+        "accuracy": round(figures["held_out_accuracy"], 4),
+    }
+
+
+def test_figures_are_those_of_the_run(made):
+    text, figures = " ".join(made[0].text.split()), made[1]
+    assert f"| this model | {figures['held_out_loss']:.3f} | {figures['held_out_accuracy']:.1%} |" in text
+    assert f"| {figures['unigram_loss']:.3f} | {figures['unigram_accuracy']:.1%} |" in text
+    assert f"Gain over the baseline: {figures['gain_nats']:.3f} nats" in text
+    assert f"the same {figures['held_out_targets']:,} held-out" in text
+    assert f"{figures['parameters']:,} parameters" in text
+    assert f"{figures['held_out_documents']} of 40 were held out" in text
+    assert f"Time: {figures['training_seconds']:,.0f} s" in text
+    for name in ("corpus", "hardware", "versions", "command"):
+        assert figures[name] in text
+    for answer in figures["fill_mask"]:
+        assert f"`{answer['sentence']}`" in text
+    assert "max_steps: 3" in text and "![Loss by step](loss.png)" in text
+
+
+def test_card_is_filled_completely_and_names_no_folder_of_the_machine(made):
+    content, folder = made[0].content, made[2]
+    assert not re.search(r"\$\{?\w", content)
+    machine = [str(folder), str(ROOT), str(Path.home()), os.getcwd(), socket.gethostname()]
+    assert [name for name in machine if name in content] == []
+    # Absolute paths of any kind: a slash that starts a word and goes on to another.
+    assert re.findall(r"(?<![\w:.<`/])/\w+/", content) == []
+    assert "--output_dir checkpoint" in content and "--data texts" in content
+
+
+def test_paths_and_commands_are_portable():
+    assert card.portable(str(ROOT / "outputs" / "demo")) == "outputs/demo"
+    assert card.portable("/home/someone/texts") == "texts"
+    assert card.portable("outputs/demo") == "outputs/demo"
+    words = ["python", "x.py", str(ROOT / "a.yaml"), "--data=/home/someone/texts", "--fill_mask", "[A <mask>.]"]
+    assert card.portable_command(words) == "python x.py a.yaml --data=texts --fill_mask '[A <mask>.]'"
+
+
+@pytest.mark.parametrize(
+    ("token", "cell"), [(" end", "`end`"), ("\n", "`'\\n'`"), ("`", "`` ` ``"), ("a|b", "`a\\|b`"), ("", "`''`")]
+)
+def test_any_token_fits_into_a_table(token, cell):
+    assert card._code(token) == cell
