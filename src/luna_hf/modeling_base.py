@@ -5,6 +5,7 @@ one attention module with the signature `(hidden_states, memory, masks) -> (outp
 whatever state it carries from layer to layer besides the tokens (Luna's packed sequence), or `None`.
 """
 
+import difflib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,18 @@ from .functional import depthwise_convolution, sinusoids, token_positions
 # tensors of the model, and on a CPU blocks of this size stay in cache.
 _FEED_FORWARD_ROWS = {"cpu": 1024}
 _FEED_FORWARD_ROWS_DEFAULT = 16384
+
+
+_INPUT_NAMES = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels"]
+_REFUSED_KEYWORDS = {
+    "head_mask": "transformers 5 has no head masks.",
+    "encoder_hidden_states": "the model is an encoder without cross-attention.",
+    "past_key_values": "the model is an encoder and keeps no cache.",
+    **dict.fromkeys(
+        ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        "every row needs its own memory, so several texts in one row would mix. Pad them (DataCollatorWithPadding).",
+    ),
+}
 
 
 class SinusoidalPositions(nn.Module):
@@ -248,13 +261,28 @@ class EncoderModelMixin:
         self.embeddings.word_embeddings = value
 
     def check_inputs(
-        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Tensor | None
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        keywords: dict[str, Any],
     ) -> None:
-        """Refuse what would be computed wrongly.
+        """Refuse what would be computed wrongly or silently ignored.
+
+        Args:
+            input_ids, inputs_embeds, attention_mask: as given to the model.
+            keywords: whatever else was given.
 
         Raises:
-            ValueError: Not exactly one kind of input; an empty or too long one; a mask that is not (batch, length).
+            ValueError: Not exactly one kind of input; an empty or too long one; a mask that is not (batch, length); a
+                keyword that is misspelt, or that asks for what the model does not do.
         """
+        for name in keywords:
+            if name in _REFUSED_KEYWORDS:
+                raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
+            close = difflib.get_close_matches(name, _INPUT_NAMES, n=1, cutoff=0.85)
+            if close:
+                raise ValueError(f"There is no input `{name}`. Did you mean `{close[0]}`?")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]

@@ -210,9 +210,9 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
                 as keywords; see `LunaModelOutput`.
 
         Raises:
-            ValueError: Wrong shapes, no tokens, or more than `max_position_embeddings`.
+            ValueError: Wrong shapes, no tokens, more than `max_position_embeddings`, or a keyword without a meaning.
         """
-        self.check_inputs(input_ids, inputs_embeds, attention_mask)
+        self.check_inputs(input_ids, inputs_embeds, attention_mask, kwargs)
         keep = self.tokens_to_keep(input_ids, attention_mask)
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
 

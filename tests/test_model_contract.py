@@ -1,0 +1,268 @@
+"""What every model of every family promises, besides padding (test_padding.py) and the library's own tests."""
+
+import copy
+
+import pytest
+import torch
+from helpers import (
+    FAMILIES,
+    MODELS,
+    VARIANTS,
+    inputs_for,
+    model_class,
+    padded_batch,
+    random_ids,
+    tiny_config,
+    tiny_config_for,
+    tiny_model,
+)
+from torch.nn import functional as F
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, RobertaTokenizer
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+from luna_hf import LunaConfig, LunaForSequenceClassification, LunaModel
+
+pytestmark = pytest.mark.parametrize("model_type", FAMILIES)
+POOLINGS = ["cls", "mean", "packed_max", "packed_mean", "packed_attention"]
+
+
+def test_registered_with_the_auto_classes(model_type):
+    family, config = FAMILIES[model_type], tiny_config_for(model_type)
+    assert type(AutoModel.from_config(config)) is family.base_model
+    assert type(AutoModelForMaskedLM.from_config(config)) is family.masked_lm
+    assert type(AutoModelForPreTraining.from_config(config)) is family.masked_lm
+    assert len(family.heads) == 4
+    for auto_class, head in family.heads.items():
+        assert type(auto_class.from_config(config)) is head
+    assert TOKENIZER_MAPPING[family.config] is RobertaTokenizer
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 63, 64])
+def test_any_length_up_to_the_limit(model_type, variant, length):
+    model = tiny_model(model_type, **VARIANTS[variant])
+    states = model(random_ids(2, length)).last_hidden_state
+    assert states.shape == (2, length, 48) and torch.isfinite(states).all()
+
+
+def test_beyond_the_limit_is_an_error_with_both_numbers(model_type):
+    model = tiny_model(model_type)
+    for inputs in ({"input_ids": random_ids(1, 65)}, {"inputs_embeds": torch.zeros(1, 65, 48)}):
+        with pytest.raises(ValueError, match=r"(?s)65 .*64"):
+            model(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, "exactly one"),
+        ({"input_ids": random_ids(1, 4), "inputs_embeds": torch.zeros(1, 4, 48)}, "exactly one"),
+        ({"input_ids": random_ids(1, 4)[0]}, r"\(batch, length\)"),
+        ({"input_ids": random_ids(1, 4)[:, :0]}, "no tokens"),
+        ({"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 5)}, r"\(2, 4\).*\(2, 5\)"),
+        ({"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 1, 4, 4)}, "pairs of tokens"),
+        ({"input_ids": random_ids(2, 4), "token_type_ids": torch.zeros(2, 4).long()}, "type_vocab_size"),
+        ({"input_ids": random_ids(2, 4), "atention_mask": torch.ones(2, 4)}, "attention_mask"),
+        ({"input_ids": random_ids(2, 4), "head_mask": torch.ones(3, 4)}, "head_mask"),
+        ({"input_ids": random_ids(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, "own memory"),
+    ],
+    ids=["none", "both", "1d", "empty", "mask-length", "mask-4d", "segments", "misspelt", "head-mask", "unpadded"],
+)
+def test_wrong_inputs_name_the_fix(model_type, inputs, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        tiny_model(model_type)(**inputs)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_a_forward_changes_nothing(model_type, kind, train):
+    """No parameter, buffer or configuration field, and no later result."""
+    model = tiny_model(model_type, kind, norm_first=True, position_embedding_type="sinusoidal").train(train)
+    state, config = copy.deepcopy(model.state_dict()), model.config.to_dict()
+    inputs = inputs_for(kind, labels=True)
+    first = model(**inputs)[0]
+    model(**inputs_for(kind, seed=7))
+    assert torch.equal(model(**inputs)[0], first)
+    assert model.config.to_dict() == config
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_parameter_gets_a_gradient(model_type, kind, pooling):
+    """Also what serves only the stream that the loss does not read: distributed training needs it."""
+    if pooling not in FAMILIES[model_type].config.classifier_poolings():
+        pytest.skip(f"{model_type} has no pooling {pooling}")
+    for variant in VARIANTS.values():
+        model = tiny_model(model_type, kind, classifier_pooling=pooling, **variant).train()
+        outputs = model(**inputs_for(kind, labels=True))
+        (outputs[0].sum() if kind == "base" else outputs.loss).backward()
+        missing = [name for name, p in model.named_parameters() if p.grad is None]
+        assert not missing
+        unused = {name for name, p in model.named_parameters() if not p.grad.any()}
+        assert all(unimportant(name, model) for name in unused), unused
+
+
+def unimportant(name, model):
+    """Gradients that are zero by construction."""
+    last = f"encoder.layer.{model.config.num_hidden_layers - 1}."
+    return (
+        # A constant added to all keys of a softmax, and segments or positions that the batch does not contain.
+        name.endswith(("key.bias", "token_type_embeddings.weight"))
+        # A constant added to the scores of all choices.
+        or (name == "classifier.out_proj.bias" and "MultipleChoice" in type(model).__name__)
+        # The packed stream of the last layer, where the loss reads the tokens; the tokens', where it reads P.
+        or "packed_layer_norm" in name
+        or (model.config.classifier_pooling.startswith("packed") and (last in name or "final_layer_norm" in name))
+    )
+
+
+def test_joining_the_streams_keeps_exact_gradients(model_type):
+    """The gradient of zero for the other stream must not disturb the one that is read."""
+    model = tiny_model(model_type).double()
+    ids = random_ids(2, 12)
+    outputs = model(ids)
+    both = torch.autograd.grad(
+        outputs[0].sum() + outputs[1].pow(2).sum(), model.parameters(), retain_graph=True, allow_unused=True
+    )
+    first = torch.autograd.grad(outputs[0].sum(), model.parameters(), retain_graph=True, allow_unused=True)
+    second = torch.autograd.grad(outputs[1].pow(2).sum(), model.parameters(), allow_unused=True)
+    for total, a, b in zip(both, first, second, strict=True):
+        torch.testing.assert_close(total, a + b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("num_items", [None, 11], ids=["mean", "num-items"])
+def test_sparse_prediction_equals_the_dense_head(model_type, dtype, tie, num_items):
+    inputs = inputs_for("mlm", batch=4, labels=True)
+    results = []
+    for sparse in (False, True):
+        model = tiny_model(model_type, "mlm", sparse_prediction=sparse, tie_word_embeddings=tie).to(dtype).train()
+        outputs = model(**inputs, num_items_in_batch=num_items)
+        outputs.loss.backward()
+        results.append((outputs, {n: p.grad for n, p in model.named_parameters()}))
+        logits = model.eval()(**inputs).logits
+        assert logits.shape == (4, 12, 120), "in evaluation every position has its logits"
+    (dense, dense_gradients), (sparse, sparse_gradients) = results
+    atol = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(sparse.loss, dense.loss, rtol=0, atol=atol)
+    labelled = inputs["labels"] != -100
+    torch.testing.assert_close(sparse.logits, dense.logits[labelled], rtol=0, atol=atol)
+    for name, gradient in dense_gradients.items():
+        torch.testing.assert_close(sparse_gradients[name], gradient, rtol=0, atol=atol, msg=lambda m, n=name: n + m)
+
+
+def test_losses_equal_their_definitions(model_type):
+    torch.manual_seed(0)
+    ids = random_ids(4, 12)
+    for problem, labels, loss in [
+        ("regression", torch.randn(4), F.mse_loss),
+        ("single_label_classification", torch.tensor([0, 2, 1, 2]), F.cross_entropy),
+        ("multi_label_classification", torch.rand(4, 3).round(), F.binary_cross_entropy_with_logits),
+    ]:
+        count = 1 if problem == "regression" else 3
+        for given in (problem, None):
+            model = tiny_model(model_type, "sequence", num_labels=count, problem_type=given)
+            outputs = model(ids, labels=labels)
+            expected = loss(outputs.logits.squeeze(-1) if count == 1 else outputs.logits, labels)
+            torch.testing.assert_close(outputs.loss, expected)
+            per_item = model(ids, labels=labels, num_items_in_batch=2 * labels.numel()).loss
+            torch.testing.assert_close(per_item, expected / 2)
+            assert model.config.problem_type == given
+    with pytest.raises(ValueError, match=r"(?s)\(4,\).*\(4, 3\)"):
+        tiny_model(model_type, "sequence", num_labels=3)(ids, labels=torch.randn(4))
+
+
+def test_initialisation(model_type):
+    """normal(0, 0.02) for matrices, embeddings, P and convolutions; zero biases and padding rows; norms at one."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "vocab_size": 500, "intermediate_size": 256, "projection_length": 64}
+    for kind in MODELS:
+        model = model_class(model_type, kind)._from_config(tiny_config_for(model_type, **sizes, conv_kernel_size=5))
+        for name, parameter in model.named_parameters():
+            if name.endswith("LayerNorm.weight") or name.endswith("layer_norm.weight"):
+                assert (parameter == 1).all(), name
+            elif name.endswith("bias"):
+                assert not parameter.any(), name
+            else:
+                # Standard error of a standard deviation: 1 / sqrt(2 N); five of them, and 5 % for the padding rows.
+                error = 5 / (2 * parameter.numel()) ** 0.5 + 0.05
+                assert parameter.std().item() == pytest.approx(0.02, rel=error), name
+                assert abs(parameter.mean().item()) < 5 * 0.02 / parameter.numel() ** 0.5, name
+        embeddings = model.base_model.embeddings
+        assert not embeddings.word_embeddings.weight[1].any() and not embeddings.position_embeddings.weight[1].any()
+
+
+def test_dropout_only_in_training(model_type):
+    model = tiny_model(model_type, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
+    ids = random_ids(2, 12)
+    assert torch.equal(model(ids)[0], model(ids)[0])
+    model.train()
+    assert not torch.equal(model(ids)[0], model(ids)[0])
+
+
+def test_positions_given_by_hand(model_type):
+    """Rows of the table, as RoBERTa counts: the default is `pad_token_id + 1` and on."""
+    model = tiny_model(model_type)
+    ids = random_ids(2, 12)
+    default = model(ids)[0]
+    assert torch.equal(model(ids, position_ids=torch.arange(2, 14)[None])[0], default)
+    assert not torch.equal(model(ids, position_ids=torch.arange(3, 15)[None])[0], default)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_short_rows_use_as_many_slots_as_they_have_tokens(model_type, side):
+    if model_type != "luna":
+        pytest.skip("packed slots are Luna's")
+    inputs = padded_batch([12, 3])
+    if side == "left":
+        inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
+    dynamic = tiny_model()(**inputs)
+    assert dynamic.packed_attention_mask.tolist() == [[1] * 8, [1] * 3 + [0] * 5]
+    fixed = tiny_model(dynamic_projection=False)(**inputs)
+    assert fixed.packed_attention_mask is None and fixed.packed_last_hidden_state.shape == (2, 8, 48)
+    torch.testing.assert_close(fixed.last_hidden_state[0], dynamic.last_hidden_state[0], rtol=0, atol=1e-6)
+    assert (fixed.last_hidden_state[1] - dynamic.last_hidden_state[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("pooling", [p for p in POOLINGS if p.startswith("packed")])
+def test_packed_poolings_read_the_packed_states(model_type, pooling):
+    if model_type != "luna":
+        pytest.skip("packed slots are Luna's")
+    torch.manual_seed(0)
+    model = LunaForSequenceClassification(tiny_config(classifier_pooling=pooling)).eval()
+    inputs = padded_batch([12, 3])
+    outputs = model.luna(**inputs)
+    packed, slots = outputs.packed_last_hidden_state, outputs.packed_attention_mask.bool()
+    for row in range(2):
+        kept = packed[row][slots[row]]
+        if pooling == "packed_max":
+            pooled = model.pooling.in_proj(kept).max(0).values
+        elif pooling == "packed_mean":
+            pooled = kept.mean(0)
+        else:
+            pooled = literal_attention_pooling(model.pooling, outputs.last_hidden_state[row, 0], kept, 4)
+        expected = model.classifier(pooled)
+        torch.testing.assert_close(model(**inputs).logits[row], expected, rtol=0, atol=1e-5)
+
+
+def literal_attention_pooling(pooling, first, packed, heads):
+    query, keys, values = pooling.query(first), pooling.key(packed), pooling.value(packed)
+    size = len(first) // heads
+    parts = []
+    for h in range(heads):
+        part = slice(h * size, (h + 1) * size)
+        weights = torch.softmax(keys[:, part] @ query[part] / size**0.5, 0)
+        parts.append(weights @ values[:, part])
+    return pooling.LayerNorm(pooling.output(torch.cat(parts)))
+
+
+def test_base_size_of_the_paper(model_type):
+    if model_type != "luna":
+        pytest.skip("sizes of Luna's paper")
+    with torch.device("meta"):
+        model = LunaModel(LunaConfig())
+    assert model.packed_embeddings.weight.shape == (128, 768) and len(model.encoder.layer) == 12
+    assert model.embeddings.position_embeddings.weight.shape == (514, 768)
