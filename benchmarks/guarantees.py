@@ -1,0 +1,252 @@
+"""Which encoders keep which promises about padding, batching and length: measured, on tiny random models.
+
+    python benchmarks/guarantees.py
+
+Writes a Markdown table and a JSON file with the differences behind it. Outputs are compared at real tokens only; every
+forward runs in a fresh copy of the model, because some models change their attention for good after a short input.
+"""
+
+import argparse
+import copy
+import inspect
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import RESULTS, header, progress, result_path, seconds, write_json
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
+from zoo import FIRST_TOKEN, PAD, SUBJECTS, VOCAB_SIZE, Subject, randomised
+
+TOLERANCE = 1e-4
+LONGEST = 256  # the batch's length
+ROW_LENGTHS = (LONGEST, 200, 9)
+ANY_LENGTHS = (1, 2, 3, 63, 257, 512)
+COST_LENGTHS = (1024, 4096)
+QUADRATIC_ABOVE = 1.4  # of the exponent between the cost lengths; fixed costs lower it, so linear may be below 1
+
+CHECKS = {
+    "right_padding": "a row alone = the row right-padded in a batch",
+    "left_padding": "the same, left-padded",
+    "pad_content": "what stands at pads changes nothing",
+    "other_rows": "the other rows change nothing",
+    "any_length": "any length from 1 to the maximum",
+    "deterministic": "two forwards are equal",
+    "cost": "time in length",
+}
+PROTOCOL = (
+    f"Two layers of width 32, random weights, float32, eval; rows of {', '.join(map(str, ROW_LENGTHS))} tokens in a "
+    f"batch of length {LONGEST}, with an attention_mask where the model takes one, and with explicit position_ids "
+    "under left padding where the model would otherwise count pads as positions. yes: the largest difference at real "
+    f"tokens is at most {TOLERANCE:g}. Lengths tried: {', '.join(map(str, ANY_LENGTHS))}, maximum {ANY_LENGTHS[-1]}. "
+    f"Time: best of 3 forwards of one row at {COST_LENGTHS[0]} and {COST_LENGTHS[1]} tokens; the exponent is the "
+    f"slope between them in logarithms, above {QUADRATIC_ABOVE} counted as quadratic."
+)
+
+Row = list[Tensor]  # ids of every row, without padding
+
+
+def random_rows(lengths: Sequence[int], seed: int) -> Row:
+    """Random ids without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(FIRST_TOKEN, VOCAB_SIZE, (length,), generator=generator) for length in lengths]
+
+
+def pad_rows(rows: Row, length: int, left: bool = False) -> tuple[Tensor, Tensor]:
+    """(rows, length) ids and mask."""
+    ids = torch.full((len(rows), length), PAD)
+    mask = torch.zeros(len(rows), length, dtype=torch.long)
+    for index, row in enumerate(rows):
+        place = slice(length - len(row), length) if left else slice(0, len(row))
+        ids[index, place], mask[index, place] = row, 1
+    return ids, mask
+
+
+def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    """Last hidden states (rows, length, d) of a fresh copy of the model."""
+    model = copy.deepcopy(model)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids}
+    accepted = inspect.signature(model.forward).parameters
+    given = {name: value for name, value in inputs.items() if name in accepted and value is not None}
+    with torch.no_grad():
+        return model(**given).last_hidden_state
+
+
+def difference_alone(model: PreTrainedModel, rows: Row, left: bool, first_position: int | None) -> float:
+    """Largest difference between rows in a padded batch and the same rows alone."""
+    ids, mask = pad_rows(rows, LONGEST, left)
+    positions = None
+    if left and first_position is not None:
+        positions = (mask.cumsum(-1) - 1).clamp(min=0) + first_position
+    together = forward(model, ids, mask, positions)
+    worst = 0.0
+    for index, row in enumerate(rows):
+        alone = forward(model, row[None], torch.ones(1, len(row), dtype=torch.long))
+        worst = max(worst, (together[index][mask[index] == 1] - alone[0]).abs().max().item())
+    return worst
+
+
+def difference_pads(model: PreTrainedModel, rows: Row) -> float:
+    """Largest difference at real tokens when other ids stand at the pads."""
+    ids, mask = pad_rows(rows, LONGEST)
+    other = torch.where(mask == 1, ids, torch.stack(random_rows([LONGEST] * len(rows), seed=2)))
+    return (forward(model, ids, mask) - forward(model, other, mask))[mask == 1].abs().max().item()
+
+
+def difference_neighbours(model: PreTrainedModel, rows: Row) -> float:
+    """Largest difference in one row when all others, and their lengths, change."""
+    index = 1  # of 200 tokens: padded itself
+    others = random_rows([57, len(rows[index]), LONGEST], seed=3)
+    others[index] = rows[index]
+    before, after = (forward(model, *pad_rows(batch, LONGEST))[index, : len(rows[index])] for batch in (rows, others))
+    return (before - after).abs().max().item()
+
+
+def difference_repeated(model: PreTrainedModel, rows: Row) -> float:
+    """Largest difference between two forwards."""
+    ids, mask = pad_rows(rows, LONGEST)
+    return (forward(model, ids, mask) - forward(model, ids, mask))[mask == 1].abs().max().item()
+
+
+def reads_other_tokens(model: PreTrainedModel) -> bool:
+    """Whether a token's state depends on its neighbour: without attention every other promise is kept for nothing."""
+    ids, mask = pad_rows(random_rows([LONGEST], seed=4), LONGEST)
+    changed = ids.clone()
+    changed[0, 1] = FIRST_TOKEN + (ids[0, 1] - FIRST_TOKEN + 1) % (VOCAB_SIZE - FIRST_TOKEN)
+    return (forward(model, ids, mask) - forward(model, changed, mask))[0, 0].abs().max().item() > TOLERANCE
+
+
+def attempt(measure: Callable[[], float]) -> dict[str, Any]:
+    """Verdict on a difference, or the error that the model raised instead of an output."""
+    try:
+        difference = measure()
+    except Exception as error:  # what a model may raise on an input is the result here
+        return {"holds": False, "error": f"{type(error).__name__}: {error}"}
+    return {"holds": difference <= TOLERANCE, "difference": difference}
+
+
+def check_lengths(build: Callable[[int], PreTrainedModel]) -> dict[str, Any]:
+    """Lengths at which the model raises, or returns something else than one finite state a token."""
+    model = randomised(build(ANY_LENGTHS[-1]))
+    failures = {}
+    for length in ANY_LENGTHS:
+        ids, mask = pad_rows(random_rows([length], seed=length), length)
+        try:
+            states = forward(model, ids, mask)
+        except Exception as error:  # as above
+            failures[length] = f"{type(error).__name__}: {error}"
+            continue
+        if states.shape[:2] != ids.shape or not states.isfinite().all():
+            failures[length] = f"returned {tuple(states.shape)}, or not finite"
+    return {"holds": not failures, "failures": failures}
+
+
+def check_cost(build: Callable[[int], PreTrainedModel]) -> dict[str, Any]:
+    """Exponent of the time between the two cost lengths."""
+    best = []
+    for length in COST_LENGTHS:
+        model = build(length).eval()
+        ids, mask = pad_rows(random_rows([length], seed=5), length)
+        accepted = inspect.signature(model.forward).parameters
+        inputs = {"input_ids": ids} | ({"attention_mask": mask} if "attention_mask" in accepted else {})
+        with torch.no_grad():
+            model(**inputs)
+            best.append(min(seconds(lambda model=model, inputs=inputs: model(**inputs), "cpu") for _ in range(3)))
+    exponent = math.log(best[1] / best[0]) / math.log(COST_LENGTHS[1] / COST_LENGTHS[0])
+    return {"holds": exponent <= QUADRATIC_ABOVE, "exponent": exponent}
+
+
+def check(subject: Subject, with_cost: bool = True) -> dict[str, Any]:
+    """All checks of one model."""
+    torch.manual_seed(0)
+    model = randomised(subject.build(LONGEST))
+    if not reads_other_tokens(model):
+        return {}
+    rows = random_rows(ROW_LENGTHS, seed=1)
+    results = {
+        "right_padding": attempt(lambda: difference_alone(model, rows, False, subject.first_position)),
+        "left_padding": attempt(lambda: difference_alone(model, rows, True, subject.first_position)),
+        "pad_content": attempt(lambda: difference_pads(model, rows)),
+        "other_rows": attempt(lambda: difference_neighbours(model, rows)),
+        "any_length": check_lengths(subject.build),
+        "deterministic": attempt(lambda: difference_repeated(model, rows)),
+    }
+    return results | ({"cost": check_cost(subject.build)} if with_cost else {})
+
+
+def cell(name: str, result: dict[str, Any] | None) -> str:
+    """One cell of the table."""
+    if result is None:
+        return "not run"
+    if "error" in result:
+        return "error: " + _short(result["error"])
+    if name == "cost":
+        return ("linear" if result["holds"] else "quadratic") + f" ({result['exponent']:.2f})"
+    if name == "any_length":
+        failures = result["failures"]
+        if not failures:
+            return "yes"
+        return f"no: {', '.join(map(str, failures))} raise" if len(failures) < len(ANY_LENGTHS) else "no"
+    return ("yes" if result["holds"] else "no") + f" ({result['difference']:.0e})"
+
+
+def _short(message: str, limit: int = 60) -> str:
+    line = message.splitlines()[0].replace("|", "/")
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def markdown(results: dict[str, dict[str, Any]]) -> str:
+    """The comparison as a Markdown table; notes are numbered below it."""
+    lines = ["| Model | " + " | ".join(CHECKS.values()) + " |", "| --- " * (len(CHECKS) + 1) + "|"]
+    notes = []
+    for subject in SUBJECTS:
+        if subject.name not in results:
+            continue
+        checks, label = results[subject.name], subject.name
+        if subject.note:
+            notes.append(subject.note)
+            label += f" [{len(notes)}]"
+        cells = [cell(name, checks.get(name)) if checks else "no attention" for name in CHECKS]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    footnotes = [f"[{number}] {note}." for number, note in enumerate(notes, start=1)]
+    return "\n".join([*lines, "", "  \n".join([PROTOCOL, *footnotes])])
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", help="only models whose name begins with one of these")
+    parser.add_argument("--no-cost", action="store_true", help="leave out the timing")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON file and the table")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print, write."""
+    options = parse(arguments)
+    torch.set_num_threads(options.threads)
+    hf_logging.set_verbosity(logging.ERROR)  # models announce every internal padding
+    results = {}
+    for subject in SUBJECTS:
+        if options.models and not subject.name.startswith(tuple(options.models)):
+            continue
+        progress(subject.name)
+        results[subject.name] = check(subject, with_cost=not options.no_cost)
+    path = result_path(options.output, "guarantees", "cpu", "float32")
+    notes = {subject.name: subject.note for subject in SUBJECTS if subject.name in results and subject.note}
+    described = {**header(__file__, arguments, "cpu"), "protocol": PROTOCOL, "notes": notes, "results": results}
+    write_json(path, described)
+    text = markdown(results)
+    path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""The encoders whose guarantees are compared: this package's and transformers' own, tiny and randomly initialised.
+
+Windows, blocks, chunks and landmarks are scaled down with the lengths of the tests, so that what is tested is each
+model's efficient attention and not the full attention that some fall back to on short inputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as hf
+from transformers import PreTrainedModel
+
+from luna_hf import FAMILIES
+
+VOCAB_SIZE, PAD, FIRST_TOKEN = 64, 1, 3
+
+_TOKENS = {"vocab_size": VOCAB_SIZE, "pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": 2}
+_SIZES = {
+    **_TOKENS,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+_T5_SIZES = {**_TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 15}
+_OWN_FIELDS = {"luna": {"projection_length": 16}}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One row of the comparison."""
+
+    name: str
+    build: Callable[[int], PreTrainedModel]  # from the longest input that the model must take
+    # Position id of the first token, where left padding needs explicit `position_ids`; None if it needs none.
+    first_position: int | None = None
+    note: str = ""
+
+
+def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """The model in eval mode, with weights large enough that whatever leaks is seen."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model.eval()
+
+
+def _own(family: str) -> Callable[[int], PreTrainedModel]:
+    def build(length: int) -> PreTrainedModel:
+        fields = {**_SIZES, **_OWN_FIELDS.get(family, {}), "max_position_embeddings": length}
+        return FAMILIES[family].base_model(FAMILIES[family].config(**fields))
+
+    return build
+
+
+def _encoder(name: str, extra_positions: int = 0, **fields: Any) -> Callable[[int], PreTrainedModel]:
+    """Builder of transformers' `<name>Model` from its config, with BERT's field names."""
+
+    def build(length: int) -> PreTrainedModel:
+        config = getattr(hf, f"{name}Config")(
+            **{**_SIZES, **fields, "max_position_embeddings": length + extra_positions}
+        )
+        return getattr(hf, f"{name}Model")(config)
+
+    return build
+
+
+def _nystrom_approximation(length: int) -> PreTrainedModel:
+    return _encoder("Nystromformer", segment_means_seq_len=length, num_landmarks=16)(length)
+
+
+def _fnet(length: int) -> PreTrainedModel:
+    fields = {name: value for name, value in _SIZES.items() if name != "num_attention_heads"}
+    return hf.FNetModel(hf.FNetConfig(**fields, max_position_embeddings=length))
+
+
+def _reformer(**fields: Any) -> Callable[[int], PreTrainedModel]:
+    def build(length: int) -> PreTrainedModel:
+        config = hf.ReformerConfig(
+            **{name: _SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "pad_token_id")},
+            max_position_embeddings=length,
+            attention_head_size=8,
+            feed_forward_size=64,
+            attn_layers=["local", "lsh"],
+            local_attn_chunk_length=16,
+            lsh_attn_chunk_length=16,
+            axial_pos_shape=(16, length // 16),
+            axial_pos_embds_dim=(8, 24),
+            **fields,
+        )
+        return hf.ReformerModel(config)
+
+    return build
+
+
+def _funnel(length: int) -> PreTrainedModel:
+    sizes = {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64, "block_sizes": [1, 1], "num_decoder_layers": 1}
+    return hf.FunnelModel(hf.FunnelConfig(vocab_size=VOCAB_SIZE, pad_token_id=PAD, **sizes))
+
+
+def _long_t5(kind: str) -> Callable[[int], PreTrainedModel]:
+    def build(length: int) -> PreTrainedModel:
+        config = hf.LongT5Config(**_T5_SIZES, encoder_attention_type=kind, global_block_size=16)
+        return hf.LongT5EncoderModel(config)
+
+    return build
+
+
+SUBJECTS: tuple[Subject, ...] = (
+    *(Subject(f"{family.base_model.__name__} (this package)", _own(name)) for name, family in FAMILIES.items()),
+    Subject("RobertaModel", _encoder("Roberta", extra_positions=2)),
+    Subject("ModernBertModel", _encoder("ModernBert", cls_token_id=0, sep_token_id=2)),
+    Subject(
+        "LongformerModel",
+        _encoder("Longformer", extra_positions=2, attention_window=32),
+        note="no global attention (the default); pads to its window inside",
+    ),
+    Subject(
+        "BigBirdModel",
+        _encoder("BigBird", block_size=16, num_random_blocks=2, sep_token_id=2),
+        first_position=0,
+        note="attention_type block_sparse (the default); pads to its block inside, full attention on short inputs",
+    ),
+    Subject("LongT5EncoderModel, local", _long_t5("local")),
+    Subject("LongT5EncoderModel, transient-global", _long_t5("transient-global")),
+    Subject(
+        "NystromformerModel, defaults",
+        _encoder("Nystromformer"),
+        first_position=2,
+        note="segment_means_seq_len = num_landmarks (the default) computes full attention",
+    ),
+    Subject(
+        "NystromformerModel, approximation",
+        _nystrom_approximation,
+        first_position=2,
+        note="segment_means_seq_len = length of the inputs, 16 landmarks",
+    ),
+    Subject("FNetModel", _fnet, first_position=0, note="takes no attention_mask"),
+    Subject(
+        "FunnelModel",
+        _funnel,
+        note="halves the length from block to block, upsamples at the end",
+    ),
+    Subject(
+        "ReformerModel, defaults",
+        _reformer(),
+        first_position=0,
+        note="draws new hashes in every forward; pads to its chunks inside",
+    ),
+    Subject(
+        "ReformerModel, hash_seed=0",
+        _reformer(hash_seed=0),
+        first_position=0,
+        note="a fixed hash_seed is documented as meant for tests",
+    ),
+    Subject(
+        "YosoModel",
+        _encoder("Yoso"),
+        first_position=2,
+        note="use_expectation=True (the default): the expectation, not the hashes, which need a CUDA kernel",
+    ),
+    Subject(
+        "MraModel",
+        _encoder("Mra"),
+        first_position=2,
+        note="attention needs a CUDA kernel and returns zeros without it",
+    ),
+)
