@@ -1,0 +1,90 @@
+"""Data-parallel training in two processes (gloo, CPU): no unused parameters, and the gradients of one large batch."""
+
+import pytest
+import torch
+from helpers import MODELS, VARIANTS, inputs_for, run_python, tiny_model
+
+from luna_hf import FAMILIES
+
+# Every head, and the variants whose parameters only some losses reach.
+CASES = [(kind, {}) for kind in MODELS if kind != "base"]
+CASES += [("mlm", VARIANTS["prenorm-sinusoidal"]), ("mlm", VARIANTS["convolution-segments-untied"])]
+CASES += [("mlm", {"sparse_prediction": True})]
+
+
+def cases_of(family):
+    """(name, kind, options); a family's own ways of pooling are cases, too."""
+    poolings = FAMILIES[family].config.classifier_poolings()
+    cases = CASES + [("sequence", {"classifier_pooling": pooling}) for pooling in poolings]
+    return [("-".join([kind, *map(str, options.values())]), kind, options) for kind, options in cases]
+
+
+NAMES = [pytest.param(family, name, id=f"{family}-{name}") for family in FAMILIES for name, *_ in cases_of(family)]
+
+# Each process takes half of the rows of every case; one process stores the gradients after their exchange.
+WORKER = """
+import sys, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import test_distributed as cases
+from helpers import tiny_model
+from luna_hf import FAMILIES
+
+def train(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    gradients = {}
+    for family in FAMILIES:
+        for name, kind, options in cases.cases_of(family):
+            model = tiny_model(family, kind, **options).double().train()
+            parallel = DistributedDataParallel(model, find_unused_parameters=False)
+            # Two steps: a parameter without a gradient is reported at the start of the second.
+            for _ in range(2):
+                model.zero_grad()
+                parallel(**cases.half_batch(kind, rank)).loss.backward()
+            gradients[family, name] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if rank == 0:
+        torch.save(gradients, f"{folder}/gradients.pt")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    context = torch.multiprocessing.get_context("fork")
+    workers = [context.Process(target=train, args=(rank, sys.argv[1])) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    sys.exit(max(abs(worker.exitcode) for worker in workers))
+"""
+
+
+def half_batch(kind, rank):
+    """Two of four rows. Each half has as many labels as the other: DistributedDataParallel averages over processes."""
+    batch = inputs_for(kind, batch=4, labels=True)
+    if kind == "mlm":
+        labelled = torch.tensor([[2, 5], [3, 4], [1, 6], [2, 7]])
+        labels = torch.full_like(batch["input_ids"], -100)
+        batch["labels"] = labels.scatter(1, labelled, batch["input_ids"].gather(1, labelled))
+    elif kind == "token":
+        batch["labels"][:, 8:] = -100
+    return {name: tensor[2 * rank : 2 * rank + 2] for name, tensor in batch.items()}
+
+
+@pytest.fixture(scope="module")
+def parallel_gradients(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    run_python(WORKER, folder)
+    return torch.load(folder / "gradients.pt")
+
+
+@pytest.mark.parametrize(("family", "name"), NAMES)
+def test_two_processes_give_the_gradients_of_one_large_batch(parallel_gradients, family, name):
+    kind, options = {case: rest for case, *rest in cases_of(family)}[name]
+    model = tiny_model(family, kind, **options).double().train()
+    halves = [half_batch(kind, rank) for rank in range(2)]
+    whole = {key: torch.cat([half[key] for half in halves]) for key in halves[0]}
+    model(**whole).loss.backward()
+    for parameter_name, parameter in model.named_parameters():
+        parallel = parallel_gradients[family, name][parameter_name]
+        # Float64: only the order of additions differs.
+        torch.testing.assert_close(parallel, parameter.grad, atol=1e-12, rtol=1e-9, msg=parameter_name)
