@@ -39,6 +39,12 @@ _REFUSED_KEYWORDS = {
 }
 
 
+@torch.compiler.assume_constant_result  # torch.compile cannot trace difflib
+def _closest_input(name: str) -> str | None:
+    close = difflib.get_close_matches(name, _INPUT_NAMES, n=1, cutoff=0.85)
+    return close[0] if close else None
+
+
 class SinusoidalPositions(nn.Module):
     """Fixed table of sinusoids, read like an embedding."""
 
@@ -280,9 +286,9 @@ class EncoderModelMixin:
         for name in keywords:
             if name in _REFUSED_KEYWORDS:
                 raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
-            close = difflib.get_close_matches(name, _INPUT_NAMES, n=1, cutoff=0.85)
-            if close:
-                raise ValueError(f"There is no input `{name}`. Did you mean `{close[0]}`?")
+            meant = _closest_input(name)
+            if meant:
+                raise ValueError(f"There is no input `{name}`. Did you mean `{meant}`?")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
