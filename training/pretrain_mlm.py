@@ -2,7 +2,7 @@
 
     python training/pretrain_mlm.py training/recipes/pretrain_mlm/demo.yaml
     python training/pretrain_mlm.py training/recipes/pretrain_mlm/demo.yaml --data texts/ --output_dir outputs/mine
-    accelerate launch --multi_gpu training/pretrain_mlm.py RECIPE.yaml
+    torchrun --nproc_per_node 2 training/pretrain_mlm.py RECIPE.yaml
 
 Every key of the recipe can be overridden by `--key value`, those of its model section by `--model.key value`.
 It needs the `train` extra: pip install -e ".[train]"
@@ -83,7 +83,7 @@ def longest_input(config: PreTrainedConfig) -> int:
 
 
 def prepare_output(recipe: PretrainRecipe) -> Path:
-    """Create the output folder.
+    """Create the output folder; of an earlier run in it, the results go.
 
     Raises:
         UserError: It is a file, or holds something that must not be overwritten.
@@ -97,6 +97,9 @@ def prepare_output(recipe: PretrainRecipe) -> Path:
             "(--overwrite_output_dir true)."
         )
     folder.mkdir(parents=True, exist_ok=True)
+    for result in ("model.safetensors", "metrics.json", "README.md", PLOT):
+        # A run that is interrupted must not leave an older model beside its own tokenizer.
+        (folder / result).unlink(missing_ok=True)
     return folder
 
 
