@@ -34,6 +34,7 @@ class Subject:
 
     name: str
     build: Callable[[int], PreTrainedModel]  # from the longest input that the model must take
+    cost: str  # growth of the time with the length, as paper and documentation have it
     # Position id of the first token, where left padding needs explicit `position_ids`; None if it needs none.
     first_position: int | None = None
     note: str = ""
@@ -110,62 +111,79 @@ def _long_t5(kind: str) -> Callable[[int], PreTrainedModel]:
 
 
 SUBJECTS: tuple[Subject, ...] = (
-    *(Subject(f"{family.base_model.__name__} (this package)", _own(name)) for name, family in FAMILIES.items()),
-    Subject("RobertaModel", _encoder("Roberta", extra_positions=2)),
-    Subject("ModernBertModel", _encoder("ModernBert", cls_token_id=0, sep_token_id=2)),
+    *(Subject(f"{family.base_model.__name__} (this package)", _own(name), "n") for name, family in FAMILIES.items()),
+    Subject("RobertaModel", _encoder("Roberta", extra_positions=2), "n^2"),
+    Subject(
+        "ModernBertModel",
+        _encoder("ModernBert", cls_token_id=0, sep_token_id=2),
+        "n^2",
+        note="every third layer attends globally, the others in windows",
+    ),
     Subject(
         "LongformerModel",
         _encoder("Longformer", extra_positions=2, attention_window=32),
-        note="no global attention (the default); pads to its window inside",
+        "n",
+        note="no global attention (the default); pads to its window inside; the attention is linear, but one n x n "
+        "mask is built per forward, which dominates at this small width",
     ),
     Subject(
         "BigBirdModel",
         _encoder("BigBird", block_size=16, num_random_blocks=2, sep_token_id=2),
+        "n",
         first_position=0,
-        note="attention_type block_sparse (the default); pads to its block inside, full attention on short inputs",
+        note="attention_type block_sparse (the default); pads to its block inside, and takes full attention for short "
+        "inputs; the attention is linear, but each layer fills n x n zeros, which dominates at this small width",
     ),
-    Subject("LongT5EncoderModel, local", _long_t5("local")),
-    Subject("LongT5EncoderModel, transient-global", _long_t5("transient-global")),
+    Subject("LongT5EncoderModel, local", _long_t5("local"), "n"),
+    Subject(
+        "LongT5EncoderModel, transient-global",
+        _long_t5("transient-global"),
+        "n (w + n/k)",
+        note="every token attends to its window w and to one state per block of k = 16 tokens",
+    ),
     Subject(
         "NystromformerModel, defaults",
         _encoder("Nystromformer"),
+        "n",
         first_position=2,
-        note="segment_means_seq_len = num_landmarks (the default) computes full attention",
+        note="segment_means_seq_len = num_landmarks (the default) computes full attention; the paper's is linear",
     ),
     Subject(
         "NystromformerModel, approximation",
         _nystrom_approximation,
+        "n",
         first_position=2,
-        note="segment_means_seq_len = length of the inputs, 16 landmarks",
+        note="segment_means_seq_len = length of the inputs, 16 landmarks; raises as soon as a batch is padded",
     ),
-    Subject("FNetModel", _fnet, first_position=0, note="takes no attention_mask"),
-    Subject(
-        "FunnelModel",
-        _funnel,
-        note="halves the length from block to block, upsamples at the end",
-    ),
+    Subject("FNetModel", _fnet, "n log n", first_position=0, note="takes no attention_mask"),
+    Subject("FunnelModel", _funnel, "n^2", note="halves the length from block to block, upsamples at the end"),
     Subject(
         "ReformerModel, defaults",
         _reformer(),
+        "n log n",
         first_position=0,
         note="draws new hashes in every forward; pads to its chunks inside",
     ),
     Subject(
         "ReformerModel, hash_seed=0",
         _reformer(hash_seed=0),
+        "n log n",
         first_position=0,
         note="a fixed hash_seed is documented as meant for tests",
     ),
     Subject(
         "YosoModel",
         _encoder("Yoso"),
+        "n",
         first_position=2,
-        note="use_expectation=True (the default): the expectation, not the hashes, which need a CUDA kernel",
+        note="use_expectation=True (the default): the expectation over hashes, full attention; the paper's linear form "
+        "needs a CUDA kernel",
     ),
     Subject(
         "MraModel",
         _encoder("Mra"),
+        "n",
         first_position=2,
-        note="attention needs a CUDA kernel and returns zeros without it",
+        note="attention needs a CUDA kernel and returns zeros without it, so nothing can be tested on a CPU",
     ),
 )
