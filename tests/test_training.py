@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+import yaml
 from helpers import ROOT, run_python, tiny_config, tiny_tokenizer
 from tiny_training import DEMO, WORDS, arguments, data, loop, pretrain_mlm, recipe, run, write_corpus
 from torch import nn
@@ -388,11 +389,9 @@ def test_a_failing_run_leaves_no_older_results(corpus, tmp_path):
 
 
 def test_roberta_trains_with_the_same_script(corpus, tmp_path):
-    text = DEMO.read_text()
-    head, rest = text.split("\nmodel:\n")
-    tail = rest[rest.index("\n# ----") :]
     roberta = tmp_path / "roberta.yaml"
-    roberta.write_text(f"{head}\nmodel:\n  model_type: roberta\n  num_attention_heads: 4\n{tail}")
+    content = {**yaml.safe_load(DEMO.read_text()), "model": {"model_type": "roberta", "num_attention_heads": 4}}
+    roberta.write_text(yaml.safe_dump(content))
     figures = run(tmp_path / "out", roberta, data=corpus)
     assert figures["longest_input"] == 62  # 64 rows, of which RoBERTa leaves two unused
     assert "custom_code" not in (tmp_path / "out" / "README.md").read_text()
