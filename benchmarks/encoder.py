@@ -259,7 +259,7 @@ def floor_table(checks: list[dict[str, Any]]) -> str:
 
 def subject(options: argparse.Namespace) -> str:
     """First part of the file name: what was measured."""
-    return f"encoder-{options.mode}-{options.layers}layers" + ("-padding" if options.padding else "")
+    return f"encoder-{options.mode}-{options.layers}-layer" + ("-padding" if options.padding else "")
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:

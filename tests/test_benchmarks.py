@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -36,7 +37,7 @@ def test_forward_with_padding_as_a_script(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     assert "luna-tied against roberta" in done.stdout
 
-    (path,) = tmp_path.glob("encoder-forward-2layers-padding-cpu-float32-torch*.json")
+    (path,) = tmp_path.glob("encoder-forward-2-layer-padding-cpu-float32-torch*.json")
     assert path.with_suffix(".png").stat().st_size > 10_000
     result = json.loads(path.read_text())
     check_header(result, "encoder.py")
@@ -91,6 +92,13 @@ def test_guarantees(tmp_path, capsys):
     assert mra == {}
     table = path.with_suffix(".md").read_text()
     assert table.startswith("| Model |") and "| no attention |" in table and table == capsys.readouterr().out
+
+
+def test_the_commands_in_the_readme_are_valid():
+    commands = re.findall(r"`python benchmarks/(\w+)\.py(.*?)`", (BENCHMARKS / "README.md").read_text())
+    assert len(commands) >= 6
+    for script, arguments in commands:
+        {"encoder": encoder, "guarantees": guarantees}[script].parse(arguments.split())
 
 
 def test_summary_and_ratios():
