@@ -195,6 +195,12 @@ def test_initialisation(model_type):
         assert not embeddings.word_embeddings.weight[1].any() and not embeddings.position_embeddings.weight[1].any()
 
 
+def test_refused_inputs_may_be_none(model_type):
+    """Wrappers made for any model pass what they do not use as `None`."""
+    model, ids = tiny_model(model_type), random_ids(2, 4)
+    assert torch.equal(model(ids, past_key_values=None, encoder_hidden_states=None)[0], model(ids)[0])
+
+
 def test_dropout_only_in_training(model_type):
     model = tiny_model(model_type, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
     ids = random_ids(2, 12)

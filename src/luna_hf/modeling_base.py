@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_tracing
 
 from .attention_base import Linear
 from .configuration_base import EncoderConfig
@@ -201,7 +202,7 @@ class EncoderLayer(GradientCheckpointingLayer):
     def feed_forward(self, hidden_states: Tensor) -> Tensor:
         """Residual feed-forward sub-layer, row block by row block where that saves memory."""
         rows = self.feed_forward_rows
-        if not rows and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if not rows and not torch.is_grad_enabled() and not is_tracing(hidden_states):
             rows = _FEED_FORWARD_ROWS.get(hidden_states.device.type, _FEED_FORWARD_ROWS_DEFAULT)
         flat = hidden_states.flatten(0, 1)
         if not rows or flat.shape[0] <= rows:
@@ -283,8 +284,8 @@ class EncoderModelMixin:
             ValueError: Not exactly one kind of input; an empty or too long one; a mask that is not (batch, length); a
                 keyword that is misspelt, or that asks for what the model does not do.
         """
-        for name in keywords:
-            if name in _REFUSED_KEYWORDS:
+        for name, value in keywords.items():
+            if name in _REFUSED_KEYWORDS and value is not None:
                 raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
             meant = _closest_input(name)
             if meant:
@@ -325,6 +326,6 @@ class EncoderModelMixin:
 
 def drop_if_full(keep: Tensor) -> Tensor | None:
     """`None` for a mask that keeps everything: one look at the data, not taken while a graph is being traced."""
-    if torch.compiler.is_compiling() or not keep.all():
+    if is_tracing(keep) or keep.device.type == "meta" or not keep.all():
         return keep
     return None
