@@ -99,7 +99,7 @@ def read_cpython(library: Path | None = None) -> Corpus:
 def read_topics(path: Path) -> list[str]:
     """The texts of `pydoc_data/topics.py` in the order of their names; none if the file is missing.
 
-    Up to 3.12 the file holds escaped strings, later raw ones; read as a literal they are the same.
+    Some versions of Python write escaped strings there, others raw ones; read as a literal they are the same.
     """
     if not path.is_file():
         return []
