@@ -165,7 +165,7 @@ POOLINGS = [
 
 @pytest.mark.parametrize(("family", "pooling"), POOLINGS)
 def test_finetuning_learns_a_classification(family, pooling, tmp_path):
-    trainer = classification_trainer(family, tmp_path, pooling, num_train_epochs=8)
+    trainer = classification_trainer(family, tmp_path, pooling, num_train_epochs=6)
     # 200 unseen texts: guessing stays below 0.6 in all but a few of a thousand cases.
     assert trainer.evaluate()["eval_accuracy"] < 0.65
     trainer.train()
