@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from measuring import extra_memory
+from measuring import extra_memory, steady_allocator
 from torch import Tensor, nn
 from transformers import (
     ModernBertConfig,
@@ -146,6 +146,7 @@ def make_action(model: nn.Module, setting: Setting) -> Callable[[dict[str, Tenso
 
 def peak_memory(name: str, setting: Setting, rows: int, length: int) -> int:
     """Bytes that one call takes at its peak beyond model and optimizer state; run it in a process of its own."""
+    steady_allocator()
     torch.set_num_threads(setting.threads)
     action = make_action(build(name, setting), setting)
     action(make_batch(setting, 1, min(WARM_UP_LENGTH, length)))

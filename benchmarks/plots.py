@@ -5,7 +5,7 @@ from typing import Any
 
 STYLES = {
     "roberta": {"color": "0.45", "marker": "s", "linestyle": "--"},
-    "modernbert": {"color": "tab:orange", "marker": "^", "linestyle": "--"},
+    "modernbert": {"color": "tab:red", "marker": "^", "linestyle": "--"},
 }
 LABELS = {"roberta": "RoBERTa", "modernbert": "ModernBERT"}
 
