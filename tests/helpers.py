@@ -134,7 +134,7 @@ def inputs_for(kind: str, batch: int = 3, length: int = 12, seed: int = 0, label
         inputs["labels"] = targets.masked_fill(inputs["attention_mask"] == 0, -100)
     elif kind == "span":
         inputs["start_positions"] = torch.randint(0, 4, (rows,), generator=generator)
-        inputs["end_positions"] = torch.randint(4, 8, (rows,), generator=generator)
+        inputs["end_positions"] = torch.randint(4, min(8, length), (rows,), generator=generator)
     else:
         inputs["labels"] = torch.randint(0, 2, (batch,), generator=generator)
     return inputs
