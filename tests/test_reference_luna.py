@@ -69,7 +69,7 @@ def test_longer_rows(length):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padded_batch(variant, side):
-    """Rows of different lengths, some shorter than P, padded in one batch: each equals the reference of the row alone."""
+    """Rows of different lengths, some shorter than P, padded in one batch: each equals its reference."""
     model = tiny_model(num_hidden_layers=2, **VARIANTS[variant]).double()
     rows = [random_ids(1, length, seed=length)[0].tolist() for length in (3, 13, SLOTS)]
     width = 16
