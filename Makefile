@@ -4,7 +4,8 @@ VENV ?= .venv
 # What pip installs as PyTorch. Unpinned it may bring gigabytes of CUDA; see README, "Install".
 TORCH ?= torch
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest
+# One thread a process: the tests' models are small, and threads that wait for a busy core cost more than they bring.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test lint test-slow test-gpu clean
 
@@ -20,14 +21,14 @@ $(VENV)/.dev: $(VENV)/.train
 	touch $@
 
 demo: $(VENV)/.train
-	$(BIN)/python training/pretrain_mlm.py training/recipes/pretrain_mlm/demo.yaml
+	OMP_WAIT_POLICY=passive $(BIN)/python training/pretrain_mlm.py training/recipes/pretrain_mlm/demo.yaml
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 test: lint
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu" --numprocesses auto --dist loadscope
 
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow

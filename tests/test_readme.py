@@ -1,0 +1,91 @@
+"""The README's code runs, its commands exist, and its figures are those of the committed results."""
+
+import json
+import re
+import shlex
+
+import pytest
+from helpers import ROOT, SENTENCES, run_python, tiny_model, tiny_tokenizer
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks" / "results"
+# A block of code, and the block of output right behind it, if there is one.
+BLOCKS = re.findall(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", README, re.DOTALL)
+
+
+def result(name):
+    return json.loads((RESULTS / f"{name}-torch2.13.0.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def demo_folder(tmp_path):
+    """What `make demo` leaves, in small."""
+    tokenizer = tiny_tokenizer([*SENTENCES, "Return the value if the object is a string, False otherwise."])
+    folder = tmp_path / "outputs" / "luna-demo"
+    tiny_model("luna", "mlm", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tmp_path
+
+
+def test_the_fill_mask_example_runs(demo_folder):
+    code, shown = BLOCKS[0]
+    assert "outputs/luna-demo" in code
+    lines = run_python(f"import os; os.chdir({str(demo_folder)!r})\n{code}").splitlines()
+    assert len(lines) == len(shown.splitlines())
+    assert all(re.fullmatch(r".*\d\.\d\d", line) for line in lines)
+
+
+def test_the_fill_mask_output_is_the_demos():
+    code, shown = BLOCKS[0]
+    figures = result("demo-cpu-float32")
+    asked = next(row for row in figures["fill_mask"] if row["sentence"] in code)
+    expected = [f"{guess['token'].strip()} {guess['score']:.2f}" for guess in asked["guesses"]]
+    assert shown.splitlines() == expected
+
+
+def test_the_model_example_prints_what_the_readme_says():
+    code, shown = BLOCKS[1]
+    assert run_python(code) == shown
+
+
+def test_demo_figures():
+    figures = result("demo-cpu-float32")
+    row = f"{figures['held_out_loss']:.3f} | {100 * figures['held_out_accuracy']:.1f} %"
+    baseline = f"{figures['unigram_loss']:.3f} | {100 * figures['unigram_accuracy']:.1f} %"
+    assert f"| {figures['parameters'] / 1e6:.1f} M parameters |".replace("| ", "") in README
+    assert f"| {row} |" in README and f"| {baseline} |" in README
+    assert f"{figures['held_out_targets']:,}" in README
+
+
+def test_speed_figures():
+    """Every row `| length | untied | tied | ... |` of the speed table, against the JSON."""
+    forward = result("encoder-forward-1-layer-cpu-float32")
+    rows = {row["length"]: row["models"] for row in forward["lengths"]}
+    table = re.findall(r"^\| (\d[\d,]*) \| (.+) \|$", README, re.MULTILINE)
+    assert {int(length.replace(",", "")) for length, _ in table} == set(rows)
+    for length, cells in table:
+        models = rows[int(length.replace(",", ""))]
+        expected = [
+            f"{models[model]['speed_over'][peer]['median']:.2f}"
+            for peer in ("roberta", "modernbert")
+            for model in ("luna-untied", "luna-tied")
+        ]
+        expected += [f"{models[m]['peak_memory_bytes'] / 2**20:.0f}" for m in ("luna-tied", "roberta", "modernbert")]
+        assert cells.split(" | ") == expected, length
+
+
+def test_the_guarantees_table_is_the_measured_one():
+    measured = (RESULTS / "guarantees-cpu-float32-torch2.13.0.md").read_text(encoding="utf-8")
+    rows = [line for line in measured.splitlines() if line.startswith("|")]
+    assert rows and "\n".join(rows) in README
+
+
+def test_commands_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"make ([a-z-]+)", README)) - {"one"}:
+        assert f"\n{target}:" in makefile, target
+    for command in re.findall(r"^    (python (?:training|benchmarks)/.*)$", README, re.MULTILINE):
+        words = [word for word in shlex.split(command) if "/" in word and not word.startswith(("texts", "outputs"))]
+        assert words and all((ROOT / word).exists() for word in words), command
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
