@@ -50,6 +50,8 @@ def test_the_model_example_prints_what_the_readme_says():
 
 def test_demo_figures():
     figures = result("demo-cpu-float32")
+    assert figures["command"].startswith("python training/pretrain_mlm.py") and figures["hardware"]
+    assert "torch 2.13.0" in figures["versions"]
     row = f"{figures['held_out_loss']:.3f} | {100 * figures['held_out_accuracy']:.1f} %"
     baseline = f"{figures['unigram_loss']:.3f} | {100 * figures['unigram_accuracy']:.1f} %"
     assert f"| {figures['parameters'] / 1e6:.1f} M parameters |".replace("| ", "") in README
