@@ -76,6 +76,32 @@ def test_speed_figures():
         assert cells.split(" | ") == expected, length
 
 
+def test_training_step_and_padding_figures():
+    text = " ".join(README.split())
+    for layers in (4, 12):
+        (row,) = result(f"encoder-mlm_step-{layers}-layer-cpu-float32")["lengths"]
+        untied, tied = (row["models"][n]["speed_over"]["roberta"]["median"] for n in ("luna-untied", "luna-tied"))
+        assert f"{untied:.2f} (untied) and {tied:.2f} (tied) times as fast with {layers} layers" in text
+    (row,) = result("encoder-forward-1-layer-cpu-bfloat16")["lengths"]
+    assert f"{row['models']['luna-tied']['speed_over']['roberta']['median']:.1f} times as fast as RoBERTa in" in text
+    padded = [
+        model["padded_over_unpadded"]["median"]
+        for row in result("encoder-forward-2-layer-padding-cpu-float32")["lengths"]
+        for name, model in row["models"].items()
+        if name.startswith("luna")
+    ]
+    assert f"{min(padded):.2f} to {max(padded):.2f} times an unpadded one" in text
+
+
+def test_growth_and_crossing_figures():
+    text, forward = " ".join(README.split()), result("encoder-forward-1-layer-cpu-float32")
+    exponents, wins = forward["growth"]["exponents"], forward["wins"]
+    growth = [exponents[name]["median"] for name in ("luna-tied", "roberta")]
+    assert f"to the power {growth[0]:.2f} (tied) from 2K to 16K, RoBERTa's with {growth[1]:.2f}" in text
+    tied, untied = (round(wins[name]["roberta"]) for name in ("luna-tied", "luna-untied"))
+    assert f"from about {tied:,} tokens (tied) and {untied:,} (untied) on" in text
+
+
 def test_the_guarantees_table_is_the_measured_one():
     measured = (RESULTS / "guarantees-cpu-float32-torch2.13.0.md").read_text(encoding="utf-8")
     rows = [line for line in measured.splitlines() if line.startswith("|")]
