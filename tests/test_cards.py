@@ -14,20 +14,27 @@ from tiny_training import card, run, write_corpus
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cards")
-    figures = run(folder / "checkpoint", data=write_corpus(folder / "texts"), model_name="tiny-luna")
+    stated = {"model_name": "tiny-luna", "language": "de", "license": "mit"}
+    figures = run(folder / "checkpoint", data=write_corpus(folder / "texts"), **stated)
     return ModelCard.load(folder / "checkpoint" / "README.md"), figures, folder
 
 
 def test_metadata_is_what_the_hub_reads(made):
     metadata, figures = made[0].data, made[1]
     assert (metadata.library_name, metadata.pipeline_tag) == ("transformers", "fill-mask")
-    assert (metadata.license, metadata.language, metadata.model_name) == ("apache-2.0", "en", "tiny-luna")
+    assert (metadata.license, metadata.language, metadata.model_name) == ("mit", "de", "tiny-luna")
     assert {"luna", "custom_code"} <= set(metadata.tags)
     results = {result.metric_type: result.metric_value for result in metadata.eval_results}
     assert results == {
         "loss": round(figures["held_out_loss"], 4),
         "accuracy": round(figures["held_out_accuracy"], 4),
     }
+
+
+def test_a_card_claims_no_language_or_license_that_nobody_stated(tmp_path):
+    run(tmp_path / "out", data=write_corpus(tmp_path / "texts"), language="", license="")
+    metadata = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert metadata.language is None and metadata.license is None
 
 
 def test_figures_are_those_of_the_run(made):

@@ -76,7 +76,12 @@ def test_wrong_types_name_the_field(name):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"), [("projection_lenght", "projection_length"), ("classifier_dropout_prob", "classifier_dropout")]
+    ("wrong", "right"),
+    [
+        ("projection_lenght", "projection_length"),
+        ("classifier_dropout_prob", "classifier_dropout"),
+        ("num_lables", "num_labels"),
+    ],
 )
 def test_a_misspelt_field_is_caught(wrong, right):
     with pytest.raises(ValueError, match=f"`{wrong}`.*`{right}`"):

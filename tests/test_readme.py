@@ -82,6 +82,8 @@ def test_training_step_and_padding_figures():
         (row,) = result(f"encoder-mlm_step-{layers}-layer-cpu-float32")["lengths"]
         untied, tied = (row["models"][n]["speed_over"]["roberta"]["median"] for n in ("luna-untied", "luna-tied"))
         assert f"{untied:.2f} (untied) and {tied:.2f} (tied) times as fast with {layers} layers" in text
+        untied, tied = (row["models"][n]["speed_over"]["modernbert"]["median"] for n in ("luna-untied", "luna-tied"))
+        assert f"{untied:.2f} and {tied:.2f} with {layers}" in text
     (row,) = result("encoder-forward-1-layer-cpu-bfloat16")["lengths"]
     assert f"{row['models']['luna-tied']['speed_over']['roberta']['median']:.1f} times as fast as RoBERTa in" in text
     padded = [
@@ -112,7 +114,7 @@ def test_commands_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"make ([a-z-]+)", README)) - {"one"}:
         assert f"\n{target}:" in makefile, target
-    for command in re.findall(r"^    (python (?:training|benchmarks)/.*)$", README, re.MULTILINE):
+    for command in re.findall(r"^    (python (?:training|benchmarks)/[^\\\n]*)", README, re.MULTILINE):
         words = [word for word in shlex.split(command) if "/" in word and not word.startswith(("texts", "outputs"))]
         assert words and all((ROOT / word).exists() for word in words), command
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):

@@ -382,10 +382,19 @@ def test_runs_are_reproducible_and_the_folder_can_be_written_again(corpus, tmp_p
     assert first["held_out_loss"] != other["held_out_loss"]
 
 
-def test_a_failing_run_leaves_no_older_results(corpus, tmp_path):
+def test_a_mistake_leaves_the_earlier_run_alone(corpus, tmp_path):
     run(tmp_path / "out", data=corpus)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=tmp_path / "none")) == 2
-    assert not {"model.safetensors", "metrics.json", "README.md"} & {path.name for path in (tmp_path / "out").iterdir()}
+    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus, model__hidden_size=33)) == 2
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()} == before
+
+
+def test_files_of_no_earlier_run_are_never_overwritten(corpus, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("somebody's own")
+    assert pretrain_mlm.main(arguments(DEMO, tmp_path, data=corpus)) == 2
+    assert "--output_dir" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
 def test_roberta_trains_with_the_same_script(corpus, tmp_path):

@@ -66,8 +66,8 @@ def metadata(recipe: PretrainRecipe, figures: dict[str, Any]) -> str:
     ]
     own_code = ["linear-attention", "custom_code"] if recipe.model["model_type"] in FAMILIES else []
     return ModelCardData(
-        language="en",
-        license="apache-2.0",
+        language=recipe.language or None,
+        license=recipe.license or None,
         library_name="transformers",
         pipeline_tag="fill-mask",
         tags=[recipe.model["model_type"], "masked-lm", *own_code],

@@ -96,6 +96,11 @@ def prepare_output(recipe: PretrainRecipe) -> Path:
             f"`output_dir` {folder} is not empty. Name another (--output_dir FOLDER), or write over what is in it "
             "(--overwrite_output_dir true)."
         )
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "log.jsonl").is_file():
+        raise UserError(
+            f"`output_dir` {folder} holds files, but no log.jsonl of an earlier run, so none of them is overwritten. "
+            "Name another folder (--output_dir FOLDER)."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for result in ("model.safetensors", "metrics.json", "README.md", PLOT):
         # A run that is interrupted must not leave an older model beside its own tokenizer.
@@ -137,11 +142,15 @@ class PreparedText:
     facts: dict[str, Any]
 
 
-def prepare_text(recipe: PretrainRecipe, accelerator: Accelerator, folder: Path) -> PreparedText:
-    """Read, split, tokenize, pack; the tokenizer is trained on the training documents and saved in `folder`."""
-    corpus = read_corpus(recipe.data)
-    accelerator.print(f"Read {corpus.description}.")
-    training, held_out = split_documents(corpus.documents, recipe.held_out_fraction, recipe.seed)
+def prepare_text(
+    recipe: PretrainRecipe,
+    accelerator: Accelerator,
+    folder: Path,
+    corpus: str,
+    split: tuple[list[str], list[str]],
+) -> PreparedText:
+    """Tokenize and pack training and held-out documents; the tokenizer, trained here, is saved in `folder`."""
+    training, held_out = split
     if accelerator.is_main_process:
         longest = longest_input(make_config(recipe, recipe.vocab_size))
         train_tokenizer(training, recipe.vocab_size, longest).save_pretrained(folder)
@@ -163,7 +172,7 @@ def prepare_text(recipe: PretrainRecipe, accelerator: Accelerator, folder: Path)
         held_out=masked,
         unigram=unigram_baseline(training_ids, masked, len(tokenizer)),
         facts={
-            "corpus": corpus.description,
+            "corpus": corpus,
             "training_documents": len(training),
             "held_out_documents": len(held_out),
             "training_tokens": sum(map(len, training_ids)),
@@ -180,9 +189,13 @@ def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any]:
         UserError: See the functions that are called.
     """
     accelerator = make_accelerator(recipe.mixed_precision, recipe.gradient_accumulation_steps, recipe.seed)
-    make_config(recipe, recipe.vocab_size)  # mistakes in the recipe are told before anything is read or written
+    # Mistakes are told before the folder, with perhaps an earlier model in it, is touched.
+    make_config(recipe, recipe.vocab_size)
+    corpus = read_corpus(recipe.data)
+    accelerator.print(f"Read {corpus.description}.")
+    split = split_documents(corpus.documents, recipe.held_out_fraction, recipe.seed)
     folder = prepare_output(recipe) if accelerator.is_main_process else Path(recipe.output_dir)
-    text = prepare_text(recipe, accelerator, folder)
+    text = prepare_text(recipe, accelerator, folder, corpus.description, split)
 
     set_seed(recipe.seed)
     model = AutoModelForMaskedLM.from_config(make_config(recipe, len(text.tokenizer)))

@@ -35,6 +35,8 @@ class PretrainRecipe:
     """Every key of a recipe of `pretrain_mlm.py`; none has a default, so that a recipe says all there is to know."""
 
     model_name: str
+    language: str
+    license: str
     output_dir: str
     overwrite_output_dir: bool
     data: str

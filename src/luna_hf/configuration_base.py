@@ -188,5 +188,6 @@ class EncoderConfig(PreTrainedConfig):
         """Names that are no field but nearly one, and the field each resembles."""
         fields = list(cls.__dataclass_fields__)
         unknown = keywords.keys() - _LIBRARY_KEYWORDS - set(fields)
-        close = {name: difflib.get_close_matches(name, fields, n=1, cutoff=0.85) for name in sorted(unknown)}
+        known = [*fields, "num_labels"]
+        close = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in sorted(unknown)}
         return {name: match[0] for name, match in close.items() if match and not name.startswith("_")}

@@ -29,12 +29,19 @@ _FEED_FORWARD_ROWS_DEFAULT = 16384
 
 
 _INPUT_NAMES = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels"]
+_OUTPUT_NAMES = [
+    "output_hidden_states",
+    "output_attentions",
+    "output_packed_hidden_states",
+    "output_pack_attentions",
+    "return_dict",
+]
 _REFUSED_KEYWORDS = {
     "head_mask": "transformers 5 has no head masks.",
     "encoder_hidden_states": "the model is an encoder without cross-attention.",
     "past_key_values": "the model is an encoder and keeps no cache.",
     **dict.fromkeys(
-        ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
         "every row needs its own memory, so several texts in one row would mix. Pad them (DataCollatorWithPadding).",
     ),
 }
@@ -42,7 +49,9 @@ _REFUSED_KEYWORDS = {
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace difflib
 def _closest_input(name: str) -> str | None:
-    close = difflib.get_close_matches(name, _INPUT_NAMES, n=1, cutoff=0.85)
+    if name in _OUTPUT_NAMES:
+        return None
+    close = difflib.get_close_matches(name, _INPUT_NAMES + _OUTPUT_NAMES, n=1, cutoff=0.85)
     return close[0] if close else None
 
 
@@ -314,8 +323,16 @@ class EncoderModelMixin:
         """(b, n) boolean, True for tokens; `None` if nothing is padded.
 
         Without an `attention_mask` the padding is read off the ids, as the authors do.
+
+        Raises:
+            ValueError: The mask is an additive one.
         """
         if attention_mask is not None:
+            if attention_mask.is_floating_point() and not is_tracing(attention_mask) and (attention_mask < 0).any():
+                raise ValueError(
+                    "`attention_mask` has negative entries, as masks that are added to logits do. "
+                    "Give 1 for tokens and 0 for padding."
+                )
             keep = attention_mask != 0
         elif input_ids is not None:
             keep = input_ids != self.config.pad_token_id

@@ -210,9 +210,15 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
                 as keywords; see `LunaModelOutput`.
 
         Raises:
-            ValueError: Wrong shapes, no tokens, more than `max_position_embeddings`, or a keyword without a meaning.
+            ValueError: Wrong shapes, no tokens, more than `max_position_embeddings`, a keyword without a meaning,
+                or pack maps from a backend that has none.
         """
         self.check_inputs(input_ids, inputs_embeds, attention_mask, kwargs)
+        if kwargs.get("output_pack_attentions") and self.config._attn_implementation != "eager":
+            raise ValueError(
+                "`output_pack_attentions` needs eager attention, but the model uses "
+                f'{self.config._attn_implementation}: call `model.set_attn_implementation("eager")` first.'
+            )
         keep = self.tokens_to_keep(input_ids, attention_mask)
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
 
