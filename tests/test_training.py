@@ -390,6 +390,17 @@ def test_a_mistake_leaves_the_earlier_run_alone(corpus, tmp_path):
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()} == before
 
 
+def test_a_run_interrupted_early_can_be_started_again(corpus, tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(pretrain_mlm, "encode", interrupt)  # the tokenizer is saved, training has not begun
+        pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus))
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert run(tmp_path / "out", data=corpus)["held_out_loss"] > 0
+
+
 def test_files_of_no_earlier_run_are_never_overwritten(corpus, tmp_path, capsys):
     (tmp_path / "README.md").write_text("somebody's own")
     assert pretrain_mlm.main(arguments(DEMO, tmp_path, data=corpus)) == 2

@@ -96,7 +96,9 @@ def prepare_output(recipe: PretrainRecipe) -> Path:
             f"`output_dir` {folder} is not empty. Name another (--output_dir FOLDER), or write over what is in it "
             "(--overwrite_output_dir true)."
         )
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "log.jsonl").is_file():
+    # A run that stopped before its first log line has left its tokenizer alone.
+    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if "log.jsonl" not in present and not present <= {"tokenizer.json", "tokenizer_config.json"}:
         raise UserError(
             f"`output_dir` {folder} holds files, but no log.jsonl of an earlier run, so none of them is overwritten. "
             "Name another folder (--output_dir FOLDER)."
