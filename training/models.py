@@ -1,0 +1,265 @@
+"""Encoders of any kind for the scripts: configurations, loading with every missing weight said, longer positions."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
+from recipe import UserError, did_you_mean
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RobertaConfig,
+)
+from transformers.utils import logging
+
+from luna_hf import FAMILIES
+
+# Fields of a config that the tokenizer decides, and the tokenizer's attribute for each.
+_FROM_TOKENIZER = {
+    "pad_token_id": "pad_token_id",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "cls_token_id": "cls_token_id",
+    "sep_token_id": "sep_token_id",
+}
+# Types whose table of learned positions begins with the rows up to the pad's, and whose config counts them.
+_COUNTS_PAD_ROWS = {"camembert", "data2vec-text", "longformer", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"}
+
+
+def model_fields(model_type: str) -> set[str]:
+    """Names that the model section of a recipe may hold for a model type.
+
+    Raises:
+        UserError: transformers knows no such type, or it is no encoder with a masked-LM head.
+    """
+    encoders = {config.model_type for config in MODEL_FOR_MASKED_LM_MAPPING}
+    if model_type not in encoders or model_type not in CONFIG_MAPPING:
+        families = ", ".join(FAMILIES)
+        raise UserError(f"Unknown `model_type` {model_type!r}. Choose {families}, or roberta or modernbert to compare.")
+    return {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+
+
+def make_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> PreTrainedConfig:
+    """A new model's config from a recipe's model section.
+
+    Sparse prediction is on unless the section says otherwise, for types that have it.
+
+    Args:
+        fields: `model_type`, and fields of its config.
+        tokenizer: decides the special tokens; `None` stands for one in RoBERTa's layout.
+        vocab_size: rows of the embedding.
+
+    Raises:
+        UserError: An unknown model type or field, or a value that the config refuses.
+    """
+    fields = dict(fields)
+    model_type = fields.pop("model_type")
+    known = model_fields(model_type)
+    special = {name: getattr(tokenizer, attribute, None) for name, attribute in _FROM_TOKENIZER.items()}
+    if tokenizer is None:
+        special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
+    special = {name: value for name, value in special.items() if name in known and value is not None}
+    for name in fields:
+        if name == "vocab_size" or name in _FROM_TOKENIZER:
+            raise UserError(f"`model.{name}` follows from the tokenizer: take it out of the model section.")
+        if name not in known:
+            raise UserError(f"A {model_type} config has no field `{name}`.{did_you_mean(name, known)}")
+    if "sparse_prediction" in known:
+        fields.setdefault("sparse_prediction", True)
+    try:
+        return AutoConfig.for_model(model_type, vocab_size=vocab_size, **special, **fields)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(f"Model section of the recipe: {error}") from error
+
+
+def longest_input(config: PreTrainedConfig) -> int:
+    """Tokens that the positions of a model have room for."""
+    if _counts_pad_rows(config):
+        return config.max_position_embeddings - config.pad_token_id - 1
+    return config.max_position_embeddings
+
+
+def extend_positions(model: PreTrainedModel, length: int) -> str | None:
+    """Make a model take `length` tokens, in place.
+
+    Learned positions are repeated: the rows for the first tokens stand again where the trained ones end, so that
+    neighbours keep the offsets they were trained with (Beltagy et al. 2020, Longformer, section 5). Sinusoidal and
+    rotary positions are functions of the index and need no rule.
+
+    Returns:
+        A sentence that says what was done; `None` if the model takes `length` tokens already.
+
+    Raises:
+        UserError: The model keeps its positions where this function does not look.
+    """
+    config, trained = model.config, longest_input(model.config)
+    if length <= trained:
+        return None
+    added = length - trained
+    embeddings = getattr(model.base_model, "embeddings", None)
+    table = getattr(embeddings, "position_embeddings", None)
+    config.max_position_embeddings += added
+    if table is None and hasattr(config, "rope_parameters"):
+        return f"Rotary positions: the model now takes {length:,} tokens; it was trained on at most {trained:,}."
+    if isinstance(table, nn.Embedding):
+        embeddings.position_embeddings = _repeat_rows(table, trained, length)
+        rule = f"the {trained:,} learned positions are repeated"
+    elif hasattr(table, "make_table"):  # luna_hf's sinusoids
+        remade = type(table)(table.num_positions + added, table.dim, table.padding_idx)
+        embeddings.position_embeddings = remade.to(table.table.device, table.table.dtype)
+        rule = "the sinusoids go on"
+    else:
+        raise UserError(f"How a {config.model_type} model keeps its positions is unknown here: it cannot be extended.")
+    if hasattr(embeddings, "max_position_embeddings"):
+        embeddings.max_position_embeddings += added
+    for name in ("position_ids", "token_type_ids"):  # RoBERTa's and BERT's buffers, one entry a position
+        buffer = getattr(embeddings, name, None)
+        if isinstance(buffer, torch.Tensor):
+            longer = torch.arange(buffer.shape[1] + added, device=buffer.device).expand(1, -1)
+            embeddings.register_buffer(name, longer if name == "position_ids" else longer * 0, persistent=False)
+    return f"Positions extended from {trained:,} to {length:,} tokens: {rule}."
+
+
+def load_encoder(
+    auto_class: type, name_or_path: str, *, length: int | None = None, **config_overrides: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load an encoder for a task.
+
+    Args:
+        auto_class: `AutoModelForMaskedLM`, `AutoModelForSequenceClassification`, ...
+        name_or_path: folder, or name on the Hub.
+        length: tokens that the model must take; learned positions are extended where needed.
+        config_overrides: fields of the config, `num_labels=3` for example.
+
+    Returns:
+        The model, and what its user should know: parameters that are new, weights that were not used, positions.
+
+    Raises:
+        UserError: Nothing there, not an encoder, a damaged file, an unknown field, or weights of the body missing.
+    """
+    config = load_config(name_or_path)
+    if type(config) not in auto_class._model_mapping:
+        raise UserError(
+            f"{name_or_path} is a {config.model_type} checkpoint, for which there is no {auto_class.__name__}."
+        )
+    for name, value in config_overrides.items():
+        if not hasattr(config, name):
+            known = {field.name for field in dataclasses.fields(config)}
+            raise UserError(f"A {config.model_type} config has no field `{name}`.{did_you_mean(name, known)}")
+        setattr(config, name, value)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of missing weights is replaced by the notes
+    try:
+        model, info = auto_class.from_pretrained(
+            name_or_path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, dtype=torch.float32
+        )
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        raise UserError(f"The weights of {name_or_path} cannot be loaded: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    notes = _loading_notes(model, info, name_or_path)
+    if length is not None and (extended := extend_positions(model, length)):
+        notes.append(extended)
+    return model, notes
+
+
+def load_config(name_or_path: str) -> PreTrainedConfig:
+    """The config of an encoder with a masked-LM head.
+
+    Raises:
+        UserError: No such folder or name, no config in it, or the config of another kind of model.
+    """
+    folder = Path(name_or_path)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise UserError(f"{name_or_path} is no checkpoint: it holds no config.json.")
+    try:
+        config = AutoConfig.from_pretrained(name_or_path)
+    except (OSError, ValueError, KeyError, HFValidationError, HfHubHTTPError, StrictDataclassError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"There is no model {name_or_path!r}, neither as a folder nor on the Hub ({reason})") from error
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{name_or_path} is a {config.model_type} checkpoint. An encoder is needed: {', '.join(FAMILIES)}, "
+            "roberta, modernbert, or another that has a masked-LM head."
+        )
+    return config
+
+
+def load_tokenizer(name_or_path: str, config: PreTrainedConfig | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub name.
+
+    Raises:
+        UserError: There is none, it lacks the tokens that every script needs, or it does not fit `config`.
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except Exception as error:  # tokenizer files fail in many ways, all of them the user's to mend
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"There is no tokenizer at {name_or_path!r} ({reason})") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"The tokenizer at {name_or_path!r} has no vocabulary: its files are missing.")
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"The tokenizer at {name_or_path!r} has no padding token, which every encoder here needs.")
+    if config is None:
+        return tokenizer
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"The tokenizer at {name_or_path!r} has {len(tokenizer):,} tokens, but the model {config.vocab_size:,}."
+        )
+    if config.pad_token_id is not None and tokenizer.pad_token_id != config.pad_token_id:
+        raise UserError(
+            f"The tokenizer at {name_or_path!r} pads with token {tokenizer.pad_token_id}, but the model takes token "
+            f"{config.pad_token_id} for padding: they do not belong together."
+        )
+    return tokenizer
+
+
+def _counts_pad_rows(config: PreTrainedConfig) -> bool:
+    return isinstance(config, RobertaConfig) or config.model_type in _COUNTS_PAD_ROWS
+
+
+def _repeat_rows(table: nn.Embedding, trained: int, length: int) -> nn.Embedding:
+    rows = table.weight.detach()
+    first = rows.shape[0] - trained  # the rows before belong to no position
+    repeated = rows[first:].repeat(-(-length // trained), 1)[:length]
+    longer = nn.Embedding(first + length, rows.shape[1], padding_idx=table.padding_idx)
+    longer.weight = nn.Parameter(torch.cat([rows[:first], repeated]))
+    return longer
+
+
+def _loading_notes(model: PreTrainedModel, info: dict[str, Any], name_or_path: str) -> list[str]:
+    """What was loaded and what not, in sentences; weights of the body must all be there."""
+    prefix = model.base_model_prefix + "."
+    mismatched = sorted(key for key, *_ in info["mismatched_keys"])
+    new = sorted({*info["missing_keys"], *mismatched})
+    body = [key for key in new if key.startswith(prefix) and ".pooler." not in key]
+    if body:
+        raise UserError(
+            f"{name_or_path} lacks {len(body)} weights of the encoder, or has them in other shapes ({_some(body)}). "
+            "Files and config do not belong together."
+        )
+    notes = []
+    if new:
+        notes.append(f"New, to be trained (not in {Path(name_or_path).name}): {_some(new)}.")
+    unused = sorted(info["unexpected_keys"])
+    if unused:
+        notes.append(f"Not used from {Path(name_or_path).name}: {_some(unused)}.")
+    return notes
+
+
+def _some(names: list[str], shown: int = 4) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
