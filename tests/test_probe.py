@@ -1,0 +1,148 @@
+"""Entropy of attention maps and similarity of slots equal a literal computation, and looking changes nothing."""
+
+import math
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, padded_batch, tiny_model
+from transformers import FNetConfig, FNetModel, RobertaConfig, RobertaForMaskedLM
+
+sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
+
+from probe import normalised_entropy, probe, slot_similarity
+
+LENGTHS = [12, 5, 9]  # of 8 slots, the second row uses 5
+
+
+def literal_entropy(weights, queries, keys):
+    """Mean of -sum p log p / log(keys), row by row; `queries` and `keys` are numbers, right-padded rows."""
+    found = []
+    for row, (used_queries, used_keys) in enumerate(zip(queries, keys, strict=True)):
+        for head in weights[row].tolist():
+            for query in head[:used_queries]:
+                assert math.isclose(sum(query[:used_keys]), 1, rel_tol=1e-4)
+                found.append(-sum(p * math.log(p) for p in query[:used_keys] if p > 0) / math.log(used_keys))
+    return sum(found) / len(found)
+
+
+def literal_similarity(slots, used):
+    found = [
+        torch.cosine_similarity(row[i], row[j], dim=0).item()
+        for row, count in zip(slots, used, strict=True)
+        for i in range(count)
+        for j in range(count)
+        if i != j
+    ]
+    return sum(found) / len(found)
+
+
+def packed_contexts(model, batch):
+    """Y_P of every layer, from the next packed states: P' = LN(P + Y_P), undone for a norm without weights."""
+    norms = [layer.attention.self.packed_layer_norm for layer in model.base_model.encoder.layer]
+    seen = []
+    hooks = [norm.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for norm in norms]
+    states = model(**batch, output_packed_hidden_states=True).packed_hidden_states
+    for hook in hooks:
+        hook.remove()
+    return [total - before for total, before in zip(seen, states[:-1], strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["base", "mlm", "sequence"])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_luna_equals_a_literal_computation(kind, dynamic):
+    model = tiny_model(kind=kind, dynamic_projection=dynamic)
+    batch = padded_batch(LENGTHS)
+    result = probe(model, batch)
+
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        outputs = model(**batch, output_attentions=True, output_pack_attentions=True)
+        contexts = packed_contexts(model, batch)
+    slots = [min(8, length) if dynamic else 8 for length in LENGTHS]
+    expected = {
+        "pack_entropy": [literal_entropy(weights, slots, LENGTHS) for weights in outputs.pack_attentions],
+        "unpack_entropy": [literal_entropy(weights, LENGTHS, slots) for weights in outputs.attentions],
+        "slot_similarity": [literal_similarity(context, slots) for context in contexts],
+    }
+    assert result.keys() == expected.keys()
+    for name, values in expected.items():
+        assert len(values) == 3 and result[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+        assert all(value < 1 for value in values)
+
+
+def test_padding_changes_nothing():
+    model = tiny_model(kind="mlm")
+    (short,) = padded_batch([5])["input_ids"]
+    alone = probe(model, {"input_ids": short[None]})
+    ids = torch.full((1, 12), 1)
+    ids[0, :5] = short
+    padded = probe(model, {"input_ids": ids, "attention_mask": (ids != 1).long()})
+    for name, values in alone.items():
+        assert padded[name] == pytest.approx(values, abs=1e-5), name
+
+
+def test_roberta_has_one_kind_of_map():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = RobertaForMaskedLM(RobertaConfig(vocab_size=120, initializer_range=0.5, **shape))
+    batch = padded_batch(LENGTHS)
+    result = probe(model, batch)
+    model.eval().set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = model(**batch, output_attentions=True).attentions
+    expected = [literal_entropy(weights, LENGTHS, LENGTHS) for weights in maps]
+    assert result == {"attention_entropy": pytest.approx(expected, rel=1e-4)}
+    assert max(expected) < 0.99
+
+
+def test_a_model_without_maps():
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "max_position_embeddings": 32}
+    assert probe(FNetModel(FNetConfig(vocab_size=120, **shape)), padded_batch([6, 6])) is None
+
+
+def test_one_slot_has_nothing_to_compare():
+    result = probe(tiny_model(kind="mlm", projection_length=1), padded_batch(LENGTHS))
+    assert result["unpack_entropy"] == result["slot_similarity"] == [None] * 3
+    assert all(0 < value < 1 for value in result["pack_entropy"])
+
+
+def test_uniform_and_one_hot_maps_are_the_extremes():
+    keys = torch.tensor([[True] * 4, [True, True, False, False]])
+    queries = torch.tensor([[True, True], [True, False]])
+    uniform = (keys / keys.sum(-1, keepdim=True))[:, None, None, :].expand(2, 3, 2, 4)
+    assert normalised_entropy(uniform, queries, keys) == pytest.approx(1)
+    assert normalised_entropy(torch.eye(4)[None, None, :2].expand(2, 3, 2, 4), queries, keys) == 0
+    # A query that does not count may hold anything.
+    spoilt = uniform.clone()
+    spoilt[1, :, 1] = torch.tensor([1.0, 0, 0, 0])
+    assert normalised_entropy(spoilt, queries, keys) == pytest.approx(1)
+
+
+def test_similarity_of_equal_and_orthogonal_slots():
+    used = torch.tensor([[True, True, False]])
+    assert slot_similarity(torch.tensor([[[1.0, 0], [3.0, 0], [0, 1.0]]]), used) == pytest.approx(1)
+    assert slot_similarity(torch.tensor([[[1.0, 0], [0, 2.0], [0, 1.0]]]), used) == pytest.approx(0)
+
+
+def test_looking_changes_nothing():
+    model = tiny_model(kind="mlm", hidden_dropout_prob=0.3).train()
+    batch = padded_batch(LENGTHS)
+    backend, before = model.config._attn_implementation, torch.get_rng_state()
+    assert backend == "sdpa"
+    first = probe(model, batch)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training and model.base_model.training and model.config._attn_implementation == backend
+    assert model.base_model.config._attn_implementation == backend
+    hooks = sum(len(module._forward_hooks) for module in model.modules())  # transformers adds its own once
+    assert first == probe(model, batch)  # no dropout
+    assert sum(len(module._forward_hooks) for module in model.modules()) == hooks
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_only_the_first_rows_are_looked_at():
+    model = tiny_model(kind="mlm")
+    batch = padded_batch(LENGTHS)
+    first_two = {name: tensor[:2] for name, tensor in batch.items()}
+    assert probe(model, batch, rows=2) == probe(model, first_two)
+    assert probe(model, batch, rows=2) != probe(model, batch)
