@@ -164,7 +164,7 @@ def test_question_is_cut_first_then_the_passage_and_all_is_counted() -> None:
     row = data[1]
     assert [len(ids) for ids in row["second"]] == [6, 7]
     # room for the passage: 16 - 3 special tokens - 6 or 7
-    assert len(row["first"]) == 7 and row["length"] == 16
+    assert len(row["first"]) == 7 and row["tokens"] == 16
     assert multiple_choice.count_cuts(data) == {
         "rows": 2,
         "rows_first_cut": 1,
@@ -210,7 +210,7 @@ def test_batch_is_padded_to_its_longest_choice_only() -> None:
     collator = ChoiceCollator(layout, 60, tokenizer.pad_token_id)
     for part in ([data[0]], [data[1]], list(data)):
         batch = collator(part)
-        assert batch["input_ids"].shape[-1] == max(row["length"] for row in part)
+        assert batch["input_ids"].shape[-1] == max(row["tokens"] for row in part)
         assert bool((batch["attention_mask"].sum(-1).amax((0, 1)) == batch["input_ids"].shape[-1]).all())
         assert torch.equal(batch["input_ids"] == tokenizer.pad_token_id, batch["attention_mask"] == 0)
     assert batch["token_type_ids"].shape == batch["input_ids"].shape
@@ -251,10 +251,3 @@ def test_answers_of_another_type_are_named() -> None:
     dataset = Dataset.from_list([{**RACE_ROW, "answer": 2}])
     with pytest.raises(UserError, match=r"row 0: `answer` is 2 \(int\), but must be one of 'A'"):
         multiple_choice.read_questions(dataset, finetune_race.read_row, "here")
-
-
-def test_missing_column_and_empty_split_are_named() -> None:
-    with pytest.raises(UserError, match="train has no column `options`"):
-        multiple_choice.require_columns(Dataset.from_dict({"article": ["x"], "option": ["y"]}), ["options"], "train")
-    with pytest.raises(UserError, match="train has no rows"):
-        multiple_choice.require_columns(Dataset.from_dict({"article": []}), ["article"], "train")

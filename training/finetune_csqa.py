@@ -12,7 +12,7 @@ column `question_concept`, from which annotators wrote the question, is not read
 from collections.abc import Mapping
 from typing import Any
 
-from multiple_choice import Question, answer_index, require_choices, require_text
+from multiple_choice import Question, answer_index, as_choices, as_text
 from recipe import UserError
 
 COLUMNS = ("id", "question", "choices", "answerKey")
@@ -27,15 +27,15 @@ def read_row(row: Mapping[str, Any], where: str) -> Question:
     choices = row["choices"]
     if not isinstance(choices, Mapping) or not {"label", "text"} <= set(choices):
         raise UserError(f"{where}: `choices` is {choices!r}, but must have `label` and `text`.")
-    letters = require_choices(choices["label"], "choices.label", where)
-    options = require_choices(choices["text"], "choices.text", where)
+    letters = as_choices(choices["label"], "choices.label", where)
+    options = as_choices(choices["text"], "choices.text", where)
     if len(letters) != len(options) or len(set(letters)) != len(letters):
         raise UserError(f"{where}: `choices` has labels {letters} for {len(options)} texts; each text needs its own.")
     return Question(
-        name=require_text(row["id"], "id", where),
+        id=as_text(row["id"], "id", where),
         group="",
-        first="Q: " + require_text(row["question"], "question", where),
+        first="Q: " + as_text(row["question"], "question", where),
         seconds=["A: " + option for option in options],
         letters=letters,
-        answer=answer_index(row["answerKey"], letters, "answerKey", where),
+        label=answer_index(row["answerKey"], letters, "answerKey", where),
     )

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from multiple_choice import Question, answer_index, require_choices, require_text
+from multiple_choice import Question, answer_index, as_choices, as_text
 from recipe import UserError
 
 COLUMNS = ("example_id", "article", "question", "options", "answer")
@@ -48,14 +48,14 @@ def read_row(row: Mapping[str, Any], where: str) -> Question:
         UserError: A value has another type, or the answer is not one of the options.
     """
     level = level_of(row["example_id"], where)
-    options = require_choices(row["options"], "options", where)
+    options = as_choices(row["options"], "options", where)
     letters = [chr(ord("A") + index) for index in range(len(options))]
-    question = require_text(row["question"], "question", where)
+    question = as_text(row["question"], "question", where)
     return Question(
-        name=row["example_id"],
+        id=row["example_id"],
         group=level,
-        first=require_text(row["article"], "article", where),
+        first=as_text(row["article"], "article", where),
         seconds=[fill_in(question, option) for option in options],
         letters=letters,
-        answer=answer_index(row["answer"], letters, "answer", where),
+        label=answer_index(row["answer"], letters, "answer", where),
     )

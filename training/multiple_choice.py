@@ -11,13 +11,13 @@ whole fits. Special tokens are never cut, and every cut is counted.
 
 import dataclasses
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
-from recipe import UserError, did_you_mean
+from recipe import UserError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -31,6 +31,7 @@ _FEATURES = Features(
         "second": List(List(Value("int32"))),
         "label": Value("int64"),
         "length": Value("int32"),
+        "tokens": Value("int32"),
         "cut_first": Value("int32"),
         "cut_second": Value("int32"),
     }
@@ -42,20 +43,20 @@ class Question:
     """One row of a data set, in the form that every data set is brought to.
 
     Attributes:
-        name: the row's own id.
+        id: the row's own id.
         group: what accuracies are reported by (`middle`), or "".
         first: text that the choices share.
         seconds: one text a choice.
         letters: name of each choice in the data set.
-        answer: index of the right choice, or `UNKNOWN`.
+        label: index of the right choice, or `UNKNOWN`.
     """
 
-    name: str
+    id: str
     group: str
     first: str
     seconds: list[str]
     letters: list[str]
-    answer: int
+    label: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,20 +114,7 @@ def pair_layout(tokenizer: PreTrainedTokenizerBase) -> Layout:
     return Layout(start, middle, end, segments="token_type_ids" in tokenizer.model_input_names)
 
 
-def require_columns(dataset: Dataset, columns: Iterable[str], where: str) -> None:
-    """Check that a split has rows and the columns.
-
-    Raises:
-        UserError: The split is empty, or lacks a column; the message names it.
-    """
-    if len(dataset) == 0:
-        raise UserError(f"{where} has no rows.")
-    for column in columns:
-        if column not in dataset.column_names:
-            raise UserError(f"{where} has no column `{column}`.{did_you_mean(column, dataset.column_names)}")
-
-
-def require_text(value: Any, column: str, where: str) -> str:
+def as_text(value: Any, column: str, where: str) -> str:
     """The value with single spaces and no line breaks; it may be blank.
 
     Raises:
@@ -137,7 +125,7 @@ def require_text(value: Any, column: str, where: str) -> str:
     return " ".join(value.split())
 
 
-def require_choices(values: Any, column: str, where: str) -> list[str]:
+def as_choices(values: Any, column: str, where: str) -> list[str]:
     """Texts of the choices, with single spaces.
 
     Raises:
@@ -145,7 +133,7 @@ def require_choices(values: Any, column: str, where: str) -> list[str]:
     """
     if not isinstance(values, list | tuple | np.ndarray) or not 2 <= len(values) <= len(string.ascii_uppercase):
         raise UserError(f"{where}: `{column}` is {values!r}, but must be a list of 2 to 26 texts.")
-    return [require_text(value, column, where) for value in values]
+    return [as_text(value, column, where) for value in values]
 
 
 def answer_index(letter: Any, letters: list[str], column: str, where: str) -> int:
@@ -187,11 +175,11 @@ def read_questions(dataset: Dataset, read_row: Callable[[Mapping[str, Any], str]
         expected[:] = expected or [question]
         count, wanted = len(question.seconds), len(expected[0].seconds)
         if count != wanted:
-            raise UserError(f"{place} ({question.name}) has {count} choices, but the first row {wanted}.")
-        if (question.answer == UNKNOWN) != (expected[0].answer == UNKNOWN):
-            having = "no" if question.answer == UNKNOWN else "an"
+            raise UserError(f"{place} ({question.id}) has {count} choices, but the first row {wanted}.")
+        if (question.label == UNKNOWN) != (expected[0].label == UNKNOWN):
+            having = "no" if question.label == UNKNOWN else "an"
             raise UserError(
-                f"{place} ({question.name}) has {having} answer, unlike the first row. "
+                f"{place} ({question.id}) has {having} answer, unlike the first row. "
                 "A split has answers in all rows or in none."
             )
         return dataclasses.asdict(question)
@@ -211,8 +199,9 @@ def encode(questions: Dataset, tokenizer: PreTrainedTokenizerBase, layout: Layou
         limits: longest input and longest second part.
 
     Returns:
-        `first` (ids, as long as the shortest choice allows), `second` (ids of every choice), `label`, `length` (of the
-        longest choice's input), and the tokens cut in the row, summed over its choices: `cut_first`, `cut_second`.
+        `first` (ids, as long as the shortest choice allows), `second` (ids of every choice), `label`, `tokens` (of the
+        longest choice's input), `length` (its characters before cutting, by which batches are grouped: the same for
+        every tokenizer), and the tokens cut in the row, summed over its choices: `cut_first`, `cut_second`.
 
     Raises:
         UserError: The limits leave no room for the first part.
@@ -223,32 +212,34 @@ def encode(questions: Dataset, tokenizer: PreTrainedTokenizerBase, layout: Layou
             f"{layout.specials} special tokens and the text before. Raise `max_length` or lower `max_option_length`."
         )
 
-    def ids_of(texts: list[str]) -> list[list[int]]:
-        encoded = tokenizer(
-            texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
-        )
-        return encoded["input_ids"]
-
     def encode_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         distinct = list(dict.fromkeys(rows["first"]))  # a passage of RACE has several questions
-        known = dict(zip(distinct, ids_of(distinct), strict=True))
-        flat = iter(ids_of([text for texts in rows["seconds"] for text in texts]))
+        known = dict(zip(distinct, _ids(tokenizer, distinct), strict=True))
+        flat = iter(_ids(tokenizer, [text for texts in rows["seconds"] for text in texts]))
         made = [
             _cut_row(known[first], [next(flat) for _ in seconds], layout, limits)
             for first, seconds in zip(rows["first"], rows["seconds"], strict=True)
         ]
-        kept = {"id": "name", "group": "group", "letters": "letters", "label": "answer"}
-        columns = {column: rows[field] for column, field in kept.items()}
-        return columns | {name: [row[name] for row in made] for name in made[0]}
+        lengths = [
+            len(first) + max(map(len, seconds)) for first, seconds in zip(rows["first"], rows["seconds"], strict=True)
+        ]
+        return {"length": lengths} | {name: [row[name] for row in made] for name in made[0]}
 
     return questions.map(
         encode_rows,
         batched=True,
-        remove_columns=questions.column_names,
+        remove_columns=["seconds"],
         features=_FEATURES,
         keep_in_memory=True,
         load_from_cache_file=False,
     )
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    encoded = tokenizer(
+        texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+    )
+    return encoded["input_ids"]
 
 
 def _cut_row(first: list[int], seconds: list[list[int]], layout: Layout, limits: Limits) -> dict[str, Any]:
@@ -258,7 +249,7 @@ def _cut_row(first: list[int], seconds: list[list[int]], layout: Layout, limits:
     return {
         "first": first[: max(rooms)],
         "second": kept,
-        "length": max(lengths),
+        "tokens": max(lengths),
         "cut_first": sum(max(len(first) - room, 0) for room in rooms),
         "cut_second": sum(len(ids) - len(short) for ids, short in zip(seconds, kept, strict=True)),
     }
@@ -273,7 +264,7 @@ def count_cuts(encoded: Dataset) -> dict[str, int]:
         "tokens_first_cut": int(first.sum()),
         "rows_second_cut": int((second > 0).sum()),
         "tokens_second_cut": int(second.sum()),
-        "longest_input": int(max(encoded["length"])),
+        "longest_input": int(max(encoded["tokens"])),
     }
 
 
