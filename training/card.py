@@ -15,14 +15,14 @@ import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from loop import RunLog
-from recipe import PretrainRecipe
+from pretrain_recipe import PretrainRecipe
 
 from luna_hf import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "model_cards" / "template.md"
 PLOT = "loss.png"
-_PACKAGES = ("luna-hf", "torch", "transformers", "tokenizers", "accelerate")
+_PACKAGES = ("luna-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets")
 
 
 def portable(text: str) -> str:
@@ -40,6 +40,11 @@ def portable_command(words: list[str]) -> str:
         key, equals, value = word.partition("=")
         parts.append(f"{key}={portable(value)}" if equals else portable(word))
     return " ".join(f"'{part}'" if " " in part else part for part in parts)
+
+
+def count(value: int | None) -> str:
+    """A number with separators; what is not known while text is streamed is said so."""
+    return "an unknown number of" if value is None else f"{value:,}"
 
 
 def machine() -> dict[str, str]:
@@ -64,13 +69,16 @@ def metadata(recipe: PretrainRecipe, figures: dict[str, Any]) -> str:
         EvalResult("fill-mask", metric_type=kind, metric_name=name, metric_value=round(value, 4), **dataset)
         for kind, name, value in measured
     ]
-    own_code = ["linear-attention", "custom_code"] if recipe.model["model_type"] in FAMILIES else []
+    model_type = figures["model_type"]
+    own_code = ["linear-attention", "custom_code"] if model_type in FAMILIES else []
     return ModelCardData(
         language=recipe.language or None,
         license=recipe.license or None,
         library_name="transformers",
         pipeline_tag="fill-mask",
-        tags=[recipe.model["model_type"], "masked-lm", *own_code],
+        tags=[model_type, "masked-lm", *own_code],
+        base_model=_on_hub(recipe.model_name_or_path),
+        datasets=_hub_datasets(recipe) or None,
         model_name=recipe.model_name,
         eval_results=results,
     ).to_yaml()
@@ -83,44 +91,98 @@ def make_card(recipe: PretrainRecipe, figures: dict[str, Any]) -> str:
         recipe: what was run.
         figures: what was measured, as written to `metrics.json`.
     """
-    own_code = recipe.model["model_type"] in FAMILIES
-    values = asdict(recipe)
-    values.update(output_dir=portable(recipe.output_dir), data=portable(recipe.data))
+    own_code = figures["model_type"] in FAMILIES
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         metadata=metadata(recipe, figures),
         model_name=recipe.model_name,
-        model_type=recipe.model["model_type"],
+        model_type=figures["model_type"],
+        start=f"trained on from `{portable(recipe.model_name_or_path)}`"
+        if recipe.model_name_or_path
+        else "pretrained from scratch",
         trust=", trust_remote_code=True" if own_code else "",
         trust_note=" With the package `luna_hf` imported, `trust_remote_code` is not needed." if own_code else "",
         parameters=f"{figures['parameters']:,}",
-        vocabulary=f"{figures['vocabulary']:,}",
-        block_size=recipe.block_size,
         longest=figures["longest_input"],
-        loss=f"{figures['held_out_loss']:.3f}",
-        accuracy=f"{figures['held_out_accuracy']:.1%}",
-        unigram_loss=f"{figures['unigram_loss']:.3f}",
-        unigram_accuracy=f"{figures['unigram_accuracy']:.1%}",
-        gain=f"{figures['gain_nats']:.3f}",
-        targets=f"{figures['held_out_targets']:,}",
-        mask_probability=f"{recipe.mask_probability:.0%}",
-        corpus=figures["corpus"],
-        documents=f"{figures['held_out_documents']:,}",
-        all_documents=f"{figures['held_out_documents'] + figures['training_documents']:,}",
-        training_tokens=f"{figures['training_tokens']:,}",
-        seen_tokens=f"{figures['seen_tokens']:,}",
-        steps=f"{recipe.max_steps:,}",
-        epochs=f"{figures['seen_tokens'] / figures['training_tokens']:.1f}",
         answers="\n".join(_answer_row(answer) for answer in figures["fill_mask"]),
-        example=json.dumps(recipe.fill_mask[0]),
+        example=json.dumps(figures["fill_mask"][0]["sentence"]),
         plot=PLOT,
-        command=figures["command"],
-        seconds=f"{figures['training_seconds']:,.0f}",
-        hardware=figures["hardware"],
-        precision="float32" if recipe.mixed_precision == "no" else f"{recipe.mixed_precision} mixed precision",
-        processes=figures["processes"],
-        versions=figures["versions"],
-        recipe=yaml.safe_dump(values, sort_keys=False, width=110).strip(),
+        **_result_fields(recipe, figures),
+        **_data_fields(recipe, figures),
+        **_training_fields(recipe, figures),
     )
+
+
+def _result_fields(recipe: PretrainRecipe, figures: dict[str, Any]) -> dict[str, str]:
+    return {
+        "loss": f"{figures['held_out_loss']:.3f}",
+        "perplexity": f"{figures['held_out_perplexity']:.1f}",
+        "accuracy": f"{figures['held_out_accuracy']:.1%}",
+        "unigram_loss": f"{figures['unigram_loss']:.3f}",
+        "unigram_accuracy": f"{figures['unigram_accuracy']:.1%}",
+        "unigram_from": figures["unigram_from"],
+        "gain": f"{figures['gain_nats']:.3f}",
+        "targets": f"{figures['held_out_targets']:,}",
+        "mask_probability": f"{recipe.mask_probability:.0%}",
+        "masked_unit": "words, and with them all their tokens," if recipe.whole_word_masking else "tokens",
+    }
+
+
+def _data_fields(recipe: PretrainRecipe, figures: dict[str, Any]) -> dict[str, str]:
+    if recipe.validation:
+        held_out = f"Evaluated on the text of `{portable(recipe.validation)}`"
+    else:
+        documents = (figures["training_documents"], figures["held_out_documents"])
+        of = "" if None in documents else f" of {sum(documents):,}"
+        held_out = f"By document, {count(figures['held_out_documents'])}{of} were held out, at random"
+    blocks = f"{figures['evaluated_blocks']:,} of {count(figures['held_out_blocks'])} blocks are evaluated"
+    if recipe.train_tokenizer:
+        tokenizer = "a byte-level BPE, was trained on the training documents only"
+    else:
+        tokenizer = f"is that of `{portable(recipe.tokenizer or recipe.model_name_or_path)}`"
+    return {
+        "corpus": figures["corpus"],
+        "held_out": f"{held_out}; {blocks}.",
+        "tokenizer": f"The tokenizer, of {figures['vocabulary']:,} tokens, {tokenizer}.",
+    }
+
+
+def _training_fields(recipe: PretrainRecipe, figures: dict[str, Any]) -> dict[str, str]:
+    seen, available = figures["seen_tokens"], figures["training_tokens"]
+    of = f", {seen / available:.1f} times the {available:,} tokens of training text" if available else ""
+    values = asdict(recipe)
+    for name in ("output_dir", "cache_dir", "validation", "tokenizer", "model_name_or_path"):
+        values[name] = portable(values[name])
+    values["data"] = _portable_data(recipe.data)
+    skipped = f"; {figures['skipped_updates']} updates were skipped" if figures["skipped_updates"] else ""
+    return {
+        "command": figures["command"],
+        "steps": f"{recipe.max_steps:,} of {recipe.global_batch_tokens:,} tokens{skipped}",
+        "seen": f"{seen:,}{of}, in blocks of {recipe.block_size}",
+        "seconds": f"{figures['training_seconds']:,.0f}",
+        "mfu": f"{figures['mfu']:.0%}",
+        "hardware": figures["hardware"],
+        "precision": "float32" if recipe.mixed_precision == "no" else f"{recipe.mixed_precision} mixed precision",
+        "processes": figures["processes"],
+        "versions": figures["versions"],
+        "recipe": yaml.safe_dump(values, sort_keys=False, width=110).strip(),
+    }
+
+
+def _portable_data(data: str | list[Any]) -> str | list[Any]:
+    if isinstance(data, str):
+        return portable(data)
+    return [portable(part) if isinstance(part, str) else {**part, "path": portable(part["path"])} for part in data]
+
+
+def _on_hub(name: str) -> str | None:
+    """The name, if it is one of the Hub and not a folder."""
+    return name if name and name.count("/") <= 1 and not Path(name).exists() else None
+
+
+def _hub_datasets(recipe: PretrainRecipe) -> list[str]:
+    parts = recipe.data if isinstance(recipe.data, list) else [recipe.data]
+    paths = [part if isinstance(part, str) else part["path"] for part in parts]
+    return [path for path in paths if path.count("/") == 1 and not Path(path).exists()]
 
 
 def plot_loss(log: RunLog, unigram_loss: float, path: Path) -> None:

@@ -1,10 +1,11 @@
 """Pretrain a masked language model from a recipe, and leave a folder that is ready for the Hub.
 
     python training/pretrain_mlm.py training/recipes/pretrain_mlm/demo.yaml
-    python training/pretrain_mlm.py training/recipes/pretrain_mlm/demo.yaml --data texts/ --output_dir outputs/mine
-    torchrun --nproc_per_node 2 training/pretrain_mlm.py RECIPE.yaml
+    python training/pretrain_mlm.py training/recipes/pretrain_mlm/demo.yaml --data texts/ --output-dir outputs/mine
+    accelerate launch --config_file training/accelerate/multi_gpu.yaml training/pretrain_mlm.py RECIPE.yaml
 
-Every key of the recipe can be overridden by `--key value`, those of its model section by `--model.key value`.
+Every key of the recipe can be overridden by `--key value`, those of its model section by `--model.key value`; the keys
+are explained in the recipes. The same command again goes on from the last checkpoint of a run that was interrupted.
 It needs the `train` extra: pip install -e ".[train]"
 """
 
@@ -12,105 +13,404 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-from card import PLOT, machine, make_card, plot_loss, portable_command
-from data import encode, mask_once, masking, pack, read_corpus, split_documents, train_tokenizer, unigram_baseline
-from huggingface_hub.errors import StrictDataclassError
-from loop import RunLog, evaluate, make_accelerator, parameter_groups, train, warmup_then_linear
-from recipe import PretrainRecipe, UserError, did_you_mean, load_recipe
-from torch.utils.data import DataLoader
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, set_seed
+from card import PLOT, count, machine, make_card, plot_loss, portable_command
+from checkpoint import (
+    Counters,
+    StopRequest,
+    checkpoints,
+    load_checkpoint,
+    newest_complete,
+    read_state,
+    remove_all,
+    remove_unfinished,
+    save_checkpoint,
+    write_atomically,
+)
+from corpus import Corpus, open_corpus
+from data import Plan, PreparedText, prepare_text, train_tokenizer
+from huggingface_hub import HfApi
+from loop import (
+    Evaluation,
+    Run,
+    RunLog,
+    evaluate,
+    make_accelerator,
+    parameter_groups,
+    split_update,
+    train,
+    warmup_then_decay,
+)
+from models import load_config, load_encoder, load_tokenizer, longest_input, make_config, model_fields
+from pretrain_recipe import PretrainRecipe
+from probe import probe
+from recipe import UserError, load_recipe
+from throughput import peak_flops, training_flops
 from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForMaskedLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     pipeline,
 )
 from transformers.utils.logging import disable_progress_bar
 
-from luna_hf import FAMILIES
-from luna_hf.configuration_base import EncoderConfig
-
-# Fields of a config that the tokenizer decides.
-_FROM_TOKENIZER = {"vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"}
+RESULTS = ("model.safetensors", "metrics.json", "README.md", PLOT)
 
 
-def make_config(recipe: PretrainRecipe, vocab_size: int) -> PreTrainedConfig:
-    """The recipe's model section as a config, for RoBERTa's special tokens.
+# ---- what is run ----
+
+
+def read_recipe(path: str, words: list[str]) -> PretrainRecipe:
+    """A recipe with the overrides of the command line.
 
     Raises:
-        UserError: An unknown model type or field, a value that the config refuses, or blocks that do not fit.
+        UserError: See `load_recipe` and `PretrainRecipe`.
     """
-    fields = dict(recipe.model)
-    model_type = fields.pop("model_type")
-    if model_type not in CONFIG_MAPPING:
-        raise UserError(f"Unknown `model_type` {model_type!r}. Choose {', '.join(FAMILIES)}, or roberta to compare.")
-    known = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])} - _FROM_TOKENIZER
-    for name in fields:
-        if name in _FROM_TOKENIZER:
-            raise UserError(f"`model.{name}` follows from the tokenizer: take it out of the model section.")
-        if name not in known:
-            raise UserError(f"A {model_type} config has no field `{name}`.{did_you_mean(name, known)}")
-    try:
-        config = AutoConfig.for_model(
-            model_type, vocab_size=vocab_size, pad_token_id=1, bos_token_id=0, eos_token_id=2, **fields
-        )
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise UserError(f"Model section of the recipe: {error}") from error
+    return load_recipe(PretrainRecipe, path, words, adapt=adapt_to_overrides)
+
+
+def adapt_to_overrides(values: dict[str, Any], overrides: dict[str, str]) -> None:
+    """Take out of the file's values what an override on the command line contradicts, and say so."""
+    model = values.get("model") if isinstance(values.get("model"), dict) else {}
+    if overrides.get("model_name_or_path"):
+        if model:
+            print(f"The model section of the recipe is left out: {overrides['model_name_or_path']} has its own config.")
+        values["model"] = {}
+        overrides.setdefault("train_tokenizer", "false")
+    elif overrides.get("model.model_type", model.get("model_type")) != model.get("model_type"):
+        model_type = overrides["model.model_type"]
+        unknown = sorted(set(model) - model_fields(model_type) - {"model_type"})
+        if unknown:
+            print(
+                f"Left out of the recipe's model section, since {model_type} has no such field: {', '.join(unknown)}."
+            )
+        values["model"] = {name: value for name, value in model.items() if name not in unknown}
+    if "tokenizer" in overrides:
+        overrides.setdefault("train_tokenizer", "false")
+    elif overrides.get("train_tokenizer") == "true":
+        values["tokenizer"] = ""
+
+
+def check_model(recipe: PretrainRecipe) -> None:
+    """Raise the errors of the recipe's model before anything is read or written.
+
+    Raises:
+        UserError: See `models`; or blocks that are longer than a new model's positions.
+    """
+    if recipe.model_name_or_path:
+        load_config(recipe.model_name_or_path)
+        load_tokenizer(recipe.model_name_or_path)
+        return
+    tokenizer = load_tokenizer(recipe.tokenizer) if recipe.tokenizer else None
+    config = make_config(recipe.model, tokenizer, len(tokenizer) if tokenizer else recipe.vocab_size)
     if recipe.block_size > longest_input(config):
         raise UserError(
             f"`block_size` is {recipe.block_size}, but the model takes at most {longest_input(config)} tokens. Lower "
             f"`block_size`, or raise `model.max_position_embeddings` (now {config.max_position_embeddings})."
         )
-    return config
 
 
-def longest_input(config: PreTrainedConfig) -> int:
-    """Tokens that the position table has room for."""
-    if isinstance(config, EncoderConfig):
-        return config.max_position_embeddings
-    return config.max_position_embeddings - config.pad_token_id - 1  # RoBERTa counts the rows up to the pad's too
-
-
-def prepare_output(recipe: PretrainRecipe) -> Path:
-    """Create the output folder; of an earlier run in it, the results go.
+def make_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel, list[str]]:
+    """The model to train, new or from a checkpoint, and what the user should know about it.
 
     Raises:
-        UserError: It is a file, or holds something that must not be overwritten.
+        UserError: See `models.load_encoder` and `models.make_config`.
+    """
+    if recipe.model_name_or_path:
+        overrides = dict(recipe.model)
+        if hasattr(load_config(recipe.model_name_or_path), "sparse_prediction"):
+            overrides.setdefault("sparse_prediction", True)
+        return load_encoder(AutoModelForMaskedLM, recipe.model_name_or_path, length=recipe.block_size, **overrides)
+    return AutoModelForMaskedLM.from_config(make_config(recipe.model, tokenizer, len(tokenizer))), []
+
+
+# ---- the output folder ----
+
+
+def find_checkpoint(recipe: PretrainRecipe, tell: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from; `None` for a run that starts.
+
+    Raises:
+        UserError: The folder cannot be written, holds a finished run, a run of another recipe, or other files.
     """
     folder = Path(recipe.output_dir)
+    check_writable(folder)
+    present = {path.name for path in folder.iterdir()}
+    if recipe.resume and (found := newest_complete(folder, tell)):
+        other = recipe.differences(read_state(found)[1])
+        if other:
+            raise UserError(
+                f"`output_dir` {folder} holds checkpoints of a run with other values of {', '.join(other)}. Name "
+                "another folder, restore the values, or start again (--resume false --overwrite_output_dir true)."
+            )
+        return found
+    # A run that stopped before its first log line has left its tokenizer alone.
+    if present - {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}:
+        if "log.jsonl" not in present:
+            raise UserError(
+                f"`output_dir` {folder} holds files, but no log.jsonl of an earlier run, so none of them is "
+                "overwritten. Name another folder (--output_dir FOLDER)."
+            )
+        if not recipe.overwrite_output_dir:
+            state = "a finished run" if "metrics.json" in present else "a run without checkpoints"
+            raise UserError(
+                f"`output_dir` {folder} is not empty: it holds {state}. Name another (--output_dir FOLDER), or write "
+                "over what is in it (--overwrite_output_dir true)."
+            )
+    return None
+
+
+def check_writable(folder: Path) -> None:
+    """Create the folder.
+
+    Raises:
+        UserError: It is a file, or nothing can be written to it.
+    """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"`output_dir` {folder} is a file. Name a folder.")
-    if folder.is_dir() and any(folder.iterdir()) and not recipe.overwrite_output_dir:
-        raise UserError(
-            f"`output_dir` {folder} is not empty. Name another (--output_dir FOLDER), or write over what is in it "
-            "(--overwrite_output_dir true)."
-        )
-    # A run that stopped before its first log line has left its tokenizer alone.
-    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if "log.jsonl" not in present and not present <= {"tokenizer.json", "tokenizer_config.json"}:
-        raise UserError(
-            f"`output_dir` {folder} holds files, but no log.jsonl of an earlier run, so none of them is overwritten. "
-            "Name another folder (--output_dir FOLDER)."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    for result in ("model.safetensors", "metrics.json", "README.md", PLOT):
-        # A run that is interrupted must not leave an older model beside its own tokenizer.
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe_file = folder / f".writable-{os.getpid()}"
+        probe_file.touch()
+        probe_file.unlink()
+    except OSError as error:
+        raise UserError(f"`output_dir` {folder} cannot be written to ({error.strerror}). Name another.") from error
+
+
+def clear_output(folder: Path) -> None:
+    """Remove the results of an earlier run: an interrupted one must not leave an old model beside a new tokenizer."""
+    remove_all(folder)
+    for result in RESULTS:
         (folder / result).unlink(missing_ok=True)
-    return folder
 
 
-def save(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
+def make_tokenizer(
+    recipe: PretrainRecipe, accelerator: Accelerator, corpus: Corpus, folder: Path, resumed: bool
+) -> PreTrainedTokenizerBase:
+    """Train or load the tokenizer, and save it in `folder`; a resumed run reads it from there.
+
+    Raises:
+        UserError: It has no mask token, or a sentence of `fill_mask` is too long.
+    """
+    if accelerator.is_main_process and not resumed:
+        if recipe.train_tokenizer:
+            longest = longest_input(make_config(recipe.model, None, recipe.vocab_size))
+            tokenizer = train_tokenizer(corpus.training_documents(), recipe.vocab_size, longest)
+            if len(tokenizer) < recipe.vocab_size:
+                accelerator.print(f"The text has pairs for only {len(tokenizer):,} of {recipe.vocab_size:,} tokens.")
+        else:
+            tokenizer = load_tokenizer(recipe.tokenizer or recipe.model_name_or_path)
+            if recipe.model_name_or_path:
+                longest = max(recipe.block_size, longest_input(load_config(recipe.model_name_or_path)))
+            else:
+                longest = longest_input(make_config(recipe.model, tokenizer, len(tokenizer)))
+            tokenizer.model_max_length = longest
+        tokenizer.save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    tokenizer = load_tokenizer(str(folder))
+    if tokenizer.mask_token is None:
+        raise UserError("The tokenizer has no mask token, which masked language modelling needs.")
+    for sentence in recipe.fill_mask:
+        length = len(tokenizer(with_mask(sentence, tokenizer), verbose=False).input_ids)
+        limit = tokenizer.model_max_length
+        if length > limit:
+            raise UserError(f"A sentence of `fill_mask` has {length} tokens, but the model takes {limit}: {sentence!r}")
+    return tokenizer
+
+
+# ---- the run ----
+
+
+def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any] | None:
+    """Run a recipe, or go on with it, and return the figures of `metrics.json`; `None` if stopped by a signal.
+
+    Args:
+        recipe: what to run.
+        command: for the card.
+
+    Raises:
+        UserError: See the functions that are called.
+    """
+    processes = PartialState().num_processes
+    micro_batch, passes = split_update(recipe.update_rows, recipe.batch_size, processes)
+    accelerator = make_accelerator(recipe, passes)
+    plan = Plan(micro_batch, passes, processes, accelerator.process_index)
+    with StopRequest() as stop:
+        # Mistakes are told before the folder, with perhaps an earlier model in it, is touched.
+        check_model(recipe)
+        corpus = open_corpus(recipe)
+        accelerator.print(f"Read {corpus.description}.")
+        found = find_checkpoint(recipe, accelerator.print)
+        folder = Path(recipe.output_dir)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            remove_unfinished(folder) if found else clear_output(folder)
+        tokenizer = make_tokenizer(recipe, accelerator, corpus, folder, resumed=found is not None)
+        text = prepare_text(recipe, corpus, tokenizer, accelerator)
+
+        run, counters, parameters = prepare_run(recipe, accelerator, plan, text, found, stop)
+        announce(recipe, accelerator, text, parameters, plan, counters)
+        last = train(run, counters)
+        if last is None:
+            accelerator.print(
+                f"Stopped by {stop.name or 'request'} after step {counters.step:,} of {recipe.max_steps:,}; everything "
+                f"is saved in {checkpoints(folder)[-1]}. The same command goes on from there."
+            )
+            accelerator.end_training()
+            return None
+        figures = finish(run, text, counters, last, parameters, command)
+    accelerator.end_training()
+    return figures
+
+
+def prepare_run(
+    recipe: PretrainRecipe,
+    accelerator: Accelerator,
+    plan: Plan,
+    text: PreparedText,
+    found: Path | None,
+    stop: StopRequest,
+) -> tuple[Run, Counters, int]:
+    """Model, optimizer and schedule, new or from a checkpoint: the run, where it stands, and the parameter count."""
+    set_seed(recipe.seed)
+    model, notes = make_model(recipe, text.tokenizer)
+    for note in notes:
+        accelerator.print(note)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    flops_per_token = training_flops(model, {name: tensor.unsqueeze(0) for name, tensor in text.held_out[0].items()})
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if recipe.compile:
+        model.compile()
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, recipe.weight_decay),
+        lr=recipe.learning_rate,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+    )
+    scheduler = warmup_then_decay(optimizer, recipe.max_steps, recipe.warmup_fraction, recipe.decay_power)
+    accelerator.register_for_checkpointing(scheduler)
+    # No loader is prepared, from which DeepSpeed would take the size of a batch.
+    if accelerator.state.deepspeed_plugin is not None:
+        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan.micro_batch
+    model, optimizer = accelerator.prepare(model, optimizer)
+    # The weights are the same in every process; dropout from here on is not.
+    set_seed(recipe.seed, device_specific=True)
+
+    counters = Counters(processes=accelerator.num_processes)
+    if found:
+        text.rows.load_state_dict(load_checkpoint(accelerator, found))
+        counters = read_state(found)[0]
+    log = RunLog(Path(recipe.output_dir) / "log.jsonl", accelerator.is_main_process, counters.step if found else None)
+    if found:
+        log.add("resumed", counters.step)
+        accelerator.print(f"Going on from {found}: step {counters.step:,} of {recipe.max_steps:,}.")
+    if recipe.trackers:
+        flat = {key: value for key, value in dataclasses.asdict(recipe).items() if isinstance(value, int | float | str)}
+        accelerator.init_trackers(recipe.model_name, config=flat)
+    peak, peak_source = peak_flops(accelerator.device, recipe.mixed_precision)
+    accelerator.print(f"MFU counts from a peak of {peak / 1e12:.2f} TFLOP/s a process ({peak_source}).")
+
+    def evaluate_and_probe(step: int) -> Evaluation:
+        whole = accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        if whole and (attention := probe(accelerator.unwrap_model(model), probe_batch(text, accelerator))):
+            log.add("probe", step, **attention)
+        return evaluate(accelerator, model, text.held_out, recipe.batch_size)
+
+    def save(counters: Counters) -> None:
+        save_checkpoint(
+            accelerator,
+            Path(recipe.output_dir),
+            counters,
+            dataclasses.asdict(recipe),
+            text.rows.state_dict(),
+            recipe.save_total_limit,
+        )
+
+    run = Run(
+        recipe=recipe,
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        updates=text.rows.updates(plan, counters.step),
+        evaluate=evaluate_and_probe,
+        save=save,
+        stop_requested=lambda: stop.name is not None,
+        log=log,
+        unigram_loss=text.unigram["loss"],
+        flops_per_token=flops_per_token,
+        peak_flops=peak,
+    )
+    return run, counters, parameters
+
+
+def probe_batch(text: PreparedText, accelerator: Accelerator, rows: int = 8) -> dict[str, torch.Tensor]:
+    """The first held-out rows, to look at attention with."""
+    names = ("input_ids", "attention_mask")
+    return {name: torch.stack([row[name] for row in text.held_out[:rows]]).to(accelerator.device) for name in names}
+
+
+def finish(
+    run: Run, text: PreparedText, counters: Counters, last: Evaluation, parameters: int, command: str
+) -> dict[str, Any]:
+    """Save the model, evaluate the files, and write plot, card and figures; then the checkpoints go.
+
+    Raises:
+        RuntimeError: The saved model is not the trained one.
+    """
+    recipe, accelerator, folder = run.recipe, run.accelerator, Path(run.recipe.output_dir)
+    save_model(accelerator, run.model, folder)
+    # The figures are those of the files: whatever saving loses would show here.
+    reloaded = AutoModelForMaskedLM.from_pretrained(folder).to(accelerator.device)
+    result = evaluate(accelerator, reloaded, text.held_out, recipe.batch_size)
+    if not math.isclose(result.loss, last.loss, rel_tol=1e-2):  # room for mixed precision, which the files are not in
+        raise RuntimeError(f"The saved model has a loss of {result.loss:.4f}, but the trained one had {last.loss:.4f}.")
+    figures = {
+        "held_out_loss": result.loss,
+        "held_out_perplexity": result.perplexity,
+        "held_out_accuracy": result.accuracy,
+        "held_out_targets": result.targets,
+        "unigram_loss": text.unigram["loss"],
+        "unigram_accuracy": text.unigram["accuracy"],
+        "gain_nats": text.unigram["loss"] - result.loss,
+        "training_seconds": counters.seconds,
+        "parameters": parameters,
+        **text.facts,
+        "longest_input": longest_input(reloaded.config),
+        "model_type": reloaded.config.model_type,
+        "seen_tokens": counters.seen_tokens,
+        "skipped_updates": counters.skipped,
+        "mfu": run.log.series("train", "mfu")[1][-1],
+        "processes": accelerator.num_processes,
+        "command": command,
+        **machine(),
+    }
+    if accelerator.is_main_process:
+        figures["fill_mask"] = answer(reloaded, AutoTokenizer.from_pretrained(folder), recipe.fill_mask)
+        plot_loss(run.log, text.unigram["loss"], folder / PLOT)
+        write_atomically(folder / "README.md", make_card(recipe, figures))
+        if recipe.push_to_hub:
+            figures["hub"] = push(recipe, folder)
+        # Written last but for the checkpoints: a run that has it is finished.
+        write_atomically(folder / "metrics.json", json.dumps(figures, indent=2) + "\n")
+        report(figures, recipe.output_dir)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        remove_all(folder)
+    return figures
+
+
+def save_model(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
     """Write config, weights and code; the tokenizer is there already."""
     accelerator.wait_for_everyone()
     accelerator.unwrap_model(model).save_pretrained(
@@ -119,165 +419,56 @@ def save(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None
     accelerator.wait_for_everyone()
 
 
+def push(recipe: PretrainRecipe, folder: Path) -> str:
+    """Upload the folder, without checkpoints, to the Hub, and return its address."""
+    api = HfApi()
+    name = recipe.hub_model_id or recipe.model_name
+    url = api.create_repo(name, private=recipe.hub_private, exist_ok=True)
+    api.upload_folder(
+        repo_id=url.repo_id,
+        folder_path=folder,
+        commit_message="Pretrained model",
+        ignore_patterns=["checkpoints/**", "*.unfinished", "runs/**"],
+    )
+    return str(url)
+
+
+def with_mask(sentence: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The sentence with the tokenizer's own mask token in the place of `<mask>`."""
+    return sentence.replace("<mask>", tokenizer.mask_token)
+
+
 def answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sentences: list[str], guesses: int = 3
 ) -> list[dict[str, Any]]:
     """The most probable tokens for the `<mask>` of each sentence."""
     fill_mask = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=guesses)
-    return [
-        {
-            "sentence": sentence,
-            "guesses": [{"token": row["token_str"], "score": row["score"]} for row in fill_mask(sentence)],
-        }
-        for sentence in sentences
-    ]
+    rows = []
+    for sentence in (with_mask(sentence, tokenizer) for sentence in sentences):
+        best = [{"token": row["token_str"], "score": row["score"]} for row in fill_mask(sentence)]
+        rows.append({"sentence": sentence, "guesses": best})
+    return rows
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedText:
-    """A corpus, ready for training: tokenizer, blocks, rows with fixed masks to evaluate on, and the baseline there."""
-
-    tokenizer: PreTrainedTokenizerBase
-    blocks: list[dict[str, Any]]
-    held_out: list[dict[str, torch.Tensor]]
-    unigram: dict[str, float]
-    facts: dict[str, Any]
-
-
-def prepare_text(
+def announce(
     recipe: PretrainRecipe,
     accelerator: Accelerator,
-    folder: Path,
-    corpus: str,
-    split: tuple[list[str], list[str]],
-) -> PreparedText:
-    """Tokenize and pack training and held-out documents; the tokenizer, trained here, is saved in `folder`."""
-    training, held_out = split
-    if accelerator.is_main_process:
-        longest = longest_input(make_config(recipe, recipe.vocab_size))
-        train_tokenizer(training, recipe.vocab_size, longest).save_pretrained(folder)
-    accelerator.wait_for_everyone()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    for sentence in recipe.fill_mask:
-        length, limit = len(tokenizer(sentence, verbose=False).input_ids), tokenizer.model_max_length
-        if length > limit:
-            raise UserError(f"A sentence of `fill_mask` has {length} tokens, but the model takes {limit}: {sentence!r}")
-
-    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    training_ids = encode(tokenizer, training)
-    held_out_blocks = pack(encode(tokenizer, held_out), recipe.block_size, **special)
-    masked = mask_once(held_out_blocks, tokenizer, recipe.mask_probability, recipe.seed)
-    return PreparedText(
-        tokenizer,
-        blocks=pack(training_ids, recipe.block_size, **special),
-        held_out=masked,
-        unigram=unigram_baseline(training_ids, masked, len(tokenizer)),
-        facts={
-            "corpus": corpus,
-            "training_documents": len(training),
-            "held_out_documents": len(held_out),
-            "training_tokens": sum(map(len, training_ids)),
-            "vocabulary": len(tokenizer),
-            "longest_input": tokenizer.model_max_length,
-        },
-    )
-
-
-def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any]:
-    """Run a recipe and return the figures of `metrics.json`.
-
-    Raises:
-        UserError: See the functions that are called.
-    """
-    accelerator = make_accelerator(recipe.mixed_precision, recipe.gradient_accumulation_steps, recipe.seed)
-    # Mistakes are told before the folder, with perhaps an earlier model in it, is touched.
-    make_config(recipe, recipe.vocab_size)
-    corpus = read_corpus(recipe.data)
-    accelerator.print(f"Read {corpus.description}.")
-    split = split_documents(corpus.documents, recipe.held_out_fraction, recipe.seed)
-    folder = prepare_output(recipe) if accelerator.is_main_process else Path(recipe.output_dir)
-    text = prepare_text(recipe, accelerator, folder, corpus.description, split)
-
-    set_seed(recipe.seed)
-    model = AutoModelForMaskedLM.from_config(make_config(recipe, len(text.tokenizer)))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, recipe.weight_decay),
-        lr=recipe.learning_rate,
-        betas=(recipe.adam_beta1, recipe.adam_beta2),
-        eps=recipe.adam_epsilon,
-    )
-    scheduler = warmup_then_linear(optimizer, recipe.max_steps, recipe.warmup_fraction)
-    # The model is the same in every process; the masks, and dropout from here on, are not.
-    collator = masking(text.tokenizer, recipe.mask_probability, seed=recipe.seed + 1 + accelerator.process_index)
-    set_seed(recipe.seed, device_specific=True)
-    model, optimizer, loader, eval_loader = accelerator.prepare(
-        model,
-        optimizer,
-        DataLoader(text.blocks, batch_size=recipe.batch_size, shuffle=True, collate_fn=collator),
-        DataLoader(text.held_out, batch_size=recipe.batch_size),
-    )
-    announce(recipe, accelerator, text, parameters)
-
-    log = RunLog(folder / "log.jsonl", accelerator.is_main_process)
-    started = time.perf_counter()
-    last = train(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
-        loader,
-        lambda: evaluate(accelerator, model, eval_loader),
-        log,
-        max_steps=recipe.max_steps,
-        max_grad_norm=recipe.max_grad_norm,
-        log_steps=recipe.log_steps,
-        eval_steps=recipe.eval_steps,
-    )
-    training_seconds = time.perf_counter() - started
-    save(accelerator, model, folder)
-
-    # The figures are those of the files: whatever saving loses would show here.
-    reloaded = AutoModelForMaskedLM.from_pretrained(folder).to(accelerator.device)
-    result = evaluate(accelerator, reloaded, eval_loader)
-    if not math.isclose(result.loss, last.loss, rel_tol=1e-2):  # room for mixed precision, which the files are not in
-        raise RuntimeError(f"The saved model has a loss of {result.loss:.4f}, but the trained one had {last.loss:.4f}.")
-    figures = {
-        "held_out_loss": result.loss,
-        "held_out_accuracy": result.accuracy,
-        "held_out_targets": result.targets,
-        "unigram_loss": text.unigram["loss"],
-        "unigram_accuracy": text.unigram["accuracy"],
-        "gain_nats": text.unigram["loss"] - result.loss,
-        "training_seconds": training_seconds,
-        "parameters": parameters,
-        **text.facts,
-        "seen_tokens": log.series("train", "seen_tokens")[1][-1],
-        "processes": accelerator.num_processes,
-        "command": command,
-        **machine(),
-    }
-    if accelerator.is_main_process:
-        figures["fill_mask"] = answer(reloaded, AutoTokenizer.from_pretrained(folder), recipe.fill_mask)
-        (folder / "metrics.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        plot_loss(log, text.unigram["loss"], folder / PLOT)
-        (folder / "README.md").write_text(make_card(recipe, figures), encoding="utf-8")
-        report(figures, recipe.output_dir)
-    accelerator.end_training()
-    return figures
-
-
-def announce(recipe: PretrainRecipe, accelerator: Accelerator, text: PreparedText, parameters: int) -> None:
+    text: PreparedText,
+    parameters: int,
+    plan: Plan,
+    counters: Counters,
+) -> None:
     """Print what is about to run."""
-    rows = recipe.batch_size * recipe.gradient_accumulation_steps * accelerator.num_processes
+    name, facts = recipe.model_name_or_path or recipe.model["model_type"], text.facts
     accelerator.print(
-        f"{text.facts['training_documents']:,} documents to train on, {text.facts['held_out_documents']:,} held out; "
-        f"{text.facts['training_tokens']:,} tokens of a vocabulary of {len(text.tokenizer):,}, "
-        f"in {len(text.blocks):,} blocks of {recipe.block_size}.\n"
-        f"{recipe.model['model_type']} with {parameters:,} parameters; {recipe.max_steps:,} steps of {rows} blocks "
-        f"({recipe.max_steps * rows / len(text.blocks):.1f} epochs) on {accelerator.device}, "
-        f"{accelerator.num_processes} process(es), {torch.get_num_threads()} thread(s).\n"
+        f"{count(facts['training_documents'])} documents to train on, {count(facts['held_out_documents'])} held out; "
+        f"{count(facts['training_tokens'])} tokens of a vocabulary of {len(text.tokenizer):,}, in "
+        f"{count(facts['training_blocks'])} blocks of {recipe.block_size}; {facts['evaluated_blocks']:,} of "
+        f"{count(facts['held_out_blocks'])} held-out blocks are evaluated.\n"
+        f"{name} with {parameters:,} parameters; steps {counters.step + 1:,} to {recipe.max_steps:,} of "
+        f"{recipe.update_rows} blocks ({recipe.global_batch_tokens:,} tokens): {plan.accumulation} pass(es) of "
+        f"{plan.micro_batch} on each of {plan.processes} process(es), {accelerator.device}, "
+        f"{torch.get_num_threads()} thread(s).\n"
         f"Unigram baseline on {text.unigram['targets']:,} held-out masked tokens: {text.unigram['loss']:.3f} nats."
     )
 
@@ -298,18 +489,21 @@ def report(figures: dict[str, Any], folder: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run from the command line; the exit status is 1 when the recipe's gain is missed, 2 for a mistake of the user."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    keys = ", ".join(field.name for field in dataclasses.fields(PretrainRecipe))
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"Keys: {keys}.", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", help="YAML file, see training/recipes/pretrain_mlm")
     parser.add_argument("overrides", nargs=argparse.REMAINDER, help="--key value, for any key of the recipe")
     parsed = parser.parse_args(arguments)
     disable_progress_bar()  # of transformers: the bars of loading and saving a small file say nothing
     try:
-        recipe = load_recipe(PretrainRecipe, parsed.recipe, parsed.overrides)
+        recipe = read_recipe(parsed.recipe, parsed.overrides)
         figures = pretrain(recipe, portable_command(["python", "training/pretrain_mlm.py", *arguments]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if figures["gain_nats"] < recipe.min_gain_nats:
+    if figures is not None and figures["gain_nats"] < recipe.min_gain_nats:
         print(
             f"The gain over the unigram baseline is {figures['gain_nats']:.3f} nats, but the recipe asks for "
             f"{recipe.min_gain_nats} (`min_gain_nats`). Train longer (`max_steps`), or on more text.",

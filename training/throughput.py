@@ -1,0 +1,74 @@
+"""How much of the machine a run uses: floating-point operations of a model, and the machine's peak."""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+# Dense half-precision matrix rate in FLOP/s by part of the device's name, from the makers' data sheets.
+_DATA_SHEET = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+    """Two products of a fused attention; sizes are (batch, heads, length, head width)."""
+    return 2 * query[:3].numel() * key[2] * (query[3] + value[3])
+
+
+def training_flops(model: PreTrainedModel, batch: dict[str, Tensor]) -> float:
+    """Floating-point operations of one training step per token of `batch`.
+
+    Matrix products, convolutions and attentions of a forward pass in training mode are counted while it runs; a
+    backward pass takes twice as many.
+
+    Args:
+        model: masked-LM model, on the batch's device.
+        batch: what the model is called with, labels included; a row is enough.
+    """
+    was_training, random_state = model.training, torch.get_rng_state()
+    model.train()
+    fused = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}  # PyTorch knows the others
+    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
+        model(**batch)
+    model.train(was_training)
+    torch.set_rng_state(random_state)
+    return 3.0 * counter.get_total_flops() / batch["attention_mask"].sum().item()
+
+
+def peak_flops(device: torch.device, mixed_precision: str) -> tuple[float, str]:
+    """The device's peak in FLOP/s, and where it is from: the data sheet, or a large matrix product measured here."""
+    if device.type == "cuda" and mixed_precision != "no":
+        name = torch.cuda.get_device_name(device)
+        for part, rate in _DATA_SHEET.items():
+            if part in name:
+                return rate, "data sheet"
+    return _measured(device, mixed_precision), "measured matrix product"
+
+
+def _measured(device: torch.device, mixed_precision: str, seconds: float = 0.2) -> float:
+    dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mixed_precision]
+    size = 1024 if device.type == "cpu" else 8192
+    if device.type == "cpu":
+        dtype = torch.float32  # where half precision is emulated, float32 is the peak
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best, started = float("inf"), time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        before = time.perf_counter()
+        product = left @ right
+        product[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - before)
+    return 2.0 * size**3 / best
