@@ -1,0 +1,188 @@
+"""Options of the finetuning scripts: `[RECIPE.yaml] --key value ...`, with the paper's values as defaults."""
+
+import argparse
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+from recipe import UserError, did_you_mean
+from transformers import HfArgumentParser, TrainingArguments
+
+
+@dataclass
+class FinetuneArguments:
+    """Options that every finetuning script has; a script adds its own in a subclass."""
+
+    model_name_or_path: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Folder or Hub name of a pretrained encoder; several are compared on equal terms."},
+    )
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Hub name, or a local folder with a file for each split (parquet, jsonl, csv)."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Part of the data set."})
+    max_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Longest input in tokens; longer ones are cut, and counted. By default 512, or what the model "
+            "takes. More than the model takes extends its positions."
+        },
+    )
+    model_config: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Fields of the model's config as KEY=VALUE, such as classifier_pooling=packed_max."},
+    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many rows, drawn at random."})
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Evaluate on so many rows of each dev split, drawn at random."}
+    )
+    sweep: bool = field(
+        default=False, metadata={"help": "Try every batch size with every learning rate, as the paper does."}
+    )
+    sweep_batch_sizes: list[int] = field(
+        default_factory=lambda: [16, 32], metadata={"help": "Rows of an update, over all processes."}
+    )
+    sweep_learning_rates: list[float] = field(
+        default_factory=lambda: [5e-6, 1e-5, 2e-5], metadata={"help": "Peak learning rates."}
+    )
+    seeds: list[int] = field(default_factory=list, metadata={"help": "Repeat every setting with these seeds."})
+    early_stopping_patience: int = field(
+        default=3, metadata={"help": "Evaluations without a better score until a run stops; 0 never stops it."}
+    )
+    model_name: str | None = field(default=None, metadata={"help": "Name in the model card."})
+    language: str | None = field(default=None, metadata={"help": "Of the texts, for the model card: en."})
+    license: str | None = field(default=None, metadata={"help": "Of the model, for the model card."})
+
+    def __post_init__(self) -> None:
+        if not self.model_name_or_path:
+            raise UserError("--model_name_or_path is missing: the folder or Hub name of a pretrained encoder.")
+        positive = {
+            "max_train_samples": self.max_train_samples,
+            "max_eval_samples": self.max_eval_samples,
+            **{f"sweep_batch_sizes ({value})": value for value in self.sweep_batch_sizes},
+            **{f"sweep_learning_rates ({value})": value for value in self.sweep_learning_rates},
+        }
+        for name, value in positive.items():
+            if value is not None and value <= 0:
+                raise UserError(f"--{name} must be above 0.")
+        if self.max_length is not None and self.max_length < 8:
+            raise UserError(f"--max_length is {self.max_length}, but must be at least 8.")
+        if self.early_stopping_patience < 0:
+            raise UserError("--early_stopping_patience must be at least 0.")
+        self.config_fields()
+
+    def config_fields(self) -> dict[str, Any]:
+        """`model_config` as a dictionary.
+
+        Raises:
+            UserError: A word without an equal sign.
+        """
+        values = {}
+        for word in self.model_config:
+            key, equals, value = word.partition("=")
+            if not equals:
+                raise UserError(f"--model_config {word!r} must be KEY=VALUE, such as classifier_pooling=packed_max.")
+            values[key] = yaml.safe_load(value)
+        return values
+
+
+@dataclass
+class FinetuneTrainingArguments(TrainingArguments):
+    """transformers' TrainingArguments with the values of the Luna paper (and of RoBERTa, whose recipe it follows)."""
+
+    learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate."})
+    per_device_train_batch_size: int = field(default=32, metadata={"help": "Rows of a forward pass on each process."})
+    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Rows of an evaluation step."})
+    num_train_epochs: float = field(default=20.0, metadata={"help": "Epochs at most."})
+    adam_beta2: float = field(default=0.98, metadata={"help": "Decay of AdamW's mean square."})
+    adam_epsilon: float = field(default=1e-6, metadata={"help": "Epsilon of AdamW."})
+    weight_decay: float = field(default=0.1, metadata={"help": "Weight decay; not on biases and norms."})
+    warmup_steps: float = field(default=0.06, metadata={"help": "Warm-up: a share of the steps below 1, or a count."})
+    eval_strategy: str = field(default="epoch", metadata={"help": "When to evaluate: no, steps, epoch."})
+    save_strategy: str = field(default="epoch", metadata={"help": "When to save; as eval_strategy."})
+    save_total_limit: int | None = field(default=1, metadata={"help": "Checkpoints to keep beside the best one."})
+    load_best_model_at_end: bool = field(default=True, metadata={"help": "Keep the weights with the best score."})
+    logging_steps: float = field(default=100, metadata={"help": "Steps between two lines of the log."})
+    train_sampling_strategy: str = field(
+        default="group_by_length", metadata={"help": "group_by_length, random or sequential."}
+    )
+    restore_callback_states_from_checkpoint: bool = field(
+        default=True, metadata={"help": "Early stopping goes on counting after a resume."}
+    )
+    remove_unused_columns: bool = field(default=False, metadata={"help": "The scripts pass on what a model takes."})
+    include_num_input_tokens_seen: str | bool = field(
+        default="non_padding", metadata={"help": "Count tokens, for the speed in the results."}
+    )
+
+
+ArgumentsType = TypeVar("ArgumentsType", bound=FinetuneArguments)
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message[0].upper() + message[1:] + ". `--help` lists the options.")
+
+
+def parse(
+    arguments_class: type[ArgumentsType], words: list[str], description: str = ""
+) -> tuple[ArgumentsType, FinetuneTrainingArguments]:
+    """Options from an optional recipe and the command line, which wins.
+
+    Args:
+        arguments_class: the script's options.
+        words: command line without the script's name; the first may be a YAML file with the same keys.
+        description: for `--help`.
+
+    Raises:
+        UserError: No such recipe, a misspelt key (with the closest one), a value of a wrong type or out of range.
+    """
+    classes = (arguments_class, FinetuneTrainingArguments)
+    names = {option.name for one in classes for option in fields(one) if option.init}
+    known = names | {f"no_{option.name}" for one in classes for option in fields(one) if option.default is True}
+    words = list(words)
+    given = []
+    if words and not words[0].startswith("-"):
+        given = _recipe_words(Path(words.pop(0)), names)
+    for word in words:
+        key = word[2:].partition("=")[0].replace("-", "_")
+        if word.startswith("--") and key not in known | {"help"}:
+            raise UserError(f"Unknown option {word.partition('=')[0]}.{_suggestion(key, known)}")
+    parser = _Parser(
+        classes, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+    )
+    try:
+        arguments, training = parser.parse_args_into_dataclasses(given + words, look_for_args_file=False)
+    except (ValueError, ImportError, TypeError) as error:
+        raise error if isinstance(error, UserError) else UserError(str(error)) from error
+    if not any(word.partition("=")[0].replace("-", "_") == "__output_dir" for word in given + words):
+        raise UserError("--output_dir is missing: the folder to write to.")
+    return arguments, training
+
+
+def _suggestion(key: str, known: set[str]) -> str:
+    told = did_you_mean(key, known)
+    return told if told.startswith(" Did") else " `--help` lists the options."
+
+
+def _recipe_words(path: Path, known: set[str]) -> list[str]:
+    """A recipe as words of a command line."""
+    if not path.is_file():
+        raise UserError(f"There is no recipe file {path}. After an optional recipe come options, `--key value`.")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold `key: value` lines.")
+    words = []
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise UserError(f"{path}: unknown key `{key}`.{_suggestion(name, known)}")
+        if value is None or value == []:
+            continue
+        parts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        words += [f"--{name}", *map(str, parts)]
+    return words

@@ -1,0 +1,329 @@
+"""What finetuning leaves to be read: files written at once, the table of all runs, the model card, and the upload."""
+
+import json
+import os
+import statistics
+from importlib.metadata import version
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from card import machine, portable, portable_command
+from finetune_arguments import FinetuneArguments, FinetuneTrainingArguments
+from huggingface_hub import EvalResult, HfApi, ModelCardData
+from recipe import UserError
+
+from luna_hf import FAMILIES
+
+if TYPE_CHECKING:
+    from finetuning import Task
+
+TEMPLATE = Path(__file__).resolve().parent.parent / "model_cards" / "finetuned.md"
+Result = dict[str, Any]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is, after a kill at any moment, either the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.writing")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON as `write_text` does."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def machine_and_versions() -> dict[str, str]:
+    """Hardware, and the versions of what computed."""
+    found = machine()
+    found["versions"] += "".join(f", {package} {version(package)}" for package in ("datasets", "evaluate"))
+    return found
+
+
+def headline(result: Result) -> float:
+    """The score that a run is judged by."""
+    return result["scores"][result["development"]][result["main_metric"]]
+
+
+def group_runs(results: list[Result], greater_is_better: bool) -> list[dict[str, Any]]:
+    """Median and best over the seeds, for each model and setting."""
+    settings: dict[tuple, list[Result]] = {}
+    for result in results:
+        settings.setdefault((result["model"], result["batch_size"], result["learning_rate"]), []).append(result)
+    groups = []
+    for (model, batch, rate), runs in settings.items():
+        values = [headline(run) for run in runs]
+        groups.append(
+            {
+                "model": model,
+                "batch_size": batch,
+                "learning_rate": rate,
+                "seeds": [run["seed"] for run in runs],
+                "median": statistics.median(values),
+                "best": max(values) if greater_is_better else min(values),
+                "worst": min(values) if greater_is_better else max(values),
+            }
+        )
+    return groups
+
+
+def compare_models(
+    results: list[Result], groups: list[dict[str, Any]], greater_is_better: bool
+) -> list[dict[str, Any]]:
+    """A row for each model: its setting with the best median, and what it cost."""
+    sign = 1 if greater_is_better else -1
+    rows = []
+    for model in dict.fromkeys(result["model"] for result in results):
+        own = [result for result in results if result["model"] == model]
+        chosen = max((group for group in groups if group["model"] == model), key=lambda group: sign * group["median"])
+        best = max(own, key=lambda result: sign * headline(result))
+        rows.append(
+            {
+                **chosen,
+                "best_of_all": headline(best),
+                "best_folder": best["folder"],
+                "parameters": best["parameters"],
+                "training_seconds": statistics.median(result["training_seconds"] for result in own),
+                "samples_per_second": statistics.median(result["samples_per_second"] for result in own),
+                "tokens_per_second": statistics.median(result["tokens_per_second"] for result in own),
+            }
+        )
+    return rows
+
+
+def table(header: list[str], rows: list[list[Any]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def report_text(summary: dict[str, Any]) -> str:
+    """`results.md`: models, settings, runs, and how it was made."""
+    metric, results = summary["main_metric"], summary["runs"]
+    parts = [f"# {summary['title']}", ""]
+    names = [*results[0]["scores"]]
+    columns = [(split, name) for split in names for name in results[0]["scores"][split]]
+    if len(summary["models"]) > 1 or len(results) > 1:
+        parts += [
+            f"Models, by {summary['development']} {metric}: the setting with the best median over seeds.",
+            "",
+            table(
+                ["model", "parameters", "batch", "learning rate", "median", "best run", "samples/s", "tokens/s"],
+                [
+                    [
+                        *(row["model"], f"{row['parameters']:,}", row["batch_size"], f"{row['learning_rate']:g}"),
+                        *(f"{row['median']:.4f}", f"{row['best_of_all']:.4f}"),
+                        *(f"{row['samples_per_second']:,.1f}", f"{row['tokens_per_second']:,.0f}"),
+                    ]
+                    for row in summary["models"]
+                ],
+            ),
+            "",
+            "Settings.",
+            "",
+            table(
+                ["model", "batch", "learning rate", "seeds", "median", "best", "worst"],
+                [
+                    [
+                        *(row["model"], row["batch_size"], f"{row['learning_rate']:g}"),
+                        *(" ".join(map(str, row["seeds"])), f"{row['median']:.4f}"),
+                        *(f"{row['best']:.4f}", f"{row['worst']:.4f}"),
+                    ]
+                    for row in summary["settings"]
+                ],
+            ),
+            "",
+            "Runs.",
+            "",
+        ]
+    header = ["model", "batch", "learning rate", "seed", *(f"{split} {name}" for split, name in columns)]
+    rows = [
+        [
+            *(run["model"], run["batch_size"], f"{run['learning_rate']:g}", run["seed"]),
+            *(f"{run['scores'][split][name]:.4f}" for split, name in columns),
+            *(f"{run['epochs']:.2f}", f"{run['training_seconds']:,.0f}", f"{run['samples_per_second']:,.1f}"),
+        ]
+        for run in results
+    ]
+    parts.append(table([*header, "epochs", "training s", "samples/s"], rows))
+    first = results[0]
+    parts += ["", *(f"- {note}" for note in first["notes"])]
+    parts += [
+        "",
+        f"Command: `{summary['command']}`",
+        f"Machine: {first['hardware']}.",
+        f"Versions: {first['versions']}.",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def finish_report(
+    task: "Task", results: list[Result], folder: Path, command: list[str], training: FinetuneTrainingArguments
+) -> dict[str, Any]:
+    """Write `results.json` and `results.md`, and print the latter.
+
+    Returns:
+        The content of `results.json`.
+    """
+    shown = [{**result, "folder": portable(result["folder"])} for result in results]
+    for result in shown:
+        result["model_name_or_path"] = portable(result["model_name_or_path"])
+    settings = group_runs(shown, task.greater_is_better)
+    summary = {
+        "title": task.title,
+        "task": task.name,
+        "development": next(iter(task.evaluation)),
+        "main_metric": task.main_metric,
+        "command": portable_command(["python", *command]),
+        "models": compare_models(shown, settings, task.greater_is_better),
+        "settings": settings,
+        "runs": shown,
+    }
+    if training.process_index == 0:
+        text = report_text(summary)
+        write_json(folder / "results.json", summary)
+        write_text(folder / "results.md", text)
+        print("\n" + text, flush=True)
+    return summary
+
+
+def write_card(
+    task: "Task",
+    result: Result,
+    arguments: FinetuneArguments,
+    training: FinetuneTrainingArguments,
+    command: list[str],
+    folder: Path,
+) -> None:
+    """Fill `model_cards/finetuned.md` from a run and write it as the folder's README.md."""
+    own_code = result["model_type"] in FAMILIES
+    base = portable(result["model_name_or_path"])
+    name = arguments.model_name or (training.hub_model_id or f"{Path(base).name}-{task.name}").rpartition("/")[2]
+    measured = [(split, metric, value) for split, part in result["scores"].items() for metric, value in part.items()]
+    labels = task.model_fields().get("id2label")
+    setting = {
+        "learning rate": f"{result['learning_rate']:g}",
+        "rows of an update": result["batch_size"],
+        "seed": result["seed"],
+        "epochs at most": f"{training.num_train_epochs:g}",
+        "weight decay": f"{training.weight_decay:g}",
+        "warm-up": f"{training.warmup_steps:g}" + (" of the steps" if training.warmup_steps < 1 else " steps"),
+        "schedule": training.lr_scheduler_type.value,
+        "label smoothing": f"{training.label_smoothing_factor:g}",
+        "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "float32",
+    }
+    text = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        metadata=metadata(task, name, base, measured, arguments, own_code),
+        model_name=name,
+        title=task.title,
+        base=base,
+        model_type=result["model_type"],
+        parameters=f"{result['parameters']:,}",
+        usage=task.usage(name, ", trust_remote_code=True" if own_code else ""),
+        trust_note=" With the package `luna_hf` imported, `trust_remote_code` is not needed." if own_code else "",
+        labels=f" Labels: {', '.join(labels.values())}." if labels else "",
+        max_length=f"{result['max_length']:,}",
+        scores=table(
+            ["split", "metric", "value"], [[split, metric, f"{value:.4f}"] for split, metric, value in measured]
+        ),
+        main_metric=task.main_metric,
+        development=result["development"],
+        dataset=task.dataset,
+        notes="\n".join(f"- {note}" for note in result["notes"]),
+        setting=table(["option", "value"], [[key, value] for key, value in setting.items()]),
+        steps=f"{result['steps']:,}",
+        epochs=f"{result['epochs']:.2f}",
+        best_step=result["best_step"] if result["best_step"] is not None else result["steps"],
+        seconds=f"{result['seconds']:,.0f}",
+        speed=f"{result['samples_per_second']:,.1f}",
+        token_speed=f"{result['tokens_per_second']:,.0f}",
+        processes=result["processes"],
+        hardware=result["hardware"],
+        versions=result["versions"],
+        command=portable_command(["python", *command]),
+    )
+    write_text(folder / "README.md", text)
+
+
+def metadata(
+    task: "Task",
+    name: str,
+    base: str,
+    measured: list[tuple[str, str, float]],
+    arguments: FinetuneArguments,
+    own_code: bool,
+) -> str:
+    """The card's YAML header, as the Hub reads it."""
+    hub_name = task.dataset_name
+    results = [
+        EvalResult(
+            task_type=task.pipeline_tag,
+            dataset_type=hub_name or task.name,
+            dataset_name=task.title,
+            dataset_config=task.dataset_config,
+            dataset_split=split,
+            metric_type=metric,
+            metric_name=metric,
+            metric_value=round(value, 4),
+        )
+        for split, metric, value in measured
+    ]
+    is_hub_name = not Path(arguments.model_name_or_path[0]).exists()
+    return ModelCardData(
+        language=arguments.language,
+        license=arguments.license,
+        library_name="transformers",
+        pipeline_tag=task.pipeline_tag if task.pipeline_tag == "text-classification" else None,
+        base_model=base if is_hub_name else None,
+        datasets=[hub_name] if hub_name else None,
+        tags=["luna_hf-finetuned", task.name, *(["linear-attention", "custom_code"] if own_code else [])],
+        model_name=name,
+        eval_results=results,
+    ).to_yaml()
+
+
+def reserve_repository(training: FinetuneTrainingArguments) -> str:
+    """Create the repository before the training, so that a missing login is found then.
+
+    Returns:
+        Its full name; empty on other processes than the first.
+
+    Raises:
+        UserError: No name, no login, or the Hub refuses.
+    """
+    if training.process_index != 0:
+        return ""
+    name = training.hub_model_id or Path(training.output_dir).resolve().name
+    try:
+        made = HfApi().create_repo(name, token=training.hub_token, private=training.hub_private_repo, exist_ok=True)
+    except Exception as error:  # network, login, rights: all of them the user's to mend
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--push_to_hub: the repository {name!r} cannot be made ({reason}).") from error
+    return made.repo_id
+
+
+def push_folder(best: Result, folder: Path, repository: str, training: FinetuneTrainingArguments) -> None:
+    """Upload the folder of the best run as it is, with its card; the table goes along."""
+    if training.process_index != 0:
+        return
+    api = HfApi()
+    unwanted = ["checkpoint-*", "runs/*", ".*", "settings.json"]
+    api.upload_folder(
+        repo_id=repository,
+        folder_path=best["folder"],
+        commit_message="Finetuned model",
+        token=training.hub_token,
+        ignore_patterns=unwanted,
+    )
+    if Path(best["folder"]) != folder:
+        api.upload_file(
+            repo_id=repository,
+            path_or_fileobj=str(folder / "results.md"),
+            path_in_repo="results.md",
+            token=training.hub_token,
+        )
+    print(f"Pushed {best['folder']} to {repository}.", flush=True)

@@ -1,0 +1,588 @@
+"""What all finetuning scripts share: options, models, runs that survive a kill, sweeps, and the table at the end.
+
+A script has a `Task` and a dataclass of options, and is otherwise this file:
+
+    @dataclass
+    class MyArguments(FinetuneArguments):
+        my_option: str = field(default="x", metadata={"help": "shown by --help"})
+
+    class MyTask(Task): ...
+
+    def main(words: list[str] | None = None) -> int:
+        return run_script(MyArguments, make_task, __doc__, words)   # make_task(arguments, training_arguments) -> Task
+
+    if __name__ == "__main__":
+        sys.exit(main())
+
+`run_script` parses `[RECIPE.yaml] --key value ...`, builds the task, checks everything that can be checked, trains each
+`Run` of the plan (one, or one for each model, setting and seed) and writes:
+
+    output_dir/results.json, results.md      every run, median and best for each model and setting
+    output_dir/ (a single run)               or output_dir/runs/<model>/<setting>/ (several)
+        settings.json                        what the run is; another command may not continue it
+        checkpoint-*                         of the Trainer, while the run is unfinished
+        model.safetensors, config, tokenizer, README.md, predictions/*
+        run.json                             its scores; written last and atomically: the run is finished
+
+Of several runs of one model only the best keeps its weights. The `Task` says what is trained on and how it is scored;
+`finetune_data` reads files and folders, `finetune_trainer` holds the loss, `finetune_report` tables and cards.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+from datasets import Dataset
+from finetune_arguments import FinetuneArguments, FinetuneTrainingArguments, parse
+from finetune_data import Encoded
+from finetune_report import (
+    finish_report,
+    machine_and_versions,
+    push_folder,
+    reserve_repository,
+    write_card,
+    write_json,
+)
+from finetune_trainer import (
+    SINGLE_LABEL,
+    FinetuneTrainer,
+    checkpoints,
+    damage,
+    newest_whole_checkpoint,
+    number,
+    stopped_early,
+)
+from models import load_config, load_encoder, load_tokenizer, longest_input
+from recipe import UserError
+from transformers import DataCollatorWithPadding, EvalPrediction, PreTrainedTokenizerBase, set_seed
+
+__all__ = ["FinetuneArguments", "FinetuneTrainingArguments", "Run", "Task", "parse", "run_script"]
+
+RUN_FILE, SETTINGS_FILE = "run.json", "settings.json"
+# Options that change nothing about what a run computes: another value may continue it.
+_FREE = {
+    *("model_name_or_path", "sweep", "sweep_batch_sizes", "sweep_learning_rates", "seeds", "output_dir"),
+    *("language", "license", "model_name", "push_to_hub", "resume_from_checkpoint", "report_to", "run_name"),
+    *("disable_tqdm", "dataloader_num_workers", "per_device_eval_batch_size", "save_total_limit", "project"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "seed", "data_seed"),
+}
+_FREE_PREFIXES = ("hub_", "log", "trackio")
+
+
+class Task:
+    """What is trained on and how it is scored. A script fills the attributes and overrides the methods it needs.
+
+    Attributes:
+        name: short, for tables and folders: `sst2`.
+        title: for people: `GLUE SST-2`.
+        auto_class: the Auto class of the head.
+        pipeline_tag: of the Hub.
+        problem_type: `single_label_classification` (also multiple choice), `multi_label_classification`, `regression`.
+        train: rows of the training split.
+        evaluation: dev splits by name; the first one chooses the checkpoint.
+        tests: test splits by name, with or without labels.
+        main_metric: the score (a key of what `scores` returns) that chooses the checkpoint and fills the table.
+        dataset: a sentence on the data for the card.
+        dataset_name, dataset_config: its name on the Hub, if it came from there.
+        notes: what was done to the data, said at the start and kept with the results.
+    """
+
+    name: str
+    title: str
+    auto_class: type
+    pipeline_tag: str
+    problem_type: str = SINGLE_LABEL
+    train: Dataset
+    evaluation: dict[str, Dataset]
+    tests: dict[str, Dataset]
+    main_metric: str = "accuracy"
+    greater_is_better: bool = True
+    dataset: str = ""
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    notes: list[str]
+
+    def model_fields(self) -> dict[str, Any]:
+        """Fields of the model's config: labels and the type of the problem."""
+        return {}
+
+    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoded:
+        """Rows as the model takes them (`labels` if they have any), with their lengths."""
+        raise NotImplementedError
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase, multiple: int | None) -> Callable[[list[dict]], dict]:
+        """Pads a batch to its longest row (a multiple of `multiple`)."""
+        return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
+
+    def scores(self, split: str, logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """Metrics of a split whose rows stand in the order of `evaluation[split]` or `tests[split]`."""
+        raise NotImplementedError
+
+    def write_predictions(self, folder: Path, split: str, logits: np.ndarray) -> Path | None:
+        """Write the answers for a test split; `None` if the task has no form for them."""
+        return None
+
+    def usage(self, name: str, trust: str) -> str:
+        """Python for the model card that uses the model."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a model, a setting and a seed. `batch_size` counts the rows of an update."""
+
+    model: str
+    label: str
+    batch_size: int
+    learning_rate: float
+    seed: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """For messages and tables."""
+        return f"{self.label}, batch {self.batch_size}, learning rate {self.learning_rate:g}, seed {self.seed}"
+
+
+def say(training: FinetuneTrainingArguments, text: str) -> None:
+    """Print on the main process alone."""
+    if training.process_index == 0:
+        print(text, flush=True)
+
+
+def run_script(
+    arguments_class: type[FinetuneArguments],
+    make_task: Callable[[Any, FinetuneTrainingArguments], Task],
+    description: str,
+    words: list[str] | None = None,
+) -> int:
+    """A finetuning script: 0 if all is well, 2 after an error that the user can mend."""
+    words = sys.argv[1:] if words is None else words
+    try:
+        arguments, training = parse(arguments_class, words, description)
+        task = make_task(arguments, training)
+        run_all(task, arguments, training, [sys.argv[0], *words])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run_all(
+    task: Task, arguments: FinetuneArguments, training: FinetuneTrainingArguments, command: list[str]
+) -> dict[str, Any]:
+    """Train every run of the plan that is not finished, and write the table.
+
+    Args:
+        task: what to train on.
+        arguments, training: from `parse`.
+        command: words of the command line, for the results and the card.
+
+    Returns:
+        The content of `results.json`.
+    """
+    folder = Path(training.output_dir)
+    check_writable(folder)
+    runs = plan(arguments, training)
+    if training.resume_from_checkpoint and len(runs) > 1:
+        raise UserError(
+            "--resume_from_checkpoint names one checkpoint, but there are several runs; they continue alone."
+        )
+    if training.label_smoothing_factor and task.problem_type != SINGLE_LABEL:
+        raise UserError("--label_smoothing_factor is for single-label tasks: here there is no class to smooth to.")
+    shrink(task, arguments, training.seed)
+    for run in runs:
+        check_settings(run, run_settings(run, arguments, training))
+    for note in task.notes:
+        say(training, note)
+    repository = None
+    if training.push_to_hub:
+        if len(arguments.model_name_or_path) > 1:
+            raise UserError("--push_to_hub publishes one model: give one --model_name_or_path.")
+        repository = reserve_repository(training)
+    prepared = {name: prepare(task, name, arguments, training) for name in arguments.model_name_or_path}
+    results = []
+    for index, run in enumerate(runs, 1):
+        say(training, f"\n[{index}/{len(runs)}] {run.name}")
+        results.append(one_run(task, run, prepared[run.model], arguments, training, command))
+        keep_best_weights(task, run.model, results, training)
+    summary = finish_report(task, results, folder, command, training)
+    if repository is not None:
+        push_folder(best_run(task, runs[0].model, results), folder, repository, training)
+    return summary
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder and try to write to it.
+
+    Raises:
+        UserError: It cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_text("")
+        probe.unlink(missing_ok=True)  # another process of the same run may have been faster
+    except OSError as error:
+        raise UserError(f"--output_dir {folder} cannot be written to ({error.strerror or error}).") from error
+
+
+def plan(arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> list[Run]:
+    """The runs, model by model. A single one uses the output folder itself.
+
+    Raises:
+        UserError: A batch of the sweep cannot be divided among the processes and accumulation steps.
+    """
+    share = training.world_size * training.gradient_accumulation_steps
+    batches, rates = [training.per_device_train_batch_size * share], [training.learning_rate]
+    if arguments.sweep:
+        batches, rates = arguments.sweep_batch_sizes, arguments.sweep_learning_rates
+    for batch in batches:
+        if batch % share:
+            raise UserError(
+                f"A batch of {batch} rows cannot be divided among {training.world_size} process(es) and "
+                f"{training.gradient_accumulation_steps} accumulation step(s)."
+            )
+    seeds = arguments.seeds or [training.seed]
+    labels = unique_labels(arguments.model_name_or_path)
+    combinations = list(itertools.product(arguments.model_name_or_path, batches, rates, seeds))
+    runs = []
+    for model, batch, rate, seed in combinations:
+        folder = Path(training.output_dir)
+        if len(combinations) > 1:
+            folder = folder / "runs" / labels[model] / f"batch{batch}-lr{rate:g}-seed{seed}"
+        runs.append(Run(model, labels[model], batch, rate, seed, folder))
+    return runs
+
+
+def unique_labels(models: list[str]) -> dict[str, str]:
+    """A short name for each model: the last part of its path, with as many parts before it as it takes to be unique.
+
+    Raises:
+        UserError: A model is given twice.
+    """
+    if len(set(models)) < len(models):
+        raise UserError("--model_name_or_path names a model twice.")
+    parts = {model: Path(model).parts or (model,) for model in models}
+    for depth in range(1, max(map(len, parts.values())) + 1):
+        labels = {model: "-".join(part.strip("/") or "root" for part in parts[model][-depth:]) for model in models}
+        if len(set(labels.values())) == len(models):
+            return labels
+    return {model: f"{index}-{parts[model][-1]}" for index, model in enumerate(models, 1)}
+
+
+def shrink(task: Task, arguments: FinetuneArguments, seed: int) -> None:
+    """Draw `max_train_samples` and `max_eval_samples` rows at random, once for all runs; their order stays."""
+
+    def drawn(rows: Dataset, count: int | None, split: str) -> Dataset:
+        if count is None or count >= len(rows):
+            return rows
+        chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
+        task.notes.append(f"{split}: {count:,} of {len(rows):,} rows, drawn at random with seed {seed}.")
+        return rows.select(chosen)
+
+    task.train = drawn(task.train, arguments.max_train_samples, "train")
+    task.evaluation = {split: drawn(rows, arguments.max_eval_samples, split) for split, rows in task.evaluation.items()}
+
+
+def run_settings(run: Run, arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> dict[str, Any]:
+    """All that decides what a run computes."""
+    values = {**dataclasses.asdict(arguments), **training.to_dict()}
+    kept = {name: value for name, value in values.items() if name not in _FREE and not name.startswith(_FREE_PREFIXES)}
+    own = {"model": run.model, "batch_size": run.batch_size, "learning_rate": run.learning_rate, "seed": run.seed}
+    return json.loads(json.dumps({**own, **kept}, default=str))
+
+
+def check_settings(run: Run, settings: dict[str, Any]) -> None:
+    """Compare with the run that the folder holds.
+
+    Raises:
+        UserError: It holds a run with other settings.
+    """
+    path = run.folder / SETTINGS_FILE
+    if not path.is_file():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    changed = [name for name in settings if before.get(name) != settings[name]]
+    if changed:
+        was = ", ".join(f"{name} {before.get(name)!r} instead of {settings[name]!r}" for name in changed[:5])
+        raise UserError(f"{run.folder} holds a run with other settings: {was}. Choose another --output_dir.")
+
+
+@dataclass
+class Prepared:
+    """A model's tokenizer, and the data in its tokens; the same for all its runs."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    extended: int | None
+    train: Encoded
+    evaluation: dict[str, Encoded]
+    tests: dict[str, Encoded]
+    notes: list[str]
+
+
+def prepare(task: Task, name: str, arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> Prepared:
+    """Load tokenizer and model once, to find what is wrong before any training, and tokenize the data.
+
+    Raises:
+        UserError: The model cannot be loaded, or not for inputs of `max_length`.
+    """
+    config = load_config(name)
+    tokenizer = load_tokenizer(name, config)
+    longest = longest_input(config)
+    max_length = arguments.max_length or min(512, longest)
+    extended = max_length if max_length > longest else None
+    notes = load_model(task, name, extended, arguments)[1]
+    if arguments.max_length is None:
+        notes.append(f"Inputs are at most {max_length:,} tokens long (--max_length; the model takes {longest:,}).")
+    tokenizer.model_max_length = max(max_length, longest)
+    encode = functools.partial(task.encode, tokenizer=tokenizer, max_length=max_length)
+    splits = {"train": task.train, **task.evaluation, **task.tests}
+    encoded = {split: encode(rows) for split, rows in splits.items()}
+    notes += [part.report(split, max_length) for split, part in encoded.items()]
+    say(training, f"\n{name}")
+    for note in notes:
+        say(training, f"  {note}")
+    return Prepared(
+        tokenizer,
+        max_length,
+        extended,
+        encoded["train"],
+        {split: encoded[split] for split in task.evaluation},
+        {split: encoded[split] for split in task.tests},
+        notes,
+    )
+
+
+def load_model(task: Task, name: str, length: int | None, arguments: FinetuneArguments) -> tuple[Any, list[str]]:
+    """The model with the task's head."""
+    return load_encoder(task.auto_class, name, length=length, **task.model_fields(), **arguments.config_fields())
+
+
+def one_run(
+    task: Task,
+    run: Run,
+    prepared: Prepared,
+    arguments: FinetuneArguments,
+    training: FinetuneTrainingArguments,
+    command: list[str],
+) -> dict[str, Any]:
+    """Train, evaluate and save one run, unless it is finished; continue it where a kill has left it.
+
+    Returns:
+        The content of `run.json`, with `folder`.
+    """
+    finished = run.folder / RUN_FILE
+    if finished.is_file():
+        say(training, f"  Finished before: {finished}.")
+        return {**json.loads(finished.read_text(encoding="utf-8")), "folder": str(run.folder)}
+    if training.process_index == 0:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_json(run.folder / SETTINGS_FILE, run_settings(run, arguments, training))
+    own = run_arguments(run, task, training)
+    set_seed(run.seed)
+    model, _ = load_model(task, run.model, prepared.extended, arguments)
+    trainer = make_trainer(task, model, prepared, own, arguments)
+    start = find_checkpoint(run, training)
+    began, tokens_before = time.perf_counter(), 0
+    if start is not None:
+        tokens_before = json.loads((start / "trainer_state.json").read_text())["num_input_tokens_seen"]
+    train(trainer, start, arguments.early_stopping_patience)
+    wall = time.perf_counter() - began
+    scores, predictions = evaluate(task, trainer, prepared, run.folder)
+    state, progress = trainer.state, trainer.progress
+    rows = progress.steps * run.batch_size
+    seconds = max(progress.seconds, 1e-9)
+    result = {
+        "task": task.name,
+        "title": task.title,
+        "development": next(iter(task.evaluation)),
+        "model": run.label,
+        "model_name_or_path": run.model,
+        "model_type": model.config.model_type,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "batch_size": run.batch_size,
+        "learning_rate": run.learning_rate,
+        "seed": run.seed,
+        "scores": scores,
+        "main_metric": task.main_metric,
+        "best_step": state.best_global_step,
+        "steps": state.global_step,
+        "planned_steps": state.max_steps,
+        "epochs": number(state.epoch or 0.0),
+        "history": [row for row in state.log_history if f"eval_{task.main_metric}" in row],
+        "seconds": round(wall, 2),
+        "training_seconds": round(progress.seconds, 2),
+        "resumed_from_step": int(start.name.partition("-")[2]) if start is not None else 0,
+        "samples_per_second": round(rows / seconds, 2),
+        "tokens_per_second": round((state.num_input_tokens_seen - tokens_before) / seconds, 1),
+        "max_length": prepared.max_length,
+        "train_rows": len(prepared.train.rows),
+        "cut": {"train": {"rows": prepared.train.cut_rows, "tokens": prepared.train.cut_tokens}},
+        "notes": task.notes + prepared.notes,
+        "predictions": [path.name for path in predictions],
+        "processes": training.world_size,
+        **machine_and_versions(),
+    }
+    trainer.save_model(str(run.folder))
+    trainer.accelerator.wait_for_everyone()
+    if training.process_index == 0:
+        write_card(task, result, arguments, training, command, run.folder)
+        (run.folder / "training_args.bin").unlink(missing_ok=True)  # a pickle of this machine's paths
+        write_json(finished, result)
+        for path in checkpoints(run.folder):
+            shutil.rmtree(path)
+    trainer.accelerator.wait_for_everyone()
+    say(
+        training,
+        "  "
+        + ", ".join(f"{split} {name} {value:.4f}" for split, part in scores.items() for name, value in part.items()),
+    )
+    return {**result, "folder": str(run.folder)}
+
+
+def run_arguments(run: Run, task: Task, training: FinetuneTrainingArguments) -> FinetuneTrainingArguments:
+    """The Trainer's arguments of one run."""
+    share = training.world_size * training.gradient_accumulation_steps
+    own = dataclasses.replace(
+        training,
+        output_dir=str(run.folder),
+        per_device_train_batch_size=run.batch_size // share,
+        learning_rate=run.learning_rate,
+        seed=run.seed,
+        data_seed=run.seed,
+        metric_for_best_model=task.main_metric,
+        greater_is_better=task.greater_is_better,
+        push_to_hub=False,  # the finished folder is pushed, with its card
+        resume_from_checkpoint=None,
+    )
+    own._n_gpu = min(own.n_gpu, 1)
+    return own
+
+
+def make_trainer(
+    task: Task,
+    model: Any,
+    prepared: Prepared,
+    training: FinetuneTrainingArguments,
+    arguments: FinetuneArguments,
+) -> FinetuneTrainer:
+    """The Trainer of one run."""
+    development = next(iter(task.evaluation))
+    rows, order = longest_first(prepared.evaluation[development])
+
+    def metrics(prediction: EvalPrediction) -> dict[str, float]:
+        return task.scores(development, unsort(prediction.predictions, order), unsort(prediction.label_ids, order))
+
+    watches = training.load_best_model_at_end
+    return FinetuneTrainer(
+        problem_type=task.problem_type,
+        lengths=list(prepared.train.rows["length"]),
+        patience=arguments.early_stopping_patience if watches else 0,
+        model=model,
+        args=training,
+        train_dataset=prepared.train.rows.remove_columns("length"),
+        eval_dataset=rows,
+        data_collator=task.collator(prepared.tokenizer, 8 if training.bf16 or training.fp16 else None),
+        processing_class=prepared.tokenizer,
+        compute_metrics=metrics,
+    )
+
+
+def longest_first(encoded: Encoded) -> tuple[Dataset, np.ndarray]:
+    """Rows by falling length, so that batches hold few pads, and where each came from."""
+    order = np.argsort(-np.asarray(encoded.rows["length"]), kind="stable")
+    return encoded.rows.remove_columns("length").select(order), order
+
+
+def unsort(values: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Undo `longest_first`."""
+    restored = np.empty_like(values)
+    restored[order] = values
+    return restored
+
+
+def find_checkpoint(run: Run, training: FinetuneTrainingArguments) -> Path | None:
+    """Where to continue: the checkpoint that was asked for, or else the newest whole one.
+
+    Raises:
+        UserError: The one that was asked for is damaged or missing.
+    """
+    asked = training.resume_from_checkpoint
+    found, notes = newest_whole_checkpoint(run.folder)
+    if asked and str(asked).lower() not in ("true", "false"):
+        path = Path(asked)
+        fault = damage(path) if path.is_dir() else "there is no such folder"
+        if fault is not None:
+            instead = f" The newest whole one is {found}." if found else ""
+            raise UserError(f"--resume_from_checkpoint {path}: {fault}.{instead}")
+        found, notes = path, []
+    for note in notes:
+        say(training, f"  {note}")
+    if found is not None:
+        say(training, f"  Continuing from {found.name}.")
+    elif notes:
+        say(training, "  No whole checkpoint is left: starting again.")
+    return found
+
+
+def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
+    """Train to the end; the model then has the best weights."""
+    if start is None or not stopped_early(start, patience):
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        return
+    state = type(trainer.state).load_from_json(str(start / "trainer_state.json"))
+    weights = Path(state.best_model_checkpoint or start) / "model.safetensors"
+    trainer.model.load_state_dict(safetensors.torch.load_file(weights))
+    trainer.state = state
+
+
+def evaluate(
+    task: Task, trainer: FinetuneTrainer, prepared: Prepared, folder: Path
+) -> tuple[dict[str, dict[str, float]], list[Path]]:
+    """Scores of every labelled split, and the files of answers for the test splits."""
+    scores, files = {}, []
+    trainer.compute_metrics = None  # it knows the order of one split
+    for split, encoded in {**prepared.evaluation, **prepared.tests}.items():
+        rows, order = longest_first(encoded)
+        output = trainer.predict(rows)
+        logits = unsort(output.predictions, order)
+        if "labels" in rows.column_names:
+            scores[split] = task.scores(split, logits, unsort(output.label_ids, order))
+        if split in task.tests and trainer.is_world_process_zero():
+            (folder / "predictions").mkdir(exist_ok=True)
+            path = task.write_predictions(folder / "predictions", split, logits)
+            files += [path] if path is not None else []
+    return scores, files
+
+
+def best_run(task: Task, model: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The finished run of a model with the best score on the first dev split; the earlier of two equal ones."""
+    development = next(iter(task.evaluation))
+    sign = 1 if task.greater_is_better else -1
+    own = [result for result in results if result["model_name_or_path"] == model]
+    return max(own, key=lambda result: sign * result["scores"][development][task.main_metric])
+
+
+def keep_best_weights(
+    task: Task, model: str, results: list[dict[str, Any]], training: FinetuneTrainingArguments
+) -> None:
+    """Delete the weights of a model's runs that are not its best; their scores stay."""
+    if training.process_index != 0:
+        return
+    best = best_run(task, model, results)
+    for result in results:
+        if result["model_name_or_path"] == model and result is not best:
+            for path in Path(result["folder"]).glob("*.safetensors"):
+                path.unlink()
