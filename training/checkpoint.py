@@ -15,12 +15,14 @@ import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from pickle import UnpicklingError
 from types import FrameType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from recipe import UserError
+from safetensors import SafetensorError
 
 _FOLDER = "checkpoints"
 _PREFIX = "step-"
@@ -109,7 +111,7 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns of tied weights at every save
     accelerator.save_state(str(unfinished))
-    torch.save(data_state, unfinished / _data_file(accelerator))
+    torch.save({"data": data_state, "random": torch.get_rng_state()}, unfinished / _data_file(accelerator))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         state = {"counters": asdict(counters), "recipe": recipe}
@@ -136,7 +138,8 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any
     """Load a checkpoint into what `accelerator` has prepared, and return the data position of this process.
 
     Raises:
-        UserError: It was written by another number of processes, whose random states and data parts are others.
+        UserError: It was written by another number of processes, whose random states and data parts are others; or its
+            files do not fit the run.
     """
     counters, _ = read_state(checkpoint)
     if counters.processes != accelerator.num_processes:
@@ -144,8 +147,14 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any
             f"{checkpoint.name} was written by {counters.processes} process(es), but this run has "
             f"{accelerator.num_processes}: it would not go on exactly. Start as many as before."
         )
-    accelerator.load_state(str(checkpoint))
-    return torch.load(checkpoint / _data_file(accelerator), weights_only=True)
+    try:
+        accelerator.load_state(str(checkpoint))
+        own = torch.load(checkpoint / _data_file(accelerator), weights_only=True)
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
+        raise UserError(f"{checkpoint} cannot be loaded: {error}") from error
+    if not torch.equal(torch.get_rng_state(), own["random"]):  # accelerate passes over what it cannot restore
+        raise UserError(f"The random states in {checkpoint} cannot be restored here: the run would not go on exactly.")
+    return own["data"]
 
 
 def remove_unfinished(output_dir: Path) -> None:

@@ -303,7 +303,9 @@ def prepare_run(
     if accelerator.state.deepspeed_plugin is not None:
         accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan.micro_batch
     model, optimizer = accelerator.prepare(model, optimizer)
-    # The weights are the same in every process; dropout from here on is not.
+    peak, peak_source = peak_flops(accelerator.device, recipe.mixed_precision)
+    # The weights are the same in every process; dropout from here on is not. No random number may be drawn between
+    # here and the loop, or a resumed run would draw others.
     set_seed(recipe.seed, device_specific=True)
 
     counters = Counters(processes=accelerator.num_processes)
@@ -317,7 +319,6 @@ def prepare_run(
     if recipe.trackers:
         flat = {key: value for key, value in dataclasses.asdict(recipe).items() if isinstance(value, int | float | str)}
         accelerator.init_trackers(recipe.model_name, config=flat)
-    peak, peak_source = peak_flops(accelerator.device, recipe.mixed_precision)
     accelerator.print(f"MFU counts from a peak of {peak / 1e12:.2f} TFLOP/s a process ({peak_source}).")
 
     def evaluate_and_probe(step: int) -> Evaluation:
