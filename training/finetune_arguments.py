@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import torch
 import yaml
 from recipe import UserError, did_you_mean
 from transformers import HfArgumentParser, TrainingArguments
@@ -112,9 +113,11 @@ class FinetuneTrainingArguments(TrainingArguments):
         default=True, metadata={"help": "Early stopping goes on counting after a resume."}
     )
     remove_unused_columns: bool = field(default=False, metadata={"help": "The scripts pass on what a model takes."})
-    include_num_input_tokens_seen: str | bool = field(
-        default="non_padding", metadata={"help": "Count tokens, for the speed in the results."}
-    )
+
+    def __post_init__(self) -> None:
+        self.include_num_input_tokens_seen = "non_padding"  # for the speed in the results
+        self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()
+        super().__post_init__()
 
 
 ArgumentsType = TypeVar("ArgumentsType", bound=FinetuneArguments)

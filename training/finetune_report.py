@@ -40,7 +40,9 @@ def write_json(path: Path, content: Any) -> None:
 def machine_and_versions() -> dict[str, str]:
     """Hardware, and the versions of what computed."""
     found = machine()
-    found["versions"] += "".join(f", {package} {version(package)}" for package in ("datasets", "evaluate"))
+    for package in ("datasets", "evaluate"):
+        if f" {package} " not in found["versions"]:
+            found["versions"] += f", {package} {version(package)}"
     return found
 
 
@@ -151,7 +153,9 @@ def report_text(summary: dict[str, Any]) -> str:
     ]
     parts.append(table([*header, "epochs", "training s", "samples/s"], rows))
     first = results[0]
-    parts += ["", *(f"- {note}" for note in first["notes"])]
+    for model in dict.fromkeys(run["model"] for run in results):
+        notes = next(run["notes"] for run in results if run["model"] == model)
+        parts += ["", f"{model}:", "", *(f"- {note}" for note in notes)]
     parts += [
         "",
         f"Command: `{summary['command']}`",

@@ -97,23 +97,36 @@ class SeededSampler(Sampler[int]):
 
 
 class _Progress(TrainerCallback):
-    """Sets the sampler's epoch; counts rows and seconds of training without evaluation and saving."""
+    """Sets the sampler's epoch; counts updates, and seconds of training without evaluation and saving."""
 
     def __init__(self) -> None:
         self.sampler: SeededSampler | None = None
-        self.seconds, self.steps, self._started = 0.0, 0, 0.0
+        self.seconds, self.steps = 0.0, 0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Let the clock run."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> bool:
+        """Stop the clock; whether it ran."""
+        if self._since is None:
+            return False
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - self._since
+        self._since = None
+        return True
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.sampler is not None:
             self.sampler.set_epoch(int(state.epoch or 0))
+        self.start()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._started = time.perf_counter()
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.stop()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds += time.perf_counter() - self._started
         self.steps += 1
 
 
@@ -150,6 +163,20 @@ class FinetuneTrainer(Trainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self.progress.sampler = SeededSampler(self.lengths if grouped else [1] * len(rows), update, seed)
         return self.progress.sampler
+
+    def evaluate(self, *arguments: Any, **keywords: Any) -> dict[str, float]:
+        """As the Trainer's; the clock of the training stands still."""
+        ran = self.progress.stop()
+        metrics = super().evaluate(*arguments, **keywords)
+        if ran:
+            self.progress.start()
+        return metrics
+
+    def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
+        ran = self.progress.stop()
+        super()._save_checkpoint(*arguments, **keywords)
+        if ran:
+            self.progress.start()
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
         """As the rows come: whoever reads the predictions has to know which row they belong to."""

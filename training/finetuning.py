@@ -65,6 +65,7 @@ from finetune_trainer import (
 from models import load_config, load_encoder, load_tokenizer, longest_input
 from recipe import UserError
 from transformers import DataCollatorWithPadding, EvalPrediction, PreTrainedTokenizerBase, set_seed
+from transformers.utils import logging
 
 __all__ = ["FinetuneArguments", "FinetuneTrainingArguments", "Run", "Task", "parse", "run_script"]
 
@@ -168,6 +169,7 @@ def run_script(
 ) -> int:
     """A finetuning script: 0 if all is well, 2 after an error that the user can mend."""
     words = sys.argv[1:] if words is None else words
+    logging.disable_progress_bar()  # of files; that of the training stays
     try:
         arguments, training = parse(arguments_class, words, description)
         task = make_task(arguments, training)
