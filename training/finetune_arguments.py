@@ -48,6 +48,12 @@ class FinetuneArguments:
     sweep_learning_rates: list[float] = field(
         default_factory=lambda: [5e-6, 1e-5, 2e-5], metadata={"help": "Peak learning rates."}
     )
+    sweep_dropouts: list[float] = field(
+        default_factory=list, metadata={"help": "Dropouts to try with each of them; none: that of --dropout."}
+    )
+    dropout: float | None = field(
+        default=None, metadata={"help": "Dropout of the hidden states; by default that of the checkpoint."}
+    )
     seeds: list[int] = field(default_factory=list, metadata={"help": "Repeat every setting with these seeds."})
     early_stopping_patience: int = field(
         default=3, metadata={"help": "Evaluations without a better score until a run stops; 0 never stops it."}
@@ -68,6 +74,9 @@ class FinetuneArguments:
         for name, value in positive.items():
             if value is not None and value <= 0:
                 raise UserError(f"--{name} must be above 0.")
+        for dropout in [*self.sweep_dropouts, *([] if self.dropout is None else [self.dropout])]:
+            if not 0 <= dropout < 1:
+                raise UserError(f"A dropout of {dropout} is not possible: at least 0 and below 1.")
         if self.max_length is not None and self.max_length < 8:
             raise UserError(f"--max_length is {self.max_length}, but must be at least 8.")
         if self.early_stopping_patience < 0:
@@ -129,7 +138,10 @@ class _Parser(HfArgumentParser):
 
 
 def parse(
-    arguments_class: type[ArgumentsType], words: list[str], description: str = ""
+    arguments_class: type[ArgumentsType],
+    words: list[str],
+    description: str = "",
+    training_class: type[FinetuneTrainingArguments] = FinetuneTrainingArguments,
 ) -> tuple[ArgumentsType, FinetuneTrainingArguments]:
     """Options from an optional recipe and the command line, which wins.
 
@@ -137,11 +149,12 @@ def parse(
         arguments_class: the script's options.
         words: command line without the script's name; the first may be a YAML file with the same keys.
         description: for `--help`.
+        training_class: the Trainer's options with the script's defaults.
 
     Raises:
         UserError: No such recipe, a misspelt key (with the closest one), a value of a wrong type or out of range.
     """
-    classes = (arguments_class, FinetuneTrainingArguments)
+    classes = (arguments_class, training_class)
     names = {option.name for one in classes for option in fields(one) if option.init}
     known = names | {f"no_{option.name}" for one in classes for option in fields(one) if option.default is True}
     words = list(words)

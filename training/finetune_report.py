@@ -55,15 +55,17 @@ def group_runs(results: list[Result], greater_is_better: bool) -> list[dict[str,
     """Median and best over the seeds, for each model and setting."""
     settings: dict[tuple, list[Result]] = {}
     for result in results:
-        settings.setdefault((result["model"], result["batch_size"], result["learning_rate"]), []).append(result)
+        setting = (result["model"], result["batch_size"], result["learning_rate"], result["dropout"])
+        settings.setdefault(setting, []).append(result)
     groups = []
-    for (model, batch, rate), runs in settings.items():
+    for (model, batch, rate, dropout), runs in settings.items():
         values = [headline(run) for run in runs]
         groups.append(
             {
                 "model": model,
                 "batch_size": batch,
                 "learning_rate": rate,
+                "dropout": dropout,
                 "seeds": [run["seed"] for run in runs],
                 "median": statistics.median(values),
                 "best": max(values) if greater_is_better else min(values),
@@ -103,6 +105,12 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+def setting_text(row: dict[str, Any]) -> str:
+    """What a run was trained with, seed aside, in one cell."""
+    dropout = "" if row["dropout"] is None else f", dropout {row['dropout']:g}"
+    return f"batch {row['batch_size']}, learning rate {row['learning_rate']:g}{dropout}"
+
+
 def report_text(summary: dict[str, Any]) -> str:
     """`results.md`: models, settings, runs, and how it was made."""
     metric, results = summary["main_metric"], summary["runs"]
@@ -114,10 +122,10 @@ def report_text(summary: dict[str, Any]) -> str:
             f"Models, by {summary['development']} {metric}: the setting with the best median over seeds.",
             "",
             table(
-                ["model", "parameters", "batch", "learning rate", "median", "best run", "samples/s", "tokens/s"],
+                ["model", "parameters", "setting", "median", "best run", "samples/s", "tokens/s"],
                 [
                     [
-                        *(row["model"], f"{row['parameters']:,}", row["batch_size"], f"{row['learning_rate']:g}"),
+                        *(row["model"], f"{row['parameters']:,}", setting_text(row)),
                         *(f"{row['median']:.4f}", f"{row['best_of_all']:.4f}"),
                         *(f"{row['samples_per_second']:,.1f}", f"{row['tokens_per_second']:,.0f}"),
                     ]
@@ -128,10 +136,10 @@ def report_text(summary: dict[str, Any]) -> str:
             "Settings.",
             "",
             table(
-                ["model", "batch", "learning rate", "seeds", "median", "best", "worst"],
+                ["model", "setting", "seeds", "median", "best", "worst"],
                 [
                     [
-                        *(row["model"], row["batch_size"], f"{row['learning_rate']:g}"),
+                        *(row["model"], setting_text(row)),
                         *(" ".join(map(str, row["seeds"])), f"{row['median']:.4f}"),
                         *(f"{row['best']:.4f}", f"{row['worst']:.4f}"),
                     ]
@@ -142,10 +150,10 @@ def report_text(summary: dict[str, Any]) -> str:
             "Runs.",
             "",
         ]
-    header = ["model", "batch", "learning rate", "seed", *(f"{split} {name}" for split, name in columns)]
+    header = ["model", "setting", "seed", *(f"{split} {name}" for split, name in columns)]
     rows = [
         [
-            *(run["model"], run["batch_size"], f"{run['learning_rate']:g}", run["seed"]),
+            *(run["model"], setting_text(run), run["seed"]),
             *(f"{run['scores'][split][name]:.4f}" for split, name in columns),
             *(f"{run['epochs']:.2f}", f"{run['training_seconds']:,.0f}", f"{run['samples_per_second']:,.1f}"),
         ]
@@ -212,6 +220,7 @@ def write_card(
     setting = {
         "learning rate": f"{result['learning_rate']:g}",
         "rows of an update": result["batch_size"],
+        "dropout": "the checkpoint's" if result["dropout"] is None else f"{result['dropout']:g}",
         "seed": result["seed"],
         "epochs at most": f"{training.num_train_epochs:g}",
         "weight decay": f"{training.weight_decay:g}",

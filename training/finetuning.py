@@ -24,13 +24,13 @@ A script has a `Task` and a dataclass of options, and is otherwise this file:
         model.safetensors, config, tokenizer, README.md, predictions/*
         run.json                             its scores; written last and atomically: the run is finished
 
-Of several runs of one model only the best keeps its weights. The `Task` says what is trained on and how it is scored;
-`finetune_data` reads files and folders, `finetune_trainer` holds the loss, `finetune_report` tables and cards.
+Of several runs of one model only the best keeps its weights. The `Task` says what is trained on and how it is scored.
+`finetune_arguments` holds the options, `finetune_plan` the plan, `finetune_data` reads files and folders,
+`finetune_trainer` has the loss and the order of the rows, `finetune_report` tables, cards and the upload.
 """
 
 import dataclasses
 import functools
-import itertools
 import json
 import shutil
 import sys
@@ -45,6 +45,7 @@ import safetensors.torch
 from datasets import Dataset
 from finetune_arguments import FinetuneArguments, FinetuneTrainingArguments, parse
 from finetune_data import Encoded
+from finetune_plan import SETTINGS_FILE, Run, check_settings, check_writable, plan, run_settings
 from finetune_report import (
     finish_report,
     machine_and_versions,
@@ -69,15 +70,9 @@ from transformers.utils import logging
 
 __all__ = ["FinetuneArguments", "FinetuneTrainingArguments", "Run", "Task", "parse", "run_script"]
 
-RUN_FILE, SETTINGS_FILE = "run.json", "settings.json"
-# Options that change nothing about what a run computes: another value may continue it.
-_FREE = {
-    *("model_name_or_path", "sweep", "sweep_batch_sizes", "sweep_learning_rates", "seeds", "output_dir"),
-    *("language", "license", "model_name", "push_to_hub", "resume_from_checkpoint", "report_to", "run_name"),
-    *("disable_tqdm", "dataloader_num_workers", "per_device_eval_batch_size", "save_total_limit", "project"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "seed", "data_seed"),
-}
-_FREE_PREFIXES = ("hub_", "log", "trackio")
+RUN_FILE = "run.json"
+# What different types call the dropout of the hidden states.
+_DROPOUTS = ("hidden_dropout_prob", "embedding_dropout", "mlp_dropout")
 
 
 class Task:
@@ -138,23 +133,6 @@ class Task:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training: a model, a setting and a seed. `batch_size` counts the rows of an update."""
-
-    model: str
-    label: str
-    batch_size: int
-    learning_rate: float
-    seed: int
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        """For messages and tables."""
-        return f"{self.label}, batch {self.batch_size}, learning rate {self.learning_rate:g}, seed {self.seed}"
-
-
 def say(training: FinetuneTrainingArguments, text: str) -> None:
     """Print on the main process alone."""
     if training.process_index == 0:
@@ -166,12 +144,21 @@ def run_script(
     make_task: Callable[[Any, FinetuneTrainingArguments], Task],
     description: str,
     words: list[str] | None = None,
+    training_class: type[FinetuneTrainingArguments] = FinetuneTrainingArguments,
 ) -> int:
-    """A finetuning script: 0 if all is well, 2 after an error that the user can mend."""
+    """A finetuning script: 0 if all is well, 2 after an error that the user can mend.
+
+    Args:
+        arguments_class: the script's options.
+        make_task: makes the task from them.
+        description: for `--help`.
+        words: command line without the script's name.
+        training_class: a subclass with other defaults, where the script has them.
+    """
     words = sys.argv[1:] if words is None else words
     logging.disable_progress_bar()  # of files; that of the training stays
     try:
-        arguments, training = parse(arguments_class, words, description)
+        arguments, training = parse(arguments_class, words, description, training_class)
         task = make_task(arguments, training)
         run_all(task, arguments, training, [sys.argv[0], *words])
     except UserError as error:
@@ -224,65 +211,6 @@ def run_all(
     return summary
 
 
-def check_writable(folder: Path) -> None:
-    """Make the folder and try to write to it.
-
-    Raises:
-        UserError: It cannot be made or written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.write_text("")
-        probe.unlink(missing_ok=True)  # another process of the same run may have been faster
-    except OSError as error:
-        raise UserError(f"--output_dir {folder} cannot be written to ({error.strerror or error}).") from error
-
-
-def plan(arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> list[Run]:
-    """The runs, model by model. A single one uses the output folder itself.
-
-    Raises:
-        UserError: A batch of the sweep cannot be divided among the processes and accumulation steps.
-    """
-    share = training.world_size * training.gradient_accumulation_steps
-    batches, rates = [training.per_device_train_batch_size * share], [training.learning_rate]
-    if arguments.sweep:
-        batches, rates = arguments.sweep_batch_sizes, arguments.sweep_learning_rates
-    for batch in batches:
-        if batch % share:
-            raise UserError(
-                f"A batch of {batch} rows cannot be divided among {training.world_size} process(es) and "
-                f"{training.gradient_accumulation_steps} accumulation step(s)."
-            )
-    seeds = arguments.seeds or [training.seed]
-    labels = unique_labels(arguments.model_name_or_path)
-    combinations = list(itertools.product(arguments.model_name_or_path, batches, rates, seeds))
-    runs = []
-    for model, batch, rate, seed in combinations:
-        folder = Path(training.output_dir)
-        if len(combinations) > 1:
-            folder = folder / "runs" / labels[model] / f"batch{batch}-lr{rate:g}-seed{seed}"
-        runs.append(Run(model, labels[model], batch, rate, seed, folder))
-    return runs
-
-
-def unique_labels(models: list[str]) -> dict[str, str]:
-    """A short name for each model: the last part of its path, with as many parts before it as it takes to be unique.
-
-    Raises:
-        UserError: A model is given twice.
-    """
-    if len(set(models)) < len(models):
-        raise UserError("--model_name_or_path names a model twice.")
-    parts = {model: Path(model).parts or (model,) for model in models}
-    for depth in range(1, max(map(len, parts.values())) + 1):
-        labels = {model: "-".join(part.strip("/") or "root" for part in parts[model][-depth:]) for model in models}
-        if len(set(labels.values())) == len(models):
-            return labels
-    return {model: f"{index}-{parts[model][-1]}" for index, model in enumerate(models, 1)}
-
-
 def shrink(task: Task, arguments: FinetuneArguments, seed: int) -> None:
     """Draw `max_train_samples` and `max_eval_samples` rows at random, once for all runs; their order stays."""
 
@@ -295,30 +223,6 @@ def shrink(task: Task, arguments: FinetuneArguments, seed: int) -> None:
 
     task.train = drawn(task.train, arguments.max_train_samples, "train")
     task.evaluation = {split: drawn(rows, arguments.max_eval_samples, split) for split, rows in task.evaluation.items()}
-
-
-def run_settings(run: Run, arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> dict[str, Any]:
-    """All that decides what a run computes."""
-    values = {**dataclasses.asdict(arguments), **training.to_dict()}
-    kept = {name: value for name, value in values.items() if name not in _FREE and not name.startswith(_FREE_PREFIXES)}
-    own = {"model": run.model, "batch_size": run.batch_size, "learning_rate": run.learning_rate, "seed": run.seed}
-    return json.loads(json.dumps({**own, **kept}, default=str))
-
-
-def check_settings(run: Run, settings: dict[str, Any]) -> None:
-    """Compare with the run that the folder holds.
-
-    Raises:
-        UserError: It holds a run with other settings.
-    """
-    path = run.folder / SETTINGS_FILE
-    if not path.is_file():
-        return
-    before = json.loads(path.read_text(encoding="utf-8"))
-    changed = [name for name in settings if before.get(name) != settings[name]]
-    if changed:
-        was = ", ".join(f"{name} {before.get(name)!r} instead of {settings[name]!r}" for name in changed[:5])
-        raise UserError(f"{run.folder} holds a run with other settings: {was}. Choose another --output_dir.")
 
 
 @dataclass
@@ -345,7 +249,7 @@ def prepare(task: Task, name: str, arguments: FinetuneArguments, training: Finet
     longest = longest_input(config)
     max_length = arguments.max_length or min(512, longest)
     extended = max_length if max_length > longest else None
-    notes = load_model(task, name, extended, arguments)[1]
+    notes = load_model(task, name, extended, arguments, arguments.dropout)[1]
     if arguments.max_length is None:
         notes.append(f"Inputs are at most {max_length:,} tokens long (--max_length; the model takes {longest:,}).")
     tokenizer.model_max_length = max(max_length, longest)
@@ -367,9 +271,20 @@ def prepare(task: Task, name: str, arguments: FinetuneArguments, training: Finet
     )
 
 
-def load_model(task: Task, name: str, length: int | None, arguments: FinetuneArguments) -> tuple[Any, list[str]]:
-    """The model with the task's head."""
-    return load_encoder(task.auto_class, name, length=length, **task.model_fields(), **arguments.config_fields())
+def load_model(
+    task: Task, name: str, length: int | None, arguments: FinetuneArguments, dropout: float | None
+) -> tuple[Any, list[str]]:
+    """The model with the task's head, and what its user should know.
+
+    Args:
+        length: extend the positions to so many tokens.
+        dropout: of the hidden states, in place of the checkpoint's.
+    """
+    fields = {**task.model_fields(), **arguments.config_fields()}
+    if dropout is not None:
+        config = load_config(name)
+        fields |= {field: dropout for field in _DROPOUTS if hasattr(config, field)}
+    return load_encoder(task.auto_class, name, length=length, **fields)
 
 
 def one_run(
@@ -394,7 +309,7 @@ def one_run(
         write_json(run.folder / SETTINGS_FILE, run_settings(run, arguments, training))
     own = run_arguments(run, task, training)
     set_seed(run.seed)
-    model, _ = load_model(task, run.model, prepared.extended, arguments)
+    model, _ = load_model(task, run.model, prepared.extended, arguments, run.dropout)
     trainer = make_trainer(task, model, prepared, own, arguments)
     start = find_checkpoint(run, training)
     began, tokens_before = time.perf_counter(), 0
@@ -416,6 +331,7 @@ def one_run(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "batch_size": run.batch_size,
         "learning_rate": run.learning_rate,
+        "dropout": run.dropout,
         "seed": run.seed,
         "scores": scores,
         "main_metric": task.main_metric,
