@@ -95,8 +95,8 @@ def split_update(rows: int, batch_size: int, processes: int) -> tuple[int, int]:
     return share // passes, passes
 
 
-def make_accelerator(recipe: PretrainRecipe, passes: int) -> Accelerator:
-    """An `Accelerator` for the recipe's precision, `passes` forward passes an update, and its trackers.
+def make_accelerator(recipe: PretrainRecipe) -> Accelerator:
+    """An `Accelerator` for the recipe's precision and trackers; the number of passes an update is set when known.
 
     Raises:
         UserError: A tracker is not installed, or the device has no such precision.
@@ -104,7 +104,7 @@ def make_accelerator(recipe: PretrainRecipe, passes: int) -> Accelerator:
     try:
         return Accelerator(
             mixed_precision=recipe.mixed_precision,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=passes, sync_with_dataloader=False),
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             log_with=list(recipe.trackers) or None,
             project_dir=recipe.output_dir,
         )

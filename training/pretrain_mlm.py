@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from card import PLOT, count, machine, make_card, plot_loss, portable_command
 from checkpoint import (
@@ -240,10 +240,10 @@ def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any] | None:
     Raises:
         UserError: See the functions that are called.
     """
-    processes = PartialState().num_processes
-    micro_batch, passes = split_update(recipe.update_rows, recipe.batch_size, processes)
-    accelerator = make_accelerator(recipe, passes)
-    plan = Plan(micro_batch, passes, processes, accelerator.process_index)
+    accelerator = make_accelerator(recipe)
+    micro_batch, passes = split_update(recipe.update_rows, recipe.batch_size, accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = passes
+    plan = Plan(micro_batch, passes, accelerator.num_processes, accelerator.process_index)
     with StopRequest() as stop:
         # Mistakes are told before the folder, with perhaps an earlier model in it, is touched.
         check_model(recipe)
