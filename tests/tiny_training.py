@@ -11,12 +11,14 @@ from helpers import ROOT
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
 
 import card
+import checkpoint
 import data
 import loop
 import pretrain_mlm
+import pretrain_recipe
 import recipe
 
-__all__ = ["card", "data", "loop", "pretrain_mlm", "recipe"]
+__all__ = ["card", "checkpoint", "data", "loop", "pretrain_mlm", "pretrain_recipe", "recipe"]
 
 RECIPES = sorted((ROOT / "training" / "recipes" / "pretrain_mlm").glob("*.yaml"))
 DEMO = ROOT / "training" / "recipes" / "pretrain_mlm" / "demo.yaml"
@@ -27,6 +29,9 @@ SHRINK = {
     "block_size": 32,
     "max_steps": 3,
     "batch_size": 8,
+    "global_batch_tokens": 256,
+    "eval_blocks": 16,
+    "save_steps": 2,
     "log_steps": 1,
     "eval_steps": 2,
     "min_gain_nats": -100,
@@ -49,7 +54,8 @@ def write_corpus(folder: Path, documents: int = 40) -> Path:
 
 def arguments(recipe_file: Path, output_dir: Path, **overrides: Any) -> list[str]:
     """Command line of a shrunk run; a double underscore stands for the dot of a section."""
-    values = {**SHRINK, "output_dir": output_dir, **{name.replace("__", "."): v for name, v in overrides.items()}}
+    paths = {"output_dir": output_dir, "cache_dir": output_dir.parent / "cache"}
+    values = {**SHRINK, **paths, **{name.replace("__", "."): value for name, value in overrides.items()}}
     return [str(recipe_file), *(word for name, value in values.items() for word in (f"--{name}", str(value)))]
 
 
