@@ -8,16 +8,25 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import pyarrow.parquet as pq
 from cpython_docs import read_cpython
-from datasets import IterableDataset, Value, load_dataset_builder
-from datasets.distributed import split_dataset_by_node
-from datasets.exceptions import DatasetsError
-from pyarrow import ArrowException
+from datasets import load_dataset_builder
+from pyarrow import DataType, types
 from recipe import UserError, did_you_mean
+from sources import (
+    READ_ERRORS,
+    JoinedSource,
+    ListSource,
+    ParquetSource,
+    Source,
+    TableSource,
+    TextSource,
+    file_identity,
+    readable,
+)
 
 # Endings of files that can be read, and the loader of `datasets` for those that are tables.
 _LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -27,179 +36,6 @@ _SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?$")
 _SECTION = {"path", "name", "split", "text_column", "weight"}
 # A tokenizer learns its merges from this many characters at most: several times what its counts need to settle.
 TOKENIZER_CHARACTERS = 200_000_000
-
-
-class Source(Protocol):
-    """A sequence of documents that can be read again and again, always in the same order."""
-
-    description: str  # what it is, for people
-    identity: list[Any]  # changes whenever the documents do; can be written as json
-
-    def stream(self, process_index: int = 0, processes: int = 1) -> "DocumentStream":
-        """The documents of one process from the start; those of all processes together are the source."""
-        ...
-
-
-class DocumentStream(Protocol):
-    """Documents one after the other; the state tells where the next one is."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, as json can hold it."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
-        ...
-
-
-@dataclass
-class CountedStream:
-    """Every `processes`-th document of something that can be iterated again; going to a position reads up to it."""
-
-    documents: Any
-    process_index: int = 0
-    processes: int = 1
-    read: int = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for document in islice(iter(self.documents), self.read, None):
-            index, self.read = self.read, self.read + 1
-            if index % self.processes == self.process_index:
-                yield document
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `DocumentStream`."""
-        return {"read": self.read}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `DocumentStream`."""
-        self.read = state["read"]
-
-
-@dataclass
-class TableStream:
-    """A column of a streamed data set of `datasets`, which keeps the position itself (a shard and a row)."""
-
-    dataset: IterableDataset
-    column: str
-
-    def __iter__(self) -> Iterator[str]:
-        for row in self.dataset:
-            yield row[self.column] or ""  # a missing text is an empty one
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `DocumentStream`."""
-        return self.dataset.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `DocumentStream`."""
-        self.dataset.load_state_dict(state)
-
-
-@dataclass
-class JoinedStream:
-    """Streams one after the other."""
-
-    streams: list[DocumentStream]
-    current: int = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for index in range(self.current, len(self.streams)):
-            self.current = index
-            yield from self.streams[index]
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `DocumentStream`."""
-        return {"current": self.current, "streams": [stream.state_dict() for stream in self.streams]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `DocumentStream`."""
-        self.current = state["current"]
-        for stream, inner in zip(self.streams, state["streams"], strict=True):
-            stream.load_state_dict(inner)
-
-
-@dataclass(frozen=True)
-class ListSource:
-    """Documents in memory."""
-
-    documents: list[str]
-    description: str
-    identity: list[Any]
-
-    def stream(self, process_index: int = 0, processes: int = 1) -> CountedStream:
-        """See `Source`."""
-        return CountedStream(self.documents, process_index, processes)
-
-
-@dataclass(frozen=True)
-class TextSource:
-    """Text files, in which a blank line ends a document, as in the files RoBERTa was trained on."""
-
-    files: tuple[Path, ...]
-    description: str
-
-    @property
-    def identity(self) -> list[Any]:
-        """Path, size and time of every file."""
-        return ["text", *map(_file_identity, self.files)]
-
-    def __iter__(self) -> Iterator[str]:
-        return chain.from_iterable(map(read_text_documents, self.files))
-
-    def stream(self, process_index: int = 0, processes: int = 1) -> CountedStream:
-        """See `Source`."""
-        return CountedStream(self, process_index, processes)
-
-
-@dataclass(frozen=True)
-class TableSource:
-    """The text column of jsonl, csv or parquet files, or of a dataset of the Hub, through `datasets`.
-
-    Local files are read where they are. A dataset of the Hub is downloaded once, or streamed.
-    """
-
-    builder: Any
-    split: str
-    column: str
-    description: str
-    identity: list[Any]
-    download: bool = False
-
-    def stream(self, process_index: int = 0, processes: int = 1) -> TableStream:
-        """See `Source`."""
-        if self.download:
-            self.builder.download_and_prepare()
-            dataset = self.builder.as_dataset(split=self.split).to_iterable_dataset()
-        else:
-            dataset = self.builder.as_streaming_dataset(split=self.split)
-        dataset = dataset.select_columns([self.column])
-        if processes > 1:
-            dataset = split_dataset_by_node(dataset, rank=process_index, world_size=processes)
-        return TableStream(dataset, self.column)
-
-
-@dataclass(frozen=True)
-class JoinedSource:
-    """Several sources, one after the other."""
-
-    sources: tuple[Source, ...]
-
-    @property
-    def description(self) -> str:
-        """Those of the sources."""
-        return "; ".join(source.description for source in self.sources)
-
-    @property
-    def identity(self) -> list[Any]:
-        """Those of the sources."""
-        return ["joined", *(source.identity for source in self.sources)]
-
-    def stream(self, process_index: int = 0, processes: int = 1) -> "JoinedStream":
-        """See `Source`."""
-        return JoinedStream([source.stream(process_index, processes) for source in self.sources])
 
 
 @dataclass(frozen=True)
@@ -212,6 +48,7 @@ class Corpus:
         validation: what to evaluate on; empty if documents of `sources` are held out for it.
         held_out_fraction: share of the documents that is held out if `validation` is empty.
         seed: of the choice of held-out documents.
+        streaming: whether the sources are read while training, and not before.
     """
 
     sources: tuple[Source, ...]
@@ -219,6 +56,7 @@ class Corpus:
     validation: tuple[Source, ...]
     held_out_fraction: float
     seed: int
+    streaming: bool
 
     @property
     def description(self) -> str:
@@ -236,17 +74,19 @@ class Corpus:
         order, and whichever process reads them."""
         return not self.validation and document_hash(document, "split", self.seed) < self.held_out_fraction
 
-    def training_documents(self, limit: int = TOKENIZER_CHARACTERS, streaming: bool = False) -> Iterator[str]:
+    def side_of(self, document: str) -> str:
+        """The token store that a document belongs to."""
+        return "held_out" if self.is_held_out(document) else "training"
+
+    def training_documents(self, limit: int = TOKENIZER_CHARACTERS) -> Iterator[str]:
         """Training documents to learn a tokenizer from, at most about `limit` characters by the weights of the sources.
 
         They are spread over the whole corpus, which is read once; in streaming they are those at the start.
         """
         for source, weight in zip(self.sources, self.weights, strict=True):
-            documents = (document for document in source.stream() if not self.is_held_out(document))
-            if streaming:
-                yield from first_documents(documents, int(limit * weight))
-            else:
-                yield from spread_documents(documents, int(limit * weight))
+            documents = (document for document in readable(source) if not self.is_held_out(document))
+            choose = first_documents if self.streaming else spread_documents
+            yield from choose(documents, int(limit * weight))
 
 
 def open_corpus(settings: Any) -> Corpus:
@@ -262,7 +102,7 @@ def open_corpus(settings: Any) -> Corpus:
     if not sections:
         raise UserError("`data` is an empty list. Name a file, a folder, a dataset of the Hub, or `cpython`.")
     sections = [_section(entry) for entry in sections]
-    weights = _weights(sections, settings.streaming)
+    weights = _weights(sections)
     options = {"text_column": settings.text_column, "streaming": settings.streaming}
     sources = [open_source(section, "data", "train", **options) for section in sections]
     validation: list[Source] = []
@@ -275,7 +115,14 @@ def open_corpus(settings: Any) -> Corpus:
         validation = [open_source({"path": settings.validation}, "validation", "validation", **options)]
     if weights is None:  # one after the other, every document once an epoch
         sources, weights = [JoinedSource(tuple(sources))] if len(sources) > 1 else sources, [1.0]
-    return Corpus(tuple(sources), tuple(weights), tuple(validation), settings.held_out_fraction, settings.seed)
+    return Corpus(
+        tuple(sources),
+        tuple(weights),
+        tuple(validation),
+        settings.held_out_fraction,
+        settings.seed,
+        settings.streaming,
+    )
 
 
 def open_source(section: dict[str, Any], key: str, default_split: str, text_column: str, streaming: bool) -> Source:
@@ -297,7 +144,7 @@ def open_source(section: dict[str, Any], key: str, default_split: str, text_colu
         raise UserError(f"`{key}` is {path!r}, but there is no such file or folder. Give one, or `cpython`.")
     else:
         source = _open_hub(path, section.get("name"), section.get("split", default_split), column, key, streaming)
-    _look_at_first(source, path, key)
+    _look_at_first(source, f"{path} (`{key}`)")
     return source
 
 
@@ -333,31 +180,6 @@ def spread_documents(documents: Iterable[str], limit: int) -> list[str]:
     return [document for _, document in kept]
 
 
-def read_text_documents(path: Path) -> Iterator[str]:
-    """The documents of a text file, which blank lines separate; of the file, one document is in memory.
-
-    Raises:
-        UserError: The file is not UTF-8.
-    """
-    lines: list[str] = []
-    position = 0
-    with path.open("rb") as file:
-        for raw in file:
-            try:
-                line = raw.decode("utf-8").replace("\r\n", "\n")
-            except UnicodeDecodeError as error:
-                at = position + error.start
-                raise UserError(f"{path.name} is not UTF-8 text ({error.reason} at byte {at}). Convert it.") from error
-            position += len(raw)
-            if line.strip():
-                lines.append(line)
-            elif lines:
-                yield "".join(lines).strip("\n")
-                lines = []
-    if lines:
-        yield "".join(lines).strip("\n")
-
-
 def _section(entry: Any) -> dict[str, Any]:
     """An entry of `data` as a section."""
     section = {"path": entry} if isinstance(entry, str) else entry
@@ -377,7 +199,7 @@ def _section(entry: Any) -> dict[str, Any]:
     return section
 
 
-def _weights(sections: list[dict[str, Any]], streaming: bool) -> list[float] | None:
+def _weights(sections: list[dict[str, Any]]) -> list[float] | None:
     """Shares of the rows that sum to 1; None if no section has a weight."""
     without = [section["path"] for section in sections if "weight" not in section]
     if len(without) == len(sections):
@@ -412,9 +234,22 @@ def _open_local(path: Path, split: str | None, default_split: str, column: str, 
     description = f"{path.name} ({len(files)} {kind} file{'s' * (len(files) > 1)}{of_split})"
     if loader == "text":
         return TextSource(tuple(files), description)
-    identity = [loader, column, *map(_file_identity, files)]
+    if loader == "parquet":
+        return _open_parquet(files, column, description, key)
+    identity = [loader, column, *map(file_identity, files)]
     builder = _builder(f"{path} (`{key}`)", loader, data_files={wanted: [str(file) for file in files]})
-    return _table(builder, wanted, column, description, identity, str(path), key)
+    return _checked_table(TableSource(builder, wanted, column, description, identity), f"{path} (`{key}`)")
+
+
+def _open_parquet(files: list[Path], column: str, description: str, key: str) -> ParquetSource:
+    for file in files:
+        where = f"{file} (`{key}`)"
+        try:
+            schema = pq.read_schema(file)
+        except READ_ERRORS as error:
+            raise UserError(f"{where} cannot be read: {error}") from error
+        _check_column(column, {field.name: field.type for field in schema}, where)
+    return ParquetSource(tuple(files), column, description)
 
 
 def _files_of(path: Path, key: str) -> list[Path]:
@@ -450,65 +285,49 @@ def _by_split(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
     return by_split
 
 
-def _open_hub(name: str, config: str | None, split: str, column: str, key: str, streaming: bool) -> Source:
+def _open_hub(name: str, config: str | None, split: str, column: str, key: str, streaming: bool) -> TableSource:
     where = f"`{key}` is {name!r}: there is no such file or folder, and as a dataset of the Hub it"
     builder = _builder(where, name, config)
     description = f"{name}{f' ({config})' if config else ''}, split {split}"
-    return _table(builder, split, column, description, None, name, key, download=not streaming)
+    identity = ["hub", str(builder.cache_dir), split, column]
+    source = TableSource(builder, split, column, description, identity, download=not streaming)
+    return _checked_table(source, f"{name} (`{key}`)")
 
 
 def _builder(where: str, *arguments: Any, **keywords: Any) -> Any:
     try:
         return load_dataset_builder(*arguments, **keywords)
-    except (OSError, ValueError, DatasetsError) as error:
+    except READ_ERRORS as error:
         raise UserError(f"{where} cannot be opened: {error}") from error
 
 
-def _table(
-    builder: Any,
-    split: str,
-    column: str,
-    description: str,
-    identity: list[Any] | None,
-    path: str,
-    key: str,
-    download: bool = False,
-) -> TableSource:
-    """A source of one column, after a look at the names of splits and columns."""
+def _checked_table(source: TableSource, where: str) -> TableSource:
     try:
-        features = builder.as_streaming_dataset(split=split)._resolve_features().features
-    except (OSError, ValueError, ArrowException, DatasetsError) as error:
-        raise UserError(f"{path} (`{key}`), split {split!r}, cannot be read: {error}") from error
+        features = source.features()
+    except READ_ERRORS as error:
+        raise UserError(f"{where} cannot be read: {error}") from error
     if not features:
-        raise UserError(f"{path} (`{key}`): the split {split!r} is empty.")
-    if column not in features:
-        raise UserError(
-            f"{path} (`{key}`) has no column {column!r} (`text_column`). Those that exist: {', '.join(features)}."
-        )
-    if not isinstance(features[column], Value) or features[column].dtype not in ("string", "large_string"):
-        raise UserError(f"The column {column!r} of {path} (`{key}`) is not text: {features[column]}.")
-    identity = identity or ["hub", str(builder.cache_dir), split, column]
-    return TableSource(builder, split, column, description, identity, download)
+        raise UserError(f"{where}: the split {source.split!r} is empty.")
+    _check_column(source.column, {field.name: field.type for field in features.arrow_schema}, where)
+    return source
 
 
-def _look_at_first(source: Source, path: str, key: str) -> None:
+def _check_column(column: str, columns: dict[str, DataType], where: str) -> None:
+    if column not in columns:
+        raise UserError(f"{where} has no column {column!r} (`text_column`). Those that exist: {', '.join(columns)}.")
+    of = columns[column].value_type if types.is_dictionary(columns[column]) else columns[column]
+    if not (types.is_string(of) or types.is_large_string(of) or types.is_string_view(of)):
+        raise UserError(f"The column {column!r} of {where} is not text, but {of}.")
+
+
+def _look_at_first(source: Source, where: str) -> None:
     """Read up to the first document with text in it."""
-    documents = 0
-    if isinstance(source, TableSource):
+    if isinstance(source, TableSource) and not source.is_present():
         source = replace(source, download=False)
-    try:
-        for document in source.stream():
-            documents += 1
-            if document.strip():
-                return
-    except UserError:
-        raise
-    except (OSError, ValueError, ArrowException, DatasetsError) as error:
-        raise UserError(f"{path} (`{key}`) cannot be read: {error}") from error
-    what = f"{documents:,} documents, all blank" if documents else "it is empty"
-    raise UserError(f"{path} (`{key}`) holds no text: {what}.")
-
-
-def _file_identity(path: Path) -> list[Any]:
-    status = path.stat()
-    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+    documents = 0
+    for document in readable(source):
+        documents += 1
+        if document.strip():
+            return
+    what = f"{documents:,} document(s), all blank" if documents else "it is empty"
+    raise UserError(f"{where} holds no text: {what}.")
