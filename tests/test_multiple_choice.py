@@ -66,6 +66,11 @@ def encoded(
     return multiple_choice.encode(questions, tokenizer, layout, limits)
 
 
+def rows_of(data: Dataset) -> list[dict[str, Any]]:
+    """What the Trainer hands to the collator."""
+    return list(multiple_choice.for_trainer(data, ("first", "second")).rows)
+
+
 # --- token layouts ---
 
 
@@ -74,7 +79,7 @@ def test_roberta_pair_is_the_tokenizers_own() -> None:
     layout = multiple_choice.pair_layout(tokenizer)
     assert (layout.start, layout.middle, layout.end, layout.segments) == ([0], [2, 2], [2], False)
     first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("the fox", "a book"))
-    assert layout.join(first, second, 100)[0] == tokenizer("the fox", "a book")["input_ids"]
+    assert layout.join(first, second)[0] == tokenizer("the fox", "a book")["input_ids"]
 
 
 def test_bert_pair_is_the_tokenizers_own_with_segments() -> None:
@@ -82,7 +87,7 @@ def test_bert_pair_is_the_tokenizers_own_with_segments() -> None:
     layout = multiple_choice.pair_layout(tokenizer)
     first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("the fox", "a book"))
     own = tokenizer("the fox", "a book")
-    assert layout.join(first, second, 100) == (own["input_ids"], own["token_type_ids"])
+    assert layout.join(first, second) == (own["input_ids"], own["token_type_ids"])
     assert layout.segments
 
 
@@ -118,7 +123,7 @@ def test_race_input_is_passage_then_question_with_option() -> None:
     tokenizer = tiny_tokenizer()
     layout = multiple_choice.pair_layout(tokenizer)
     data = encoded([RACE_ROW], finetune_race, tokenizer, layout, Limits(200, 100))
-    batch = ChoiceCollator(layout, 200, tokenizer.pad_token_id)(list(data))
+    batch = ChoiceCollator(layout, tokenizer)(rows_of(data))
     passage = "the fox reads every book in a house of glass"
     for index, option in enumerate(RACE_ROW["options"]):
         wanted = tokenizer(passage, f"the fox reads in {option} .")["input_ids"]
@@ -129,9 +134,9 @@ def test_race_input_is_passage_then_question_with_option() -> None:
 
 def test_csqa_input_has_one_separator() -> None:
     tokenizer = tiny_tokenizer()
-    layout = multiple_choice.pair_layout(tokenizer).with_one_separator()
+    layout = multiple_choice.pair_layout(tokenizer).as_one_text()
     data = encoded([CSQA_ROW], finetune_csqa, tokenizer, layout, Limits(100, 50))
-    batch = ChoiceCollator(layout, 100, tokenizer.pad_token_id)(list(data))
+    batch = ChoiceCollator(layout, tokenizer)(rows_of(data))
     real = batch["attention_mask"][0, 1] == 1
     decoded = tokenizer.decode(batch["input_ids"][0, 1][real])
     assert decoded == "<s>Q: the fox reads in a what</s>A: book</s>"
@@ -164,34 +169,19 @@ def test_question_is_cut_first_then_the_passage_and_all_is_counted() -> None:
     row = data[1]
     assert [len(ids) for ids in row["second"]] == [6, 7]
     # room for the passage: 16 - 3 special tokens - 6 or 7
-    assert len(row["first"]) == 7 and row["tokens"] == 16
-    assert multiple_choice.count_cuts(data) == {
-        "rows": 2,
-        "rows_first_cut": 1,
-        "tokens_first_cut": 5 + 6,
-        "rows_second_cut": 1,
-        "tokens_second_cut": 1,
-        "longest_input": 16,
-    }
-    batch = ChoiceCollator(layout, 16, 0)(list(data))
+    assert row["kept"] == [7, 6] and len(row["first"]) == 7
+    made = multiple_choice.for_trainer(data, ("passage", "question"))
+    assert made.cut_by_part == {"passage": {"rows": 1, "tokens": 5 + 6}, "question": {"rows": 1, "tokens": 1}}
+    assert (made.cut_rows, made.cut_tokens, made.longest, made.tokens) == (1, 12, 16, 6 + 6 + 16 + 16)
+    assert made.report("train", 16) == (
+        "train: 2 rows, 44 tokens in all choices, the longest input 16 of 16; "
+        "question cut in 1 (50.0%), which lost 1 tokens; passage cut in 1 (50.0%), which lost 11 tokens."
+    )
+    batch = ChoiceCollator(layout, tokenizer)(rows_of(data))
     assert batch["input_ids"].shape == (2, 2, 16)
     assert batch["attention_mask"].sum(-1).tolist() == [[6, 6], [16, 16]]
     for choice, ids in enumerate(row["second"]):  # the end is whole, the passage gave way
         assert batch["input_ids"][1, choice].tolist() == [2, *row["first"][: 13 - len(ids)], 3, *ids, 3]
-
-
-def test_what_was_cut_is_said() -> None:
-    counts = {
-        "rows": 1200,
-        "rows_first_cut": 3,
-        "tokens_first_cut": 4000,
-        "rows_second_cut": 0,
-        "tokens_second_cut": 0,
-        "longest_input": 512,
-    }
-    assert multiple_choice.describe_cuts("train", counts, "passage", "option") == (
-        "train: 1,200 rows, no option cut, passage cut in 3 (4,000 tokens over all choices); longest input 512 tokens."
-    )
 
 
 def test_limits_without_room_for_the_passage_are_refused() -> None:
@@ -207,19 +197,21 @@ def test_batch_is_padded_to_its_longest_choice_only() -> None:
     tokenizer, layout = wordpiece(), multiple_choice.pair_layout(wordpiece())
     rows = [{**RACE_ROW, "options": ["a", "the book of"], "answer": "A", "article": "fox " * n} for n in (2, 5)]
     data = encoded(rows, finetune_race, tokenizer, layout, Limits(60, 30))
-    collator = ChoiceCollator(layout, 60, tokenizer.pad_token_id)
-    for part in ([data[0]], [data[1]], list(data)):
+    collator, longest = ChoiceCollator(layout, tokenizer), list(data["longest"])
+    assert longest[0] < longest[1]
+    rows = rows_of(data)
+    for part, width in ((rows[:1], longest[0]), (rows[1:], longest[1]), (rows, longest[1])):
         batch = collator(part)
-        assert batch["input_ids"].shape[-1] == max(row["tokens"] for row in part)
-        assert bool((batch["attention_mask"].sum(-1).amax((0, 1)) == batch["input_ids"].shape[-1]).all())
+        assert batch["input_ids"].shape == (len(part), 2, width)
         assert torch.equal(batch["input_ids"] == tokenizer.pad_token_id, batch["attention_mask"] == 0)
-    assert batch["token_type_ids"].shape == batch["input_ids"].shape
+        assert batch["token_type_ids"].shape == batch["input_ids"].shape
+    assert ChoiceCollator(layout, tokenizer, multiple=8)(rows)["input_ids"].shape[-1] == -(-longest[1] // 8) * 8
 
 
 def test_rows_without_answers_have_no_labels() -> None:
-    tokenizer, layout = wordpiece(), multiple_choice.pair_layout(wordpiece()).with_one_separator()
+    tokenizer, layout = wordpiece(), multiple_choice.pair_layout(wordpiece()).as_one_text()
     data = encoded([{**CSQA_ROW, "answerKey": ""}], finetune_csqa, tokenizer, layout, Limits(60, 30))
-    assert "labels" not in ChoiceCollator(layout, 60, 0)(list(data))
+    assert set(ChoiceCollator(layout, tokenizer)(rows_of(data))) == {"input_ids", "attention_mask"}
 
 
 # --- rows that are refused ---

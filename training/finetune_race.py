@@ -1,5 +1,8 @@
 """Finetune an encoder on RACE (Lai et al. 2017): English examinations, four choices a question, two levels.
 
+    python training/finetune_race.py training/recipes/finetune_race/paper.yaml \
+        --model_name_or_path MODEL [MODEL ...] --dataset_name FOLDER --output_dir outputs/race
+
 A choice is read as
 
     <s> passage </s></s> question with option </s>
@@ -8,14 +11,33 @@ and, by tokenizers in BERT's layout, as `[CLS] passage [SEP] question with optio
 (`_`) is read with the option in every blank; any other is followed by a space and the option. So RoBERTa's authors
 prepared the questions (fairseq, `examples/roberta/preprocess_RACE.py`); underscores in a row are one blank here.
 Neither paper says which part comes first. Here it is the passage; fairseq's script for RACE puts the question there.
+
+Question with option are cut to 128 tokens, then the passage so that all fit into `--max_length` (512). `--dataset_name`
+is `ehovy/race` or a folder with the subfolders `middle` and `high`; `--dataset_config` chooses one level.
 """
 
 import re
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from multiple_choice import Question, answer_index, as_choices, as_text
-from recipe import UserError
+from datasets import Dataset, concatenate_datasets
+from finetune_data import load_splits, require_columns
+from finetuning import run_script
+from multiple_choice import (
+    ChoiceArguments,
+    ChoiceTask,
+    Layout,
+    Limits,
+    Question,
+    answer_index,
+    as_choices,
+    as_text,
+    read_questions,
+)
+from recipe import UserError, did_you_mean
 
 COLUMNS = ("example_id", "article", "question", "options", "answer")
 LEVELS = ("middle", "high")
@@ -59,3 +81,95 @@ def read_row(row: Mapping[str, Any], where: str) -> Question:
         letters=letters,
         label=answer_index(row["answer"], letters, "answer", where),
     )
+
+
+def load_race(name: str, config: str) -> dict[str, Dataset]:
+    """The splits of one level, or of both (`all`), as questions.
+
+    Args:
+        name: Hub name; or a folder with `middle` and `high`, each with a file for each split; or one with such files.
+        config: `all`, `middle` or `high`.
+
+    Raises:
+        UserError: An unknown level, nothing to be found, a missing column, an empty split, a row that is not as it
+            should be.
+    """
+    if config not in ("all", *LEVELS):
+        raise UserError(f"--dataset_config is {config!r}.{did_you_mean(config, ('all', *LEVELS))}")
+    levels = LEVELS if config == "all" else (config,)
+    local = [level for level in LEVELS if (Path(name) / level).is_dir()]
+    if local:
+        for level in levels:
+            if level not in local:
+                raise UserError(
+                    f"{name} has no folder `{level}`. For one level alone give --dataset_config {local[0]}."
+                )
+        loaded = [(f"{name}/{level}", load_splits(name, level)) for level in levels]
+    else:
+        loaded = [(name, load_splits(name, config))]
+    questions: dict[str, list[Dataset]] = {}
+    for source, splits in loaded:
+        for split, rows in splits.items():
+            where = f"{source}, {split}"
+            require_columns(rows, COLUMNS, where)
+            questions.setdefault(split, []).append(read_questions(rows, read_row, where))
+    return {split: concatenate_datasets(parts) for split, parts in questions.items()}
+
+
+@dataclass
+class RaceArguments(ChoiceArguments):
+    """Options of this script."""
+
+    dataset_name: str = field(
+        default="ehovy/race",
+        metadata={"help": "Hub name, or a local folder with `middle` and `high`, each with a file for each split."},
+    )
+    dataset_config: str = field(default="all", metadata={"help": "all, middle or high."})
+
+
+class RaceTask(ChoiceTask):
+    """RACE: the passage gives way to question and option; accuracy of both levels and of each."""
+
+    name = "race"
+    title = "RACE"
+    dataset = "RACE (Lai et al. 2017), for non-commercial research only"
+    parts = ("passage", "question with option")
+
+    def __init__(self, arguments: RaceArguments) -> None:
+        super().__init__(load_race(arguments.dataset_name, arguments.dataset_config), arguments.max_question_length)
+        self.dataset_name = None if Path(arguments.dataset_name).exists() else arguments.dataset_name
+        self.dataset_config = arguments.dataset_config
+        for split, rows in {"train": self.train, **self.evaluation, **self.tests}.items():
+            levels = list(rows["group"])
+            self.notes.append(f"{split}: " + ", ".join(f"{levels.count(level):,} {level}" for level in LEVELS) + ".")
+
+    def limits(self, max_length: int, layout: Layout) -> Limits:
+        """The question's limit is the option's of the script; the passage has what is left."""
+        return Limits(whole=max_length, second=self.max_question_length)
+
+    def usage(self, name: str, trust: str) -> str:
+        """Python for the model card."""
+        return f'''import torch
+from transformers import AutoModelForMultipleChoice, AutoTokenizer
+
+name = "{name}"  # the name of this repository on the Hub, or the folder that holds this card
+tokenizer = AutoTokenizer.from_pretrained(name{trust})
+model = AutoModelForMultipleChoice.from_pretrained(name{trust}).eval()
+passage = "Tom has a cat and a dog. The cat sleeps all day, and the dog plays with him."
+question = "Tom plays with _ ."
+options = ["the cat", "the dog", "nobody", "his sister"]
+# The option stands in the blank, or after a question that has none.
+texts = [question.replace("_", option) if "_" in question else f"{{question}} {{option}}" for option in options]
+inputs = tokenizer([passage] * len(texts), texts, truncation="only_first", padding=True, return_tensors="pt")
+with torch.no_grad():
+    logits = model(**{{key: value.unsqueeze(0) for key, value in inputs.items()}}).logits[0]  # one score an option
+print(options[logits.argmax()])'''
+
+
+def main(words: list[str] | None = None) -> int:
+    """The script: 0 if all is well, 2 after an error that the user can mend."""
+    return run_script(RaceArguments, lambda arguments, training: RaceTask(arguments), __doc__, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,16 +10,20 @@ whole fits. Special tokens are never cut, and every cut is counted.
 """
 
 import dataclasses
+import json
 import string
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
+from finetune_data import Encoded
+from finetuning import FinetuneArguments, Task
 from recipe import UserError
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForMultipleChoice, PreTrainedTokenizerBase
 
 UNKNOWN = -1  # label of a question whose answer is not given
 _FEATURES = Features(
@@ -31,6 +35,8 @@ _FEATURES = Features(
         "second": List(List(Value("int32"))),
         "label": Value("int64"),
         "length": Value("int32"),
+        "kept": List(Value("int32")),
+        "longest": Value("int32"),
         "tokens": Value("int32"),
         "cut_first": Value("int32"),
         "cut_second": Value("int32"),
@@ -73,16 +79,13 @@ class Layout:
         """Number of special tokens in an input."""
         return len(self.start) + len(self.middle) + len(self.end)
 
-    def with_one_separator(self) -> "Layout":
-        """The same layout with a single separator between the parts."""
-        return dataclasses.replace(self, middle=self.middle[-1:])
+    def as_one_text(self) -> "Layout":
+        """One separator between the parts and one segment, as if it were one text with a separator in it."""
+        return dataclasses.replace(self, middle=self.middle[-1:], segments=False)
 
-    def join(self, first: Sequence[int], second: Sequence[int], max_length: int) -> tuple[list[int], list[int]]:
-        """Ids of one input, at most `max_length` of them, and the segment (0 or 1) of each; `first` gives way."""
-        room = max_length - self.specials - len(second)
-        head = [*self.start, *first[: max(room, 0)], *self.middle]
-        tail = [*second, *self.end]
-        # RoBERTa's pair has two separators; the segment changes after the last, as BERT's does after its only one.
+    def join(self, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Ids of an input, and the segment (0 or 1) of each."""
+        head, tail = [*self.start, *first, *self.middle], [*second, *self.end]
         return head + tail, [0] * len(head) + [1] * len(tail)
 
 
@@ -199,9 +202,9 @@ def encode(questions: Dataset, tokenizer: PreTrainedTokenizerBase, layout: Layou
         limits: longest input and longest second part.
 
     Returns:
-        `first` (ids, as long as the shortest choice allows), `second` (ids of every choice), `label`, `tokens` (of the
-        longest choice's input), `length` (its characters before cutting, by which batches are grouped: the same for
-        every tokenizer), and the tokens cut in the row, summed over its choices: `cut_first`, `cut_second`.
+        `first` (ids), `kept` (how many of them every choice has room for), `second` (ids of every choice), `label`;
+        `longest` (tokens of the longest choice's input), `length` (its characters before cutting, by which batches are
+        grouped: the same for every tokenizer); and summed over the row's choices `tokens`, `cut_first`, `cut_second`.
 
     Raises:
         UserError: The limits leave no room for the first part.
@@ -209,7 +212,7 @@ def encode(questions: Dataset, tokenizer: PreTrainedTokenizerBase, layout: Layou
     if limits.second < 1 or limits.whole <= limits.second + layout.specials:
         raise UserError(
             f"Inputs of {limits.whole} tokens have no room for {limits.second} tokens that differ between the choices, "
-            f"{layout.specials} special tokens and the text before. Raise `max_length` or lower `max_option_length`."
+            f"{layout.specials} special tokens and the text before. Raise `max_length` or lower `max_question_length`."
         )
 
     def encode_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -243,40 +246,67 @@ def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]
 
 
 def _cut_row(first: list[int], seconds: list[list[int]], layout: Layout, limits: Limits) -> dict[str, Any]:
-    kept = [ids[: limits.second] for ids in seconds]
-    rooms = [limits.whole - layout.specials - len(ids) for ids in kept]
-    lengths = [layout.specials + min(len(first), room) + len(ids) for ids, room in zip(kept, rooms, strict=True)]
+    short = [ids[: limits.second] for ids in seconds]
+    kept = [min(len(first), limits.whole - layout.specials - len(ids)) for ids in short]
+    tokens = [layout.specials + count + len(ids) for count, ids in zip(kept, short, strict=True)]
     return {
-        "first": first[: max(rooms)],
-        "second": kept,
-        "tokens": max(lengths),
-        "cut_first": sum(max(len(first) - room, 0) for room in rooms),
-        "cut_second": sum(len(ids) - len(short) for ids, short in zip(seconds, kept, strict=True)),
+        "first": first[: max(kept)],
+        "kept": kept,
+        "second": short,
+        "longest": max(tokens),
+        "tokens": sum(tokens),
+        "cut_first": sum(len(first) - count for count in kept),
+        "cut_second": sum(len(ids) - len(cut) for ids, cut in zip(seconds, short, strict=True)),
     }
 
 
-def count_cuts(encoded: Dataset) -> dict[str, int]:
-    """What `encode` cut: rows, and tokens summed over the choices of all rows."""
-    first, second = np.asarray(encoded["cut_first"]), np.asarray(encoded["cut_second"])
-    return {
-        "rows": len(encoded),
-        "rows_first_cut": int((first > 0).sum()),
-        "tokens_first_cut": int(first.sum()),
-        "rows_second_cut": int((second > 0).sum()),
-        "tokens_second_cut": int(second.sum()),
-        "longest_input": int(max(encoded["tokens"])),
-    }
+@dataclasses.dataclass(frozen=True)
+class EncodedChoices(Encoded):
+    """What the Trainer takes, and what was cut, part by part; tokens are summed over all choices.
+
+    Attributes:
+        parts: names of the two parts: `("passage", "question with option")`.
+        cut_by_part: rows that were cut and tokens that were lost, for each part.
+        longest: tokens of the longest input.
+    """
+
+    parts: tuple[str, str]
+    cut_by_part: dict[str, dict[str, int]]
+    longest: int
+
+    def report(self, split: str, max_length: int) -> str:
+        """One sentence on the split."""
+        said = []
+        for part in reversed(self.parts):
+            cut = self.cut_by_part[part]
+            share = cut["rows"] / len(self.rows)
+            lost = f"{part} cut in {cut['rows']:,} ({share:.1%}), which lost {cut['tokens']:,} tokens"
+            said.append(lost if cut["rows"] else f"no {part} cut")
+        return (
+            f"{split}: {len(self.rows):,} rows, {self.tokens:,} tokens in all choices, the longest input "
+            f"{self.longest:,} of {max_length:,}; {'; '.join(said)}."
+        )
 
 
-def describe_cuts(split: str, cuts: dict[str, int], first: str, second: str) -> str:
-    """The counts as one sentence, with the data set's names of the two parts."""
-    parts = [
-        f"{name} cut in {cuts[f'rows_{part}_cut']:,} ({cuts[f'tokens_{part}_cut']:,} tokens over all choices)"
-        if cuts[f"rows_{part}_cut"]
-        else f"no {name} cut"
-        for part, name in (("second", second), ("first", first))
-    ]
-    return f"{split}: {cuts['rows']:,} rows, {', '.join(parts)}; longest input {cuts['longest_input']} tokens."
+def for_trainer(encoded: Dataset, parts: tuple[str, str]) -> EncodedChoices:
+    """What `encode` gives, without the columns that only people read; `labels` if there are answers."""
+    cuts = {}
+    for part, column in zip(parts, ("cut_first", "cut_second"), strict=True):
+        lost = np.asarray(encoded[column])
+        cuts[part] = {"rows": int((lost > 0).sum()), "tokens": int(lost.sum())}
+    any_cut = np.asarray(encoded["cut_first"]) + np.asarray(encoded["cut_second"])
+    columns = ["first", "kept", "second", "length"]
+    labelled = encoded[0]["label"] != UNKNOWN
+    rows = encoded.rename_column("label", "labels").select_columns([*columns, "labels"] if labelled else columns)
+    return EncodedChoices(
+        rows=rows,
+        tokens=int(np.sum(encoded["tokens"])),
+        cut_rows=int((any_cut > 0).sum()),
+        cut_tokens=int(any_cut.sum()),
+        parts=parts,
+        cut_by_part=cuts,
+        longest=int(np.max(encoded["longest"])),
+    )
 
 
 class ChoiceCollator:
@@ -284,22 +314,28 @@ class ChoiceCollator:
 
     Args:
         layout: special tokens of an input.
-        max_length: longest input in tokens.
-        pad_token_id: what pads hold; they are masked.
+        tokenizer: for the id of the pads, which are masked.
+        multiple: the width is rounded up to a multiple of it, if the model takes as much.
     """
 
-    def __init__(self, layout: Layout, max_length: int, pad_token_id: int) -> None:
-        self.layout, self.max_length, self.pad_token_id = layout, max_length, pad_token_id
+    def __init__(self, layout: Layout, tokenizer: PreTrainedTokenizerBase, multiple: int | None = None) -> None:
+        self.layout, self.pad_token_id = layout, tokenizer.pad_token_id
+        self.multiple, self.widest = multiple or 1, tokenizer.model_max_length
 
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """`input_ids`, `attention_mask` and, if the tokenizer has segments, `token_type_ids`: (rows, choices, n).
+        """`input_ids`, `attention_mask` and, if the layout has segments, `token_type_ids`: (rows, choices, n).
 
-        `labels` (rows,) are left out of a split without answers.
+        `labels` (rows,) are there if the rows have them.
         """
-        joined = [self.layout.join(row["first"], second, self.max_length) for row in rows for second in row["second"]]
-        shape = (len(joined), max(len(ids) for ids, _ in joined))
-        input_ids = torch.full(shape, self.pad_token_id)
-        attention_mask, token_type_ids = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        joined = [
+            self.layout.join(row["first"][:kept], second)
+            for row in rows
+            for kept, second in zip(row["kept"], row["second"], strict=True)
+        ]
+        longest = max(len(ids) for ids, _ in joined)
+        width = max(longest, min(-(-longest // self.multiple) * self.multiple, self.widest))
+        input_ids = torch.full((len(joined), width), self.pad_token_id)
+        attention_mask, token_type_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
         for index, (ids, segments) in enumerate(joined):
             input_ids[index, : len(ids)] = torch.tensor(ids)
             attention_mask[index, : len(ids)] = 1
@@ -308,5 +344,92 @@ class ChoiceCollator:
         if self.layout.segments:
             batch["token_type_ids"] = token_type_ids
         batch = {name: tensor.unflatten(0, (len(rows), -1)) for name, tensor in batch.items()}
-        labels = torch.tensor([row["label"] for row in rows])
-        return batch if (labels == UNKNOWN).any() else {**batch, "labels": labels}
+        if "labels" in rows[0]:
+            batch["labels"] = torch.tensor([row["labels"] for row in rows])
+        return batch
+
+
+@dataclasses.dataclass
+class ChoiceArguments(FinetuneArguments):
+    """Options of the scripts for multiple choice; the defaults are the Luna paper's (section 4.3)."""
+
+    max_question_length: int = dataclasses.field(
+        default=128,
+        metadata={"help": "Longest question with option in tokens, without special tokens; longer ones are cut."},
+    )
+    sweep_learning_rates: list[float] = dataclasses.field(
+        default_factory=lambda: [1e-5, 2e-5, 3e-5], metadata={"help": "Peak learning rates."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_question_length < 1:
+            raise UserError(f"--max_question_length is {self.max_question_length}, but must be at least 1.")
+
+
+class ChoiceTask(Task):
+    """Rows of `read_questions`, scored by accuracy: of all rows and, if they are in groups, of each group.
+
+    A script's class names the parts and says how long and in what layout they are; a test split may lack answers.
+
+    Args:
+        splits: `train` and `validation` with answers; `test` with or without.
+        max_question_length: see `ChoiceArguments`.
+
+    Raises:
+        UserError: A split is missing, or has no answers where they are needed.
+    """
+
+    auto_class = AutoModelForMultipleChoice
+    pipeline_tag = "multiple-choice"
+    parts: tuple[str, str]
+
+    def __init__(self, splits: dict[str, Dataset], max_question_length: int) -> None:
+        for split in ("train", "validation"):
+            if split not in splits:
+                raise UserError(f"{self.title} has no split `{split}` here; there is {', '.join(splits)}.")
+            if splits[split][0]["label"] == UNKNOWN:
+                raise UserError(f"The split `{split}` of {self.title} has no answers.")
+        self.train, self.evaluation = splits["train"], {"validation": splits["validation"]}
+        self.tests = {"test": splits["test"]} if "test" in splits else {}
+        self.max_question_length = max_question_length
+        self.notes = []
+
+    def layout(self, tokenizer: PreTrainedTokenizerBase) -> Layout:
+        """Special tokens of an input."""
+        return pair_layout(tokenizer)
+
+    def limits(self, max_length: int, layout: Layout) -> Limits:
+        """Longest input and second part for inputs of at most `max_length` tokens."""
+        raise NotImplementedError
+
+    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> EncodedChoices:
+        """Rows as `ChoiceCollator` takes them."""
+        layout = self.layout(tokenizer)
+        return for_trainer(encode(rows, tokenizer, layout, self.limits(max_length, layout)), self.parts)
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase, multiple: int | None) -> ChoiceCollator:
+        """Adds the special tokens, and pads to the longest choice of the batch."""
+        return ChoiceCollator(self.layout(tokenizer), tokenizer, multiple)
+
+    def scores(self, split: str, logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """`accuracy`, and `accuracy_<group>` for each group of the rows."""
+        rows = self.tests[split] if split in self.tests else self.evaluation[split]
+        groups, guesses = np.asarray(rows["group"]), logits.argmax(-1)
+        found = {"accuracy": accuracy(guesses, labels)}
+        for group in sorted(set(groups) - {""}, reverse=True):
+            found[f"accuracy_{group}"] = accuracy(guesses[groups == group], labels[groups == group])
+        return found
+
+    def write_predictions(self, folder: Path, split: str, logits: np.ndarray) -> Path:
+        """A line `{"id": ..., "chosenAnswer": "A"}` for each row, the form of CommonsenseQA's leaderboard."""
+        path, rows = folder / f"{split}.jsonl", self.tests[split]
+        with path.open("w", encoding="utf-8") as file:
+            for name, letters, choice in zip(rows["id"], rows["letters"], logits.argmax(-1), strict=True):
+                file.write(json.dumps({"id": name, "chosenAnswer": letters[choice]}) + "\n")
+        return path
+
+
+def accuracy(guesses: np.ndarray, labels: np.ndarray) -> float:
+    """Share of the rows whose best choice is the right one."""
+    return float((guesses == labels).mean())
