@@ -31,6 +31,8 @@ _FROM_TOKENIZER = {
     "cls_token_id": "cls_token_id",
     "sep_token_id": "sep_token_id",
 }
+# Attention backends that a recipe may choose; transformers' default is sdpa.
+_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Types whose table of learned positions begins with the rows up to the pad's, and whose config counts them.
 _COUNTS_PAD_ROWS = {"camembert", "data2vec-text", "longformer", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"}
 
@@ -45,7 +47,7 @@ def model_fields(model_type: str) -> set[str]:
     if model_type not in encoders or model_type not in CONFIG_MAPPING:
         families = ", ".join(FAMILIES)
         raise UserError(f"Unknown `model_type` {model_type!r}. Choose {families}, or roberta or modernbert to compare.")
-    return {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    return {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])} | {"attn_implementation"}
 
 
 def make_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> PreTrainedConfig:
@@ -54,7 +56,7 @@ def make_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | Non
     Sparse prediction is on unless the section says otherwise, for types that have it.
 
     Args:
-        fields: `model_type`, and fields of its config.
+        fields: `model_type`, and fields of its config; `attn_implementation` chooses the attention backend.
         tokenizer: decides the special tokens; `None` stands for one in RoBERTa's layout.
         vocab_size: rows of the embedding.
 
@@ -73,6 +75,9 @@ def make_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | Non
             raise UserError(f"`model.{name}` follows from the tokenizer: take it out of the model section.")
         if name not in known:
             raise UserError(f"A {model_type} config has no field `{name}`.{did_you_mean(name, known)}")
+    backend = fields.get("attn_implementation", "sdpa")
+    if backend not in _BACKENDS:
+        raise UserError(f"`model.attn_implementation` is {backend!r}, but must be {', '.join(_BACKENDS)}.")
     if "sparse_prediction" in known:
         fields.setdefault("sparse_prediction", True)
     try:

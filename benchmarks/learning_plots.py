@@ -1,0 +1,89 @@
+"""Figures of the learning experiments: loss against steps and seconds, attention over training, task scores."""
+
+from pathlib import Path
+from typing import Any
+
+STYLES = {
+    "roberta": {"color": "0.45", "linestyle": "--"},
+    "roberta-conv": {"color": "black"},
+    "luna-32": {"color": "tab:blue", "linestyle": "--"},
+    "luna-128": {"color": "tab:cyan", "linestyle": "--"},
+    "luna-conv": {"color": "tab:red"},
+    "luna-conv-tied": {"color": "tab:orange"},
+    "luna-conv-1": {"color": "tab:green", "linestyle": "-."},
+}
+
+
+def plot_losses(runs: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Held-out loss of every run against steps and against seconds, with the unigram entropy."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
+    for axis, against in zip(axes, ("step", "seconds"), strict=True):
+        for run in runs:
+            axis.plot(run["curve"][against], run["curve"]["loss"], **_style(run))
+        unigram = sum(run["unigram_loss"] for run in runs) / len(runs)
+        axis.axhline(unigram, color="black", linestyle=":", linewidth=1, label="unigram entropy")
+        axis.set_xlabel({"step": "steps", "seconds": "seconds of training (evaluation not counted)"}[against])
+        _plain(axis)
+    axes[0].set_ylabel("loss at masked held-out tokens (nats)")
+    axes[0].legend(frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def plot_attention(runs: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Entropies and slot similarity over training, first layer solid and last layer dotted; first seeds only."""
+    plt = _pyplot()
+    panels = {
+        "pack_entropy": "entropy of pack maps",
+        "unpack_entropy": "entropy of unpack maps",
+        "slot_similarity": "cosine between slots",
+        "attention_entropy": "entropy of softmax maps",
+    }
+    figure, axes = plt.subplots(1, 4, figsize=(16, 4.2), layout="constrained", sharey=True)
+    first = min(run["seed"] for run in runs)
+    for axis, (name, label) in zip(axes, panels.items(), strict=True):
+        for run in (run for run in runs if run["seed"] == first and name in run["probe"]):
+            values = run["probe"][name]
+            if values[0][0] is None:  # a single slot
+                continue
+            style = _style(run)
+            axis.plot(run["probe"]["step"], [layers[0] for layers in values], **{**style, "linestyle": "-"})
+            axis.plot(
+                run["probe"]["step"], [layers[-1] for layers in values], **{**style, "linestyle": ":", "label": None}
+            )
+        axis.set_title(f"{label}\n(share of the maximum)" if "entropy" in label else label, fontsize=10)
+        axis.set_xlabel("steps")
+        if axis.lines:
+            axis.legend(frameon=False, fontsize=8)
+        _plain(axis)
+    figure.suptitle(f"{title}; solid: first layer, dotted: last layer", fontsize=10)
+    _save(figure, path)
+
+
+def _style(run: dict[str, Any]) -> dict[str, Any]:
+    label = run["system"] if run["seed"] == 0 else None  # one entry in the legend for all seeds
+    alpha = 1.0 if run["seed"] == 0 else 0.45
+    return {"linewidth": 1.6, "alpha": alpha, "label": label, **STYLES.get(run["system"], {})}
+
+
+def _plain(axis: Any) -> None:
+    axis.grid(True, color="0.9")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    # Without the library's version in its metadata the file depends on the numbers only.
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    pyplot.close(figure)

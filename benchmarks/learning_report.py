@@ -1,0 +1,206 @@
+"""Reads the pretraining runs of `learning.py`, and makes comparisons and a table of them."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from recipe import UserError
+
+# What Luna with the convolution must reach.
+STEP_SHARE = 0.5  # plain RoBERTa's final loss, in at most this share of its steps
+RELATIVE_LOSS = 0.02  # the loss of softmax with the convolution, within this
+
+# Keys of a recipe that differ between runs by design.
+OWN = {"model_name", "output_dir", "cache_dir", "seed", "model", "log_steps", "save_steps", "save_total_limit"}
+
+Run = dict[str, Any]
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """Every finished pretraining run below a folder, by folder.
+
+    Raises:
+        UserError: There is none, or they were not run with the same recipe.
+    """
+    runs = [read_run(path.parent) for path in sorted(folder.glob("*/run.json"))]
+    if not runs:
+        raise UserError(f"{folder} holds no finished run. Run `python benchmarks/learning.py pretrain` first.")
+    for run in runs[1:]:
+        differing = [key for key, value in run["recipe"].items() if key not in OWN and value != runs[0]["recipe"][key]]
+        if differing:
+            raise UserError(
+                f"{run['system']} and {runs[0]['system']} in {folder} were run with different values of "
+                f"{', '.join(differing)}: they cannot be compared. Use another folder for each (--runs)."
+            )
+    return runs
+
+
+def read_run(folder: Path) -> Run:
+    """Header, figures and curves of one run; `seconds` are those of training, without evaluation and saving."""
+    described = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    figures = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    held_out = [entry for entry in log if entry["kind"] == "held_out"]
+    attention = [entry for entry in log if entry["kind"] == "probe"]
+    return {
+        **described,
+        "parameters": figures["parameters"],
+        "unigram_loss": figures["unigram_loss"],
+        "targets": figures["held_out_targets"],
+        "training_seconds": figures["training_seconds"],
+        "tokens_per_second": figures["seen_tokens"] / figures["training_seconds"],
+        "final_loss": held_out[-1]["loss"],
+        "curve": {name: [entry[name] for entry in held_out] for name in ("step", "seconds", "loss", "accuracy")},
+        "probe": {
+            name: [entry[name] for entry in attention] for name in (attention[0] if attention else {}) if name != "kind"
+        },
+    }
+
+
+def first_step_at(curve: dict[str, list[float]], target: float) -> int | None:
+    """The first evaluated step with at most the target loss; `None` if it was not reached."""
+    return next((step for step, loss in zip(curve["step"], curve["loss"], strict=True) if loss <= target), None)
+
+
+def of_system(runs: list[Run], system: str) -> dict[int, Run]:
+    """The runs of a system by seed."""
+    return {run["seed"]: run for run in runs if run["system"] == system}
+
+
+def pairs(runs: list[Run], first: str, second: str) -> list[tuple[int, Run, Run]]:
+    """Seed and runs of two systems, for every seed that both have: same rows, same order, same masks."""
+    left, right = of_system(runs, first), of_system(runs, second)
+    return [(seed, left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
+
+
+def differences(runs: list[Run], first: str, second: str) -> list[dict[str, Any]]:
+    """Loss of the first system minus that of the second, at every quarter of the steps, for every common seed."""
+    found = []
+    for seed, left, right in pairs(runs, first, second):
+        steps, last = left["curve"]["step"], left["curve"]["step"][-1]
+        quarters = [max((i for i, step in enumerate(steps) if step <= last * n / 4), default=0) for n in (1, 2, 3, 4)]
+        both = [(steps[i], left["curve"]["loss"][i], right["curve"]["loss"][i]) for i in quarters]
+        found.append(
+            {
+                "seed": seed,
+                "steps": [step for step, _, _ in both],
+                "nats": [ours - theirs for _, ours, theirs in both],
+                "relative": [ours / theirs - 1 for _, ours, theirs in both],
+            }
+        )
+    return found
+
+
+def conclude(runs: list[Run]) -> dict[str, Any]:
+    """The comparisons that the experiment is about, with what was expected of them where it was."""
+    reached = []
+    for seed, ours, theirs in pairs(runs, "luna-conv", "roberta"):
+        step = first_step_at(ours["curve"], theirs["final_loss"])
+        share = None if step is None else step / theirs["curve"]["step"][-1]
+        reached.append({"seed": seed, "target": theirs["final_loss"], "step": step, "share": share})
+    softmax = differences(runs, "luna-conv", "roberta-conv")
+    return {
+        "roberta_gain": [run["unigram_loss"] - run["final_loss"] for run in of_system(runs, "roberta").values()],
+        "luna_conv_reaches_roberta": {
+            "expected_share": STEP_SHARE,
+            "holds": bool(reached) and all(row["share"] is not None and row["share"] <= STEP_SHARE for row in reached),
+            "seeds": reached,
+        },
+        "luna_conv_against_roberta_conv": {
+            "expected_relative": RELATIVE_LOSS,
+            "holds": bool(softmax) and all(row["relative"][-1] <= RELATIVE_LOSS for row in softmax),
+            "seeds": softmax,
+        },
+        "luna_conv_against_one_slot": {"seeds": differences(runs, "luna-conv", "luna-conv-1")},
+        "roberta_conv_against_one_slot": {"seeds": differences(runs, "roberta-conv", "luna-conv-1")},
+        "seed_spread": seed_spread(runs),
+    }
+
+
+def seed_spread(runs: list[Run]) -> dict[str, float]:
+    """Largest difference of the final loss between seeds, for systems with more than one."""
+    losses = {run["system"]: [r["final_loss"] for r in of_system(runs, run["system"]).values()] for run in runs}
+    return {system: max(values) - min(values) for system, values in losses.items() if len(values) > 1}
+
+
+def table(runs: list[Run], order: list[str]) -> str:
+    """One Markdown row a system: means over the seeds, with the extremes where there are several."""
+    plain = of_system(runs, "roberta")
+    rows = [
+        "| system | parameters | seeds | final loss | below unigram (nats) | accuracy | steps to plain RoBERTa's "
+        "final loss (share) | tokens/s | pack entropy | unpack entropy | slot similarity |",
+        "| --- " * 11 + "|",
+    ]
+    for system in order:
+        own = list(of_system(runs, system).values())
+        if not own:
+            continue
+        shares = [first_step_at(run["curve"], plain[run["seed"]]["final_loss"]) for run in own if run["seed"] in plain]
+        total = own[0]["curve"]["step"][-1]
+        cells = [
+            system,
+            f"{own[0]['parameters']:,}",
+            ", ".join(str(run["seed"]) for run in own),
+            spread([run["final_loss"] for run in own], 3),
+            spread([run["unigram_loss"] - run["final_loss"] for run in own], 2),
+            spread([100 * run["curve"]["accuracy"][-1] for run in own], 1) + " %",
+            ", ".join("not reached" if step is None else f"{step:,} ({step / total:.2f})" for step in shares) or "-",
+            f"{statistics.mean(run['tokens_per_second'] for run in own):,.0f}",
+            *(layers(own[0]["probe"], name) for name in ("pack_entropy", "unpack_entropy", "slot_similarity")),
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Mean, and the extremes in brackets if there are several values."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def layers(attention: dict[str, list[Any]], name: str) -> str:
+    """The last values of a probe, first layer first."""
+    if name == "pack_entropy" and "attention_entropy" in attention:
+        name = "attention_entropy"  # the table says whose
+        return "(softmax) " + " / ".join(f"{value:.2f}" for value in attention[name][-1])
+    if name not in attention:
+        return "-"
+    return " / ".join("-" if value is None else f"{value:.2f}" for value in attention[name][-1])
+
+
+def sentences(conclusions: dict[str, Any]) -> str:
+    """The conclusions in words, one Markdown line each."""
+    lines = []
+    reached = conclusions["luna_conv_reaches_roberta"]
+    for row in reached["seeds"]:
+        said = "not reached" if row["step"] is None else f"at step {row['step']:,}, {row['share']:.2f} of its steps"
+        lines.append(
+            f"* Seed {row['seed']}: luna-conv reaches plain RoBERTa's final loss of {row['target']:.3f} {said}."
+        )
+    lines.append(f"  Expected: at most {reached['expected_share']}. {_holds(reached)}")
+    softmax = conclusions["luna_conv_against_roberta_conv"]
+    lines += _quarters(softmax["seeds"], "luna-conv", "roberta-conv")
+    lines.append(f"  Expected at the end: at most {softmax['expected_relative']:+.0%}. {_holds(softmax)}")
+    lines += _quarters(conclusions["luna_conv_against_one_slot"]["seeds"], "luna-conv", "luna-conv-1")
+    lines += _quarters(conclusions["roberta_conv_against_one_slot"]["seeds"], "roberta-conv", "luna-conv-1")
+    if conclusions["seed_spread"]:
+        found = ", ".join(f"{system} {value:.3f}" for system, value in conclusions["seed_spread"].items())
+        lines.append(f"* Difference between the seeds of one system (nats): {found}.")
+    return "\n".join(lines)
+
+
+def _holds(conclusion: dict[str, Any]) -> str:
+    return "It holds." if conclusion["holds"] else "It does not hold." if conclusion["seeds"] else "Not measured."
+
+
+def _quarters(rows: list[dict[str, Any]], first: str, second: str) -> list[str]:
+    return [
+        f"* Seed {row['seed']}: loss of {first} minus that of {second} at steps "
+        + ", ".join(
+            f"{step:,}: {nats:+.3f} ({relative:+.1%})"
+            for step, nats, relative in zip(row["steps"], row["nats"], row["relative"], strict=True)
+        )
+        + "."
+        for row in rows
+    ]
