@@ -11,6 +11,8 @@ import yaml
 from recipe import UserError, did_you_mean
 from transformers import HfArgumentParser, TrainingArguments
 
+_ORDERS = ("group_by_length", "random", "sequential")
+
 
 @dataclass
 class FinetuneArguments:
@@ -112,7 +114,9 @@ class FinetuneTrainingArguments(TrainingArguments):
     warmup_steps: float = field(default=0.06, metadata={"help": "Warm-up: a share of the steps below 1, or a count."})
     eval_strategy: str = field(default="epoch", metadata={"help": "When to evaluate: no, steps, epoch."})
     save_strategy: str = field(default="epoch", metadata={"help": "When to save; as eval_strategy."})
-    save_total_limit: int | None = field(default=1, metadata={"help": "Checkpoints to keep beside the best one."})
+    save_total_limit: int | None = field(
+        default=2, metadata={"help": "Checkpoints to keep while a run is unfinished, the best one among them."}
+    )
     load_best_model_at_end: bool = field(default=True, metadata={"help": "Keep the weights with the best score."})
     logging_steps: float = field(default=100, metadata={"help": "Steps between two lines of the log."})
     train_sampling_strategy: str = field(
@@ -127,6 +131,10 @@ class FinetuneTrainingArguments(TrainingArguments):
         self.include_num_input_tokens_seen = "non_padding"  # for the speed in the results
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()
         super().__post_init__()
+        if self.train_sampling_strategy not in _ORDERS:  # the Trainer takes any other word for `random`
+            raise UserError(
+                f"--train_sampling_strategy is {self.train_sampling_strategy!r}, but must be {', '.join(_ORDERS)}."
+            )
 
 
 ArgumentsType = TypeVar("ArgumentsType", bound=FinetuneArguments)

@@ -17,6 +17,7 @@ from typing import Any
 
 import evaluate
 import numpy as np
+from card import portable
 from datasets import Dataset
 from finetune_data import Encoded, encode_texts, load_splits, read_file, require_columns, require_text
 from finetune_labels import Labels, read_labels
@@ -166,7 +167,7 @@ class TextClassification(Task):
                     f"{name} has no split {' or '.join(development)} to choose the checkpoint by. Name one with "
                     "--validation_split."
                 )
-            self.notes += [f"{name} has no split {split}: it is not evaluated." for split in missing]
+            self.notes += [f"{portable(name)} has no split {split}: it is not evaluated." for split in missing]
             if arguments.test_split and arguments.test_split not in rows:
                 raise UserError(f"{name} has no split {arguments.test_split!r}.")
         self.train = rows[train]

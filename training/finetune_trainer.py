@@ -97,11 +97,11 @@ class SeededSampler(Sampler[int]):
 
 
 class _Progress(TrainerCallback):
-    """Sets the sampler's epoch; counts updates, and seconds of training without evaluation and saving."""
+    """Sets the sampler's epoch; counts the seconds of training without evaluation and saving."""
 
     def __init__(self) -> None:
         self.sampler: SeededSampler | None = None
-        self.seconds, self.steps = 0.0, 0
+        self.seconds = 0.0
         self._since: float | None = None
 
     def start(self) -> None:
@@ -125,9 +125,6 @@ class _Progress(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.stop()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.steps += 1
 
 
 class FinetuneTrainer(Trainer):

@@ -312,15 +312,17 @@ def one_run(
     model, _ = load_model(task, run.model, prepared.extended, arguments, run.dropout)
     trainer = make_trainer(task, model, prepared, own, arguments)
     start = find_checkpoint(run, training)
-    began, tokens_before = time.perf_counter(), 0
+    before = {"num_input_tokens_seen": 0, "epoch": 0.0}
     if start is not None:
-        tokens_before = json.loads((start / "trainer_state.json").read_text())["num_input_tokens_seen"]
+        before = json.loads((start / "trainer_state.json").read_text(encoding="utf-8"))
+    began = time.perf_counter()
     train(trainer, start, arguments.early_stopping_patience)
     wall = time.perf_counter() - began
     scores, predictions = evaluate(task, trainer, prepared, run.folder)
     state, progress = trainer.state, trainer.progress
-    rows = progress.steps * run.batch_size
     seconds = max(progress.seconds, 1e-9)
+    rows = ((state.epoch or 0) - before["epoch"]) * len(prepared.train.rows)
+    tokens = state.num_input_tokens_seen - before["num_input_tokens_seen"]
     result = {
         "task": task.name,
         "title": task.title,
@@ -344,7 +346,7 @@ def one_run(
         "training_seconds": round(progress.seconds, 2),
         "resumed_from_step": int(start.name.partition("-")[2]) if start is not None else 0,
         "samples_per_second": round(rows / seconds, 2),
-        "tokens_per_second": round((state.num_input_tokens_seen - tokens_before) / seconds, 1),
+        "tokens_per_second": round(tokens / seconds, 1),
         "max_length": prepared.max_length,
         "train_rows": len(prepared.train.rows),
         "cut": {"train": {"rows": prepared.train.cut_rows, "tokens": prepared.train.cut_tokens}},
