@@ -1,7 +1,7 @@
 """Corpora: what the recipe's `data` names, as a sequence of documents.
 
 A source is `cpython` (the documentation inside every CPython), a local file or folder of .txt, .jsonl, .json, .csv or
-.parquet, or a dataset of the Hub. Opening one reads no more than its first document; mistakes are told here.
+.parquet, or a dataset of the Hub. Opening one reads its first documents; mistakes are told here.
 """
 
 import hashlib
@@ -34,6 +34,8 @@ _LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".
 _SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
 _SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?$")
 _SECTION = {"path", "name", "split", "text_column", "weight"}
+# Local files are read this far before a run starts: a moment, in which most mistakes in them show.
+_LOOK_CHARACTERS = 10_000_000
 # A tokenizer learns its merges from this many characters at most: several times what its counts need to settle.
 TOKENIZER_CHARACTERS = 200_000_000
 
@@ -113,6 +115,9 @@ def open_corpus(settings: Any) -> Corpus:
         ]
     elif settings.validation:
         validation = [open_source({"path": settings.validation}, "validation", "validation", **options)]
+    known = [source.identity for source in sources]
+    if any(source.identity in known for source in validation):
+        raise UserError(f"`validation` {settings.validation!r} is text that `data` trains on. Name another, or none.")
     if weights is None:  # one after the other, every document once an epoch
         sources, weights = [JoinedSource(tuple(sources))] if len(sources) > 1 else sources, [1.0]
     return Corpus(
@@ -137,6 +142,8 @@ def open_source(section: dict[str, Any], key: str, default_split: str, text_colu
     """
     path, column = section["path"], section.get("text_column", text_column)
     if path == "cpython":
+        if "split" in section:
+            raise UserError(f"`cpython` (`{key}`) has no splits. Leave `{section['split']}` out.")
         source: Source = ListSource(*read_cpython())
     elif Path(path).exists():
         source = _open_local(Path(path), section.get("split"), default_split, column, key)
@@ -237,7 +244,9 @@ def _open_local(path: Path, split: str | None, default_split: str, column: str, 
     if loader == "parquet":
         return _open_parquet(files, column, description, key)
     identity = [loader, column, *map(file_identity, files)]
-    builder = _builder(f"{path} (`{key}`)", loader, data_files={wanted: [str(file) for file in files]})
+    # pandas would take texts such as "NA" for missing ones.
+    options = {"keep_default_na": False} if loader == "csv" else {}
+    builder = _builder(f"{path} (`{key}`)", loader, data_files={wanted: [str(file) for file in files]}, **options)
     return _checked_table(TableSource(builder, wanted, column, description, identity), f"{path} (`{key}`)")
 
 
@@ -289,7 +298,7 @@ def _open_hub(name: str, config: str | None, split: str, column: str, key: str, 
     where = f"`{key}` is {name!r}: there is no such file or folder, and as a dataset of the Hub it"
     builder = _builder(where, name, config)
     description = f"{name}{f' ({config})' if config else ''}, split {split}"
-    identity = ["hub", str(builder.cache_dir), split, column]
+    identity = ["hub", *Path(builder.cache_dir).parts[-4:], split, column]  # name, configuration, version, hash
     source = TableSource(builder, split, column, description, identity, download=not streaming)
     return _checked_table(source, f"{name} (`{key}`)")
 
@@ -297,13 +306,15 @@ def _open_hub(name: str, config: str | None, split: str, column: str, key: str, 
 def _builder(where: str, *arguments: Any, **keywords: Any) -> Any:
     try:
         return load_dataset_builder(*arguments, **keywords)
-    except READ_ERRORS as error:
+    except (*READ_ERRORS, RuntimeError) as error:  # RuntimeError: the dataset is a script
         raise UserError(f"{where} cannot be opened: {error}") from error
 
 
 def _checked_table(source: TableSource, where: str) -> TableSource:
     try:
         features = source.features()
+    except StopIteration:
+        features = None
     except READ_ERRORS as error:
         raise UserError(f"{where} cannot be read: {error}") from error
     if not features:
@@ -321,13 +332,18 @@ def _check_column(column: str, columns: dict[str, DataType], where: str) -> None
 
 
 def _look_at_first(source: Source, where: str) -> None:
-    """Read up to the first document with text in it."""
-    if isinstance(source, TableSource) and not source.is_present():
+    """Read the first documents: up to one with text in it, and of local files `_LOOK_CHARACTERS`."""
+    enough = _LOOK_CHARACTERS
+    if isinstance(source, TableSource) and source.download and not source.is_present():
         source = replace(source, download=False)
-    documents = 0
+    if isinstance(source, TableSource) and source.identity[0] == "hub":
+        enough = 1
+    documents = characters = 0
     for document in readable(source):
         documents += 1
-        if document.strip():
+        characters += len(document.strip())
+        if characters >= enough:
             return
-    what = f"{documents:,} document(s), all blank" if documents else "it is empty"
-    raise UserError(f"{where} holds no text: {what}.")
+    if not characters:
+        what = f"{documents:,} document(s), all blank" if documents else "it is empty"
+        raise UserError(f"{where} holds no text: {what}.")

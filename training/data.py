@@ -8,6 +8,7 @@ for micro_batches in text.rows.updates(plan, first_update=0): ...
 
 import json
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -186,11 +187,14 @@ def open_stores(
     folders = [
         store_folder(settings.cache_dir, source, corpus.split_rule, limits, tokenizer) for source, limits in plans
     ]
-    # The first process of all builds; then, where machines share no disk, the first of every other machine.
-    for builds in (accelerator.is_main_process, accelerator.is_local_main_process):
-        for folder, (source, limits) in zip(folders, plans, strict=True) if builds else ():
+    # The first process of every machine builds, as machines may share no disk. The others look for the folder instead
+    # of waiting in a collective operation, which would time out while a large corpus is tokenized.
+    for folder, (source, limits) in zip(folders, plans, strict=True):
+        if accelerator.is_local_main_process:
             build_stores(folder, source, corpus.side_of, limits, tokenizer)
-        accelerator.wait_for_everyone()
+        while not folder.is_dir():
+            time.sleep(0.2)
+    accelerator.wait_for_everyone()
     opened = [
         {name: open_store(folder, name) for name in limits} for folder, (_, limits) in zip(folders, plans, strict=True)
     ]

@@ -266,9 +266,10 @@ def readable(source: Source) -> Iterator[str]:
     Raises:
         UserError: Reading failed.
     """
-    documents = iter(source.stream())
+    documents = None
     while True:
         try:
+            documents = documents or iter(source.stream())
             document = next(documents, None)
         except UserError:
             raise

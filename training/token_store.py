@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import os
+import platform
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 # Part of the name of a token store: raised when its files change.
 _FORMAT = 1
+_BUILDING = ".building"  # ending of a folder that is being written
 # Documents are tokenized together up to this many characters: enough to keep every core busy, little memory.
 _BATCH_CHARACTERS = 2_000_000
 # The same where only so many tokens are wanted: little more is read than that.
@@ -148,9 +150,11 @@ def build_stores(
     """
     if folder.is_dir():
         return
+    building = folder.with_name(f"{folder.name}.{platform.node()}.{os.getpid()}{_BUILDING}")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".building", dir=folder.parent))
+        remove_abandoned(folder.parent)
+        shutil.rmtree(building, ignore_errors=True)  # of an earlier process with this number
+        building.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"`cache_dir` {folder.parent} cannot be written: {error}. Name another folder.") from error
     try:
@@ -162,6 +166,18 @@ def build_stores(
                 raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def remove_abandoned(cache_dir: Path) -> None:
+    """Remove what processes of this machine that were killed in `build_stores` have left."""
+    for path in cache_dir.glob(f"*.{platform.node()}.*{_BUILDING}"):
+        process = path.name.removesuffix(_BUILDING).rpartition(".")[2]
+        try:
+            os.kill(int(process), 0)
+        except (ValueError, ProcessLookupError):
+            shutil.rmtree(path, ignore_errors=True)
+        except PermissionError:  # it runs, for another user
+            continue
 
 
 def _write_stores(

@@ -1,0 +1,79 @@
+"""What the tests of corpora and rows share: settings as a recipe has them, and small files of every kind."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from helpers import ROOT
+
+sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
+
+import corpus
+import cpython_docs
+import data
+import masking
+import rows
+import sources
+import streaming
+import token_store
+from recipe import UserError
+
+__all__ = ["UserError", "corpus", "cpython_docs", "data", "masking", "rows", "sources", "streaming", "token_store"]
+
+TEXTS = [f"text {number}: the packed sequence reads {number * 37} tokens in turn." for number in range(23)]
+
+
+def settings(folder: Path, **changes: Any) -> SimpleNamespace:
+    """The keys of a recipe that reading text needs."""
+    values = {
+        "data": "cpython",
+        "text_column": "text",
+        "validation": "",
+        "held_out_fraction": 0.2,
+        "streaming": False,
+        "cache_dir": str(folder / "cache"),
+        "eval_blocks": 1000,
+        "block_size": 16,
+        "mask_probability": 0.3,
+        "whole_word_masking": False,
+        "seed": 0,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def process(index: int = 0, processes: int = 1) -> SimpleNamespace:
+    """What `prepare_text` asks of an accelerator."""
+    return SimpleNamespace(
+        is_main_process=index == 0,
+        is_local_main_process=index == 0,
+        process_index=index,
+        num_processes=processes,
+        wait_for_everyone=lambda: None,
+        print=print,
+    )
+
+
+def write_texts(path: Path, texts: list[str] = TEXTS, column: str = "text") -> Path:
+    """A file of the kind that its ending says; tables have a second column `number`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"number": number, column: text} for number, text in enumerate(texts)]
+    if path.suffix == ".txt":
+        path.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["number", column])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".parquet":
+        table = pyarrow.table({"number": list(range(len(texts))), column: pyarrow.array(texts, pyarrow.string())})
+        pyarrow.parquet.write_table(table, path, row_group_size=5)
+    return path
