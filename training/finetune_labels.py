@@ -71,12 +71,12 @@ def read_labels(
         if kind not in ("numbers", "whole numbers"):
             raise UserError(f"`{column}` of {first} holds {kind}, but this task needs a number for each row.")
         kind = "numbers"
+    if known is not None and kind not in ("texts", "whole numbers"):
+        raise UserError(f"`{column}` of {first} holds {kind}, but this task has classes: {', '.join(known)}.")
     if kind == "numbers":
         return Labels(REGRESSION, [], [], 1)
     if kind == "lists of numbers":
         return _several_targets(splits, column)
-    if known is not None and kind in ("numbers", "lists of whole numbers", "lists of texts"):
-        raise UserError(f"`{column}` of {first} holds {kind}, but this task has classes: {', '.join(known)}.")
     lists = kind.startswith("lists")
     if kind.endswith("whole numbers"):
         names = list(stored or known or ())
