@@ -23,6 +23,7 @@ class HubStub:
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.objects: dict[str, bytes] = {}  # large files by their SHA-256
+        self.private: set[str] = set()  # repositories that were created as private
         self.unknown: list[str] = []  # requests that the stub has no answer for
         handler = type("Handler", (_Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -94,6 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
             repo = f"{data.get('organization') or 'tester'}/{data['name']}"
             exists = repo in self.hub.repositories
             self.hub.repositories.setdefault(repo, {})
+            if data.get("private") or data.get("visibility") == "private":
+                self.hub.private.add(repo)
             self.answer({"url": f"{self.hub.url}/{repo}", "name": repo}, 409 if exists else 200)
         elif path == "/api/validate-yaml":
             self.answer({"errors": [], "warnings": []})

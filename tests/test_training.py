@@ -1,32 +1,49 @@
-"""Pretraining: corpus, tokenizer, packing, masking, loop, and the script from end to end."""
+"""The pretraining script from end to end: what a run leaves, resuming after any interruption, mistakes of the user."""
 
 import json
-import math
 import os
-import random
+import signal
 import subprocess
 import sys
-from collections import Counter
+import time
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from helpers import ROOT, run_python, tiny_config, tiny_tokenizer
-from tiny_training import DEMO, WORDS, arguments, data, loop, pretrain_mlm, recipe, run, write_corpus
-from torch import nn
-from torch.utils.data import DataLoader
-from transformers import AutoModelForMaskedLM, AutoTokenizer, RobertaConfig
+from accelerate.state import AcceleratorState
+from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
+from hub_stub import HubStub
+from safetensors.torch import load_file
+from tiny_training import DEMO, arguments, checkpoint, loop, pretrain_mlm, run, write_corpus
+from transformers import AutoModelForMaskedLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 SCRIPT = "training/pretrain_mlm.py"
-SPECIAL = {"bos_token_id": 0, "eos_token_id": 2}
+
+
+def environment():
+    values = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **values, "ACCELERATE_USE_CPU": "true"}
 
 
 def script(*words, launcher=()):
     """The script as a user starts it, from the repository root."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment["ACCELERATE_USE_CPU"] = "true"
     command = [sys.executable, *launcher, SCRIPT, *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def losses(folder):
+    entries = loop.read_log(folder / "log.jsonl")
+    return [(e["kind"], e["step"], e["loss"]) for e in entries if e["kind"] in ("train", "held_out")]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same_weights(one, two):
+    one, two = weights(one), weights(two)
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.fixture(scope="module")
@@ -34,300 +51,14 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-# ---- corpus ----
-
-
-def make_library(folder, topics):
-    (folder / "pydoc_data").mkdir(parents=True)
-    (folder / "pydoc_data" / "topics.py").write_text(topics)
-    (folder / "first.py").write_text(
-        '"""First module.\n\nShared paragraph of\nboth.\n"""\n\nraise SystemExit\n\n\n'
-        'def f():\n    """What f does."""\n\n\n'
-        'class C:\n    """What C is."""\n\n    def m(self):\n        """Method m."""\n'
-    )
-    (folder / "second.py").write_text('"""Second module.\n\nShared paragraph of both.\n"""\n')
-    (folder / "broken.py").write_text("def :\n")
-    for skipped in ("test", "site-packages"):
-        (folder / skipped).mkdir()
-        (folder / skipped / "other.py").write_text('"""Never read."""\n')
-    return folder
-
-
-def test_cpython_corpus_is_topics_and_docstrings_without_repeated_paragraphs(tmp_path):
-    library = make_library(tmp_path, "topics = {'b': 'Heading\\n*******\\n\\nWhat f does.\\n', 'a': 'Topic a.\\n'}\n")
-    corpus = data.read_cpython(library)
-    assert corpus.documents == [
-        "Topic a.",
-        "Heading\n\nWhat f does.",
-        "First module.\n\nShared paragraph of\nboth.\n\nWhat C is.\n\nMethod m.",
-        "Second module.",
-    ]
-    assert "2 topics" in corpus.description and "2 modules" in corpus.description
-
-
-@pytest.mark.parametrize(
-    "quoted", [r"'One \"x\"\n\n\\d.\n'", "r'''One \"x\"\n\n\\d.\n'''", r"'One \"x\"\n' '\n\\d.\n'"]
-)
-def test_topics_are_the_same_in_every_format_of_the_file(tmp_path, quoted):
-    file = tmp_path / "topics.py"
-    file.write_text(f"# made by Sphinx\n\ntopics = {{'a': {quoted}}}\n")
-    assert data.read_topics(file) == ['One "x"\n\n\\d.\n']
-
-
-def test_topics_of_this_interpreter_are_those_that_pydoc_shows():
-    from pydoc_data import topics
-
-    assert data.read_topics(data.Path(topics.__file__)) == [topics.topics[name] for name in sorted(topics.topics)]
-
-
-def test_python_without_sources_is_refused(tmp_path):
-    with pytest.raises(recipe.UserError, match="comes without the sources"):
-        data.read_cpython(tmp_path)
-
-
-def test_blank_lines_end_documents_and_files_are_read_in_order(tmp_path):
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "2.txt").write_text("three\n")
-    (tmp_path / "1.txt").write_text("\n\none\nline two\n \n\n\ntwo\n\n")
-    (tmp_path / "ignored.md").write_text("no")
-    assert data.read_corpus(str(tmp_path)).documents == ["one\nline two", "two", "three"]
-    assert data.read_corpus(str(tmp_path / "1.txt")).documents == ["one\nline two", "two"]
-
-
-def test_split_is_by_document_and_complete():
-    documents = [f"document {index}" for index in range(50)]
-    training, held_out = data.split_documents(documents, 0.1, seed=3)
-    assert len(held_out) == 5
-    assert sorted(training + held_out) == sorted(documents)
-    assert not set(training) & set(held_out)
-    assert data.split_documents(documents, 0.1, seed=3) == (training, held_out)
-    assert data.split_documents(documents, 0.1, seed=4)[1] != held_out
-    assert [len(part) for part in data.split_documents(documents[:2], 0.001, seed=0)] == [1, 1]
-
-
-# ---- tokenizer ----
-
-
-def test_tokenizer_has_robertas_layout_and_survives_saving(tmp_path):
-    texts = [" ".join(random.Random(0).choices(WORDS, k=500))]
-    trained = data.train_tokenizer(texts, 300, max_length=40)
-    assert trained.get_vocab() == data.train_tokenizer(texts, 300, max_length=40).get_vocab()
-    trained.save_pretrained(tmp_path)
-    for tokenizer in (trained, AutoTokenizer.from_pretrained(tmp_path)):
-        assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3, 299]) == ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-        assert len(tokenizer) == 300 and tokenizer.model_max_length == 40
-        assert tokenizer.convert_ids_to_tokens(tokenizer("token<mask> of").input_ids) == [
-            *["<s>", *tokenizer.tokenize("token"), "<mask>", *tokenizer.tokenize(" of"), "</s>"]
-        ]
-        # As RoBERTa's: the mask swallows the space before it, so that it stands for a word with its space.
-        assert tokenizer("of <mask> of").input_ids == tokenizer("of<mask> of").input_ids
-        for text in ("the packed sequence", "any bytes: é 語 \n\t x"):
-            assert tokenizer.decode(data.encode(tokenizer, [text])[0]) == text
-
-
-def test_special_tokens_in_the_text_are_text():
-    tokenizer = tiny_tokenizer()
-    ids = data.encode(tokenizer, ["the <s> tag and <mask>"])[0]
-    assert not set(ids) & set(tokenizer.all_special_ids)
-    assert tokenizer.decode(ids) == "the <s> tag and <mask>"
-
-
-# ---- packing and masking ----
-
-
-@pytest.mark.parametrize("block_size", [3, 7, 32])
-def test_packing_loses_no_token(block_size):
-    generator = random.Random(block_size)
-    documents = [[generator.randrange(4, 99) for _ in range(length)] for length in (11, 0, 1, 30, 5, 17)]
-    blocks = data.pack(documents, block_size, **SPECIAL)
-    assert {len(block["input_ids"]) for block in blocks[:-1]} == {block_size}
-    assert 3 <= len(blocks[-1]["input_ids"]) <= block_size
-    content, inner = [], []
-    for block in blocks:
-        ids, special = block["input_ids"], block["special_tokens_mask"]
-        assert (ids[0], ids[-1], special[0], special[-1]) == (0, 2, 1, 1)
-        assert special == [int(token in (0, 2)) for token in ids]
-        inner += ids[1:-1]
-        content += [token for token, is_special in zip(ids, special, strict=True) if not is_special]
-    assert content == [token for document in documents for token in document]
-    expected = " 2 ".join(" ".join(map(str, document)) for document in documents if document)
-    assert " ".join(map(str, inner)) == expected
-
-
-def test_masking_proportions_and_that_masks_change():
-    tokenizer = tiny_tokenizer()
-    generator = random.Random(0)
-    documents = [[generator.randrange(4, len(tokenizer) - 1) for _ in range(40_000)], [5] * 11]
-    blocks = data.pack(documents, 64, **SPECIAL)
-    collator = data.masking(tokenizer, 0.3, seed=5)
-    batch, again = collator(blocks), collator(blocks)
-    ids = torch.full(batch["input_ids"].shape, tokenizer.pad_token_id)
-    for row, block in enumerate(blocks):
-        ids[row, : len(block["input_ids"])] = torch.tensor(block["input_ids"])
-    labels, chosen = batch["labels"], batch["labels"] != -100
-    ordinary = (ids != 0) & (ids != 1) & (ids != 2)
-    assert torch.equal(batch["attention_mask"].bool(), ids != tokenizer.pad_token_id) and not ordinary.all(1)[-1]
-    assert torch.equal(labels[chosen], ids[chosen]) and torch.equal(batch["input_ids"][~chosen], ids[~chosen])
-    assert not (chosen & ~ordinary).any()
-    # Standard deviations of these shares are 0.0023, 0.0037 and 0.0028.
-    assert abs((chosen.sum() / ordinary.sum()).item() - 0.3) < 0.012
-    inputs = batch["input_ids"][chosen]
-    masked = inputs == tokenizer.mask_token_id
-    kept = inputs == labels[chosen]
-    assert abs(masked.float().mean().item() - 0.8) < 0.02
-    assert abs(kept.float().mean().item() - 0.1) < 0.015
-    assert not torch.equal(labels, again["labels"])
-
-
-def test_evaluation_masks_are_fixed_by_the_seed():
-    tokenizer = tiny_tokenizer()
-    blocks = data.pack(data.encode(tokenizer, ["every token reads the packed sequence in turn " * 9]), 16, **SPECIAL)
-    first, same, other = (data.mask_once(blocks, tokenizer, 0.3, seed) for seed in (1, 1, 2))
-    assert len(first) == len(blocks)
-    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, same, strict=True))
-    assert any(not torch.equal(a["labels"], b["labels"]) for a, b in zip(first, other, strict=True))
-
-
-def test_unigram_baseline_equals_a_literal_computation():
-    training = [[4, 4, 4, 5], [], [6, 5, 4]]
-    rows = [{"labels": torch.tensor([-100, 4, 7])}, {"labels": torch.tensor([5, -100, 4])}]
-    counts = Counter(token for document in training for token in document)
-    targets = [4, 7, 5, 4]
-    expected = -sum(math.log((counts[token] + 1) / (7 + 9)) for token in targets) / len(targets)
-    result = data.unigram_baseline(training, rows, vocab_size=9)
-    assert result["loss"] == pytest.approx(expected, rel=1e-12)
-    assert (result["accuracy"], result["targets"]) == (0.5, 4)
-
-
-# ---- loop ----
-
-
-def masked_rows(rows=6, length=12, vocab_size=120):
-    """Rows with padding, and a different number of labels in each (1, 2, ...)."""
-    generator = torch.Generator().manual_seed(0)
-    examples = []
-    for row in range(rows):
-        ids = torch.randint(4, vocab_size - 1, (length,), generator=generator)
-        keep = torch.arange(length) < length - row
-        labels = torch.where(torch.arange(length) <= row, ids, -100).where(keep, torch.tensor(-100))
-        examples.append(
-            {"input_ids": ids.where(keep, torch.tensor(1)), "attention_mask": keep.long(), "labels": labels}
-        )
-    return examples
-
-
-def small_model(kind):
-    torch.manual_seed(0)
-    if kind == "luna":
-        return AutoModelForMaskedLM.from_config(tiny_config(sparse_prediction=True, conv_kernel_size=3))
-    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    return AutoModelForMaskedLM.from_config(
-        RobertaConfig(vocab_size=120, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
-    )
-
-
-def one_epoch(kind, batch_size, accumulation, path, steps=1):
-    """Parameters and training loss after updates on `masked_rows` by plain gradient descent."""
-    accelerator = loop.make_accelerator("no", accumulation, seed=0)
-    model = small_model(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scheduler = loop.warmup_then_linear(optimizer, steps, 0.0)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(masked_rows(), batch_size=batch_size))
-    log = loop.RunLog(path, is_main_process=True)
-    options = {"max_steps": steps, "max_grad_norm": 1e9, "log_steps": 1, "eval_steps": 1}
-    loop.train(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
-        loader,
-        lambda: loop.evaluate(accelerator, model, loader),
-        log,
-        **options,
-    )
-    return dict(model.named_parameters()), log
-
-
-@pytest.mark.parametrize("kind", ["luna", "roberta"])
-def test_accumulated_update_is_that_of_one_large_batch(kind, tmp_path):
-    whole, whole_log = one_epoch(kind, 6, 1, tmp_path / "whole")
-    parts, parts_log = one_epoch(kind, 2, 3, tmp_path / "parts")
-    start = dict(small_model(kind).named_parameters())
-    moved = max((whole[name] - start[name]).abs().max().item() for name in start)
-    assert moved > 0.01
-    for name in whole:  # float32 sums in another order
-        torch.testing.assert_close(
-            parts[name], whole[name], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
-        )
-    assert parts_log.series("train", "loss")[1] == pytest.approx(whole_log.series("train", "loss")[1], rel=1e-5)
-
-
-def test_a_batch_without_labels_is_passed_over(tmp_path):
-    rows = masked_rows(4)
-    for row in rows[:2]:
-        row["labels"] = torch.full_like(row["labels"], -100)
-    accelerator = loop.make_accelerator("no", 1, seed=0)
-    group, labels, total, tokens = next(loop.update_batches(accelerator, accelerator.prepare(DataLoader(rows, 2)), 1))
-    assert torch.equal(group[0]["labels"], torch.stack([row["labels"] for row in rows[2:]]))
-    assert labels.tolist() == [total] == [3 + 4]
-    assert tokens == sum(int(row["attention_mask"].sum()) for row in rows[2:])
-
-
-def test_evaluation_equals_a_literal_computation(tmp_path):
-    rows = masked_rows(5)
-    accelerator = loop.make_accelerator("no", 1, seed=0)
-    model = small_model("luna").train()
-    result = loop.evaluate(accelerator, model, accelerator.prepare(DataLoader(rows, batch_size=2)))
-    assert model.training
-    losses, hits = [], []
-    for row in rows:
-        one = {name: row[name].unsqueeze(0) for name in ("input_ids", "attention_mask")}
-        with torch.no_grad():
-            logits = model.eval()(**one).logits[0].double()
-        for position, label in enumerate(row["labels"].tolist()):
-            if label != -100:
-                losses.append(-logits[position].log_softmax(-1)[label].item())
-                hits.append(logits[position].argmax().item() == label)
-    assert result.targets == len(losses) == 15
-    assert result.loss == pytest.approx(sum(losses) / 15, rel=1e-5)
-    assert result.accuracy == pytest.approx(sum(hits) / 15)
-
-
-def test_biases_and_norms_do_not_decay():
-    model = small_model("luna")
-    decayed, plain = loop.parameter_groups(model, 0.01)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.01, 0.0)
-    plain_names = {names[id(parameter)] for parameter in plain["params"]}
-    assert plain_names == {name for name in names.values() if name.endswith("bias") or "norm" in name.lower()}
-    assert len(decayed["params"]) + len(plain["params"]) == len(names)
-
-
-def test_schedule_warms_up_and_falls_to_zero():
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
-    scheduler = loop.warmup_then_linear(optimizer, max_steps=10, warmup_fraction=0.2)
-    rates = []
-    for _ in range(11):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    assert rates == pytest.approx([1 / 3, 2 / 3, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0])
-
-
-def test_diverging_run_says_what_to_change(corpus, tmp_path, capsys):
-    words = arguments(DEMO, tmp_path / "out", data=corpus, learning_rate=1e30, max_grad_norm=1e30)
-    assert pretrain_mlm.main(words) == 2
-    assert "Lower `learning_rate`" in capsys.readouterr().err
-
-
-# ---- the script ----
+# ---- what a run leaves ----
 
 
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory):
-    """A run that cannot reach its gain; the others of this file end with 0."""
-    folder = tmp_path_factory.mktemp("run") / "checkpoint"
-    return script(*arguments(DEMO, folder, data=corpus, gradient_accumulation_steps=2, min_gain_nats=50)), folder
+    """A finished run of the script, with a gain asked for that no one reaches."""
+    folder = tmp_path_factory.mktemp("finished") / "out"
+    return script(*arguments(DEMO, folder, data=corpus, batch_size=4, min_gain_nats=50)), folder
 
 
 def test_missed_gain_fails_the_process(finished):
@@ -341,19 +72,24 @@ def test_script_writes_a_checkpoint_with_its_figures(finished):
     written = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "metrics.json", "log.jsonl"} <= written
     assert {"modeling_luna.py", "configuration_luna.py", "loss.png"} <= written
+    assert "checkpoints" not in written  # the run is done
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     figures = json.loads((folder / "metrics.json").read_text())
-    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    entries = loop.read_log(folder / "log.jsonl")
     held_out = [entry for entry in entries if entry["kind"] == "held_out"]
+    training = [entry for entry in entries if entry["kind"] == "train"]
     assert [entry["step"] for entry in held_out] == [2, 3]
-    assert [entry["step"] for entry in entries if entry["kind"] == "train"] == [1, 2, 3]
+    assert [entry["step"] for entry in training] == [1, 2, 3]
     assert held_out[-1]["loss"] == pytest.approx(figures["held_out_loss"], rel=1e-5)
     assert held_out[-1]["loss"] < held_out[0]["loss"]
     assert figures["gain_nats"] == pytest.approx(figures["unigram_loss"] - figures["held_out_loss"])
-    assert figures["seen_tokens"] == entries[-2]["seen_tokens"] <= 3 * 2 * 8 * 32
-    assert (figures["training_documents"], figures["held_out_documents"]) == (32, 8)
-    for value in (f"{figures['held_out_loss']:.3f}", f"{figures['unigram_loss']:.3f}", "of 2 text file(s)"):
+    assert figures["seen_tokens"] == training[-1]["seen_tokens"]
+    assert 0 < training[-1]["mfu"] < 1.5 and training[-1]["seconds"] > training[0]["seconds"] > 0
+    (probe, *_) = [entry for entry in entries if entry["kind"] == "probe"]
+    assert probe["pack_entropy"][0] > 0.9 and probe["unpack_entropy"][0] > 0.9  # nothing is learnt yet
+    for value in (f"{figures['held_out_loss']:.3f}", f"{figures['unigram_loss']:.3f}", "(2 text files)"):
         assert value in process.stdout
+    assert "2 pass(es) of 4" in process.stdout
     assert "step      2: held-out loss" in process.stdout
 
 
@@ -382,23 +118,278 @@ def test_runs_are_reproducible_and_the_folder_can_be_written_again(corpus, tmp_p
     assert first["held_out_loss"] != other["held_out_loss"]
 
 
+@pytest.mark.parametrize("model_type", ["roberta", "modernbert"])
+def test_other_encoders_train_with_the_same_script(corpus, tmp_path, capsys, model_type):
+    figures = run(tmp_path / "out", data=corpus, model__model_type=model_type)
+    assert f"since {model_type} has no such field: " in capsys.readouterr().out
+    # 64 rows, of which RoBERTa leaves two unused
+    assert figures["longest_input"] == {"roberta": 62, "modernbert": 64}[model_type]
+    assert "custom_code" not in (tmp_path / "out" / "README.md").read_text()
+    assert AutoModelForMaskedLM.from_pretrained(tmp_path / "out").config.model_type == model_type
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """accelerate keeps the precision of a process; a test with another one starts and leaves it without any."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_all_options_at_once(corpus, tmp_path, fresh_accelerate):
+    options = {"gradient_checkpointing": "true", "mixed_precision": "bf16", "whole_word_masking": "true"}
+    figures = run(tmp_path / "out", data=corpus, trackers="[tensorboard]", **options)
+    assert figures["held_out_loss"] > 0
+    assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
+    assert "words, and with them all their tokens" in " ".join((tmp_path / "out" / "README.md").read_text().split())
+
+
+def test_streaming_trains_as_well(corpus, tmp_path):
+    figures = run(tmp_path / "out", data=corpus, streaming="true")
+    assert figures["held_out_targets"] > 0 and len(losses(tmp_path / "out")) == 3 + 2
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same(corpus, tmp_path):
+    plain, compiled = (run(tmp_path / name, data=corpus, compile=name) for name in ("false", "true"))
+    assert compiled["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-4)
+
+
+# ---- going on from a checkpoint, and longer blocks ----
+
+
+def without_model_section(words):
+    """A command line without overrides of the model section, which a checkpoint replaces."""
+    options = zip(words[1::2], words[2::2], strict=True)
+    return [words[0], *(word for option in options for word in option if not option[0].startswith("--model."))]
+
+
+def test_continued_pretraining_extends_positions_and_says_so(corpus, tmp_path, capsys):
+    run(tmp_path / "base", data=corpus)
+    capsys.readouterr()
+    longer = {"block_size": 128, "global_batch_tokens": 256, "model_name_or_path": tmp_path / "base"}
+    words = arguments(DEMO, tmp_path / "long", data=corpus, **longer)
+    assert pretrain_mlm.main(without_model_section(words)) == 0
+    shown = capsys.readouterr().out
+    assert "Positions extended from 64 to 128 tokens: the 64 learned positions are repeated." in shown
+    assert "The model section of the recipe is left out" in shown
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "long")
+    assert model.config.max_position_embeddings == 128 and model.config.sparse_prediction
+    assert AutoTokenizer.from_pretrained(tmp_path / "long").model_max_length == 128
+    old, new = (AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("base", "long"))
+    assert old == new
+    figures = json.loads((tmp_path / "long" / "metrics.json").read_text())
+    base = json.loads((tmp_path / "base" / "metrics.json").read_text())
+    assert figures["held_out_loss"] < base["held_out_loss"]  # it starts where the other ended
+    assert "trained on from `base`" in (tmp_path / "long" / "README.md").read_text()
+
+
+# ---- interruptions ----
+
+DROPOUT = {"model__hidden_dropout_prob": 0.1, "max_steps": 6, "save_steps": 2, "eval_steps": 3, "log_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted") / "out"
+    run(folder, data=corpus, **DROPOUT)
+    return folder
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the code may catch it."""
+
+
+def dies_at_call(monkeypatch, module, name, call):
+    """Let the n-th call of a function run, and the process die right after it."""
+    original, calls = getattr(module, name), []
+
+    def wrapped(*values, **keywords):
+        result = original(*values, **keywords)
+        calls.append(name)
+        if len(calls) == call:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(module, name, wrapped)
+
+
+MOMENTS = {
+    "the tokenizer is saved": (pretrain_mlm, "make_tokenizer", 1),
+    "the text is prepared": (pretrain_mlm, "prepare_text", 1),
+    "before the first checkpoint": (loop, "one_update", 1),
+    "between checkpoints": (loop, "one_update", 5),
+    "files of a checkpoint are written": (checkpoint, "_data_file", 2),
+    "a checkpoint is complete under its other name": (checkpoint, "_seal", 2),
+    "a checkpoint is in place": (pretrain_mlm, "save_checkpoint", 2),
+    "the model is saved": (pretrain_mlm, "save_model", 1),
+    "the card is written": (pretrain_mlm, "make_card", 1),
+    "all but the checkpoints is done": (pretrain_mlm, "report", 1),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_any_moment_a_run_goes_on_as_if_nothing_had_been(
+    corpus, tmp_path, monkeypatch, uninterrupted, moment
+):
+    folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        dies_at_call(patched, *MOMENTS[moment])
+        pretrain_mlm.main(words)
+    logged = losses(folder) if (folder / "log.jsonl").is_file() else []
+    assert pretrain_mlm.main(words) == 0
+    assert losses(folder) == losses(uninterrupted)
+    assert losses(folder)[: len(logged)] == logged  # nothing that was logged is lost
+    assert same_weights(folder, uninterrupted)
+    assert not list(folder.rglob("*.unfinished")) and not (folder / "checkpoints").exists()
+
+
+def start_and_wait(words, folder, entries):
+    """The script in a process of its own, once its log has so many lines."""
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *words], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    while process.poll() is None:
+        if (folder / "log.jsonl").is_file() and len((folder / "log.jsonl").read_text().splitlines()) >= entries:
+            return process
+        time.sleep(0.01)
+    raise AssertionError("the run ended before it could be interrupted")
+
+
+LONG = {**DROPOUT, "max_steps": 300, "save_steps": 10, "eval_steps": 1000, "log_steps": 1}
+
+
+def test_sigkill_and_sigterm_in_turn_and_the_losses_are_those_of_one_run(corpus, tmp_path):
+    folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **LONG)
+    process = start_and_wait(words, folder, entries=25)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    logged = losses(folder)
+    process = start_and_wait(words, folder, entries=45)
+    process.terminate()
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "Stopped by SIGTERM after step" in shown and "The same command goes on from there" in shown
+    stopped_at = losses(folder)[-1][1]
+    assert checkpoint.checkpoints(folder)[-1].name == f"step-{stopped_at:08d}"  # saved where it stood
+    assert pretrain_mlm.main(words) == 0
+    reference = tmp_path / "reference"
+    run(reference, data=corpus, **LONG)
+    assert losses(folder)[: len(logged)] == logged
+    assert losses(folder) == losses(reference) and same_weights(folder, reference)
+    assert len([e for e in loop.read_log(folder / "log.jsonl") if e["kind"] == "resumed"]) == 2
+
+
+def test_streaming_resumes_exactly(corpus, tmp_path, monkeypatch):
+    options = {**DROPOUT, "streaming": "true"}
+    run(tmp_path / "whole", data=corpus, **options)
+    words = arguments(DEMO, tmp_path / "out", data=corpus, **options)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        dies_at_call(patched, loop, "one_update", 5)
+        pretrain_mlm.main(words)
+    assert pretrain_mlm.main(words) == 0
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def test_a_truncated_checkpoint_is_passed_over(corpus, tmp_path, monkeypatch, capsys, uninterrupted):
+    folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        dies_at_call(patched, loop, "one_update", 5)
+        pretrain_mlm.main(words)
+    newest = checkpoint.checkpoints(folder)[-1]
+    os.truncate(newest / "model.safetensors", 64)
+    capsys.readouterr()
+    assert pretrain_mlm.main(words) == 0
+    shown = capsys.readouterr().out
+    assert f"{newest.name} is damaged (model.safetensors" in shown and "step-00000002: step 2 of 6" in shown
+    assert losses(folder) == losses(uninterrupted)
+
+
+def interrupted(corpus, tmp_path, monkeypatch, **options):
+    words = arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT, **options)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        dies_at_call(patched, loop, "one_update", 5)
+        pretrain_mlm.main(words)
+    return words
+
+
+def test_another_recipe_does_not_go_on_with_the_checkpoints_of_this_one(corpus, tmp_path, monkeypatch, capsys):
+    words = interrupted(corpus, tmp_path, monkeypatch)
+    assert pretrain_mlm.main([*words, "--learning-rate", "1e-4"]) == 2
+    assert "other values of learning_rate" in capsys.readouterr().err
+    assert len(checkpoint.checkpoints(tmp_path / "out")) == 2
+    assert pretrain_mlm.main([*words, "--log-steps", "3"]) == 0  # what is not learnt from may change
+
+
+def test_starting_again_must_be_asked_for(corpus, tmp_path, monkeypatch, capsys):
+    words = interrupted(corpus, tmp_path, monkeypatch, overwrite_output_dir="false")
+    assert pretrain_mlm.main([*words, "--resume", "false"]) == 2
+    assert "--overwrite_output_dir true" in capsys.readouterr().err
+    assert len(checkpoint.checkpoints(tmp_path / "out")) == 2
+    assert pretrain_mlm.main([*words, "--resume", "false", "--overwrite-output-dir", "true"]) == 0
+    assert "resumed" not in (tmp_path / "out" / "log.jsonl").read_text()
+
+
+# ---- several processes ----
+
+
+def test_two_processes_do_what_one_does(corpus, tmp_path):
+    one = run(tmp_path / "one", data=corpus)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    process = script(*arguments(DEMO, tmp_path / "two", data=corpus, batch_size=2), launcher=launcher)
+    assert process.returncode == 0, process.stderr[-3000:]
+    two = json.loads((tmp_path / "two" / "metrics.json").read_text())
+    assert two["processes"] == 2 and "2 pass(es) of 2 on each of 2 process(es)" in process.stdout
+    for name in ("held_out_targets", "unigram_loss", "training_tokens", "seen_tokens"):
+        assert two[name] == one[name]
+    # The same rows and masks in every update: what differs is the order of float32 sums.
+    for (kind, step, loss), expected in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
+        assert (kind, step) == expected[:2] and loss == pytest.approx(expected[2], rel=1e-5)
+    assert two["held_out_accuracy"] == one["held_out_accuracy"]
+
+
+@pytest.mark.slow
+def test_two_processes_resume_exactly(corpus, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    options = {**LONG, "max_steps": 60}
+    words = arguments(DEMO, tmp_path / "out", data=corpus, **options)
+    process = subprocess.Popen([sys.executable, *launcher, SCRIPT, *words], cwd=ROOT, env=environment())
+    log = tmp_path / "out" / "log.jsonl"
+    while not (log.is_file() and len(log.read_text().splitlines()) >= 25):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    process.wait()
+    assert script(*words, launcher=launcher).returncode == 0
+    assert script(*arguments(DEMO, tmp_path / "whole", data=corpus, **options), launcher=launcher).returncode == 0
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+# ---- the Hub ----
+
+
+def test_push_to_hub_sends_what_loads_again(corpus, tmp_path):
+    with HubStub() as hub:
+        words = arguments(DEMO, tmp_path / "out", data=corpus, hub_model_id="tester/pushed", hub_private="true")
+        code = f"import pretrain_mlm; assert pretrain_mlm.main({[*words, '--push-to-hub']!r}) == 0"
+        run_python(f"import sys; sys.path.insert(0, 'training')\n{code}", env=hub.environment(tmp_path / "home"))
+    files = hub.repositories["tester/pushed"]
+    assert {"model.safetensors", "config.json", "tokenizer.json", "modeling_luna.py", "loss.png"} <= set(files)
+    assert files["README.md"] == (tmp_path / "out" / "README.md").read_bytes()
+    assert not [name for name in files if name.startswith("checkpoints") or name.endswith(".unfinished")]
+    assert hub.private == {"tester/pushed"} and not hub.unknown
+
+
+# ---- mistakes ----
+
+
 def test_a_mistake_leaves_the_earlier_run_alone(corpus, tmp_path):
     run(tmp_path / "out", data=corpus)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=tmp_path / "none")) == 2
     assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus, model__hidden_size=33)) == 2
+    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus, overwrite_output_dir="false")) == 2
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()} == before
-
-
-def test_a_run_interrupted_early_can_be_started_again(corpus, tmp_path, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(pretrain_mlm, "encode", interrupt)  # the tokenizer is saved, training has not begun
-        pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus))
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
-    assert run(tmp_path / "out", data=corpus)["held_out_loss"] > 0
 
 
 def test_files_of_no_earlier_run_are_never_overwritten(corpus, tmp_path, capsys):
@@ -408,62 +399,64 @@ def test_files_of_no_earlier_run_are_never_overwritten(corpus, tmp_path, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
-def test_roberta_trains_with_the_same_script(corpus, tmp_path):
-    roberta = tmp_path / "roberta.yaml"
-    content = {**yaml.safe_load(DEMO.read_text()), "model": {"model_type": "roberta", "num_attention_heads": 4}}
-    roberta.write_text(yaml.safe_dump(content))
-    figures = run(tmp_path / "out", roberta, data=corpus)
-    assert figures["longest_input"] == 62  # 64 rows, of which RoBERTa leaves two unused
-    assert "custom_code" not in (tmp_path / "out" / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_two_processes_see_every_held_out_row_once(corpus, tmp_path):
-    one = run(tmp_path / "one", data=corpus, batch_size=8)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    process = script(*arguments(DEMO, tmp_path / "two", data=corpus, batch_size=4), launcher=launcher)
-    assert process.returncode == 0, process.stderr[-3000:]
-    two = json.loads((tmp_path / "two" / "metrics.json").read_text())
-    assert two["processes"] == 2
-    for name in ("held_out_targets", "unigram_loss", "training_tokens"):
-        assert two[name] == one[name]
-    # The same number of blocks an update, but in other groups and with other masks.
-    assert two["held_out_loss"] == pytest.approx(one["held_out_loss"], rel=0.01)
+def gpt2_folder(tmp_path):
+    folder = tmp_path / "gpt2"
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=300)).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"data": "no/such/folder"}, "no such file or folder"),
-        ({"block_size": 80}, "raise `model.max_position_embeddings`"),
+        ({"block_size": 80, "global_batch_tokens": 160}, "raise `model.max_position_embeddings`"),
+        ({"global_batch_tokens": 100}, "a multiple of `block_size`"),
         ({"fill_mask": f"['{'word ' * 99}<mask>']"}, "`fill_mask`"),
         ({"model__model_type": "lunar"}, "Choose luna"),
+        ({"model__model_type": "gpt2"}, "Unknown `model_type` 'gpt2'"),
         ({"model__hiden_size": 32}, "Did you mean `hidden_size`"),
         ({"model__vocab_size": 32}, "follows from the tokenizer"),
         ({"model__num_attention_heads": 5}, "num_attention_heads"),
         ({"model__num_attention_heads": "many"}, "num_attention_heads"),
+        ({"model_name_or_path": "no/model"}, "neither as a folder nor on the Hub"),
+        ({"tokenizer": "no/tokenizer"}, "There is no tokenizer"),
+        ({"tokenizer": "a", "train_tokenizer": "true"}, "where `train_tokenizer` is true"),
+        ({"trackers": "[nonsense]"}, "`trackers`"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(corpus, tmp_path, capsys, overrides, message):
     words = arguments(DEMO, tmp_path / "out", **{"data": corpus, **overrides})
+    if "model_name_or_path" in overrides:
+        words = without_model_section(words)
     assert pretrain_mlm.main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
     assert not (tmp_path / "out" / "log.jsonl").exists()
 
 
-def test_output_folder_with_something_in_it_is_refused(corpus, tmp_path, capsys):
+def test_checkpoints_of_other_families_are_refused(corpus, tmp_path, capsys):
+    words = ["--data", str(corpus), "--output-dir", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]
+    assert pretrain_mlm.main([str(DEMO), *words, "--model-name-or-path", str(gpt2_folder(tmp_path))]) == 2
+    assert "is a gpt2 checkpoint. An encoder is needed" in capsys.readouterr().err
+    # A model and a tokenizer that do not belong together.
+    tiny_model("luna", "mlm", vocab_size=100).save_pretrained(tmp_path / "luna")
+    tiny_tokenizer().save_pretrained(tmp_path / "luna")
+    assert pretrain_mlm.main([str(DEMO), *words, "--model-name-or-path", str(tmp_path / "luna")]) == 2
+    assert "tokens, but the model 100" in capsys.readouterr().err
+
+
+def test_output_folders_that_cannot_be_written_are_refused(corpus, tmp_path, capsys):
     (tmp_path / "note").write_text("mine")
-    assert pretrain_mlm.main(arguments(DEMO, tmp_path, data=corpus, overwrite_output_dir="false")) == 2
-    assert "--overwrite_output_dir true" in capsys.readouterr().err
     assert pretrain_mlm.main(arguments(DEMO, tmp_path / "note", data=corpus)) == 2
     assert "is a file" in capsys.readouterr().err
+    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "note" / "out", data=corpus, cache_dir=tmp_path / "c")) == 2
+    assert "cannot be written to" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no .txt file"), (b" \n\n", "no text"), (b"one document\n", "single document"), (b"\xff\xfe", "not UTF-8")],
+    [(None, "holds no"), (b" \n\n", "no text"), (b"one document\n", "held_out"), (b"\xff\xfe", "UTF-8")],
 )
 def test_unusable_text_is_refused(tmp_path, capsys, content, message):
     texts = tmp_path / "texts"
@@ -472,3 +465,24 @@ def test_unusable_text_is_refused(tmp_path, capsys, content, message):
         (texts / "a.txt").write_bytes(content)
     assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=texts)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_the_train_extra_the_script_says_what_to_install():
+    code = f"""
+import runpy, sys
+sys.path.insert(0, "training")
+sys.modules["accelerate"] = None
+runpy.run_path({SCRIPT!r}, run_name="__main__")
+"""
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert process.returncode == 1
+    assert process.stderr == (
+        'error: accelerate not installed. The scripts need the train extra: pip install -e ".[train]"\n'
+    )
+
+
+def test_help_lists_every_key():
+    process = script("--help")
+    assert process.returncode == 0
+    keys = set(yaml.safe_load(Path(DEMO).read_text()))
+    assert [key for key in keys if key not in process.stdout] == []

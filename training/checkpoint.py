@@ -152,6 +152,9 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any
         own = torch.load(checkpoint / _data_file(accelerator), weights_only=True)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{checkpoint} cannot be loaded: {error}") from error
+    accelerator.step = (
+        0  # of the passes of an update: a checkpoint stands between updates, however many passes they have
+    )
     if not torch.equal(torch.get_rng_state(), own["random"]):  # accelerate passes over what it cannot restore
         raise UserError(f"The random states in {checkpoint} cannot be restored here: the run would not go on exactly.")
     return own["data"]

@@ -9,6 +9,9 @@ are explained in the recipes. The same command again goes on from the last check
 It needs the `train` extra: pip install -e ".[train]"
 """
 
+import extra  # noqa: F401
+
+# isort: split
 import argparse
 import dataclasses
 import json
@@ -107,8 +110,7 @@ def check_model(recipe: PretrainRecipe) -> None:
         UserError: See `models`; or blocks that are longer than a new model's positions.
     """
     if recipe.model_name_or_path:
-        load_config(recipe.model_name_or_path)
-        load_tokenizer(recipe.model_name_or_path)
+        load_tokenizer(recipe.tokenizer or recipe.model_name_or_path, load_config(recipe.model_name_or_path))
         return
     tokenizer = load_tokenizer(recipe.tokenizer) if recipe.tokenizer else None
     config = make_config(recipe.model, tokenizer, len(tokenizer) if tokenizer else recipe.vocab_size)

@@ -1,0 +1,302 @@
+"""The training loop and its checkpoints, piece by piece: updates, schedule, evaluation, log, save and load."""
+
+import json
+import math
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import tiny_config
+from tiny_training import checkpoint, loop, recipe
+from torch import nn
+from transformers import AutoModelForMaskedLM, RobertaConfig
+
+
+def masked_rows(rows=6, length=12, vocab_size=120):
+    """Rows with padding, and a different number of labels in each (1, 2, ...)."""
+    generator = torch.Generator().manual_seed(0)
+    examples = []
+    for row in range(rows):
+        ids = torch.randint(4, vocab_size - 1, (length,), generator=generator)
+        keep = torch.arange(length) < length - row
+        labels = torch.where(torch.arange(length) <= row, ids, -100).where(keep, torch.tensor(-100))
+        examples.append(
+            {"input_ids": ids.where(keep, torch.tensor(1)), "attention_mask": keep.long(), "labels": labels}
+        )
+    return examples
+
+
+def batch_of(rows):
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def small_model(kind, **options):
+    torch.manual_seed(0)
+    if kind == "luna":
+        return AutoModelForMaskedLM.from_config(tiny_config(sparse_prediction=True, conv_kernel_size=3, **options))
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    return AutoModelForMaskedLM.from_config(
+        RobertaConfig(vocab_size=120, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
+    )
+
+
+SETTINGS = {
+    "mixed_precision": "no",
+    "trackers": [],
+    "output_dir": ".",
+    "max_steps": 1,
+    "max_grad_norm": 1e9,
+    "max_skipped_steps": 0,
+    "log_steps": 1,
+    "eval_steps": 100,
+    "save_steps": 100,
+}
+
+
+def make_run(tmp_path, updates, kind="luna", model=None, **settings):
+    """A run of plain gradient descent on given micro-batches; evaluation is on `masked_rows`."""
+    tmp_path.mkdir(exist_ok=True)
+    values = SimpleNamespace(**{**SETTINGS, **settings})
+    accelerator = loop.make_accelerator(values)
+    updates = list(updates)
+    accelerator.gradient_accumulation_steps = len(updates[0])
+    model = model or small_model(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = loop.warmup_then_decay(optimizer, values.max_steps, 0.0, 1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return loop.Run(
+        recipe=values,
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        updates=iter(updates),
+        evaluate=lambda step: loop.evaluate(accelerator, model, masked_rows(), 4),
+        save=lambda counters: None,
+        stop_requested=lambda: False,
+        log=loop.RunLog(tmp_path / "log.jsonl", is_main_process=True),
+        unigram_loss=5.0,
+        flops_per_token=1.0,
+        peak_flops=1e9,
+    )
+
+
+def train(run, counters=None):
+    result = loop.train(run, counters or checkpoint.Counters())
+    return dict(run.model.named_parameters()), result
+
+
+# ---- updates ----
+
+
+@pytest.mark.parametrize("kind", ["luna", "roberta"])
+def test_accumulated_update_is_that_of_one_large_batch(kind, tmp_path):
+    rows = masked_rows()
+    whole_run = make_run(tmp_path / "a", [[batch_of(rows)]], kind)
+    whole, _ = train(whole_run)
+    parts_run = make_run(tmp_path / "b", [[batch_of(rows[first : first + 2]) for first in (0, 2, 4)]], kind)
+    parts, _ = train(parts_run)
+    start = dict(small_model(kind).named_parameters())
+    assert max((whole[name] - start[name]).abs().max().item() for name in start) > 0.01
+    for name in whole:  # float32 sums in another order
+        torch.testing.assert_close(
+            parts[name], whole[name], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    assert parts_run.log.series("train", "loss")[1] == pytest.approx(whole_run.log.series("train", "loss")[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "processes", "expected"),
+    [
+        (32, 32, 1, (32, 1)),
+        (32, 8, 1, (8, 4)),
+        (32, 7, 1, (4, 8)),
+        (32, 8, 2, (8, 2)),
+        (12, 5, 3, (4, 1)),
+        (7, 3, 1, (1, 7)),
+    ],
+)
+def test_the_global_batch_is_the_same_on_any_number_of_processes(rows, batch_size, processes, expected):
+    micro, passes = loop.split_update(rows, batch_size, processes)
+    assert (micro, passes) == expected
+    assert micro * passes * processes == rows and micro <= batch_size
+
+
+def test_a_global_batch_that_cannot_be_shared_is_refused():
+    with pytest.raises(recipe.UserError, match="9 blocks an update, which 2 processes"):
+        loop.split_update(9, 4, 2)
+
+
+def test_parameter_groups_keep_decay_off_vectors():
+    decayed, kept = loop.parameter_groups(small_model("luna"), 0.01)
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.01, 0.0)
+    assert {p.ndim for p in decayed["params"]} == {2} and {p.ndim for p in kept["params"]} == {1}
+    total = sum(p.numel() for group in (decayed, kept) for p in group["params"])
+    assert total == sum(p.numel() for p in small_model("luna").parameters())
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_schedule(power):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = loop.warmup_then_decay(optimizer, max_steps=10, warmup_fraction=0.4, power=power)
+    rates = []
+    for _ in range(11):
+        rates.append(scheduler.get_last_lr()[0] / 2.0)
+        optimizer.step()
+        scheduler.step()
+    assert rates[:4] == pytest.approx([1 / 5, 2 / 5, 3 / 5, 4 / 5])
+    assert rates[4:] == pytest.approx([((10 - step) / 6) ** power for step in range(4, 11)])
+
+
+# ---- non-finite losses ----
+
+
+class Breaks(nn.Module):
+    """A model whose loss is not finite in chosen calls."""
+
+    def __init__(self, bad_calls):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.calls, self.bad_calls = 0, bad_calls
+
+    def forward(self, **_):
+        self.calls += 1
+        factor = math.nan if self.calls in self.bad_calls else 1.0
+        return SimpleNamespace(loss=(self.weight * factor).sum())
+
+
+def broken_run(tmp_path, bad_calls, allowed):
+    updates = [[batch_of(masked_rows(2))] for _ in range(4)]
+    run = make_run(tmp_path, updates, model=Breaks(bad_calls), max_steps=4, max_skipped_steps=allowed)
+    run.evaluate = lambda step: loop.Evaluation(1.0, 1.0, 1.0, 1)
+    return run
+
+
+def test_a_step_that_is_not_finite_is_skipped_as_often_as_allowed(tmp_path, capsys):
+    run, counters = broken_run(tmp_path, {2, 4}, allowed=2), checkpoint.Counters()
+    parameters, _ = train(run, counters)
+    assert counters.skipped == 2 and "Skipped step 2: loss nan" in capsys.readouterr().out
+    assert [entry["step"] for entry in run.log.entries if entry["kind"] == "train"] == [1, 3]
+    # Two steps of 0.5 times a gradient of 1, at rates of 1 and 3/4 (skipped updates do not move the schedule).
+    assert torch.allclose(parameters["weight"], torch.full((2, 2), 1 - 0.5 - 0.5 * 0.75))
+
+
+def test_a_step_that_is_not_finite_stops_the_run_with_a_message(tmp_path):
+    run = broken_run(tmp_path, {3}, allowed=0)
+    with pytest.raises(recipe.UserError, match=r"broke down at step 3: loss nan.*learning_rate"):
+        train(run)
+    assert torch.isfinite(run.model.weight).all()
+
+
+# ---- evaluation and log ----
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+def test_evaluation_equals_a_literal_computation(batch_size):
+    rows = masked_rows(5)
+    accelerator, model = loop.make_accelerator(SimpleNamespace(**SETTINGS)), small_model("luna").train()
+    result = loop.evaluate(accelerator, model, rows, batch_size)
+    assert model.training
+    losses, hits = [], []
+    with torch.no_grad():
+        for row in rows:
+            logits = model.eval()(row["input_ids"][None], row["attention_mask"][None]).logits[0]
+            for position, label in enumerate(row["labels"].tolist()):
+                if label != -100:
+                    losses.append(-logits[position].log_softmax(-1)[label].item())
+                    hits.append(int(logits[position].argmax()) == label)
+    assert result.targets == len(losses) == 1 + 2 + 3 + 4 + 5
+    assert result.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+    assert result.accuracy == sum(hits) / len(hits)
+
+
+def test_the_log_says_when_a_model_is_still_on_the_plateau(tmp_path, capsys):
+    run = make_run(tmp_path, [[batch_of(masked_rows())]])
+    for unigram, expected in ((5.0, True), (9.0, False)):
+        run.unigram_loss = unigram
+        loop.log_evaluation(
+            run, checkpoint.Counters(step=3), loop.Evaluation(4.5, 90.0, 0.1, 50), loop.tqdm(disable=True)
+        )
+        shown = capsys.readouterr().out
+        assert f"held-out loss 4.500 (unigram {unigram:.3f})" in shown
+        assert ("plateau" in shown) is expected
+
+
+def test_a_resumed_log_keeps_what_was_before_and_drops_what_comes_again(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = loop.RunLog(path, is_main_process=True)
+    for step in (1, 2, 3):
+        log.add("train", step, loss=float(step))
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')  # cut short by a kill
+    again = loop.RunLog(path, is_main_process=True, resume_step=2)
+    again.add("train", 3, loss=3.5)
+    assert loop.read_log(path) == again.entries
+    assert again.series("train", "loss") == ([1, 2, 3], [1.0, 2.0, 3.5])
+    assert loop.RunLog(path, is_main_process=False, resume_step=2).path is None
+
+
+# ---- checkpoints ----
+
+
+def written(tmp_path, steps, keep=2):
+    run = make_run(tmp_path, [[batch_of(masked_rows())]])
+    for step in steps:
+        checkpoint.save_checkpoint(
+            run.accelerator, tmp_path, checkpoint.Counters(step=step), {"seed": 1}, {"position": step}, keep
+        )
+    return run
+
+
+def test_checkpoints_are_rotated_and_read_back(tmp_path):
+    run = written(tmp_path, (1, 2, 30))
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000002", "step-00000030"]
+    newest = checkpoint.newest_complete(tmp_path, print)
+    assert newest.name == "step-00000030"
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.add_(1.0)
+    torch.manual_seed(123)
+    assert checkpoint.load_checkpoint(run.accelerator, newest) == {"position": 30}
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
+    assert checkpoint.read_state(newest)[0].step == 30 and checkpoint.read_state(newest)[1] == {"seed": 1}
+
+
+def test_a_truncated_checkpoint_is_named_and_an_older_one_taken(tmp_path):
+    written(tmp_path, (1, 2))
+    weights = tmp_path / "checkpoints" / "step-00000002" / "model.safetensors"
+    os.truncate(weights, 100)
+    told = []
+    assert checkpoint.newest_complete(tmp_path, told.append).name == "step-00000001"
+    assert "step-00000002 is damaged (model.safetensors has 100 bytes instead of" in told[0]
+    (tmp_path / "checkpoints" / "step-00000001" / "optimizer.bin").unlink()
+    with pytest.raises(recipe.UserError, match="Every checkpoint in"):
+        checkpoint.newest_complete(tmp_path, told.append)
+
+
+def test_a_checkpoint_of_another_number_of_processes_is_refused(tmp_path):
+    run = written(tmp_path, (1,))
+    state = tmp_path / "checkpoints" / "step-00000001" / "state.json"
+    content = json.loads(state.read_text())
+    content["counters"]["processes"] = 4
+    state.write_text(json.dumps(content))
+    with pytest.raises(recipe.UserError, match=r"written by 4 process\(es\), but this run has 1"):
+        checkpoint.load_checkpoint(run.accelerator, state.parent)
+
+
+def test_signals_ask_for_a_stop_and_the_second_one_does_what_it_did_before():
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append("before"))
+    try:
+        with checkpoint.StopRequest() as stop:
+            assert stop.name is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.name == "SIGTERM" and received == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert received == ["before"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
