@@ -141,9 +141,9 @@ def test_own_classes_are_learnt_and_work_in_a_pipeline(model_type, models, tmp_p
 
 
 def test_several_labels_at_once(models, tmp_path, capsys):
-    texts, first = topics(240, classes=3)
+    texts, first = topics(240)
     labels = [
-        sorted({["fox", "dog", "cat"][label]} | ({"quick"} if "quick" in text else set()))
+        sorted({["fox", "dog"][label]} | ({"quick"} if "quick" in text else set()))
         for text, label in zip(texts, first, strict=True)
     ]
     labels[3] = []
@@ -155,16 +155,16 @@ def test_several_labels_at_once(models, tmp_path, capsys):
         train_file=train,
         validation_file=dev,
         test_file=dev,
-        **LEARN,
+        **{**LEARN, "num_train_epochs": 16},
     )
     assert set(summary["runs"][0]["scores"]["validation"]) == {"micro_f1", "macro_f1", "exact_match"}
     assert summary["runs"][0]["scores"]["validation"]["micro_f1"] > 0.7
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert config.problem_type == "multi_label_classification"
-    assert list(config.id2label.values()) == ["cat", "dog", "fox", "quick"]
-    assert "4 labels: cat, dog, fox, quick." in capsys.readouterr().out
+    assert list(config.id2label.values()) == ["dog", "fox", "quick"]
+    assert "3 labels: dog, fox, quick." in capsys.readouterr().out
     row = (tmp_path / "out" / "predictions" / "test.tsv").read_text().splitlines()[1].split("\t")[1]
-    assert set(row.split(",")) <= {"cat", "dog", "fox", "quick", ""}
+    assert set(row.split(",")) <= {"dog", "fox", "quick", ""}
 
 
 def test_regression_and_the_function_of_its_card(luna, tmp_path):
