@@ -28,6 +28,7 @@ from finetuning import run_script
 from multiple_choice import (
     ChoiceArguments,
     ChoiceTask,
+    ChoiceTrainingArguments,
     Layout,
     Limits,
     Question,
@@ -99,8 +100,8 @@ class CsqaTask(ChoiceTask):
 
     def __init__(self, arguments: CsqaArguments) -> None:
         super().__init__(load_csqa(arguments.dataset_name, arguments.dataset_config), arguments.max_question_length)
-        self.dataset_name = None if Path(arguments.dataset_name).exists() else arguments.dataset_name
-        self.dataset_config = arguments.dataset_config
+        if not Path(arguments.dataset_name).exists():
+            self.dataset_name, self.dataset_config = arguments.dataset_name, arguments.dataset_config
 
     def layout(self, tokenizer: PreTrainedTokenizerBase) -> Layout:
         """A single separator."""
@@ -130,7 +131,13 @@ print(options[logits.argmax()])'''
 
 def main(words: list[str] | None = None) -> int:
     """The script: 0 if all is well, 2 after an error that the user can mend."""
-    return run_script(CsqaArguments, lambda arguments, training: CsqaTask(arguments), __doc__, words)
+    return run_script(
+        CsqaArguments,
+        lambda arguments, training: CsqaTask(arguments),
+        __doc__,
+        words,
+        training_class=ChoiceTrainingArguments,
+    )
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from finetuning import run_script
 from multiple_choice import (
     ChoiceArguments,
     ChoiceTask,
+    ChoiceTrainingArguments,
     Layout,
     Limits,
     Question,
@@ -137,8 +138,8 @@ class RaceTask(ChoiceTask):
 
     def __init__(self, arguments: RaceArguments) -> None:
         super().__init__(load_race(arguments.dataset_name, arguments.dataset_config), arguments.max_question_length)
-        self.dataset_name = None if Path(arguments.dataset_name).exists() else arguments.dataset_name
-        self.dataset_config = arguments.dataset_config
+        if not Path(arguments.dataset_name).exists():
+            self.dataset_name, self.dataset_config = arguments.dataset_name, arguments.dataset_config
         for split, rows in {"train": self.train, **self.evaluation, **self.tests}.items():
             levels = list(rows["group"])
             self.notes.append(f"{split}: " + ", ".join(f"{levels.count(level):,} {level}" for level in LEVELS) + ".")
@@ -168,7 +169,13 @@ print(options[logits.argmax()])'''
 
 def main(words: list[str] | None = None) -> int:
     """The script: 0 if all is well, 2 after an error that the user can mend."""
-    return run_script(RaceArguments, lambda arguments, training: RaceTask(arguments), __doc__, words)
+    return run_script(
+        RaceArguments,
+        lambda arguments, training: RaceTask(arguments),
+        __doc__,
+        words,
+        training_class=ChoiceTrainingArguments,
+    )
 
 
 if __name__ == "__main__":

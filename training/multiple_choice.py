@@ -16,15 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import evaluate
 import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
 from finetune_data import Encoded
-from finetuning import FinetuneArguments, Task
+from finetuning import FinetuneArguments, FinetuneTrainingArguments, Task
 from recipe import UserError
 from torch import Tensor
 from transformers import AutoModelForMultipleChoice, PreTrainedTokenizerBase
 
+METRICS = Path(__file__).resolve().parent / "metrics" / "scores"
 UNKNOWN = -1  # label of a question whose answer is not given
 _FEATURES = Features(
     {
@@ -212,7 +214,7 @@ def encode(questions: Dataset, tokenizer: PreTrainedTokenizerBase, layout: Layou
     if limits.second < 1 or limits.whole <= limits.second + layout.specials:
         raise UserError(
             f"Inputs of {limits.whole} tokens have no room for {limits.second} tokens that differ between the choices, "
-            f"{layout.specials} special tokens and the text before. Raise `max_length` or lower `max_question_length`."
+            f"{layout.specials} special tokens and the text before. Raise --max_length or lower --max_question_length."
         )
 
     def encode_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -268,11 +270,13 @@ class EncodedChoices(Encoded):
         parts: names of the two parts: `("passage", "question with option")`.
         cut_by_part: rows that were cut and tokens that were lost, for each part.
         longest: tokens of the longest input.
+        limit: tokens that an input could have at most.
     """
 
     parts: tuple[str, str]
     cut_by_part: dict[str, dict[str, int]]
     longest: int
+    limit: int
 
     def report(self, split: str, max_length: int) -> str:
         """One sentence on the split."""
@@ -284,12 +288,18 @@ class EncodedChoices(Encoded):
             said.append(lost if cut["rows"] else f"no {part} cut")
         return (
             f"{split}: {len(self.rows):,} rows, {self.tokens:,} tokens in all choices, the longest input "
-            f"{self.longest:,} of {max_length:,}; {'; '.join(said)}."
+            f"{self.longest:,} of at most {self.limit:,}; {'; '.join(said)}."
         )
 
 
-def for_trainer(encoded: Dataset, parts: tuple[str, str]) -> EncodedChoices:
-    """What `encode` gives, without the columns that only people read; `labels` if there are answers."""
+def for_trainer(encoded: Dataset, parts: tuple[str, str], limit: int) -> EncodedChoices:
+    """What `encode` gives, without the columns that only people read; `labels` if there are answers.
+
+    Args:
+        encoded: the rows.
+        parts: names of the two parts, for the report.
+        limit: longest input that was allowed.
+    """
     cuts = {}
     for part, column in zip(parts, ("cut_first", "cut_second"), strict=True):
         lost = np.asarray(encoded[column])
@@ -306,6 +316,7 @@ def for_trainer(encoded: Dataset, parts: tuple[str, str]) -> EncodedChoices:
         parts=parts,
         cut_by_part=cuts,
         longest=int(np.max(encoded["longest"])),
+        limit=limit,
     )
 
 
@@ -360,11 +371,28 @@ class ChoiceArguments(FinetuneArguments):
     sweep_learning_rates: list[float] = dataclasses.field(
         default_factory=lambda: [1e-5, 2e-5, 3e-5], metadata={"help": "Peak learning rates."}
     )
+    sweep_dropouts: list[float] = dataclasses.field(
+        default_factory=lambda: [0.0, 0.1, 0.2], metadata={"help": "Dropouts to try with each of them."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_question_length < 1:
             raise UserError(f"--max_question_length is {self.max_question_length}, but must be at least 1.")
+
+
+@dataclasses.dataclass
+class ChoiceTrainingArguments(FinetuneTrainingArguments):
+    """A single run's values: those of RoBERTa's authors for RACE and CommonsenseQA."""
+
+    learning_rate: float = dataclasses.field(default=1e-5, metadata={"help": "Peak learning rate."})
+    per_device_train_batch_size: int = dataclasses.field(
+        default=16, metadata={"help": "Questions of a forward pass on each process."}
+    )
+    per_device_eval_batch_size: int = dataclasses.field(
+        default=16, metadata={"help": "Questions of an evaluation step."}
+    )
+    weight_decay: float = dataclasses.field(default=0.01, metadata={"help": "Weight decay; not on biases and norms."})
 
 
 class ChoiceTask(Task):
@@ -393,6 +421,7 @@ class ChoiceTask(Task):
         self.train, self.evaluation = splits["train"], {"validation": splits["validation"]}
         self.tests = {"test": splits["test"]} if "test" in splits else {}
         self.max_question_length = max_question_length
+        self.metric = evaluate.load(str(METRICS), "multiple_choice", keep_in_memory=True)
         self.notes = []
 
     def layout(self, tokenizer: PreTrainedTokenizerBase) -> Layout:
@@ -406,7 +435,8 @@ class ChoiceTask(Task):
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> EncodedChoices:
         """Rows as `ChoiceCollator` takes them."""
         layout = self.layout(tokenizer)
-        return for_trainer(encode(rows, tokenizer, layout, self.limits(max_length, layout)), self.parts)
+        limits = self.limits(max_length, layout)
+        return for_trainer(encode(rows, tokenizer, layout, limits), self.parts, limits.whole)
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, multiple: int | None) -> ChoiceCollator:
         """Adds the special tokens, and pads to the longest choice of the batch."""
@@ -416,9 +446,11 @@ class ChoiceTask(Task):
         """`accuracy`, and `accuracy_<group>` for each group of the rows."""
         rows = self.tests[split] if split in self.tests else self.evaluation[split]
         groups, guesses = np.asarray(rows["group"]), logits.argmax(-1)
-        found = {"accuracy": accuracy(guesses, labels)}
+        found = self.metric.compute(predictions=guesses, references=labels)
         for group in sorted(set(groups) - {""}, reverse=True):
-            found[f"accuracy_{group}"] = accuracy(guesses[groups == group], labels[groups == group])
+            own = groups == group
+            part = self.metric.compute(predictions=guesses[own], references=labels[own])
+            found |= {f"{name}_{group}": value for name, value in part.items()}
         return found
 
     def write_predictions(self, folder: Path, split: str, logits: np.ndarray) -> Path:
@@ -428,8 +460,3 @@ class ChoiceTask(Task):
             for name, letters, choice in zip(rows["id"], rows["letters"], logits.argmax(-1), strict=True):
                 file.write(json.dumps({"id": name, "chosenAnswer": letters[choice]}) + "\n")
         return path
-
-
-def accuracy(guesses: np.ndarray, labels: np.ndarray) -> float:
-    """Share of the rows whose best choice is the right one."""
-    return float((guesses == labels).mean())
