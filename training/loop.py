@@ -319,7 +319,8 @@ def log_evaluation(run: Run, counters: Counters, result: Evaluation, progress: t
     run.log.add("held_out", counters.step, **values)
     run.accelerator.log({f"held_out/{name}": value for name, value in values.items()}, step=counters.step)
     if run.accelerator.is_main_process:
-        plateau = " - plateau: token statistics only, the context is not read yet" if gain < PLATEAU_GAIN else ""
+        plateau = " - plateau: hardly more than token statistics, the context is not read yet"
+        plateau = plateau if gain < PLATEAU_GAIN else ""
         progress.write(
             f"step {counters.step:>6}: held-out loss {result.loss:.3f} (unigram {run.unigram_loss:.3f}), perplexity "
             f"{result.perplexity:.1f}, accuracy {result.accuracy:.1%}{plateau}"

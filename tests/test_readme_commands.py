@@ -1,0 +1,89 @@
+"""The commands of the README's Finetune, Pretrain and Reproduce sections run as they stand, on small data."""
+
+import re
+import shlex
+
+import pytest
+from helpers import ROOT
+from test_multiple_choice import csqa_rows, finetune_csqa, finetune_race, race_rows, write_split
+from tiny_finetuning import SHORT, checkpoint, finetune_glue, glue_folder, topics, write_rows
+from tiny_training import SHRINK, pretrain_mlm, write_corpus
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def commands(section):
+    """The `python` commands of a section, their continued lines joined, as (script, words)."""
+    body = README.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = re.findall(r"^    (python (?:[^\n]*\\\n)*[^\n]*)$", body, re.MULTILINE)
+    words = [shlex.split(line.replace("\\\n", " "), comments=True) for line in lines]
+    return [(line[1], line[2:]) for line in words]
+
+
+def ids(section):
+    return [f"{number}-{script.split('/')[-1]}" for number, (script, _) in enumerate(commands(section))]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with what the commands name: checkpoints, texts, and files of one's own."""
+    folder = tmp_path_factory.mktemp("readme")
+    checkpoint(folder / "outputs" / "luna-demo")
+    checkpoint(folder / "roberta", "roberta")
+    write_corpus(folder / "texts")
+    glue_folder(folder / "glue")
+    for name, seed in (("train", 0), ("dev", 1)):
+        texts, labels = topics(32, seed)
+        write_rows(folder / f"{name}.csv", {"text": texts, "label": [["no", "yes"][label] for label in labels]})
+    for split, seed in (("train", 0), ("validation", 1)):
+        for level in ("middle", "high"):
+            write_split(folder / "race" / level / f"{split}.parquet", race_rows(8, level, seed))
+        write_split(folder / "csqa" / f"{split}.parquet", csqa_rows(8, seed))
+    return folder
+
+
+def here(words):
+    """The words with the repository's files and the stand-in for RoBERTa, since commands run in another folder."""
+    words = [str(ROOT / word) if word.startswith("training/") else word for word in words]
+    return ["roberta" if word == "FacebookAI/roberta-base" else word for word in words]
+
+
+@pytest.mark.parametrize("number", range(len(commands("Finetune"))), ids=ids("Finetune"))
+def test_finetuning_commands(workplace, monkeypatch, capsys, number):
+    script, words = commands("Finetune")[number]
+    module = {"finetune_glue": finetune_glue, "finetune_race": finetune_race, "finetune_csqa": finetune_csqa}[
+        script.split("/")[-1].removesuffix(".py")
+    ]
+    data = {finetune_glue: "glue", finetune_race: "race", finetune_csqa: "csqa"}[module]
+    own_files = "--train_file" in words
+    small = {**SHORT, "num_train_epochs": 1, **({} if own_files else {"dataset_name": data})}
+    if module is finetune_race:
+        small["max_question_length"] = 16
+    if any("paper.yaml" in word for word in words):
+        small |= {"seeds": 1, "sweep_batch_sizes": 16}
+    monkeypatch.chdir(workplace)
+    shrunk = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    assert module.main([*here(words), *shrunk]) == 0, capsys.readouterr().err
+    output = workplace / words[words.index("--output_dir") + 1]
+    assert (output / "results.json").is_file()
+    table = (output / "results.md").read_text()
+    assert "luna-demo" in table and ("roberta" in table) == ("FacebookAI/roberta-base" in words)
+
+
+@pytest.mark.parametrize("number", range(len(commands("Pretrain"))), ids=ids("Pretrain"))
+def test_pretraining_commands(workplace, monkeypatch, capsys, number):
+    script, words = commands("Pretrain")[number]
+    assert script == "training/pretrain_mlm.py"
+    monkeypatch.chdir(workplace)
+    # What the command says itself comes last, and wins.
+    shrunk = [word for name, value in {**SHRINK, "data": "texts"}.items() for word in (f"--{name}", str(value))]
+    assert pretrain_mlm.main([*here(words[:1]), *shrunk, *words[1:]]) == 0, capsys.readouterr().err
+    assert list((workplace / "outputs").glob("*/metrics.json"))
+
+
+def test_the_table_of_pretraining_options_names_options_that_exist():
+    """Every `--key` in the Pretrain section is a key of the recipes, in its own form."""
+    body = README.split("\n## Pretrain\n")[1].split("\n## ")[0]
+    keys = {field.replace("_", "-") for field in pretrain_mlm.PretrainRecipe.__dataclass_fields__}
+    written = {key.replace("_", "-") for key in re.findall(r"--([a-z][a-z_-]+)", body)} - {"config-file", "model"}
+    assert written and written <= keys, written - keys
