@@ -194,9 +194,11 @@ def test_a_folder_without_a_validation_split_may_use_its_test_split(luna, tmp_pa
         texts, labels = topics(count)
         write_rows(tmp_path / "imdb" / f"{split}.parquet", {"text": texts, "label": labels})
     options = {"dataset_name": tmp_path / "imdb", "text_columns": ["text"], "num_train_epochs": 1}
+    options["class_names"] = ["bad", "good"]
     assert finetune_glue.main(command(luna, tmp_path / "out", **options)) == 2
     summary = run(luna, tmp_path / "out", **options, validation_split="test")
     assert set(summary["runs"][0]["scores"]) == {"test"} and not (tmp_path / "out" / "predictions").exists()
+    assert AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "bad", 1: "good"}
 
 
 def test_cut_texts_are_counted_and_longer_inputs_extend_the_positions(luna, tmp_path, capsys):
@@ -343,6 +345,8 @@ BAD = {
     "unknown task": ({"task_name": "sst-2"}, r"GLUE has no task 'sst-2'\. Did you mean `sst2`\?"),
     "no data at all": ({}, "Give a --task_name, or own data"),
     "both sources": ({**own(), "dataset_name": "sst2"}, "exclude each other"),
+    "names of a known task": ({**SST2, "class_names": ["a", "b"]}, "sst2 has its names"),
+    "too few names": (own(class_names=["a"]), r"holds 1, but the labels go from 0 \(a\) to 0 \(a\)"),
     "no dev file": ({"train_file": "good.csv"}, "needs both --train_file and --validation_file"),
     "three columns": (own(text_columns=["a", "b", "c"]), "one or two columns"),
     "missing column": (own(text_columns=["body"]), r"good\.csv has no column `body`\. It has `text`, `label`"),

@@ -11,6 +11,15 @@ import yaml
 from recipe import UserError, did_you_mean
 from transformers import HfArgumentParser, TrainingArguments
 
+# Options of the Trainer that these scripts set themselves: given, they would be ignored without a word.
+_SET_HERE = {
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the script always trains, evaluates and predicts"),
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better"), "the task names the score that chooses"),
+    **dict.fromkeys(("remove_unused_columns", "label_names", "length_column_name"), "the task names the columns"),
+    **dict.fromkeys(("hub_strategy", "hub_always_push"), "the finished model is pushed, once"),
+    "data_seed": "--seeds decides the order of the rows, too",
+    "include_num_input_tokens_seen": "tokens are always counted, without padding",
+}
 _ORDERS = ("group_by_length", "random", "sequential")
 
 
@@ -169,10 +178,12 @@ def parse(
     given = []
     if words and not words[0].startswith("-"):
         given = _recipe_words(Path(words.pop(0)), names)
-    for word in words:
+    for word in [*given, *words]:
         key = word[2:].partition("=")[0].replace("-", "_")
         if word.startswith("--") and key not in known | {"help"}:
             raise UserError(f"Unknown option {word.partition('=')[0]}.{_suggestion(key, known)}")
+        if word.startswith("--") and key.removeprefix("no_") in _SET_HERE:
+            raise UserError(f"{word.partition('=')[0]} has no effect here: {_SET_HERE[key.removeprefix('no_')]}.")
     parser = _Parser(
         classes, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )

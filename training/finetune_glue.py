@@ -91,9 +91,15 @@ class GlueArguments(FinetuneArguments):
             "several labels at once."
         },
     )
+    class_names: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Own data: names of the classes, in the order of labels that are numbers from 0."},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.class_names and self.task_name:
+            raise UserError(f"--class_names is for data of your own: {self.task_name} has its names.")
         if self.task_name is not None and self.task_name not in TASKS:
             raise UserError(f"GLUE has no task {self.task_name!r}.{did_you_mean(self.task_name, TASKS)}")
         files = [self.train_file, self.validation_file, self.test_file]
@@ -124,7 +130,10 @@ class TextClassification(Task):
         column = arguments.label_column
         self._check(column)
         self.labels: Labels = read_labels(
-            self.labelled, column, self.glue.labels if self.glue else None, is_number=arguments.task_name == "stsb"
+            self.labelled,
+            column,
+            self.glue.labels if self.glue else tuple(arguments.class_names) or None,
+            is_number=arguments.task_name == "stsb",
         )
         self.notes += self.labels.notes
         self.problem_type = self.labels.problem_type

@@ -150,7 +150,8 @@ def _numbered(splits: dict[str, Dataset], column: str, names: list[str], lists: 
                 f"`{column}` of {source} holds {outside[0]}, but the labels go from 0 ({names[0]}) to "
                 f"{len(names) - 1} ({names[-1]})."
             )
-    unused = [name for index, name in enumerate(names) if index not in _distinct(rows, column, lists)]
+    found = _distinct(rows, column, lists)
+    unused = [name for index, name in enumerate(names) if index not in found]
     if unused:
         notes.append(f"{first} has no row with the label {', '.join(unused)}.")
     return Labels(MULTI_LABEL if lists else SINGLE_LABEL, names, list(range(len(names))), len(names), notes)

@@ -18,10 +18,11 @@ _FREE = {
     *("model_name_or_path", "sweep", "sweep_batch_sizes", "sweep_learning_rates", "sweep_dropouts", "dropout"),
     *("seeds", "output_dir"),
     *("language", "license", "model_name", "push_to_hub", "resume_from_checkpoint", "report_to", "run_name"),
+    *("use_cpu", "local_rank", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
     *("disable_tqdm", "dataloader_num_workers", "per_device_eval_batch_size", "save_total_limit", "project"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "seed", "data_seed"),
 }
-_FREE_PREFIXES = ("hub_", "log", "trackio")
+_FREE_PREFIXES = ("hub_", "log", "trackio", "ddp_", "gradient_checkpointing", "activation_checkpointing")
 
 
 @dataclass(frozen=True)

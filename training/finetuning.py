@@ -303,6 +303,7 @@ def one_run(
     finished = run.folder / RUN_FILE
     if finished.is_file():
         say(training, f"  Finished before: {finished}.")
+        remove_checkpoints(run.folder, training)
         return {**json.loads(finished.read_text(encoding="utf-8")), "folder": str(run.folder)}
     if training.process_index == 0:
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -361,8 +362,7 @@ def one_run(
         write_card(task, result, arguments, training, command, run.folder)
         (run.folder / "training_args.bin").unlink(missing_ok=True)  # a pickle of this machine's paths
         write_json(finished, result)
-        for path in checkpoints(run.folder):
-            shutil.rmtree(path)
+    remove_checkpoints(run.folder, training)
     trainer.accelerator.wait_for_everyone()
     say(
         training,
@@ -370,6 +370,13 @@ def one_run(
         + ", ".join(f"{split} {name} {value:.4f}" for split, part in scores.items() for name, value in part.items()),
     )
     return {**result, "folder": str(run.folder)}
+
+
+def remove_checkpoints(folder: Path, training: FinetuneTrainingArguments) -> None:
+    """Delete what a finished run needs no more: the best weights stand in the folder itself."""
+    if training.process_index == 0:
+        for path in checkpoints(folder):
+            shutil.rmtree(path)
 
 
 def run_arguments(run: Run, task: Task, training: FinetuneTrainingArguments) -> FinetuneTrainingArguments:
