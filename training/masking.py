@@ -89,11 +89,10 @@ def mask_row(ids: np.ndarray, masking: Masking, generator: np.random.Generator) 
     else:
         after_special = np.concatenate([[True], ~maskable[:-1]])
         units = np.cumsum(masking.starts[ids] | after_special | ~maskable) - 1
-    picked = generator.random(len(ids)) < masking.probability  # of which only the first of a unit's count
+    picked = generator.random(len(ids)) < masking.probability  # one draw a unit
     chosen = picked[units] & maskable
-    candidates = np.flatnonzero(maskable)
-    if not chosen.any() and len(candidates):
-        chosen = (units == units[generator.choice(candidates)]) & maskable
+    if not chosen.any() and maskable.any():
+        chosen = (units == generator.choice(np.unique(units[maskable]))) & maskable
     fate = generator.random(len(ids))
     random_ids = masking.ordinary_ids[generator.integers(len(masking.ordinary_ids), size=len(ids))]
     replaced = np.where(fate < 0.8, masking.mask_token_id, np.where(fate < 0.9, random_ids, ids))
