@@ -142,7 +142,8 @@ class RaceTask(ChoiceTask):
             self.dataset_name, self.dataset_config = arguments.dataset_name, arguments.dataset_config
         for split, rows in {"train": self.train, **self.evaluation, **self.tests}.items():
             levels = list(rows["group"])
-            self.notes.append(f"{split}: " + ", ".join(f"{levels.count(level):,} {level}" for level in LEVELS) + ".")
+            counts = [f"{levels.count(level):,} {level}" for level in LEVELS if level in levels]
+            self.notes.append(f"{split}: {', '.join(counts)}.")
 
     def limits(self, max_length: int, layout: Layout) -> Limits:
         """The question's limit is the option's of the script; the passage has what is left."""

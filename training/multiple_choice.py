@@ -190,7 +190,12 @@ def read_questions(dataset: Dataset, read_row: Callable[[Mapping[str, Any], str]
         return dataclasses.asdict(question)
 
     return dataset.map(
-        convert, with_indices=True, remove_columns=dataset.column_names, keep_in_memory=True, load_from_cache_file=False
+        convert,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        keep_in_memory=True,
+        load_from_cache_file=False,
+        desc="Reading",
     )
 
 
@@ -237,6 +242,7 @@ def encode(questions: Dataset, tokenizer: PreTrainedTokenizerBase, layout: Layou
         features=_FEATURES,
         keep_in_memory=True,
         load_from_cache_file=False,
+        desc="Tokenizing",
     )
 
 
