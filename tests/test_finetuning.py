@@ -302,7 +302,14 @@ def saved(luna, sst2, tmp_path, monkeypatch):
 def test_every_damaged_file_of_a_checkpoint_is_found(saved):
     assert finetune_trainer.damage(saved) is None
     assert finetune_trainer.newest_whole_checkpoint(saved.parent) == (saved, [])
-    for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"):
+    for name in (
+        "trainer_state.json",
+        "clock.json",
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        "model.safetensors",
+    ):
         content = (saved / name).read_bytes()
         (saved / name).write_bytes(content[: len(content) // 2])
         assert finetune_trainer.damage(saved) == f"{name} is cut off"

@@ -252,6 +252,8 @@ def write_card(
         epochs=f"{result['epochs']:.2f}",
         best_step=result["best_step"] if result["best_step"] is not None else result["steps"],
         seconds=f"{result['seconds']:,.0f}",
+        since=f" since step {result['resumed_from_step']:,}, from which it was continued"
+        * bool(result["resumed_from_step"]),
         speed=f"{result['samples_per_second']:,.1f}",
         token_speed=f"{result['tokens_per_second']:,.0f}",
         processes=result["processes"],

@@ -28,6 +28,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 # Batches that are sorted together: enough for little padding, few enough that epochs differ.
 _POOL = 50
+# Beside the Trainer's files in a checkpoint: seconds of training up to it.
+CLOCK = "clock.json"
 
 
 def task_loss(
@@ -171,6 +173,10 @@ class FinetuneTrainer(Trainer):
 
     def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
         ran = self.progress.stop()
+        if self.args.should_save:
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CLOCK).write_text(json.dumps({"seconds": self.progress.seconds}), encoding="utf-8")
         super()._save_checkpoint(*arguments, **keywords)
         if ran:
             self.progress.start()
@@ -190,13 +196,14 @@ def damage(checkpoint: Path) -> str | None:
 
     `trainer_state.json` is the last file that the Trainer writes.
     """
-    for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt"):
+    for name in ("trainer_state.json", CLOCK, "optimizer.pt", "scheduler.pt"):
         if not (checkpoint / name).is_file():
             return f"{name} is missing"
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except ValueError:
-        return "trainer_state.json is cut off"
+    for name in ("trainer_state.json", CLOCK):
+        try:
+            json.loads((checkpoint / name).read_text(encoding="utf-8"))
+        except ValueError:
+            return f"{name} is cut off"
     for path in [*checkpoint.glob("*.pt"), *checkpoint.glob("rng_state*.pth")]:
         if path.name != "scaler.pt" and not zipfile.is_zipfile(path):
             return f"{path.name} is cut off"

@@ -55,6 +55,7 @@ from finetune_report import (
     write_json,
 )
 from finetune_trainer import (
+    CLOCK,
     SINGLE_LABEL,
     FinetuneTrainer,
     checkpoints,
@@ -313,17 +314,16 @@ def one_run(
     model, _ = load_model(task, run.model, prepared.extended, arguments, run.dropout)
     trainer = make_trainer(task, model, prepared, own, arguments)
     start = find_checkpoint(run, training)
-    before = {"num_input_tokens_seen": 0, "epoch": 0.0}
+    resumed_from = 0
     if start is not None:
-        before = json.loads((start / "trainer_state.json").read_text(encoding="utf-8"))
+        trainer.progress.seconds = json.loads((start / CLOCK).read_text(encoding="utf-8"))["seconds"]
+        resumed_from = json.loads((start / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
     began = time.perf_counter()
     train(trainer, start, arguments.early_stopping_patience)
     wall = time.perf_counter() - began
     scores, predictions = evaluate(task, trainer, prepared, run.folder)
-    state, progress = trainer.state, trainer.progress
-    seconds = max(progress.seconds, 1e-9)
-    rows = ((state.epoch or 0) - before["epoch"]) * len(prepared.train.rows)
-    tokens = state.num_input_tokens_seen - before["num_input_tokens_seen"]
+    state, seconds = trainer.state, max(trainer.progress.seconds, 1e-9)
+    rows = (state.epoch or 0) * len(prepared.train.rows)
     result = {
         "task": task.name,
         "title": task.title,
@@ -344,10 +344,10 @@ def one_run(
         "epochs": number(state.epoch or 0.0),
         "history": [row for row in state.log_history if f"eval_{task.main_metric}" in row],
         "seconds": round(wall, 2),
-        "training_seconds": round(progress.seconds, 2),
-        "resumed_from_step": int(start.name.partition("-")[2]) if start is not None else 0,
+        "training_seconds": round(seconds, 2),
+        "resumed_from_step": resumed_from,
         "samples_per_second": round(rows / seconds, 2),
-        "tokens_per_second": round(tokens / seconds, 1),
+        "tokens_per_second": round(state.num_input_tokens_seen / seconds, 1),
         "max_length": prepared.max_length,
         "train_rows": len(prepared.train.rows),
         "cut": {"train": {"rows": prepared.train.cut_rows, "tokens": prepared.train.cut_tokens}},
