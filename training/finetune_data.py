@@ -1,6 +1,5 @@
 """Labelled data for the finetuning scripts: files and folders, or a name on the Hub, as `datasets.Dataset`."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,8 +187,3 @@ def encode_texts(
         cut_rows += sum(short < long for long, short in lengths)
         cut_tokens += sum(long - short for long, short in lengths)
     return columns, tokens, cut_rows, cut_tokens
-
-
-def all_whole(values: Iterable[float]) -> bool:
-    """Whether all numbers are whole."""
-    return all(math.isfinite(value) and value == int(value) for value in values)
