@@ -10,12 +10,11 @@ import pyarrow.parquet as pq
 from datasets import Features, IterableDataset
 from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetsError
-from httpx import HTTPError
 from pyarrow import ArrowException
 from recipe import UserError
 
 # What reading a file or a dataset raises when something is wrong with it.
-READ_ERRORS = (OSError, ValueError, ArrowException, DatasetsError, HTTPError)
+READ_ERRORS = (OSError, ValueError, ArrowException, DatasetsError)
 
 _PARQUET_ROWS = 256  # texts in memory at a time
 
