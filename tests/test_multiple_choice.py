@@ -136,16 +136,18 @@ def test_a_backslash_in_an_option_is_text() -> None:
     assert finetune_race.fill_in("in _ .", r"a \1 \g<0>") == r"in a \1 \g<0> ."
 
 
-def test_race_input_is_passage_then_question_with_option() -> None:
-    tokenizer = tiny_tokenizer()
-    layout = multiple_choice.pair_layout(tokenizer)
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), wordpiece(), modernbert_tokenizer()], ids=MODEL_TYPES)
+def test_race_input_is_question_with_option_then_passage(tokenizer: PreTrainedTokenizerBase) -> None:
+    layout = finetune_race.RaceTask.layout(None, tokenizer)
     data = encoded([RACE_ROW], finetune_race, tokenizer, layout, Limits(200, 100))
     batch = ChoiceCollator(layout, tokenizer)(rows_of(data))
     passage = "the fox reads every book in a house of glass"
     for index, option in enumerate(RACE_ROW["options"]):
-        wanted = tokenizer(passage, f"the fox reads in {option} .")["input_ids"]
+        wanted = tokenizer(f"the fox reads in {option} .", passage)
         real = batch["attention_mask"][0, index] == 1
-        assert batch["input_ids"][0, index][real].tolist() == wanted
+        assert batch["input_ids"][0, index][real].tolist() == wanted["input_ids"]
+        if layout.segments:
+            assert batch["token_type_ids"][0, index][real].tolist() == wanted["token_type_ids"]
     assert batch["labels"].tolist() == [2]
 
 

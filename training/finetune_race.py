@@ -5,12 +5,13 @@
 
 A choice is read as
 
-    <s> passage </s></s> question with option </s>
+    <s> question with option </s></s> passage </s>
 
-and, by tokenizers in BERT's layout, as `[CLS] passage [SEP] question with option [SEP]`. A question that has a blank
+and, by tokenizers in BERT's layout, as `[CLS] question with option [SEP] passage [SEP]`. A question that has a blank
 (`_`) is read with the option in every blank; any other is followed by a space and the option. So RoBERTa's authors
-prepared the questions (fairseq, `examples/roberta/preprocess_RACE.py`); underscores in a row are one blank here.
-Neither paper says which part comes first. Here it is the passage; fairseq's script for RACE puts the question there.
+prepared the questions (fairseq, `examples/roberta/preprocess_RACE.py`); underscores in a row are one blank here. The
+papers do not say which part comes first: the order is that of fairseq's `sentence_ranking` task, with which RoBERTa was
+finetuned on RACE and on which the code of Luna's authors is built.
 
 Question with option are cut to 128 tokens, then the passage so that all fit into `--max_length` (512). `--dataset_name`
 is `ehovy/race` or a folder with the subfolders `middle` and `high`; `--dataset_config` chooses one level.
@@ -36,9 +37,11 @@ from multiple_choice import (
     answer_index,
     as_choices,
     as_text,
+    pair_layout,
     read_questions,
 )
 from recipe import UserError, did_you_mean
+from transformers import PreTrainedTokenizerBase
 
 COLUMNS = ("example_id", "article", "question", "options", "answer")
 LEVELS = ("middle", "high")
@@ -145,6 +148,10 @@ class RaceTask(ChoiceTask):
             counts = [f"{levels.count(level):,} {level}" for level in LEVELS if level in levels]
             self.notes.append(f"{split}: {', '.join(counts)}.")
 
+    def layout(self, tokenizer: PreTrainedTokenizerBase) -> Layout:
+        """A pair with question and option in front."""
+        return pair_layout(tokenizer).with_second_in_front()
+
     def limits(self, max_length: int, layout: Layout) -> Limits:
         """The question's limit is the option's of the script; the passage has what is left."""
         return Limits(whole=max_length, second=self.max_question_length)
@@ -162,7 +169,7 @@ question = "Tom plays with _ ."
 options = ["the cat", "the dog", "nobody", "his sister"]
 # The option stands in the blank, or after a question that has none.
 texts = [question.replace("_", option) if "_" in question else f"{{question}} {{option}}" for option in options]
-inputs = tokenizer([passage] * len(texts), texts, truncation="only_first", padding=True, return_tensors="pt")
+inputs = tokenizer(texts, [passage] * len(texts), truncation="only_second", padding=True, return_tensors="pt")
 with torch.no_grad():
     logits = model(**{{key: value.unsqueeze(0) for key, value in inputs.items()}}).logits[0]  # one score an option
 print(options[logits.argmax()])'''

@@ -2,8 +2,9 @@
 
 Every choice becomes one input, in the form of a pair as the tokenizer itself makes it. Of the two parts the first is
 the same for all choices of a question (RACE: the passage; CommonsenseQA: the question) and the second differs (RACE:
-question and option; CommonsenseQA: the option). The model gives one score an input, and a softmax over the choices
-of a question is trained (Luna, section 4.3; Liu et al. 2019, RoBERTa, section 5.3).
+question and option; CommonsenseQA: the option); which stands in front is the script's. The model gives one score an
+input, and a softmax over the choices of a question is trained (Luna, section 4.3; Liu et al. 2019, RoBERTa, section
+5.3).
 
 What does not fit is cut at its end: first the second part to a limit of its own, then the first part so that the
 whole fits. Special tokens are never cut, and every cut is counted.
@@ -69,12 +70,14 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Special tokens before, between and after the parts of a pair; `segments` whether `token_type_ids` are made."""
+    """Special tokens before, between and after the parts of a pair; `segments` whether `token_type_ids` are made, and
+    `second_in_front` whether the parts change places."""
 
     start: list[int]
     middle: list[int]
     end: list[int]
     segments: bool
+    second_in_front: bool = False
 
     @property
     def specials(self) -> int:
@@ -85,8 +88,14 @@ class Layout:
         """One separator between the parts and one segment, as if it were one text with a separator in it."""
         return dataclasses.replace(self, middle=self.middle[-1:], segments=False)
 
+    def with_second_in_front(self) -> "Layout":
+        """The part that differs before the one that is shared."""
+        return dataclasses.replace(self, second_in_front=True)
+
     def join(self, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], list[int]]:
         """Ids of an input, and the segment (0 or 1) of each."""
+        if self.second_in_front:
+            first, second = second, first
         head, tail = [*self.start, *first, *self.middle], [*second, *self.end]
         return head + tail, [0] * len(head) + [1] * len(tail)
 
