@@ -18,6 +18,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from checkpoint import Counters, write_atomically
 from pretrain_recipe import PretrainRecipe
 from recipe import UserError
+from sharding import check_backend
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -99,10 +100,11 @@ def make_accelerator(recipe: PretrainRecipe) -> Accelerator:
     """An `Accelerator` for the recipe's precision and trackers; the number of passes an update is set when known.
 
     Raises:
-        UserError: A tracker is not installed, or the device has no such precision.
+        UserError: A tracker is not installed, or the device has no such precision, or cannot be sharded over.
     """
     try:
-        return Accelerator(
+        accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),  # without it, processes on CPUs would not know of each other
             mixed_precision=recipe.mixed_precision,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             log_with=list(recipe.trackers) or None,
@@ -110,6 +112,8 @@ def make_accelerator(recipe: PretrainRecipe) -> Accelerator:
         )
     except (ValueError, ImportError) as error:
         raise UserError(f"`trackers` {recipe.trackers}, `mixed_precision` {recipe.mixed_precision}: {error}") from error
+    check_backend(accelerator)
+    return accelerator
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -56,6 +56,7 @@ from models import load_config, load_encoder, load_tokenizer, longest_input, mak
 from pretrain_recipe import PretrainRecipe
 from probe import probe
 from recipe import UserError, load_recipe
+from sharding import prepare_model
 from throughput import peak_flops, training_flops
 from transformers import (
     AutoModelForMaskedLM,
@@ -301,10 +302,7 @@ def prepare_run(
     )
     scheduler = warmup_then_decay(optimizer, recipe.max_steps, recipe.warmup_fraction, recipe.decay_power)
     accelerator.register_for_checkpointing(scheduler)
-    # No loader is prepared, from which DeepSpeed would take the size of a batch.
-    if accelerator.state.deepspeed_plugin is not None:
-        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan.micro_batch
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = prepare_model(accelerator, model, optimizer, recipe, plan.micro_batch)
     peak, peak_source = peak_flops(accelerator.device, recipe.mixed_precision)
     # The weights are the same in every process; dropout from here on is not. No random number may be drawn between
     # here and the loop, or a resumed run would draw others.
