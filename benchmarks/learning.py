@@ -6,8 +6,8 @@
     python benchmarks/learning.py report
 
 DATA is a folder with enwiki/{train,validation}.parquet (column `text`) for pretraining, and the task folders for
-finetuning. Both commands work through their list run by run, leave finished runs alone and go on with an interrupted
-one, so that they may be stopped and given again. `report` reads what is there and writes JSON, tables and plots to
+finetuning. `pretrain` and `finetune` work through their list run by run, leave finished runs alone and go on with an
+interrupted one: they may be stopped and given again. `report` reads what is there, and writes JSON, tables and plots to
 benchmarks/results. See benchmarks/README.md for the protocol.
 """
 
@@ -20,12 +20,13 @@ from typing import Any
 
 import learning_models  # noqa: F401  registers roberta-conv
 import torch
-from learning_plots import plot_attention, plot_losses
+from learning_plots import plot_attention, plot_losses, plot_scores
 from measuring import RESULTS, header, progress, result_path, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "training"))  # the training scripts import their siblings plainly
 
+import learning_finetune  # noqa: E402
 import learning_report  # noqa: E402
 import pretrain_mlm  # noqa: E402
 from card import portable, portable_command  # noqa: E402
@@ -54,8 +55,10 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 PROTOCOL = (
     "All systems: the same tokenizer, training rows in the same order, masks, steps and schedule, and the same masked "
     "held-out tokens, by the seed alone; a seed is that of weights, order and masks. One run after the other on the "
-    "same machine. Losses at masked tokens of held-out documents, after every eval_steps. Seconds are those of "
-    "training steps: evaluation, saving and loading are left out; RoBERTa computes its head at every position "
+    "same machine. Losses at masked tokens of held-out documents, after every eval_steps. Seconds: steps times the "
+    "median cost of a training step of the system, which is measured with all systems taking turns, on a CPU in "
+    "processor time (the machine was shared while the runs were made: their own clock, kept as training_seconds, is "
+    "not comparable); evaluation, saving and loading are not in them. RoBERTa computes its head at every position "
     "while training, Luna at the masked ones, because transformers' RoBERTa has no other way. Entropies are shares of "
     "their maximum, slot similarity is the mean cosine between the packed rows Y_P of a sequence, both over 8 "
     "held-out rows, first layer first."
@@ -72,13 +75,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     reporting = commands.add_parser("report", help="write tables and plots of the runs that are finished")
     reporting.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files, tables and plots")
     timing = commands.add_parser("speed", help="time a training step of every system, in turns")
-    for command in (pretraining, timing):
+    tuning = commands.add_parser("finetune", help="finetune on the tasks; --key value overrides the scripts' options")
+    tuning.add_argument("--tasks", nargs="+", choices=learning_finetune.TASKS, default=list(learning_finetune.TASKS))
+    tuning.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["roberta", "luna-conv", "luna-conv-1"])
+    tuning.add_argument("--pretraining-seed", type=int, default=0, help="which runs to start from")
+    tuning.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of the finetuning")
+    for command in (pretraining, timing, tuning):
         command.add_argument("--data", type=Path, required=True, help="folder of the corpora and tasks")
         command.add_argument("--threads", type=int, default=1)
-    for command in (pretraining, timing, reporting):
+    for command in (pretraining, timing, tuning, reporting):
         command.add_argument("--runs", type=Path, default=Path("outputs/learning"), help="folder of the runs")
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and options.what not in ("pretrain", "speed"):
+    if overrides and options.what == "report":
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     options.overrides = overrides
     return options
@@ -175,6 +183,18 @@ def speed(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     write_json(options.runs / "speed.json", result)
 
 
+def finetune(options: argparse.Namespace) -> None:
+    """Finetune the chosen systems on the chosen tasks.
+
+    Raises:
+        UserError: See `learning_finetune.finetune`.
+    """
+    torch.set_num_threads(options.threads)
+    models = [run_folder(options.runs, system, options.pretraining_seed) for system in options.systems]
+    folder = options.runs / "finetune"
+    learning_finetune.finetune(options.tasks, options.data, models, options.seeds, folder, options.overrides)
+
+
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -183,18 +203,19 @@ def report(options: argparse.Namespace) -> None:
     """Write what the finished runs show: JSON, Markdown and plots.
 
     Raises:
-        UserError: There is no finished run, or runs of different recipes.
+        UserError: There is no finished run, no measured speed, or runs of different recipes.
     """
-    runs = learning_report.read_runs(options.runs / "pretrain")
+    runs = learning_report.read_runs(options.runs)
     order = list(SYSTEMS)
     runs.sort(key=lambda run: (run["seed"], order.index(run["system"])))
     recipe = {name: value for name, value in runs[0]["recipe"].items() if name not in learning_report.OWN}
+    shared = {name: runs[0][name] for name in ("date", "machine", "versions")}
     device = "cuda" if "accelerator" in runs[0]["machine"] else "cpu"
     dtype = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[recipe["mixed_precision"]]
     result = {
         "command": "python benchmarks/learning.py report",
         "commands": sorted({run["command"] for run in runs}),
-        **{name: runs[0][name] for name in ("date", "machine", "versions")},
+        **shared,
         "protocol": PROTOCOL,
         "recipe": recipe,
         "systems": {system: SYSTEMS[system] for system in order},
@@ -209,7 +230,27 @@ def report(options: argparse.Namespace) -> None:
     title = plot_title(runs)
     plot_losses(runs, title, path.with_suffix(".png"))
     plot_attention(runs, title, path.with_name(f"{path.stem}-attention.png"))
-    print(text, end="")
+    print(text)
+    tasks = learning_finetune.read_results(options.runs / "finetune")
+    if tasks:
+        report_finetuning(tasks, shared, result_path(options.results, "learning-finetune", device, dtype))
+
+
+def report_finetuning(tasks: dict[str, Any], shared: dict[str, Any], path: Path) -> None:
+    """Write what finetuning gave, on the machine of the pretraining."""
+    condensed = {task: learning_finetune.condense(task, found) for task, found in tasks.items()}
+    result = {
+        "command": "python benchmarks/learning.py report",
+        **shared,
+        "protocol": learning_finetune.PROTOCOL,
+        "setting": learning_finetune.SETTING,
+        "tasks": condensed,
+    }
+    write_json(path, result)
+    text = learning_finetune.table(condensed)
+    path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    plot_scores(condensed, path.with_suffix(".png"))
+    print(text)
 
 
 _SHARED = {"command", "date", "machine", "versions", "recipe"}
@@ -234,6 +275,8 @@ def main(arguments: Sequence[str]) -> int:
             pretrain(options, arguments)
         elif options.what == "speed":
             speed(options, arguments)
+        elif options.what == "finetune":
+            finetune(options)
         else:
             report(options)
     except UserError as error:

@@ -23,7 +23,7 @@ def plot_losses(runs: list[dict[str, Any]], title: str, path: Path) -> None:
             axis.plot(run["curve"][against], run["curve"]["loss"], **_style(run))
         unigram = sum(run["unigram_loss"] for run in runs) / len(runs)
         axis.axhline(unigram, color="black", linestyle=":", linewidth=1, label="unigram entropy")
-        axis.set_xlabel({"step": "steps", "seconds": "seconds of training (evaluation not counted)"}[against])
+        axis.set_xlabel({"step": "steps", "seconds": "seconds (steps times the measured cost of one)"}[against])
         _plain(axis)
     axes[0].set_ylabel("loss at masked held-out tokens (nats)")
     axes[0].legend(frameon=False, fontsize=9)
@@ -58,6 +58,27 @@ def plot_attention(runs: list[dict[str, Any]], title: str, path: Path) -> None:
             axis.legend(frameon=False, fontsize=8)
         _plain(axis)
     figure.suptitle(f"{title}; solid: first layer, dotted: last layer", fontsize=10)
+    _save(figure, path)
+
+
+def plot_scores(tasks: dict[str, dict[str, Any]], path: Path) -> None:
+    """Scores of every task and system: a point for each seed, a bar for their mean."""
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(11, 4.6), layout="constrained")
+    systems = list(dict.fromkeys(system for task in tasks.values() for system in task["models"]))
+    width = 0.8 / len(systems)
+    for index, system in enumerate(systems):
+        color = STYLES.get(system, {}).get("color")
+        for place, task in enumerate(tasks.values()):
+            scores = [100 * score[task["metric"]] for score in task["models"][system]["scores"]]
+            x = place + (index - (len(systems) - 1) / 2) * width
+            label = system if place == 0 else None
+            axis.bar(x, sum(scores) / len(scores), 0.9 * width, color=color, alpha=0.5, label=label)
+            axis.plot([x] * len(scores), scores, ".", color="black", markersize=5)
+    axis.set_xticks(range(len(tasks)), [f"{name}\n({task['metric']})" for name, task in tasks.items()], fontsize=9)
+    axis.set_ylabel("per cent")
+    axis.legend(frameon=False)
+    _plain(axis)
     _save(figure, path)
 
 

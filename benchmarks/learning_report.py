@@ -18,12 +18,16 @@ Run = dict[str, Any]
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Every finished pretraining run below a folder, by folder.
+    """Every finished pretraining run below a folder, by its name.
 
     Raises:
-        UserError: There is none, or they were not run with the same recipe.
+        UserError: There is none, they were not run with the same recipe, or the speed was not measured.
     """
-    runs = [read_run(path.parent) for path in sorted(folder.glob("*/run.json"))]
+    finished = sorted((folder / "pretrain").glob("*/run.json"))
+    speed = folder / "speed.json"
+    if finished and not speed.is_file():
+        raise UserError(f"{speed} is missing. Run `python benchmarks/learning.py speed` first.")
+    runs = [read_run(path.parent, json.loads(speed.read_text(encoding="utf-8"))) for path in finished]
     if not runs:
         raise UserError(f"{folder} holds no finished run. Run `python benchmarks/learning.py pretrain` first.")
     for run in runs[1:]:
@@ -36,11 +40,12 @@ def read_runs(folder: Path) -> list[Run]:
     return runs
 
 
-def read_run(folder: Path) -> Run:
-    """Header, figures and curves of one run; `seconds` are those of training, without evaluation and saving."""
+def read_run(folder: Path, speed: dict[str, Any]) -> Run:
+    """Header, figures and curves of one run; its `seconds` are steps times the measured cost of a step."""
     described = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     figures = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    step_seconds = speed["seconds_per_step"][described["system"]]["median"]
     held_out = [entry for entry in log if entry["kind"] == "held_out"]
     attention = [entry for entry in log if entry["kind"] == "probe"]
     return {
@@ -49,9 +54,12 @@ def read_run(folder: Path) -> Run:
         "unigram_loss": figures["unigram_loss"],
         "targets": figures["held_out_targets"],
         "training_seconds": figures["training_seconds"],
-        "tokens_per_second": figures["seen_tokens"] / figures["training_seconds"],
+        "tokens_per_second": described["recipe"]["global_batch_tokens"] / step_seconds,
         "final_loss": held_out[-1]["loss"],
-        "curve": {name: [entry[name] for entry in held_out] for name in ("step", "seconds", "loss", "accuracy")},
+        "curve": {
+            **{name: [entry[name] for entry in held_out] for name in ("step", "loss", "accuracy")},
+            "seconds": [entry["step"] * step_seconds for entry in held_out],
+        },
         "probe": {
             name: [entry[name] for entry in attention] for name in (attention[0] if attention else {}) if name != "kind"
         },

@@ -1,0 +1,159 @@
+"""Finetuning of the pretrained systems of `learning.py` on tasks, through the scripts of `training/`, and its table."""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import finetune_csqa
+import finetune_glue
+import torch
+from measuring import progress
+from recipe import UserError
+
+# One setting for all models, chosen for none of them, and the last weights count: nothing is selected on the dev sets.
+SETTING = {
+    "learning_rate": 1e-3,  # these models are small and were trained with 3e-3
+    "per_device_train_batch_size": 32,
+    "weight_decay": 0.01,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "load_best_model_at_end": False,
+    "report_to": "none",
+    "bf16": True,
+    "use_cpu": not torch.cuda.is_available(),
+    "disable_tqdm": True,
+}
+PROTOCOL = (
+    "The pretrained systems (one pretraining seed), the same rows in the same order, the same setting for all models "
+    "and tasks, two seeds of head and order; the weights after the last step count, nothing is chosen by the scores. "
+    "Long texts are cut, which the notes count; the positions of pretraining are repeated to the length of the task. "
+    "Scores are those of the dev split (IMDB: test), of at most 1,000 rows."
+)
+
+
+@dataclass(frozen=True)
+class Finetuning:
+    """A task: its script, folder of its data, further options, and as many rows and epochs as fit a CPU."""
+
+    main: Callable[[list[str]], int]
+    folder: str
+    options: dict[str, Any]
+    rows: int
+    epochs: int
+    max_length: int
+
+
+_IMDB = {"text_columns": "text", "validation_split": "test"}
+TASKS = {
+    "sst2": Finetuning(finetune_glue.main, "glue", {"task_name": "sst2"}, rows=8000, epochs=2, max_length=128),
+    "mrpc": Finetuning(finetune_glue.main, "glue", {"task_name": "mrpc"}, rows=4000, epochs=3, max_length=256),
+    "qnli": Finetuning(finetune_glue.main, "glue", {"task_name": "qnli"}, rows=4000, epochs=2, max_length=256),
+    "qqp": Finetuning(finetune_glue.main, "glue", {"task_name": "qqp"}, rows=8000, epochs=2, max_length=128),
+    "csqa": Finetuning(finetune_csqa.main, "commonsense_qa", {}, rows=3000, epochs=2, max_length=128),
+    "imdb-512": Finetuning(finetune_glue.main, "imdb", _IMDB, rows=1500, epochs=2, max_length=512),
+    "imdb-2048": Finetuning(finetune_glue.main, "imdb", _IMDB, rows=1500, epochs=2, max_length=2048),
+}
+EVALUATED = 1000  # rows of the dev split at most: one standard error is 1.6 points or less
+
+
+def command_words(task: str, data: Path, models: list[Path], seeds: list[int], folder: Path) -> list[str]:
+    """Command line of the task's script."""
+    own = TASKS[task]
+    options = {
+        "dataset_name": data / own.folder,
+        "output_dir": folder,
+        "max_length": own.max_length,
+        "max_train_samples": own.rows,
+        "max_eval_samples": EVALUATED,
+        "num_train_epochs": own.epochs,
+        **SETTING,
+        **own.options,
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return ["--model_name_or_path", *map(str, models), "--seeds", *map(str, seeds), *words]
+
+
+def finetune(tasks: list[str], data: Path, models: list[Path], seeds: list[int], folder: Path, more: list[str]) -> None:
+    """Run the tasks that are not finished.
+
+    Args:
+        tasks: names in `TASKS`.
+        data: folder with the tasks' folders.
+        models: pretrained folders.
+        seeds: of head, order and dropout.
+        folder: a folder for each task is made in it.
+        more: further options of the scripts, which win.
+
+    Raises:
+        UserError: A model is not there; or a script failed, and has said why.
+    """
+    for model in models:
+        if not (model / "config.json").is_file():
+            raise UserError(f"There is no pretrained model in {model}. Run `pretrain` with that system first.")
+    for task in tasks:
+        progress(f"finetuning: {task}")
+        if TASKS[task].main([*command_words(task, data, models, seeds, folder / task), *more]):
+            raise UserError(f"Finetuning on {task} failed.")
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """`results.json` of every finished task, in the order of `TASKS`."""
+    paths = {task: folder / task / "results.json" for task in TASKS}
+    return {task: json.loads(path.read_text(encoding="utf-8")) for task, path in paths.items() if path.is_file()}
+
+
+def condense(task: str, result: dict[str, Any]) -> dict[str, Any]:
+    """What the report keeps of a task: every score of every seed, cost, and what was cut."""
+    models: dict[str, dict[str, Any]] = {}
+    split = result["development"]
+    for run in result["runs"]:
+        system = run["model"].rpartition("-seed")[0] or run["model"]
+        own = models.setdefault(system, {"seeds": [], "scores": [], "training_seconds": [], "tokens_per_second": []})
+        own["seeds"].append(run["seed"])
+        own["scores"].append(run["scores"][split])
+        own["training_seconds"].append(run["training_seconds"])
+        own["tokens_per_second"].append(run["tokens_per_second"])
+        own["notes"] = run["notes"]
+    first = result["runs"][0]
+    return {
+        "command": result["command"],
+        "metric": result["main_metric"],
+        "train_rows": first["train_rows"],
+        "epochs": first["epochs"],
+        "max_length": first["max_length"],
+        "models": models,
+    }
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """A Markdown row a task: every model's mean score over the seeds in per cent, with the extremes."""
+    systems = list(dict.fromkeys(system for result in results.values() for system in result["models"]))
+    rows = [
+        "| task | metric | tokens | rows x epochs | "
+        + " | ".join(systems)
+        + " | training seconds ("
+        + ", ".join(systems)
+        + ") |",
+        "| --- " * (len(systems) + 5) + "|",
+    ]
+    for task, result in results.items():
+        own = result["models"]
+        cells = [
+            task,
+            result["metric"],
+            f"{result['max_length']:,}",
+            f"{result['train_rows']:,} x {result['epochs']:g}",
+            *(score_cell([score[result["metric"]] for score in own[system]["scores"]]) for system in systems),
+            ", ".join(f"{statistics.mean(own[system]['training_seconds']):,.0f}" for system in systems),
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def score_cell(values: list[float]) -> str:
+    """Mean and extremes in per cent."""
+    percent = [100 * value for value in values]
+    return f"{statistics.mean(percent):.1f} ({min(percent):.1f} to {max(percent):.1f})"
