@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from checkpoint import Counters, write_atomically
 from pretrain_recipe import PretrainRecipe
 from recipe import UserError
@@ -109,6 +110,8 @@ def make_accelerator(recipe: PretrainRecipe) -> Accelerator:
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             log_with=list(recipe.trackers) or None,
             project_dir=recipe.output_dir,
+            # A tokenizer may be trained for longer than the others would wait.
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
         )
     except (ValueError, ImportError) as error:
         raise UserError(f"`trackers` {recipe.trackers}, `mixed_precision` {recipe.mixed_precision}: {error}") from error

@@ -247,30 +247,31 @@ def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any] | None:
     micro_batch, passes = split_update(recipe.update_rows, recipe.batch_size, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = passes
     plan = Plan(micro_batch, passes, accelerator.num_processes, accelerator.process_index)
-    with StopRequest() as stop:
-        # Mistakes are told before the folder, with perhaps an earlier model in it, is touched.
-        check_model(recipe)
-        corpus = open_corpus(recipe)
-        accelerator.print(f"Read {corpus.description}.")
-        found = find_checkpoint(recipe, accelerator.print)
-        folder = Path(recipe.output_dir)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            remove_unfinished(folder) if found else clear_output(folder)
-        tokenizer = make_tokenizer(recipe, accelerator, corpus, folder, resumed=found is not None)
-        text = prepare_text(recipe, corpus, tokenizer, accelerator)
+    # Mistakes are told before the folder, with perhaps an earlier model in it, is touched.
+    check_model(recipe)
+    corpus = open_corpus(recipe)
+    accelerator.print(f"Read {corpus.description}.")
+    found = find_checkpoint(recipe, accelerator.print)
+    folder = Path(recipe.output_dir)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        remove_unfinished(folder) if found else clear_output(folder)
+    tokenizer = make_tokenizer(recipe, accelerator, corpus, folder, resumed=found is not None)
+    text = prepare_text(recipe, corpus, tokenizer, accelerator)
 
-        run, counters, parameters = prepare_run(recipe, accelerator, plan, text, found, stop)
-        announce(recipe, accelerator, text, parameters, plan, counters)
+    stop = StopRequest()
+    run, counters, parameters = prepare_run(recipe, accelerator, plan, text, found, stop)
+    announce(recipe, accelerator, text, parameters, plan, counters)
+    with stop:  # before and after training a signal loses nothing, and does what it always does
         last = train(run, counters)
-        if last is None:
-            accelerator.print(
-                f"Stopped by {stop.name or 'request'} after step {counters.step:,} of {recipe.max_steps:,}; everything "
-                f"is saved in {checkpoints(folder)[-1]}. The same command goes on from there."
-            )
-            accelerator.end_training()
-            return None
-        figures = finish(run, text, counters, last, parameters, command)
+    if last is None:
+        accelerator.print(
+            f"Stopped by {stop.name or 'request'} after step {counters.step:,} of {recipe.max_steps:,}; everything "
+            f"is saved in {checkpoints(folder)[-1]}. The same command goes on from there."
+        )
+        accelerator.end_training()
+        return None
+    figures = finish(run, text, counters, last, parameters, command)
     accelerator.end_training()
     return figures
 
