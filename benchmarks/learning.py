@@ -13,6 +13,7 @@ benchmarks/results. See benchmarks/README.md for the protocol.
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +76,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     reporting = commands.add_parser("report", help="write tables and plots of the runs that are finished")
     reporting.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files, tables and plots")
     timing = commands.add_parser("speed", help="time a training step of every system, in turns")
+    timing.add_argument("--rounds", type=int, default=15)
     tuning = commands.add_parser("finetune", help="finetune on the tasks; --key value overrides the scripts' options")
     tuning.add_argument("--tasks", nargs="+", choices=learning_finetune.TASKS, default=list(learning_finetune.TASKS))
     tuning.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["roberta", "luna-conv", "luna-conv-1"])
@@ -179,7 +181,7 @@ def speed(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     }
     shared = [portable(word) for word in arguments]
     options.runs.mkdir(parents=True, exist_ok=True)
-    result = {**header(__file__, shared, _device()), "seconds_per_step": measure_steps(recipes)}
+    result = {**header(__file__, shared, _device()), "seconds_per_step": measure_steps(recipes, options.rounds)}
     write_json(options.runs / "speed.json", result)
 
 
@@ -218,6 +220,7 @@ def report(options: argparse.Namespace) -> None:
         **shared,
         "protocol": PROTOCOL,
         "recipe": recipe,
+        "body": {name: value for name, value in runs[0]["recipe"]["model"].items() if name not in SYSTEMS["roberta"]},
         "systems": {system: SYSTEMS[system] for system in order},
         "unigram_loss": runs[0]["unigram_loss"],
         "conclusions": learning_report.conclude(runs),
@@ -225,9 +228,11 @@ def report(options: argparse.Namespace) -> None:
     }
     path = result_path(options.results, "learning-pretrain", device, dtype)
     write_json(path, result)
+    result = json.loads(path.read_text(encoding="utf-8"))  # table and plots show what the file says
+    runs = result["runs"]
     text = f"{learning_report.table(runs, order)}\n\n{learning_report.sentences(result['conclusions'])}\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-    title = plot_title(runs)
+    title = plot_title(result)
     plot_losses(runs, title, path.with_suffix(".png"))
     plot_attention(runs, title, path.with_name(f"{path.stem}-attention.png"))
     print(text)
@@ -247,6 +252,7 @@ def report_finetuning(tasks: dict[str, Any], shared: dict[str, Any], path: Path)
         "tasks": condensed,
     }
     write_json(path, result)
+    condensed = json.loads(path.read_text(encoding="utf-8"))["tasks"]
     text = learning_finetune.table(condensed)
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     plot_scores(condensed, path.with_suffix(".png"))
@@ -256,10 +262,9 @@ def report_finetuning(tasks: dict[str, Any], shared: dict[str, Any], path: Path)
 _SHARED = {"command", "date", "machine", "versions", "recipe"}
 
 
-def plot_title(runs: list[dict[str, Any]]) -> str:
+def plot_title(result: dict[str, Any]) -> str:
     """What was run, on what."""
-    recipe, machine = runs[0]["recipe"], runs[0]["machine"]
-    model = recipe["model"]
+    recipe, machine, model = result["recipe"], result["machine"], result["body"]
     return (
         f"{model['num_hidden_layers']} layers of width {model['hidden_size']}, blocks of {recipe['block_size']}, "
         f"{recipe['global_batch_tokens']:,} tokens a step, vocabulary of {recipe['vocab_size']:,}; "

@@ -20,7 +20,7 @@ from transformers import AutoModelForMaskedLM
 STEPS = 4  # a turn
 
 
-def measure_steps(recipes: dict[str, PretrainRecipe], rounds: int = 9) -> dict[str, dict[str, Any]]:
+def measure_steps(recipes: dict[str, PretrainRecipe], rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds of a training step of every system: medians over rounds in which each has a turn.
 
     Args:
