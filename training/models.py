@@ -34,7 +34,10 @@ _FROM_TOKENIZER = {
 # Attention backends that a recipe may choose; transformers' default is sdpa.
 _BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Types whose table of learned positions begins with the rows up to the pad's, and whose config counts them.
-_COUNTS_PAD_ROWS = {"camembert", "data2vec-text", "longformer", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"}
+_COUNTS_PAD_ROWS = {
+    *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
 
 
 def model_fields(model_type: str) -> set[str]:
@@ -87,7 +90,13 @@ def make_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | Non
 
 
 def longest_input(config: PreTrainedConfig) -> int:
-    """Tokens that the positions of a model have room for."""
+    """Tokens that the positions of a model have room for.
+
+    Raises:
+        UserError: Its config does not say.
+    """
+    if not hasattr(config, "max_position_embeddings"):
+        raise UserError(f"A {config.model_type} config has no `max_position_embeddings`: its longest input is unknown.")
     if _counts_pad_rows(config):
         return config.max_position_embeddings - config.pad_token_id - 1
     return config.max_position_embeddings
@@ -112,8 +121,8 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
     added = length - trained
     embeddings = getattr(model.base_model, "embeddings", None)
     table = getattr(embeddings, "position_embeddings", None)
-    config.max_position_embeddings += added
     if table is None and hasattr(config, "rope_parameters"):
+        config.max_position_embeddings += added
         return f"Rotary positions: the model now takes {length:,} tokens; it was trained on at most {trained:,}."
     if isinstance(table, nn.Embedding):
         embeddings.position_embeddings = _repeat_rows(table, trained, length)
@@ -124,6 +133,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
         rule = "the sinusoids go on"
     else:
         raise UserError(f"How a {config.model_type} model keeps its positions is unknown here: it cannot be extended.")
+    config.max_position_embeddings += added
     if hasattr(embeddings, "max_position_embeddings"):
         embeddings.max_position_embeddings += added
     for name in ("position_ids", "token_type_ids"):  # RoBERTa's and BERT's buffers, one entry a position
@@ -168,7 +178,10 @@ def load_encoder(
             name_or_path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, dtype=torch.float32
         )
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-        raise UserError(f"The weights of {name_or_path} cannot be loaded: {error}") from error
+        fields = ", ".join(f"{name}={value!r}" for name, value in config_overrides.items())
+        raise UserError(
+            f"The weights of {name_or_path} cannot be loaded{f' with {fields}' if fields else ''}: {error}"
+        ) from error
     finally:
         logging.set_verbosity(verbosity)
     notes = _loading_notes(model, info, name_or_path)

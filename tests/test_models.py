@@ -1,0 +1,417 @@
+"""Encoders of any kind for the scripts: loading says what is missing, and longer positions change nothing else."""
+
+import json
+
+import pytest
+import tiny_training  # noqa: F401  (puts the scripts on the path)
+import torch
+from helpers import random_ids, randomise, tiny_tokenizer
+from models import extend_positions, load_config, load_encoder, load_tokenizer, longest_input, make_config, model_fields
+from recipe import UserError
+from safetensors.torch import load_file, save_file
+from throughput import training_flops
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+LENGTH = 24
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# Fields beyond the sizes with which a model takes LENGTH tokens and leaves nothing out at random.
+FIELDS = {
+    "luna": {"projection_length": 8, "max_position_embeddings": LENGTH, **NO_DROPOUT},
+    "luna-sinusoidal": {
+        "model_type": "luna",
+        "projection_length": 8,
+        "position_embedding_type": "sinusoidal",
+        "max_position_embeddings": LENGTH,
+        **NO_DROPOUT,
+    },
+    "roberta": {"max_position_embeddings": LENGTH + 2, **NO_DROPOUT},
+    "bert": {"max_position_embeddings": LENGTH, **NO_DROPOUT},
+    "modernbert": {"max_position_embeddings": LENGTH},
+}
+LEARNED = ["luna", "roberta", "bert"]
+
+
+def new_model(name, seed=0):
+    """A tiny masked-LM model in eval mode, every parameter random."""
+    torch.manual_seed(seed)
+    config = make_config({"model_type": name, **SIZES, **FIELDS[name]}, None, 120)
+    model = AutoModelForMaskedLM.from_config(config).eval()
+    randomise(model)
+    return model
+
+
+@pytest.fixture(scope="module", params=FIELDS)
+def saved(request, tmp_path_factory):
+    """(name, folder, model) of every kind."""
+    folder = tmp_path_factory.mktemp("saved") / request.param
+    model = new_model(request.param)
+    model.save_pretrained(folder)
+    return request.param, folder, model
+
+
+def save(folder, name="luna"):
+    new_model(name).save_pretrained(folder)
+    return folder
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    save_file(change(weights), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def logits(model, length, seed=1):
+    with torch.no_grad():
+        return model(input_ids=random_ids(2, length, seed=seed)).logits
+
+
+def position_table(model):
+    return model.base_model.embeddings.position_embeddings.weight.detach()
+
+
+# ---- loading ----
+
+
+def test_a_checkpoint_loads_as_it_is_and_nothing_needs_to_be_said(saved):
+    _, folder, model = saved
+    loaded, notes = load_encoder(AutoModelForMaskedLM, str(folder))
+    assert notes == []
+    torch.testing.assert_close(logits(loaded.eval(), 10), logits(model, 10), rtol=0, atol=0)
+
+
+def test_a_new_head_and_an_unused_one_are_named(saved):
+    name, folder, model = saved
+    loaded, notes = load_encoder(AutoModelForSequenceClassification, str(folder), num_labels=3)
+    assert loaded.config.num_labels == 3
+    new, unused = notes
+    assert new.startswith("New, to be trained (not in ") and "classifier" in new
+    assert unused.startswith("Not used from ")
+    assert {"bert": "cls.predictions", "modernbert": "decoder.bias"}.get(name, "lm_head") in unused
+    # The body is that of the checkpoint.
+    for key, parameter in loaded.base_model.named_parameters():
+        if "pooler" not in key:
+            assert torch.equal(parameter, model.base_model.get_parameter(key)), key
+
+
+def test_a_checkpoint_of_the_body_alone_gets_a_head(saved, tmp_path):
+    model = saved[2]
+    model.base_model.save_pretrained(tmp_path)
+    loaded, notes = load_encoder(AutoModelForMaskedLM, str(tmp_path))
+    assert len(notes) == 1 and notes[0].startswith("New, to be trained")
+    for key, parameter in loaded.base_model.named_parameters():
+        assert torch.equal(parameter, model.base_model.get_parameter(key)), key
+
+
+def test_half_precision_checkpoints_are_trained_in_float32(tmp_path):
+    new_model("luna").to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_encoder(AutoModelForMaskedLM, str(tmp_path))[0].dtype == torch.float32
+
+
+def test_missing_weights_of_the_body_are_an_error_that_names_them(saved, tmp_path):
+    name, _, model = saved
+    model.save_pretrained(tmp_path)
+    body = [key for key in load_file(tmp_path / "model.safetensors") if key.startswith(model.base_model_prefix + ".")]
+    lost = [key for key in body if "layers.1." in key or "layer.1." in key][:2]
+    change_weights(tmp_path, lambda weights: {key: tensor for key, tensor in weights.items() if key not in lost})
+    with pytest.raises(UserError, match="lacks 2 weights of the encoder") as error:
+        load_encoder(AutoModelForMaskedLM, str(tmp_path))
+    assert len(lost) == 2 and all(key in str(error.value) for key in lost), name
+
+
+def test_weights_of_another_shape_are_an_error_that_names_them(tmp_path):
+    config = json.loads((save(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"projection_length": 4}))
+    with pytest.raises(UserError, match=r"other shapes \(luna\.\S*packed\S*\)"):
+        load_encoder(AutoModelForMaskedLM, str(tmp_path))
+
+
+def test_a_truncated_file_is_an_error(tmp_path):
+    file = save(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"weights of .* cannot be loaded"):
+        load_encoder(AutoModelForMaskedLM, str(tmp_path))
+
+
+def test_a_folder_without_weights_is_an_error(tmp_path):
+    (save(tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"weights of .* cannot be loaded"):
+        load_encoder(AutoModelForMaskedLM, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_a_model_that_is_no_encoder_is_refused(tmp_path, kind):
+    if kind == "gpt2":
+        GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path)
+    else:
+        T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=8, num_layers=1, d_ff=8)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"is a {kind} checkpoint. An encoder is needed: luna"):
+        load_encoder(AutoModelForMaskedLM, str(tmp_path))
+
+
+def test_folders_and_names_that_are_no_checkpoint(tmp_path):
+    with pytest.raises(UserError, match=r"no checkpoint: it holds no config\.json"):
+        load_config(str(tmp_path))
+    with pytest.raises(UserError, match="no model 'nobody/nothing', neither as a folder nor on the Hub"):
+        load_encoder(AutoModelForMaskedLM, "nobody/nothing")
+    with pytest.raises(UserError, match="neither as a folder nor on the Hub"):
+        load_config("not/a/hub/name")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="There is no model"):
+        load_config(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    with pytest.raises(UserError, match="There is no model"):
+        load_config(str(tmp_path))
+
+
+def test_a_field_that_the_config_does_not_have_is_refused_with_a_suggestion(tmp_path):
+    with pytest.raises(UserError, match=r"luna config has no field `hiden_dropout_prob`\. Did you mean `hidden_drop"):
+        load_encoder(AutoModelForMaskedLM, str(save(tmp_path)), hiden_dropout_prob=0.2)
+    assert (
+        load_encoder(AutoModelForMaskedLM, str(tmp_path), hidden_dropout_prob=0.2)[0].config.hidden_dropout_prob == 0.2
+    )
+
+
+def test_a_value_that_the_config_refuses_is_told(tmp_path):
+    with pytest.raises(UserError, match=r"cannot be loaded with hidden_dropout_prob=2\.0: dropout"):
+        load_encoder(AutoModelForMaskedLM, str(save(tmp_path)), hidden_dropout_prob=2.0)
+
+
+# ---- positions ----
+
+
+def test_longest_input_is_what_the_model_takes(saved):
+    name, _, model = saved
+    assert longest_input(model.config) == LENGTH
+    assert logits(model, LENGTH).isfinite().all()
+    if name != "modernbert":  # rotary positions have no end
+        with pytest.raises((IndexError, RuntimeError, ValueError)):
+            logits(model, LENGTH + 1)
+
+
+@pytest.mark.parametrize("model_type", ["camembert", "mpnet", "roberta-prelayernorm", "xlm-roberta", "electra"])
+def test_longest_input_where_the_config_counts_the_rows_before_the_first_position(model_type):
+    fields = {name: value for name, value in SIZES.items() if name in model_fields(model_type)}
+    config = make_config({"model_type": model_type, **fields, "max_position_embeddings": 20}, None, 120)
+    model = AutoModelForMaskedLM.from_config(config).eval()
+    assert longest_input(config) == (20 if model_type == "electra" else 18)
+    for length in (longest_input(config), 37):
+        extend_positions(model, length)
+        assert longest_input(model.config) == length and logits(model, length).isfinite().all()
+        with pytest.raises((IndexError, RuntimeError)):
+            logits(model, length + 1)
+
+
+def test_a_model_that_does_not_say_how_much_it_takes_is_refused():
+    with pytest.raises(UserError, match="A funnel config has no `max_position_embeddings`"):
+        longest_input(make_config({"model_type": "funnel"}, None, 120))
+
+
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("length", [LENGTH + 1, 2 * LENGTH, 2 * LENGTH + 5])
+def test_learned_positions_are_repeated_row_by_row(name, length):
+    model = new_model(name)
+    before = position_table(model).clone()
+    note = extend_positions(model, length)
+    assert note == f"Positions extended from {LENGTH} to {length} tokens: the {LENGTH} learned positions are repeated."
+    after = position_table(model)
+    first = {"luna": 2, "roberta": 2, "bert": 0}[name]  # rows up to the pad's own belong to no position
+    assert after.shape[0] == first + length
+    assert torch.equal(after[:first], before[:first])
+    for position in range(length):
+        assert torch.equal(after[first + position], before[first + position % LENGTH]), position
+    assert model.base_model.embeddings.position_embeddings.weight.requires_grad
+
+
+def test_extension_changes_nothing_for_what_fitted_before(saved):
+    name = saved[0]
+    model = new_model(name)
+    before = logits(model, LENGTH)
+    note = extend_positions(model, 3 * LENGTH)
+    words = {"luna-sinusoidal": "the sinusoids go on", "modernbert": "Rotary positions"}.get(name, "are repeated")
+    assert words in note and longest_input(model.config) == 3 * LENGTH
+    assert torch.equal(logits(model, LENGTH), before)
+    assert logits(model, 3 * LENGTH).isfinite().all()
+    if name != "modernbert":
+        with pytest.raises((IndexError, RuntimeError, ValueError)):
+            logits(model, 3 * LENGTH + 1)
+
+
+def test_sinusoids_go_on_as_a_longer_model_has_them():
+    model = new_model("luna-sinusoidal")
+    extend_positions(model, 40)
+    config = make_config({"model_type": "luna", **SIZES, **FIELDS["luna-sinusoidal"]}, None, 120)
+    config.max_position_embeddings = 40
+    longer = AutoModelForMaskedLM.from_config(config).eval()
+    longer.load_state_dict(model.state_dict())
+    assert torch.equal(logits(model, 40), logits(longer, 40))
+
+
+def test_an_extended_model_is_saved_and_loaded_with_its_length(saved, tmp_path):
+    model = new_model(saved[0])
+    extend_positions(model, 50)
+    model.save_pretrained(tmp_path)
+    loaded, notes = load_encoder(AutoModelForMaskedLM, str(tmp_path), length=50)
+    assert notes == [] and longest_input(loaded.config) == 50
+    torch.testing.assert_close(logits(loaded.eval(), 50), logits(model, 50), rtol=0, atol=0)
+
+
+def test_loading_extends_where_it_is_needed_and_says_so(saved):
+    _, folder, _ = saved
+    assert load_encoder(AutoModelForMaskedLM, str(folder), length=LENGTH)[1] == []
+    model, notes = load_encoder(AutoModelForMaskedLM, str(folder), length=LENGTH + 1)
+    assert len(notes) == 1 and str(LENGTH + 1) in notes[0] and longest_input(model.config) == LENGTH + 1
+
+
+def test_extended_positions_learn():
+    model = new_model("roberta").train()
+    extend_positions(model, 2 * LENGTH)
+    ids = random_ids(2, 2 * LENGTH)
+    model(input_ids=ids, labels=ids).loss.backward()
+    gradient = model.base_model.embeddings.position_embeddings.weight.grad
+    assert (gradient[2:].abs().sum(-1) > 0).all() and gradient[1].abs().sum() == 0
+
+
+def test_positions_that_are_kept_elsewhere_are_not_guessed():
+    fields = {"emb_dim": 16, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 12}
+    model = AutoModelForMaskedLM.from_config(make_config({"model_type": "xlm", **fields}, None, 120))
+    with pytest.raises(UserError, match="How a xlm model keeps its positions is unknown"):
+        extend_positions(model, 13)
+    assert longest_input(model.config) == 12
+
+
+# ---- new models ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "lunar"}, r"Unknown `model_type` 'lunar'\. Choose luna"),
+        ({"model_type": "gpt2"}, "Unknown `model_type` 'gpt2'"),
+        ({"model_type": "luna", "hiden_size": 8}, r"no field `hiden_size`\. Did you mean `hidden_size`"),
+        ({"model_type": "roberta", "projection_length": 8}, "roberta config has no field `projection_length`"),
+        ({"model_type": "luna", "vocab_size": 8}, r"`model\.vocab_size` follows from the tokenizer"),
+        ({"model_type": "luna", "pad_token_id": 8}, r"`model\.pad_token_id` follows from the tokenizer"),
+        ({"model_type": "luna", "hidden_size": 10, "num_attention_heads": 3}, "num_attention_heads"),
+        ({"model_type": "luna", "hidden_size": "wide"}, "Model section of the recipe.*hidden_size"),
+        ({"model_type": "luna", "hidden_dropout_prob": 1.5}, "Model section of the recipe.*hidden_dropout_prob"),
+    ],
+)
+def test_mistakes_of_a_model_section(fields, message):
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        make_config(fields, None, 120)
+
+
+def test_special_tokens_follow_from_the_tokenizer():
+    tokenizer = tiny_tokenizer()
+    for model_type in ("luna", "roberta", "modernbert"):
+        config = make_config({"model_type": model_type, **SIZES}, tokenizer, len(tokenizer))
+        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (1, 0, 2)
+        assert config.vocab_size == len(tokenizer)
+    assert make_config({"model_type": "luna"}, None, 120).sparse_prediction
+    assert not make_config({"model_type": "luna", "sparse_prediction": False}, None, 120).sparse_prediction
+
+
+# ---- tokenizers ----
+
+
+def test_tokenizers_that_are_missing_broken_or_of_another_model(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "good")
+    assert load_tokenizer(str(tmp_path / "good")).get_vocab() == tokenizer.get_vocab()
+    fitting = make_config({"model_type": "luna", **SIZES}, tokenizer, len(tokenizer))
+    assert len(load_tokenizer(str(tmp_path / "good"), fitting)) == len(tokenizer)
+
+    (tmp_path / "empty").mkdir()
+    for missing in (str(tmp_path / "empty"), "nobody/nothing"):
+        with pytest.raises(UserError, match=r"no tokenizer at|has no vocabulary"):
+            load_tokenizer(missing)
+    (tmp_path / "good" / "broken").mkdir()
+    (tmp_path / "good" / "broken" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="no tokenizer at"):
+        load_tokenizer(str(tmp_path / "good" / "broken"))
+
+    small = make_config({"model_type": "luna", **SIZES}, tokenizer, 120)
+    with pytest.raises(UserError, match=f"has {len(tokenizer)} tokens, but the model 120"):
+        load_tokenizer(str(tmp_path / "good"), small)
+    other = make_config({"model_type": "luna", **SIZES}, tokenizer, len(tokenizer))
+    other.pad_token_id = 0
+    with pytest.raises(UserError, match="pads with token 1, but the model takes token 0"):
+        load_tokenizer(str(tmp_path / "good"), other)
+
+
+def test_a_tokenizer_without_padding_is_refused(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has no padding token"):
+        load_tokenizer(str(tmp_path))
+
+
+# ---- operations ----
+
+ROW, LABELLED, VOCABULARY = 40, 6, 120
+
+
+def labelled_row():
+    ids = random_ids(1, ROW)
+    labels = torch.full_like(ids, -100)
+    labels[0, 3 : 3 + LABELLED] = ids[0, 3 : 3 + LABELLED]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def multiplications(model_type, tie_kv=False, sparse=True):
+    """Of the forward pass of a row, counted by hand from the layers' shapes."""
+    width, inner, layers, slots = SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["num_hidden_layers"], 8
+    square = width * width
+    if model_type == "roberta":
+        attention = 3 * ROW * square + 2 * ROW * ROW * width  # query, key, value; scores and their sum over values
+    else:
+        context = 1 if tie_kv else 2
+        pack = slots * square + context * ROW * square + 2 * slots * ROW * width
+        unpack = ROW * square + context * slots * square + 2 * ROW * slots * width
+        attention = pack + unpack
+    layer = attention + ROW * square + 2 * ROW * width * inner
+    predicted = LABELLED if model_type == "luna" and sparse else ROW
+    return layers * layer + predicted * (square + width * VOCABULARY)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [("roberta", {}), ("luna", {}), ("luna", {"tie_kv": True}), ("luna", {"sparse": False})],
+    ids=["roberta", "luna", "luna-tied", "luna-dense-head"],
+)
+def test_operations_are_those_of_a_count_by_hand(model_type, options, attention):
+    own = {"projection_length": 8, "tie_kv": False, "sparse_prediction": options.get("sparse", True)}
+    own["tie_kv"] = options.get("tie_kv", False)
+    fields = {"model_type": model_type, **SIZES, "max_position_embeddings": 64, **(own if model_type == "luna" else {})}
+    model = AutoModelForMaskedLM.from_config(make_config(fields, None, VOCABULARY), attn_implementation=attention)
+    # Two operations a multiplication (with its addition); a backward pass is two forward passes.
+    expected = 3 * 2 * multiplications(model_type, **options) / ROW
+    assert training_flops(model, labelled_row()) == pytest.approx(expected, rel=0.01)
+
+
+def test_counting_leaves_the_model_and_the_random_state_as_they_were():
+    model = new_model("luna")
+    batch = labelled_row() | {"input_ids": random_ids(1, LENGTH), "labels": random_ids(1, LENGTH)}
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    model.config.hidden_dropout_prob = 0.5
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5  # so that counting draws numbers
+    for training in (True, False):
+        model.train(training)
+        torch.manual_seed(7)
+        first = torch.rand(3)
+        torch.manual_seed(7)
+        training_flops(model, batch)
+        assert torch.equal(torch.rand(3), first)
+        assert model.training is training
+        assert all(parameter.grad is None for parameter in model.parameters())
