@@ -333,21 +333,6 @@ def test_starting_again_must_be_asked_for(corpus, tmp_path, monkeypatch, capsys)
 # ---- several processes ----
 
 
-def test_two_processes_do_what_one_does(corpus, tmp_path):
-    one = run(tmp_path / "one", data=corpus)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    process = script(*arguments(DEMO, tmp_path / "two", data=corpus, batch_size=2), launcher=launcher)
-    assert process.returncode == 0, process.stderr[-3000:]
-    two = json.loads((tmp_path / "two" / "metrics.json").read_text())
-    assert two["processes"] == 2 and "2 pass(es) of 2 on each of 2 process(es)" in process.stdout
-    for name in ("held_out_targets", "unigram_loss", "training_tokens", "seen_tokens"):
-        assert two[name] == one[name]
-    # The same rows and masks in every update: what differs is the order of float32 sums.
-    for (kind, step, loss), expected in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
-        assert (kind, step) == expected[:2] and loss == pytest.approx(expected[2], rel=1e-5)
-    assert two["held_out_accuracy"] == one["held_out_accuracy"]
-
-
 @pytest.mark.slow
 def test_two_processes_resume_exactly(corpus, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

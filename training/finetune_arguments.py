@@ -138,6 +138,8 @@ class FinetuneTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self.include_num_input_tokens_seen = "non_padding"  # for the speed in the results
+        # Without it, processes on CPUs would not know of each other.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()
         super().__post_init__()
         if self.train_sampling_strategy not in _ORDERS:  # the Trainer takes any other word for `random`
