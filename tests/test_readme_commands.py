@@ -76,7 +76,11 @@ def test_pretraining_commands(workplace, monkeypatch, capsys, number):
     assert script == "training/pretrain_mlm.py"
     monkeypatch.chdir(workplace)
     # What the command says itself comes last, and wins.
-    shrunk = [word for name, value in {**SHRINK, "data": "texts"}.items() for word in (f"--{name}", str(value))]
+    shrunk = [
+        word
+        for name, value in {**SHRINK, "model.num_attention_heads": 4, "data": "texts"}.items()
+        for word in (f"--{name}", str(value))
+    ]
     assert pretrain_mlm.main([*here(words[:1]), *shrunk, *words[1:]]) == 0, capsys.readouterr().err
     assert list((workplace / "outputs").glob("*/metrics.json"))
 
