@@ -73,13 +73,15 @@ def make_run(tmp_path, updates, kind="luna", model=None, **settings):
         optimizer=optimizer,
         scheduler=scheduler,
         updates=iter(updates),
-        evaluate=lambda step: loop.evaluate(accelerator, model, masked_rows(), 4),
+        evaluate=lambda: loop.evaluate(accelerator, model, masked_rows(), 4),
+        probe=lambda: None,
         save=lambda counters: None,
         stop_requested=lambda: False,
         log=loop.RunLog(tmp_path / "log.jsonl", is_main_process=True),
         unigram_loss=5.0,
         flops_per_token=1.0,
         peak_flops=1e9,
+        notes=[],
     )
 
 
@@ -170,7 +172,7 @@ class Breaks(nn.Module):
 def broken_run(tmp_path, bad_calls, allowed):
     updates = [[batch_of(masked_rows(2))] for _ in range(4)]
     run = make_run(tmp_path, updates, model=Breaks(bad_calls), max_steps=4, max_skipped_steps=allowed)
-    run.evaluate = lambda step: loop.Evaluation(1.0, 1.0, 1.0, 1)
+    run.evaluate = lambda: loop.Evaluation(1.0, 1.0, 1.0, 1)
     return run
 
 

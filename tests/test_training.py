@@ -172,7 +172,7 @@ def test_continued_pretraining_extends_positions_and_says_so(corpus, tmp_path, c
     assert pretrain_mlm.main(without_model_section(words)) == 0
     shown = capsys.readouterr().out
     assert "Positions extended from 64 to 128 tokens: the 64 learned positions are repeated." in shown
-    assert "The model section of the recipe is left out" in shown
+    assert "The file's model section is left out" in shown and "if the checkpoint was trained on this text" in shown
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "long")
     assert model.config.max_position_embeddings == 128 and model.config.sparse_prediction
     assert AutoTokenizer.from_pretrained(tmp_path / "long").model_max_length == 128
@@ -181,7 +181,27 @@ def test_continued_pretraining_extends_positions_and_says_so(corpus, tmp_path, c
     figures = json.loads((tmp_path / "long" / "metrics.json").read_text())
     base = json.loads((tmp_path / "base" / "metrics.json").read_text())
     assert figures["held_out_loss"] < base["held_out_loss"]  # it starts where the other ended
-    assert "trained on from `base`" in (tmp_path / "long" / "README.md").read_text()
+    card = (tmp_path / "long" / "README.md").read_text()
+    assert "trained on from `base`" in card and "- Positions extended from 64 to 128 tokens" in card
+
+
+def test_a_checkpoint_is_never_the_output_folder(corpus, tmp_path, capsys):
+    run(tmp_path / "base", data=corpus)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
+    words = arguments(DEMO, tmp_path / "base", data=corpus, model_name_or_path=tmp_path / "base")
+    assert pretrain_mlm.main(without_model_section(words)) == 2
+    assert "is `model_name_or_path`, which would be overwritten" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()} == before
+
+
+def test_what_the_command_line_says_about_a_loaded_model_is_done_and_said(corpus, tmp_path, capsys):
+    run(tmp_path / "base", data=corpus)
+    words = without_model_section(arguments(DEMO, tmp_path / "out", data=corpus, model_name_or_path=tmp_path / "base"))
+    assert pretrain_mlm.main([*words, "--model.hidden_dropout_prob", "0.25"]) == 0
+    assert "But for hidden_dropout_prob=0.25, as given on the command line." in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["hidden_dropout_prob"] == 0.25
+    assert pretrain_mlm.main([*words, "--model.classifier_pooling", "median"]) == 2
+    assert "`classifier_pooling` is 'median', but must be one of cls, mean" in capsys.readouterr().err
 
 
 # ---- interruptions ----
@@ -240,6 +260,8 @@ def test_killed_at_any_moment_a_run_goes_on_as_if_nothing_had_been(
     assert pretrain_mlm.main(words) == 0
     assert losses(folder) == losses(uninterrupted)
     assert losses(folder)[: len(logged)] == logged  # nothing that was logged is lost
+    entries = [(e["kind"], e["step"]) for e in loop.read_log(folder / "log.jsonl") if e["kind"] != "resumed"]
+    assert len(entries) == len(set(entries))
     assert same_weights(folder, uninterrupted)
     assert not list(folder.rglob("*.unfinished")) and not (folder / "checkpoints").exists()
 
@@ -406,7 +428,9 @@ def gpt2_folder(tmp_path):
         ({"model_name_or_path": "no/model"}, "neither as a folder nor on the Hub"),
         ({"tokenizer": "no/tokenizer"}, "There is no tokenizer"),
         ({"tokenizer": "a", "train_tokenizer": "true"}, "where `train_tokenizer` is true"),
-        ({"trackers": "[nonsense]"}, "`trackers`"),
+        ({"trackers": "[nonsense]"}, "`trackers`: 'nonsense' is not installed or unknown"),
+        ({"language": "English"}, "a code such as en"),
+        ({"push_to_hub": "true"}, "the repository 'luna-demo' cannot be made"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(corpus, tmp_path, capsys, overrides, message):
@@ -464,6 +488,15 @@ runpy.run_path({SCRIPT!r}, run_name="__main__")
     assert process.stderr == (
         'error: accelerate not installed. The scripts need the train extra: pip install -e ".[train]"\n'
     )
+
+
+def test_ctrl_c_outside_training_says_how_to_go_on(corpus, tmp_path, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain_mlm, "prepare_text", interrupt)
+    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus)) == 130
+    assert "The same command goes on" in capsys.readouterr().err
 
 
 def test_help_lists_every_key():

@@ -148,7 +148,7 @@ def _data_fields(recipe: PretrainRecipe, figures: dict[str, Any]) -> dict[str, s
 
 def _training_fields(recipe: PretrainRecipe, figures: dict[str, Any]) -> dict[str, str]:
     seen, available = figures["seen_tokens"], figures["training_tokens"]
-    of = f", {seen / available:.1f} times the {available:,} tokens of training text" if available else ""
+    of = f", {seen / available:.2g} times the {available:,} tokens of training text" if available else ""
     values = asdict(recipe)
     for name in ("output_dir", "cache_dir", "validation", "tokenizer", "model_name_or_path"):
         values[name] = portable(values[name])
@@ -158,6 +158,7 @@ def _training_fields(recipe: PretrainRecipe, figures: dict[str, Any]) -> dict[st
         "command": figures["command"],
         "steps": f"{recipe.max_steps:,} of {recipe.global_batch_tokens:,} tokens{skipped}",
         "seen": f"{seen:,}{of}, in blocks of {recipe.block_size}",
+        "notes": "".join(f"- {note}\n" for note in figures["notes"]),
         "seconds": f"{figures['training_seconds']:,.0f}",
         "mfu": f"{figures['mfu']:.0%}",
         "hardware": figures["hardware"],

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from checkpoint import Counters, write_atomically
 from pretrain_recipe import PretrainRecipe
@@ -103,6 +104,9 @@ def make_accelerator(recipe: PretrainRecipe) -> Accelerator:
     Raises:
         UserError: A tracker is not installed, or the device has no such precision, or cannot be sharded over.
     """
+    for tracker in recipe.trackers:
+        if tracker not in (available := sorted(map(str, get_available_trackers()))):
+            raise UserError(f"`trackers`: {tracker!r} is not installed or unknown. Available: {', '.join(available)}.")
     try:
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),  # without it, processes on CPUs would not know of each other
@@ -183,13 +187,15 @@ class Run:
     optimizer: Optimizer
     scheduler: LambdaLR
     updates: Iterator[list[dict[str, Tensor]]]
-    evaluate: Callable[[int], Evaluation]
+    evaluate: Callable[[], Evaluation]
+    probe: Callable[[], dict[str, Any] | None]
     save: Callable[[Counters], None]
     stop_requested: Callable[[], bool]
     log: RunLog
     unigram_loss: float
     flops_per_token: float
     peak_flops: float
+    notes: list[str]
 
 
 @dataclass
@@ -236,7 +242,7 @@ def train(run: Run, counters: Counters) -> Evaluation | None:
             log_window(run, counters, update, tokens / seconds, progress)
             tokens, seconds = 0, 0.0
         if counters.step % recipe.eval_steps == 0 or last:
-            result = run.evaluate(counters.step)
+            result = run.evaluate()
             log_evaluation(run, counters, result, progress)
         if counters.step % recipe.save_steps == 0 or last or update.stop:
             run.save(counters)
@@ -244,7 +250,7 @@ def train(run: Run, counters: Counters) -> Evaluation | None:
             progress.close()
             return None
     progress.close()
-    return result or run.evaluate(counters.step)
+    return result or run.evaluate()
 
 
 def one_update(run: Run, counters: Counters) -> Update:
@@ -323,6 +329,8 @@ def log_evaluation(run: Run, counters: Counters, result: Evaluation, progress: t
     """Log held-out figures, and say whether the model reads its context yet."""
     gain = run.unigram_loss - result.loss
     values = {**asdict(result), "gain_nats": gain, "seconds": counters.seconds, "seen_tokens": counters.seen_tokens}
+    if attention := run.probe():
+        run.log.add("probe", counters.step, **attention)
     run.log.add("held_out", counters.step, **values)
     run.accelerator.log({f"held_out/{name}": value for name, value in values.items()}, step=counters.step)
     if run.accelerator.is_main_process:

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import logging
 
 from luna_hf import FAMILIES
+from luna_hf.configuration_base import EncoderConfig
 
 # Fields of a config that the tokenizer decides, and the tokenizer's attribute for each.
 _FROM_TOKENIZER = {
@@ -166,11 +167,7 @@ def load_encoder(
         raise UserError(
             f"{name_or_path} is a {config.model_type} checkpoint, for which there is no {auto_class.__name__}."
         )
-    for name, value in config_overrides.items():
-        if not hasattr(config, name):
-            known = {field.name for field in dataclasses.fields(config)}
-            raise UserError(f"A {config.model_type} config has no field `{name}`.{did_you_mean(name, known)}")
-        setattr(config, name, value)
+    override(config, config_overrides)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing weights is replaced by the notes
     try:
@@ -188,6 +185,27 @@ def load_encoder(
     if length is not None and (extended := extend_positions(model, length)):
         notes.append(extended)
     return model, notes
+
+
+def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
+    """Set fields of a loaded config, in place, with the checks that a new one would go through.
+
+    Raises:
+        UserError: An unknown field, or a value that the config refuses.
+    """
+    for name, value in fields.items():
+        if not hasattr(config, name):
+            known = {field.name for field in dataclasses.fields(config)}
+            raise UserError(f"A {config.model_type} config has no field `{name}`.{did_you_mean(name, known)}")
+        try:
+            setattr(config, name, value)
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            raise UserError(f"A {config.model_type} config cannot have {name}={value!r}: {error}") from error
+    if isinstance(config, EncoderConfig):
+        try:
+            config.validate_values()
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
 
 def load_config(name_or_path: str) -> PreTrainedConfig:

@@ -16,9 +16,7 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from checkpoint import (
     StopRequest,
     checkpoints,
     load_checkpoint,
-    newest_complete,
     read_state,
     remove_all,
     remove_unfinished,
@@ -40,7 +37,6 @@ from checkpoint import (
 )
 from corpus import Corpus, open_corpus
 from data import Plan, PreparedText, prepare_text, train_tokenizer
-from huggingface_hub import HfApi
 from loop import (
     Evaluation,
     Run,
@@ -53,6 +49,7 @@ from loop import (
     warmup_then_decay,
 )
 from models import load_config, load_encoder, load_tokenizer, longest_input, make_config, model_fields
+from output import clear_output, find_checkpoint, push, reserve_repository, save_model
 from pretrain_recipe import PretrainRecipe
 from probe import probe
 from recipe import UserError, load_recipe
@@ -66,9 +63,6 @@ from transformers import (
     pipeline,
 )
 from transformers.utils.logging import disable_progress_bar
-
-RESULTS = ("model.safetensors", "metrics.json", "README.md", PLOT)
-
 
 # ---- what is run ----
 
@@ -87,7 +81,9 @@ def adapt_to_overrides(values: dict[str, Any], overrides: dict[str, str]) -> Non
     model = values.get("model") if isinstance(values.get("model"), dict) else {}
     if overrides.get("model_name_or_path"):
         if model:
-            print(f"The model section of the recipe is left out: {overrides['model_name_or_path']} has its own config.")
+            given = [f"{key[6:]}={value}" for key, value in overrides.items() if key.startswith("model.")]
+            but = f" But for {', '.join(given)}, as given on the command line." if given else ""
+            print(f"The file's model section is left out: {overrides['model_name_or_path']} has its own config.{but}")
         values["model"] = {}
         overrides.setdefault("train_tokenizer", "false")
     elif overrides.get("model.model_type", model.get("model_type")) != model.get("model_type"):
@@ -136,64 +132,7 @@ def make_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> tu
     return AutoModelForMaskedLM.from_config(make_config(recipe.model, tokenizer, len(tokenizer))), []
 
 
-# ---- the output folder ----
-
-
-def find_checkpoint(recipe: PretrainRecipe, tell: Callable[[str], None]) -> Path | None:
-    """The checkpoint to go on from; `None` for a run that starts.
-
-    Raises:
-        UserError: The folder cannot be written, holds a finished run, a run of another recipe, or other files.
-    """
-    folder = Path(recipe.output_dir)
-    check_writable(folder)
-    present = {path.name for path in folder.iterdir()}
-    if recipe.resume and (found := newest_complete(folder, tell)):
-        other = recipe.differences(read_state(found)[1])
-        if other:
-            raise UserError(
-                f"`output_dir` {folder} holds checkpoints of a run with other values of {', '.join(other)}. Name "
-                "another folder, restore the values, or start again (--resume false --overwrite_output_dir true)."
-            )
-        return found
-    # A run that stopped before its first log line has left its tokenizer alone.
-    if present - {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}:
-        if "log.jsonl" not in present:
-            raise UserError(
-                f"`output_dir` {folder} holds files, but no log.jsonl of an earlier run, so none of them is "
-                "overwritten. Name another folder (--output_dir FOLDER)."
-            )
-        if not recipe.overwrite_output_dir:
-            state = "a finished run" if "metrics.json" in present else "a run without checkpoints"
-            raise UserError(
-                f"`output_dir` {folder} is not empty: it holds {state}. Name another (--output_dir FOLDER), or write "
-                "over what is in it (--overwrite_output_dir true)."
-            )
-    return None
-
-
-def check_writable(folder: Path) -> None:
-    """Create the folder.
-
-    Raises:
-        UserError: It is a file, or nothing can be written to it.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"`output_dir` {folder} is a file. Name a folder.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe_file = folder / f".writable-{os.getpid()}"
-        probe_file.touch()
-        probe_file.unlink()
-    except OSError as error:
-        raise UserError(f"`output_dir` {folder} cannot be written to ({error.strerror}). Name another.") from error
-
-
-def clear_output(folder: Path) -> None:
-    """Remove the results of an earlier run: an interrupted one must not leave an old model beside a new tokenizer."""
-    remove_all(folder)
-    for result in RESULTS:
-        (folder / result).unlink(missing_ok=True)
+# ---- the run ----
 
 
 def make_tokenizer(
@@ -230,9 +169,6 @@ def make_tokenizer(
     return tokenizer
 
 
-# ---- the run ----
-
-
 def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any] | None:
     """Run a recipe, or go on with it, and return the figures of `metrics.json`; `None` if stopped by a signal.
 
@@ -253,6 +189,7 @@ def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any] | None:
     accelerator.print(f"Read {corpus.description}.")
     found = find_checkpoint(recipe, accelerator.print)
     folder = Path(recipe.output_dir)
+    repository = reserve_repository(recipe) if recipe.push_to_hub and accelerator.is_main_process else None
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         remove_unfinished(folder) if found else clear_output(folder)
@@ -273,6 +210,9 @@ def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any] | None:
         return None
     figures = finish(run, text, counters, last, parameters, command)
     accelerator.end_training()
+    if repository is not None:
+        push(recipe, folder, repository)
+        print(f"Pushed to {repository}.")
     return figures
 
 
@@ -287,6 +227,11 @@ def prepare_run(
     """Model, optimizer and schedule, new or from a checkpoint: the run, where it stands, and the parameter count."""
     set_seed(recipe.seed)
     model, notes = make_model(recipe, text.tokenizer)
+    if recipe.model_name_or_path and not recipe.validation:
+        notes.append(
+            "The held-out documents are drawn anew: if the checkpoint was trained on this text, it has seen them. Name "
+            "a `validation` text to be sure."
+        )
     for note in notes:
         accelerator.print(note)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -322,11 +267,10 @@ def prepare_run(
         accelerator.init_trackers(recipe.model_name, config=flat)
     accelerator.print(f"MFU counts from a peak of {peak / 1e12:.2f} TFLOP/s a process ({peak_source}).")
 
-    def evaluate_and_probe(step: int) -> Evaluation:
-        whole = accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        if whole and (attention := probe(accelerator.unwrap_model(model), probe_batch(text, accelerator))):
-            log.add("probe", step, **attention)
-        return evaluate(accelerator, model, text.held_out, recipe.batch_size)
+    def look_at_attention() -> dict[str, Any] | None:
+        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            return None  # the parameters are in shards
+        return probe(accelerator.unwrap_model(model), probe_batch(text, accelerator))
 
     def save(counters: Counters) -> None:
         save_checkpoint(
@@ -345,13 +289,15 @@ def prepare_run(
         optimizer=optimizer,
         scheduler=scheduler,
         updates=text.rows.updates(plan, counters.step),
-        evaluate=evaluate_and_probe,
+        evaluate=lambda: evaluate(accelerator, model, text.held_out, recipe.batch_size),
+        probe=look_at_attention,
         save=save,
         stop_requested=lambda: stop.name is not None,
         log=log,
         unigram_loss=text.unigram["loss"],
         flops_per_token=flops_per_token,
         peak_flops=peak,
+        notes=notes,
     )
     return run, counters, parameters
 
@@ -394,6 +340,7 @@ def finish(
         "skipped_updates": counters.skipped,
         "mfu": run.log.series("train", "mfu")[1][-1],
         "processes": accelerator.num_processes,
+        "notes": run.notes,
         "command": command,
         **machine(),
     }
@@ -401,8 +348,6 @@ def finish(
         figures["fill_mask"] = answer(reloaded, AutoTokenizer.from_pretrained(folder), recipe.fill_mask)
         plot_loss(run.log, text.unigram["loss"], folder / PLOT)
         write_atomically(folder / "README.md", make_card(recipe, figures))
-        if recipe.push_to_hub:
-            figures["hub"] = push(recipe, folder)
         # Written last but for the checkpoints: a run that has it is finished.
         write_atomically(folder / "metrics.json", json.dumps(figures, indent=2) + "\n")
         report(figures, recipe.output_dir)
@@ -410,29 +355,6 @@ def finish(
     if accelerator.is_main_process:
         remove_all(folder)
     return figures
-
-
-def save_model(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
-    """Write config, weights and code; the tokenizer is there already."""
-    accelerator.wait_for_everyone()
-    accelerator.unwrap_model(model).save_pretrained(
-        folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
-    )
-    accelerator.wait_for_everyone()
-
-
-def push(recipe: PretrainRecipe, folder: Path) -> str:
-    """Upload the folder, without checkpoints, to the Hub, and return its address."""
-    api = HfApi()
-    name = recipe.hub_model_id or recipe.model_name
-    url = api.create_repo(name, private=recipe.hub_private, exist_ok=True)
-    api.upload_folder(
-        repo_id=url.repo_id,
-        folder_path=folder,
-        commit_message="Pretrained model",
-        ignore_patterns=["checkpoints/**", "*.unfinished", "runs/**"],
-    )
-    return str(url)
 
 
 def with_mask(sentence: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -467,7 +389,7 @@ def announce(
         f"{count(facts['training_tokens'])} tokens of a vocabulary of {len(text.tokenizer):,}, in "
         f"{count(facts['training_blocks'])} blocks of {recipe.block_size}; {facts['evaluated_blocks']:,} of "
         f"{count(facts['held_out_blocks'])} held-out blocks are evaluated.\n"
-        f"{name} with {parameters:,} parameters; steps {counters.step + 1:,} to {recipe.max_steps:,} of "
+        f"{name} with {parameters:,} parameters; {recipe.max_steps - counters.step:,} steps to go, of "
         f"{recipe.update_rows} blocks ({recipe.global_batch_tokens:,} tokens): {plan.accumulation} pass(es) of "
         f"{plan.micro_batch} on each of {plan.processes} process(es), {accelerator.device}, "
         f"{torch.get_num_threads()} thread(s).\n"
@@ -505,6 +427,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("Interrupted. The same command goes on from the last checkpoint, if there is one.", file=sys.stderr)
+        return 130
     if figures is not None and figures["gain_nats"] < recipe.min_gain_nats:
         print(
             f"The gain over the unigram baseline is {figures['gain_nats']:.3f} nats, but the recipe asks for "

@@ -102,6 +102,8 @@ class PretrainRecipe:
             self._require(name, getattr(self, name) >= 0, "at least 0")
         named = re.fullmatch(r"[\w.-]+", self.model_name)
         self._require("model_name", named, "letters, digits, dots and dashes, such as luna-demo")
+        coded = re.fullmatch(r"|[a-z]{2,3}(-[A-Za-z0-9]+)*|multilingual|code", self.language)
+        self._require("language", coded, 'a code such as en or pt-BR, "multilingual", or "" for none')
         self._require("output_dir", self.output_dir.strip(), "the folder to write to")
         self._require("cache_dir", self.cache_dir.strip(), "a folder for the tokenized text")
         self._require("data", self.data, "`cpython`, files, a folder, a name on the Hub, or a list of these")
