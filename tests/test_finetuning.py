@@ -493,7 +493,43 @@ def test_another_command_may_not_continue_a_run(luna, sst2, uninterrupted, tmp_p
     words = command(luna, uninterrupted, **options(sst2, weight_decay=0.5))
     assert "holds a run with other settings: weight_decay 0.1 instead of 0.5" in refused(capsys, words)
     retrained = checkpoint(tmp_path / "luna", seed=5)
-    assert "weights" in refused(capsys, command(retrained, uninterrupted, **options(sst2)))
+    message = refused(capsys, command(retrained, uninterrupted, **options(sst2)))
+    assert f"the weights of {retrained} have changed" in message and not re.search("[0-9a-f]{32}", message)
+
+
+def test_a_run_that_left_nothing_but_its_settings_does_not_lock_its_folder(luna, sst2, tmp_path, monkeypatch):
+    words = options(sst2, num_train_epochs=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_trainer.FinetuneTrainer, "train", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            finetune_glue.main(command(luna, tmp_path / "out", **words))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["settings.json"]
+    run(luna, tmp_path / "out", **words, weight_decay=0.5)
+    assert json.loads((tmp_path / "out" / "settings.json").read_text())["weight_decay"] == 0.5
+
+
+def test_the_pretrained_checkpoint_is_not_overwritten(sst2, tmp_path, monkeypatch, capsys):
+    model = checkpoint(tmp_path / "models" / "luna")
+    before = {path: path.read_bytes() for path in model.rglob("*") if path.is_file()}
+    monkeypatch.chdir(model)
+    for folder in (model, model / ".", tmp_path / "models", tmp_path / "models" / ".." / "models" / "luna"):
+        message = refused(capsys, command(model, folder, **options(sst2)))
+        assert f"--output_dir {folder} " in message and f"--model_name_or_path {model}" in message
+    assert "would be overwritten" in refused(capsys, command(".", model, **options(sst2)))
+    assert before == {path: path.read_bytes() for path in (tmp_path / "models").rglob("*") if path.is_file()}
+
+
+def test_a_folder_with_other_files_is_refused(luna, sst2, tmp_path, capsys):
+    out = tmp_path / "out"
+    (out / "photos").mkdir(parents=True)
+    (out / "photos" / "cat.jpg").write_bytes(b"")
+    words = command(luna, out, **options(sst2, num_train_epochs=1))
+    message = refused(capsys, words)
+    assert "no finetuning wrote (photos/cat.jpg)" in message and "Name a new or empty folder" in message
+    assert [path.name for path in out.rglob("*")] == ["photos", "cat.jpg"]
+    (out / "photos" / "cat.jpg").unlink()
+    (out / ".settings.json.writing").write_text("{")  # what a kill leaves
+    assert finetune_glue.main(words) == 0
 
 
 def test_unwritable_output_folder_is_told(luna, sst2, tmp_path, capsys):

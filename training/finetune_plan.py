@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune_arguments import FinetuneArguments, FinetuneTrainingArguments
+from finetune_trainer import checkpoints
 from recipe import UserError
 
 SETTINGS_FILE = "settings.json"
+RUN_FILE = "run.json"
 # Options that change nothing about what a run computes: another value may continue it.
 _FREE = {
     *("model_name_or_path", "sweep", "sweep_batch_sizes", "sweep_learning_rates", "sweep_dropouts", "dropout"),
@@ -46,19 +48,50 @@ class Run:
         return f"{self.label}, batch {self.batch_size}, learning rate {self.learning_rate:g}{dropout}, seed {self.seed}"
 
 
-def check_writable(folder: Path) -> None:
-    """Make the folder and try to write to it.
+def check_output(folder: Path, models: list[str]) -> None:
+    """Make the output folder, if nothing is lost in it.
+
+    Args:
+        folder: `--output_dir`.
+        models: `--model_name_or_path`, of which those that are folders must stay as they are.
 
     Raises:
-        UserError: It cannot be made or written to.
+        UserError: It is or holds one of the models, has files that no run of these scripts wrote, or cannot be made or
+            written to.
     """
+    whole = folder.resolve()
+    for model in models:
+        pretrained = Path(model).resolve()
+        if Path(model).is_dir() and whole in (pretrained, *pretrained.parents):
+            same = "is" if whole == pretrained else "holds"
+            raise UserError(
+                f"--output_dir {folder} {same} the model to start from, --model_name_or_path {model}, which would be "
+                "overwritten. Name another --output_dir."
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.write_text("")
-        probe.unlink(missing_ok=True)  # another process of the same run may have been faster
+        foreign = not _is_ours(folder) and _first_file(folder)
+        if not foreign:
+            probe = folder / ".writable"
+            probe.write_text("")
+            probe.unlink(missing_ok=True)  # another process of the same run may have been faster
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be written to ({error.strerror or error}).") from error
+    if foreign:
+        raise UserError(
+            f"--output_dir {folder} holds files that no finetuning wrote ({foreign.relative_to(folder)}), so none of "
+            "them is overwritten. Name a new or empty folder."
+        )
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a run of these scripts has written its settings here, be it finished or not."""
+    return (folder / SETTINGS_FILE).is_file() or any(folder.glob(f"runs/*/*/{SETTINGS_FILE}"))
+
+
+def _first_file(folder: Path) -> Path | None:
+    """A file below the folder; hidden ones, such as a kill may leave half-written, and empty folders do not count."""
+    return next((path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")), None)
 
 
 def plan(arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> list[Run]:
@@ -131,16 +164,21 @@ def weights_digest(model: str) -> str | None:
 
 
 def check_settings(run: Run, settings: dict[str, Any]) -> None:
-    """Compare with the run that the folder holds.
+    """Compare with the run that the folder holds. One that has left nothing but its settings is no run.
 
     Raises:
         UserError: It holds a run with other settings.
     """
     path = run.folder / SETTINGS_FILE
-    if not path.is_file():
+    begun = (run.folder / RUN_FILE).is_file() or checkpoints(run.folder) or any(run.folder.glob("*.safetensors"))
+    if not path.is_file() or not begun:
         return
     before = json.loads(path.read_text(encoding="utf-8"))
     changed = [name for name in settings if before.get(name) != settings[name]]
     if changed:
-        was = ", ".join(f"{name} {before.get(name)!r} instead of {settings[name]!r}" for name in changed[:5])
-        raise UserError(f"{run.folder} holds a run with other settings: {was}. Choose another --output_dir.")
+        was = [f"{name} {before.get(name)!r} instead of {settings[name]!r}" for name in changed if name != "weights"]
+        if "weights" in changed:
+            was.insert(0, f"the weights of {run.model} have changed")
+        raise UserError(
+            f"{run.folder} holds a run with other settings: {', '.join(was[:5])}. Choose another --output_dir."
+        )

@@ -45,7 +45,7 @@ import safetensors.torch
 from datasets import Dataset
 from finetune_arguments import FinetuneArguments, FinetuneTrainingArguments, parse
 from finetune_data import Encoded
-from finetune_plan import SETTINGS_FILE, Run, check_settings, check_writable, plan, run_settings
+from finetune_plan import RUN_FILE, SETTINGS_FILE, Run, check_output, check_settings, plan, run_settings
 from finetune_report import (
     finish_report,
     machine_and_versions,
@@ -71,7 +71,6 @@ from transformers.utils import logging
 
 __all__ = ["FinetuneArguments", "FinetuneTrainingArguments", "Run", "Task", "parse", "run_script"]
 
-RUN_FILE = "run.json"
 # What different types call the dropout of the hidden states.
 _DROPOUTS = ("hidden_dropout_prob", "embedding_dropout", "mlp_dropout")
 
@@ -160,6 +159,7 @@ def run_script(
     logging.disable_progress_bar()  # of files; that of the training stays
     try:
         arguments, training = parse(arguments_class, words, description, training_class)
+        check_output(Path(training.output_dir), arguments.model_name_or_path)
         task = make_task(arguments, training)
         run_all(task, arguments, training, [sys.argv[0], *words])
     except UserError as error:
@@ -182,7 +182,6 @@ def run_all(
         The content of `results.json`.
     """
     folder = Path(training.output_dir)
-    check_writable(folder)
     runs = plan(arguments, training)
     if training.resume_from_checkpoint and len(runs) > 1:
         raise UserError(
