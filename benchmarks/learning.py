@@ -38,7 +38,7 @@ from recipe import UserError  # noqa: E402
 RECIPE = Path(__file__).with_suffix(".yaml")
 
 # What makes a system: its fields in the recipe's model section. Luna's key and value are untied unless the name says
-# otherwise: at few slots that is the better learner, and RoBERTa's are untied too.
+# otherwise, since RoBERTa's are.
 _LUNA = {"model_type": "luna", "tie_kv": False, "projection_length": 32}
 # RoBERTa's attention is eager, as Luna's is on a CPU in bfloat16: PyTorch's fused kernel takes 1.7 times as long there.
 # Its configuration counts two rows of positions that are never read.
