@@ -138,7 +138,7 @@ def test_a_backslash_in_an_option_is_text() -> None:
 
 @pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), wordpiece(), modernbert_tokenizer()], ids=MODEL_TYPES)
 def test_race_input_is_question_with_option_then_passage(tokenizer: PreTrainedTokenizerBase) -> None:
-    layout = finetune_race.RaceTask.layout(None, tokenizer)
+    layout = finetune_race.RaceTask.layout(tokenizer)
     data = encoded([RACE_ROW], finetune_race, tokenizer, layout, Limits(200, 100))
     batch = ChoiceCollator(layout, tokenizer)(rows_of(data))
     passage = "the fox reads every book in a house of glass"
@@ -209,6 +209,44 @@ def test_limits_without_room_for_the_passage_are_refused() -> None:
         encoded([RACE_ROW], finetune_race, tokenizer, multiple_choice.pair_layout(tokenizer), Limits(22, 20))
 
 
+@pytest.mark.parametrize(
+    "task, max_length, asked, whole, second, why",
+    [
+        (finetune_race.RaceTask, 512, None, 512, 128, ""),
+        (finetune_race.RaceTask, 260, None, 260, 128, ""),
+        (finetune_race.RaceTask, 259, None, 259, 127, "not 128: half of the room"),
+        (finetune_race.RaceTask, 128, None, 128, 62, "not 128: half of the room"),
+        (finetune_race.RaceTask, 8, None, 8, 2, "not 128: half of the room"),
+        (finetune_race.RaceTask, 128, 100, 128, 100, ""),
+        (finetune_csqa.CsqaTask, 512, None, 132, 64, ""),
+        (finetune_csqa.CsqaTask, 128, None, 128, 62, "124 tokens, not 128: more has no room"),
+        (finetune_csqa.CsqaTask, 128, 200, 128, 62, "124 tokens, not 200: more has no room"),
+        (finetune_csqa.CsqaTask, 128, 2, 6, 1, ""),
+    ],
+)
+def test_limits_follow_what_is_asked_and_the_room(
+    task: Any, max_length: int, asked: int | None, whole: int, second: int, why: str
+) -> None:
+    limits = task.limits(max_length, 4, asked)
+    assert (limits.whole, limits.second) == (whole, second)
+    assert why in limits.note and ("not" in limits.note) == bool(why)
+    limits.check(4)
+
+
+def test_limits_are_said_for_every_model(models: dict[str, Path], tmp_path: Path) -> None:
+    long = checkpoint(tmp_path / "long", max_position_embeddings=600)
+    names = [str(name) for name in (*models.values(), long)]
+    arguments = finetune_race.RaceArguments(names)
+    assert multiple_choice.limit_notes(finetune_race.RaceTask, arguments) == [
+        "Of an input's 40 tokens question with option have at most 18, not 128: half of the room "
+        "(--max_question_length).",
+        "Of an input's 512 tokens question with option have at most 128 (--max_question_length).",
+    ]
+    arguments = finetune_race.RaceArguments(names, max_length=300, max_question_length=296)
+    with pytest.raises(UserError, match="Inputs of 300 tokens have no room for 296 tokens"):
+        multiple_choice.limit_notes(finetune_race.RaceTask, arguments)
+
+
 # --- batches ---
 
 
@@ -256,6 +294,12 @@ def test_bad_rows_are_named(script: Any, row: dict[str, Any], change: dict[str, 
     dataset = Dataset.from_list([row, {**row, **change}])
     with pytest.raises(UserError, match=message):
         multiple_choice.read_questions(dataset, script.read_row, "here")
+
+
+def test_a_bad_row_far_down_is_named_by_its_place_in_the_split() -> None:
+    dataset = Dataset.from_list([CSQA_ROW] * 2100 + [{**CSQA_ROW, "answerKey": ""}])
+    with pytest.raises(UserError, match=r"here, row 2100 \(x1\) has no answer, unlike the first"):
+        multiple_choice.read_questions(dataset, finetune_csqa.read_row, "here")
 
 
 def test_answers_of_another_type_are_named() -> None:
@@ -413,6 +457,20 @@ def test_what_was_cut_is_printed_kept_and_in_the_card(
     assert re.search(sentence, card) and "train: 24 middle, 32 high." in card
 
 
+def test_a_short_model_needs_no_options(
+    data: dict[str, Path], models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    sentence = "Of an input's 40 tokens question with option have at most 18, not 128: half of the room"
+    words = command(models["luna"], tmp_path, dataset_name=data["race"], max_steps=1)
+    place = words.index("--max_length")
+    assert finetune_race.main(words[:place] + words[place + 2 :]) == 0
+    assert sentence in capsys.readouterr().out and sentence in (tmp_path / "README.md").read_text()
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["max_length"] == 40
+    assert any(note.startswith(sentence) for note in result["notes"])
+    assert any(" of at most 40; " in note for note in result["notes"])
+
+
 def test_race_card_is_valid_and_its_example_runs(
     data: dict[str, Path], race_run: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -511,17 +569,18 @@ def test_every_recipe_is_commented_and_runs(
 
 def test_paper_recipes_and_defaults_are_the_papers() -> None:
     for task, script in SCRIPTS.items():
+        assert getattr(script, f"{task.capitalize()}Task").limits(512, 4, None).note.count(" 128 ") == 1
         paper = ROOT / "training" / "recipes" / f"finetune_{task}" / "paper.yaml"
         own = {"race": "RaceArguments", "csqa": "CsqaArguments"}[task]
         words = ["--model_name_or_path", "x", "--output_dir", "y"]
-        for line in ([str(paper), *words], words):
+        for line, length in (([str(paper), *words], 128), (words, None)):
             arguments, training = finetuning.parse(
                 getattr(script, own), line, "", multiple_choice.ChoiceTrainingArguments
             )
             assert arguments.sweep_batch_sizes == [16, 32]
             assert arguments.sweep_learning_rates == [1e-5, 2e-5, 3e-5]
             assert arguments.sweep_dropouts == [0.0, 0.1, 0.2]
-            assert arguments.max_question_length == 128
+            assert arguments.max_question_length == length
             assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.98, 1e-6)
             assert (training.weight_decay, training.warmup_steps, training.lr_scheduler_type) == (0.01, 0.06, "linear")
 
@@ -606,8 +665,8 @@ def test_bad_options_models_and_folders_are_refused(
     luna, out = models["luna"], tmp_path / "out"
     message = refused(capsys, task, words_of(data, task, luna, out, max_question_lenght=5))
     assert "Unknown option --max_question_lenght. Did you mean `max_question_length`?" in message
-    message = refused(capsys, task, words_of(data, task, luna, out, max_question_length=0))
-    assert "--max_question_length is 0" in message
+    message = refused(capsys, task, words_of(data, task, luna, out, max_question_length=1))
+    assert "--max_question_length is 1, but must be at least 2" in message
     GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=40)).save_pretrained(tmp_path / "gpt2")
     message = refused(capsys, task, words_of(data, task, tmp_path / "gpt2", out))
     assert "is a gpt2 checkpoint" in message
@@ -617,12 +676,15 @@ def test_bad_options_models_and_folders_are_refused(
     assert not out.exists() or not list(out.glob("*.safetensors"))
 
 
-def test_a_question_limit_that_leaves_no_passage_is_refused(
-    data: Any, models: Any, tmp_path: Path, capsys: Any
+def test_a_question_limit_that_leaves_no_passage_is_refused_before_the_data_are_read(
+    models: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    words = words_of(data, "race", models["luna"], tmp_path / "out", max_question_length=128)
+    read = []
+    monkeypatch.setattr(finetune_race, "load_race", lambda *words: read.append(words))
+    words = words_of({"race": tmp_path}, "race", models["luna"], tmp_path / "out", max_question_length=128)
     message = refused(capsys, "race", words)
     assert "Inputs of 40 tokens have no room for 128 tokens" in message and "--max_question_length" in message
+    assert not read
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
@@ -635,9 +697,9 @@ def test_an_interrupted_run_continues_and_a_truncated_checkpoint_is_refused(
     def interrupted(*arguments: Any, **keywords: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(finetuning, "evaluate", interrupted)
-        SCRIPTS[task].main(words)
+        assert SCRIPTS[task].main(words) == 130
     (saved,) = out.glob("checkpoint-*")
     whole = (saved / "optimizer.pt").read_bytes()
     (saved / "optimizer.pt").write_bytes(whole[:-100])

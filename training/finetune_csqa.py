@@ -11,7 +11,8 @@ with one separator and not the two of RoBERTa's pairs, as RoBERTa's authors did 
 `examples/roberta/commonsense_qa`); by tokenizers in BERT's layout as `[CLS] Q: question [SEP] A: option [SEP]`, all in
 segment 0. The column `question_concept`, from which annotators wrote the question, is not read.
 
-Question and option together are cut to 128 tokens: the question gives way, and an option of more than half of them.
+Question and option together are cut to `--max_question_length` tokens (128, or what the model or `--max_length` takes,
+if that is less): the question gives way, and an option of more than half of them.
 The data set's test split has no answers: those of the model are written to `predictions/test.jsonl`, in the form of the
 leaderboard.
 """
@@ -19,16 +20,14 @@ leaderboard.
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from finetune_data import load_splits, require_columns
-from finetuning import run_script
 from multiple_choice import (
+    QUESTION_LENGTH,
     ChoiceArguments,
     ChoiceTask,
-    ChoiceTrainingArguments,
     Layout,
     Limits,
     Question,
@@ -37,11 +36,16 @@ from multiple_choice import (
     as_text,
     pair_layout,
     read_questions,
+    run_choice_script,
 )
 from recipe import UserError
 from transformers import PreTrainedTokenizerBase
 
 COLUMNS = ("id", "question", "choices", "answerKey")
+EXAMPLE = """question = "Where does a fox sleep?"
+options = ["hen house", "den", "office", "river", "sky"]
+texts = [f"Q: {question}{tokenizer.sep_token}A: {option}" for option in options]
+inputs = tokenizer(texts, truncation=True, padding=True, return_tensors="pt")"""
 
 
 def read_row(row: Mapping[str, Any], where: str) -> Question:
@@ -97,47 +101,31 @@ class CsqaTask(ChoiceTask):
     title = "CommonsenseQA"
     dataset = "CommonsenseQA (Talmor et al. 2019)"
     parts = ("question", "option")
+    example = EXAMPLE
 
-    def __init__(self, arguments: CsqaArguments) -> None:
-        super().__init__(load_csqa(arguments.dataset_name, arguments.dataset_config), arguments.max_question_length)
-        if not Path(arguments.dataset_name).exists():
-            self.dataset_name, self.dataset_config = arguments.dataset_name, arguments.dataset_config
+    @staticmethod
+    def load(name: str, config: str | None) -> dict[str, Dataset]:
+        """All splits."""
+        return load_csqa(name, config)
 
-    def layout(self, tokenizer: PreTrainedTokenizerBase) -> Layout:
+    @staticmethod
+    def layout(tokenizer: PreTrainedTokenizerBase) -> Layout:
         """A single separator."""
         return pair_layout(tokenizer).as_one_text()
 
-    def limits(self, max_length: int, layout: Layout) -> Limits:
-        """Question and option share the script's limit, or what the model takes."""
-        whole = min(max_length, self.max_question_length + layout.specials)
-        return Limits(whole, second=(whole - layout.specials) // 2)
-
-    def usage(self, name: str, trust: str) -> str:
-        """Python for the model card."""
-        return f'''import torch
-from transformers import AutoModelForMultipleChoice, AutoTokenizer
-
-name = "{name}"  # the name of this repository on the Hub, or the folder that holds this card
-tokenizer = AutoTokenizer.from_pretrained(name{trust})
-model = AutoModelForMultipleChoice.from_pretrained(name{trust}).eval()
-question = "Where does a fox sleep?"
-options = ["hen house", "den", "office", "river", "sky"]
-texts = [f"Q: {{question}}{{tokenizer.sep_token}}A: {{option}}" for option in options]
-inputs = tokenizer(texts, truncation=True, padding=True, return_tensors="pt")
-with torch.no_grad():
-    logits = model(**{{key: value.unsqueeze(0) for key, value in inputs.items()}}).logits[0]  # one score an option
-print(options[logits.argmax()])'''
+    @staticmethod
+    def limits(max_length: int, specials: int, asked: int | None) -> Limits:
+        """Question and option share what is asked for, or 128 tokens, or the room that there is if that is less."""
+        wanted = asked or QUESTION_LENGTH
+        shared = min(wanted, max_length - specials)
+        why = f", not {wanted:,}: more has no room" if shared < wanted else ""
+        note = f"Question and option together have at most {shared:,} tokens{why} (--max_question_length)."
+        return Limits(shared + specials, second=shared // 2, note=note)
 
 
 def main(words: list[str] | None = None) -> int:
     """The script: 0 if all is well, 2 after an error that the user can mend."""
-    return run_script(
-        CsqaArguments,
-        lambda arguments, training: CsqaTask(arguments),
-        __doc__,
-        words,
-        training_class=ChoiceTrainingArguments,
-    )
+    return run_choice_script(CsqaArguments, CsqaTask, __doc__, words)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ prepared the questions (fairseq, `examples/roberta/preprocess_RACE.py`); undersc
 papers do not say which part comes first: the order is that of fairseq's `sentence_ranking` task, with which RoBERTa was
 finetuned on RACE and on which the code of Luna's authors is built.
 
-Question with option are cut to 128 tokens, then the passage so that all fit into `--max_length` (512). `--dataset_name`
-is `ehovy/race` or a folder with the subfolders `middle` and `high`; `--dataset_config` chooses one level.
+Question with option are cut to `--max_question_length` tokens, then the passage so that all fit into `--max_length`
+(512, or what the model takes, if that is less). If it is not given, `--max_question_length` is 128, but at most half of
+what the special tokens leave of an input: 62 for a model of 128 positions with RoBERTa's tokenizer. `--dataset_name` is
+`ehovy/race` or a folder with the subfolders `middle` and `high`; `--dataset_config` chooses one level.
 """
 
 import re
@@ -26,11 +28,10 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 from finetune_data import load_splits, require_columns
-from finetuning import run_script
 from multiple_choice import (
+    QUESTION_LENGTH,
     ChoiceArguments,
     ChoiceTask,
-    ChoiceTrainingArguments,
     Layout,
     Limits,
     Question,
@@ -39,12 +40,19 @@ from multiple_choice import (
     as_text,
     pair_layout,
     read_questions,
+    run_choice_script,
 )
 from recipe import UserError, did_you_mean
 from transformers import PreTrainedTokenizerBase
 
 COLUMNS = ("example_id", "article", "question", "options", "answer")
 LEVELS = ("middle", "high")
+EXAMPLE = """passage = "Tom has a cat and a dog. The cat sleeps all day, and the dog plays with him."
+question = "Tom plays with _ ."
+options = ["the cat", "the dog", "nobody", "his sister"]
+# The option stands in the blank, or after a question that has none.
+texts = [question.replace("_", option) if "_" in question else f"{question} {option}" for option in options]
+inputs = tokenizer(texts, [passage] * len(texts), truncation="only_second", padding=True, return_tensors="pt")"""
 _BLANK = re.compile(r"_+")
 
 
@@ -138,52 +146,38 @@ class RaceTask(ChoiceTask):
     title = "RACE"
     dataset = "RACE (Lai et al. 2017), for non-commercial research only"
     parts = ("passage", "question with option")
+    example = EXAMPLE
 
     def __init__(self, arguments: RaceArguments) -> None:
-        super().__init__(load_race(arguments.dataset_name, arguments.dataset_config), arguments.max_question_length)
-        if not Path(arguments.dataset_name).exists():
-            self.dataset_name, self.dataset_config = arguments.dataset_name, arguments.dataset_config
+        super().__init__(arguments)
         for split, rows in {"train": self.train, **self.evaluation, **self.tests}.items():
             levels = list(rows["group"])
             counts = [f"{levels.count(level):,} {level}" for level in LEVELS if level in levels]
             self.notes.append(f"{split}: {', '.join(counts)}.")
 
-    def layout(self, tokenizer: PreTrainedTokenizerBase) -> Layout:
+    @staticmethod
+    def load(name: str, config: str) -> dict[str, Dataset]:
+        """One level or both."""
+        return load_race(name, config)
+
+    @staticmethod
+    def layout(tokenizer: PreTrainedTokenizerBase) -> Layout:
         """A pair with question and option in front."""
         return pair_layout(tokenizer).with_second_in_front()
 
-    def limits(self, max_length: int, layout: Layout) -> Limits:
-        """The question's limit is the option's of the script; the passage has what is left."""
-        return Limits(whole=max_length, second=self.max_question_length)
-
-    def usage(self, name: str, trust: str) -> str:
-        """Python for the model card."""
-        return f'''import torch
-from transformers import AutoModelForMultipleChoice, AutoTokenizer
-
-name = "{name}"  # the name of this repository on the Hub, or the folder that holds this card
-tokenizer = AutoTokenizer.from_pretrained(name{trust})
-model = AutoModelForMultipleChoice.from_pretrained(name{trust}).eval()
-passage = "Tom has a cat and a dog. The cat sleeps all day, and the dog plays with him."
-question = "Tom plays with _ ."
-options = ["the cat", "the dog", "nobody", "his sister"]
-# The option stands in the blank, or after a question that has none.
-texts = [question.replace("_", option) if "_" in question else f"{{question}} {{option}}" for option in options]
-inputs = tokenizer(texts, [passage] * len(texts), truncation="only_second", padding=True, return_tensors="pt")
-with torch.no_grad():
-    logits = model(**{{key: value.unsqueeze(0) for key, value in inputs.items()}}).logits[0]  # one score an option
-print(options[logits.argmax()])'''
+    @staticmethod
+    def limits(max_length: int, specials: int, asked: int | None) -> Limits:
+        """Question with option: what is asked for, or 128, but at most half of the room; the passage has the rest."""
+        half = (max_length - specials) // 2
+        second = min(QUESTION_LENGTH, half) if asked is None else asked
+        why = f", not {QUESTION_LENGTH}: half of the room" if asked is None and second < QUESTION_LENGTH else ""
+        note = f"Of an input's {max_length:,} tokens question with option have at most {second:,}{why}"
+        return Limits(max_length, second, f"{note} (--max_question_length).")
 
 
 def main(words: list[str] | None = None) -> int:
     """The script: 0 if all is well, 2 after an error that the user can mend."""
-    return run_script(
-        RaceArguments,
-        lambda arguments, training: RaceTask(arguments),
-        __doc__,
-        words,
-        training_class=ChoiceTrainingArguments,
-    )
+    return run_choice_script(RaceArguments, RaceTask, __doc__, words)
 
 
 if __name__ == "__main__":

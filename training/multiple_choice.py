@@ -22,13 +22,25 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
 from finetune_data import Encoded
-from finetuning import FinetuneArguments, FinetuneTrainingArguments, Task
+from finetuning import FinetuneArguments, FinetuneTrainingArguments, Task, run_script
+from models import load_config, load_tokenizer, longest_input
 from recipe import UserError
 from torch import Tensor
 from transformers import AutoModelForMultipleChoice, PreTrainedTokenizerBase
 
 METRICS = Path(__file__).resolve().parent / "metrics" / "scores"
 UNKNOWN = -1  # label of a question whose answer is not given
+QUESTION_LENGTH = 128  # --max_question_length where nothing is said and the inputs are long enough
+_QUESTIONS = Features(
+    {
+        "id": Value("string"),
+        "group": Value("string"),
+        "first": Value("string"),
+        "seconds": List(Value("string")),
+        "letters": List(Value("string")),
+        "label": Value("int64"),
+    }
+)
 _FEATURES = Features(
     {
         "id": Value("string"),
@@ -102,10 +114,26 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Longest input and longest second part, in tokens: the former with special tokens, the latter without."""
+    """Longest input and longest second part, in tokens: the former with special tokens, the latter without.
+
+    `note` says to people what the limits are and why.
+    """
 
     whole: int
     second: int
+    note: str = ""
+
+    def check(self, specials: int) -> None:
+        """See that both parts have room beside so many special tokens.
+
+        Raises:
+            UserError: One has none.
+        """
+        if self.second < 1 or self.whole <= self.second + specials:
+            raise UserError(
+                f"Inputs of {self.whole} tokens have no room for {self.second} tokens that differ between the choices, "
+                f"{specials} special tokens and the text before. Raise --max_length or lower --max_question_length."
+            )
 
 
 def pair_layout(tokenizer: PreTrainedTokenizerBase) -> Layout:
@@ -181,31 +209,41 @@ def read_questions(dataset: Dataset, read_row: Callable[[Mapping[str, Any], str]
         UserError: A row is not as it should be, has another number of choices than the first, or only some of the rows
             have an answer. The message names the row.
     """
-    expected: list[Question] = []
+    first: list[Question] = []
 
-    def convert(row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        place = f"{where}, row {index}"
-        question = read_row(row, place)
-        expected[:] = expected or [question]
-        count, wanted = len(question.seconds), len(expected[0].seconds)
-        if count != wanted:
-            raise UserError(f"{place} ({question.id}) has {count} choices, but the first row {wanted}.")
-        if (question.label == UNKNOWN) != (expected[0].label == UNKNOWN):
-            having = "no" if question.label == UNKNOWN else "an"
-            raise UserError(
-                f"{place} ({question.id}) has {having} answer, unlike the first row. "
-                "A split has answers in all rows or in none."
-            )
-        return dataclasses.asdict(question)
+    def convert(rows: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        made = []
+        for index, values in zip(indices, zip(*rows.values(), strict=True), strict=True):
+            place = f"{where}, row {index}"
+            question = read_row(dict(zip(rows, values, strict=True)), place)
+            first[:] = first or [question]
+            _compare(question, first[0], place)
+            made.append(question)
+        return {name: [getattr(question, name) for question in made] for name in _QUESTIONS}
 
     return dataset.map(
         convert,
+        batched=True,
         with_indices=True,
         remove_columns=dataset.column_names,
+        features=_QUESTIONS,
         keep_in_memory=True,
         load_from_cache_file=False,
         desc="Reading",
     )
+
+
+def _compare(question: Question, first: Question, place: str) -> None:
+    """Every row has as many choices as the first of its split, and an answer if that has one."""
+    count, wanted = len(question.seconds), len(first.seconds)
+    if count != wanted:
+        raise UserError(f"{place} ({question.id}) has {count} choices, but the first row {wanted}.")
+    if (question.label == UNKNOWN) != (first.label == UNKNOWN):
+        having = "no" if question.label == UNKNOWN else "an"
+        raise UserError(
+            f"{place} ({question.id}) has {having} answer, unlike the first row. "
+            "A split has answers in all rows or in none."
+        )
 
 
 def encode(questions: Dataset, tokenizer: PreTrainedTokenizerBase, layout: Layout, limits: Limits) -> Dataset:
@@ -225,11 +263,7 @@ def encode(questions: Dataset, tokenizer: PreTrainedTokenizerBase, layout: Layou
     Raises:
         UserError: The limits leave no room for the first part.
     """
-    if limits.second < 1 or limits.whole <= limits.second + layout.specials:
-        raise UserError(
-            f"Inputs of {limits.whole} tokens have no room for {limits.second} tokens that differ between the choices, "
-            f"{layout.specials} special tokens and the text before. Raise --max_length or lower --max_question_length."
-        )
+    limits.check(layout.specials)
 
     def encode_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         distinct = list(dict.fromkeys(rows["first"]))  # a passage of RACE has several questions
@@ -379,9 +413,12 @@ class ChoiceCollator:
 class ChoiceArguments(FinetuneArguments):
     """Options of the scripts for multiple choice; the defaults are the Luna paper's (section 4.3)."""
 
-    max_question_length: int = dataclasses.field(
-        default=128,
-        metadata={"help": "Longest question with option in tokens, without special tokens; longer ones are cut."},
+    max_question_length: int | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Longest question with option in tokens, without special tokens; longer ones are cut. By default "
+            f"{QUESTION_LENGTH}, or less where the inputs are short: where a passage follows, half of their room."
+        },
     )
     sweep_learning_rates: list[float] = dataclasses.field(
         default_factory=lambda: [1e-5, 2e-5, 3e-5], metadata={"help": "Peak learning rates."}
@@ -392,8 +429,8 @@ class ChoiceArguments(FinetuneArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_question_length < 1:
-            raise UserError(f"--max_question_length is {self.max_question_length}, but must be at least 1.")
+        if self.max_question_length is not None and self.max_question_length < 2:
+            raise UserError(f"--max_question_length is {self.max_question_length}, but must be at least 2.")
 
 
 @dataclasses.dataclass
@@ -413,11 +450,12 @@ class ChoiceTrainingArguments(FinetuneTrainingArguments):
 class ChoiceTask(Task):
     """Rows of `read_questions`, scored by accuracy: of all rows and, if they are in groups, of each group.
 
-    A script's class names the parts and says how long and in what layout they are; a test split may lack answers.
+    A script's class names the parts, reads the splits (`train` and `validation` with answers; `test` with or without)
+    and says how long the parts are and in what layout.
 
-    Args:
-        splits: `train` and `validation` with answers; `test` with or without.
-        max_question_length: see `ChoiceArguments`.
+    Attributes:
+        parts: names of the part that choices share and of that which differs.
+        example: Python for the model card that makes `options`, and the `inputs` of `tokenizer`.
 
     Raises:
         UserError: A split is missing, or has no answers where they are needed.
@@ -426,8 +464,10 @@ class ChoiceTask(Task):
     auto_class = AutoModelForMultipleChoice
     pipeline_tag = "multiple-choice"
     parts: tuple[str, str]
+    example: str
 
-    def __init__(self, splits: dict[str, Dataset], max_question_length: int) -> None:
+    def __init__(self, arguments: ChoiceArguments) -> None:
+        splits = self.load(arguments.dataset_name, arguments.dataset_config)
         for split in ("train", "validation"):
             if split not in splits:
                 raise UserError(f"{self.title} has no split `{split}` here; there is {', '.join(splits)}.")
@@ -435,22 +475,37 @@ class ChoiceTask(Task):
                 raise UserError(f"The split `{split}` of {self.title} has no answers.")
         self.train, self.evaluation = splits["train"], {"validation": splits["validation"]}
         self.tests = {"test": splits["test"]} if "test" in splits else {}
-        self.max_question_length = max_question_length
+        if not Path(arguments.dataset_name).exists():
+            self.dataset_name, self.dataset_config = arguments.dataset_name, arguments.dataset_config
+        self.max_question_length = arguments.max_question_length
         self.metric = evaluate.load(str(METRICS), "multiple_choice", keep_in_memory=True)
         self.notes = []
 
-    def layout(self, tokenizer: PreTrainedTokenizerBase) -> Layout:
-        """Special tokens of an input."""
-        return pair_layout(tokenizer)
+    @staticmethod
+    def load(name: str, config: str | None) -> dict[str, Dataset]:
+        """The splits as questions."""
+        raise NotImplementedError
 
-    def limits(self, max_length: int, layout: Layout) -> Limits:
-        """Longest input and second part for inputs of at most `max_length` tokens."""
+    @staticmethod
+    def layout(tokenizer: PreTrainedTokenizerBase) -> Layout:
+        """Special tokens of an input."""
+        raise NotImplementedError
+
+    @staticmethod
+    def limits(max_length: int, specials: int, asked: int | None) -> Limits:
+        """Longest input and second part.
+
+        Args:
+            max_length: tokens that an input may have at most.
+            specials: how many of them are special tokens.
+            asked: `--max_question_length`, if it is given.
+        """
         raise NotImplementedError
 
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> EncodedChoices:
         """Rows as `ChoiceCollator` takes them."""
         layout = self.layout(tokenizer)
-        limits = self.limits(max_length, layout)
+        limits = self.limits(max_length, layout.specials, self.max_question_length)
         return for_trainer(encode(rows, tokenizer, layout, limits), self.parts, limits.whole)
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, multiple: int | None) -> ChoiceCollator:
@@ -475,3 +530,50 @@ class ChoiceTask(Task):
             for name, letters, choice in zip(rows["id"], rows["letters"], logits.argmax(-1), strict=True):
                 file.write(json.dumps({"id": name, "chosenAnswer": letters[choice]}) + "\n")
         return path
+
+    def usage(self, name: str, trust: str) -> str:
+        """Python for the model card."""
+        return f'''import torch
+from transformers import AutoModelForMultipleChoice, AutoTokenizer
+
+name = "{name}"  # the name of this repository on the Hub, or the folder that holds this card
+tokenizer = AutoTokenizer.from_pretrained(name{trust})
+model = AutoModelForMultipleChoice.from_pretrained(name{trust}).eval()
+{self.example}
+with torch.no_grad():
+    logits = model(**{{key: value.unsqueeze(0) for key, value in inputs.items()}}).logits[0]  # one score an option
+print(options[logits.argmax()])'''
+
+
+def limit_notes(task_class: type[ChoiceTask], arguments: ChoiceArguments) -> list[str]:
+    """What the limits are for the inputs of every model; needs no data, which take longer to read.
+
+    Raises:
+        UserError: A model's config or tokenizer cannot be loaded, or `--max_question_length` leaves no room.
+    """
+    notes = []
+    for name in arguments.model_name_or_path:
+        config = load_config(name)
+        specials = task_class.layout(load_tokenizer(name, config)).specials
+        max_length = arguments.max_length or min(512, longest_input(config))  # as `finetuning.prepare` has it
+        limits = task_class.limits(max_length, specials, arguments.max_question_length)
+        limits.check(specials)
+        notes.append(limits.note)
+    return list(dict.fromkeys(notes))
+
+
+def run_choice_script(
+    arguments_class: type[ChoiceArguments],
+    task_class: type[ChoiceTask],
+    description: str,
+    words: list[str] | None = None,
+) -> int:
+    """`run_script` for multiple choice: limits that do not fit are refused before the data are read."""
+
+    def make_task(arguments: ChoiceArguments, training: FinetuneTrainingArguments) -> ChoiceTask:
+        notes = limit_notes(task_class, arguments)
+        task = task_class(arguments)
+        task.notes += notes
+        return task
+
+    return run_script(arguments_class, make_task, description, words, ChoiceTrainingArguments)
