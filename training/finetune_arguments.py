@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -9,7 +11,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import yaml
 from recipe import UserError, did_you_mean
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, SchedulerType, Trainer, TrainingArguments, get_scheduler
+from transformers.integrations import get_available_reporting_integrations
 
 # Options of the Trainer that these scripts set themselves: given, they would be ignored without a word.
 _SET_HERE = {
@@ -19,6 +22,14 @@ _SET_HERE = {
     **dict.fromkeys(("hub_strategy", "hub_always_push"), "the finished model is pushed, once"),
     "data_seed": "--seeds decides the order of the rows, too",
     "include_num_input_tokens_seen": "tokens are always counted, without padding",
+}
+# The lowest value of an option, and whether it is excluded itself.
+_LOWEST = {
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), (1, False)
+    ),
+    **dict.fromkeys(("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "seed"), (0, False)),
+    **dict.fromkeys(("num_train_epochs", "adam_epsilon", "save_total_limit", "logging_steps"), (0, True)),
 }
 _ORDERS = ("group_by_length", "random", "sequential")
 
@@ -92,6 +103,8 @@ class FinetuneArguments:
             raise UserError(f"--max_length is {self.max_length}, but must be at least 8.")
         if self.early_stopping_patience < 0:
             raise UserError("--early_stopping_patience must be at least 0.")
+        if self.model_name is not None and not re.fullmatch(r"[\w.-]+", self.model_name):
+            raise UserError(f"--model_name is {self.model_name!r}, but must be letters, digits, dots and dashes.")
         self.config_fields()
 
     def config_fields(self) -> dict[str, Any]:
@@ -137,6 +150,22 @@ class FinetuneTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(default=False, metadata={"help": "The scripts pass on what a model takes."})
 
     def __post_init__(self) -> None:
+        for name, (lowest, excluded) in _LOWEST.items():
+            value = getattr(self, name)
+            if value is not None and not (value > lowest if excluded else value >= lowest):
+                raise UserError(f"--{name} is {value}, but must be {'above' if excluded else 'at least'} {lowest}.")
+            if value is not None and not math.isfinite(value):
+                raise UserError(f"--{name} is {value}, but must be a finite number.")
+        for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}, but must be at least 0 and below 1.")
+        reporters = [self.report_to] if isinstance(self.report_to, str) else self.report_to or []
+        there = [*get_available_reporting_integrations(), "all", "none"]
+        missing = [name for name in reporters if name not in there]
+        if missing:
+            raise UserError(
+                f"--report_to {' '.join(missing)}: not installed, or unknown. Here it can be {', '.join(there)}."
+            )
         self.include_num_input_tokens_seen = "non_padding"  # for the speed in the results
         # Without it, processes on CPUs would not know of each other.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
@@ -147,8 +176,28 @@ class FinetuneTrainingArguments(TrainingArguments):
                 f"--train_sampling_strategy is {self.train_sampling_strategy!r}, but must be {', '.join(_ORDERS)}."
             )
 
+    def check_with(self, model: torch.nn.Module) -> None:
+        """Make what the Trainer would make before its first step.
+
+        Raises:
+            UserError: An optimizer whose package is missing, or an optimizer or schedule that lacks an argument.
+        """
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(self, model)
+            probe = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+            if self.lr_scheduler_type not in (SchedulerType.GREEDY, SchedulerType.REDUCE_ON_PLATEAU):
+                get_scheduler(self.lr_scheduler_type, probe, 1, 10, self.lr_scheduler_kwargs)
+        except (ImportError, ValueError, TypeError, RuntimeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            chosen = f"--optim {self.optim.value} with --lr_scheduler_type {self.lr_scheduler_type.value}"
+            raise UserError(f"{chosen} cannot be used: {reason}") from error
+
 
 ArgumentsType = TypeVar("ArgumentsType", bound=FinetuneArguments)
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Commands of the description stay as they are written, and every option has its default."""
 
 
 class _Parser(HfArgumentParser):
@@ -186,9 +235,7 @@ def parse(
             raise UserError(f"Unknown option {word.partition('=')[0]}.{_suggestion(key, known)}")
         if word.startswith("--") and key.removeprefix("no_") in _SET_HERE:
             raise UserError(f"{word.partition('=')[0]} has no effect here: {_SET_HERE[key.removeprefix('no_')]}.")
-    parser = _Parser(
-        classes, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    parser = _Parser(classes, description=description, formatter_class=_Help, allow_abbrev=False)
     try:
         arguments, training = parser.parse_args_into_dataclasses(given + words, look_for_args_file=False)
     except (ValueError, ImportError, TypeError) as error:

@@ -24,6 +24,10 @@ A script has a `Task` and a dataclass of options, and is otherwise this file:
         model.safetensors, config, tokenizer, README.md, predictions/*
         run.json                             its scores; written last and atomically: the run is finished
 
+Ctrl-C or a kill (SIGTERM, SIGKILL) ends a run where it is. The same command goes on from its last checkpoint, so that
+what is lost is at most the epoch since then. To save more often: `--save_strategy steps --save_steps N`, and the same
+of `eval`.
+
 Of several runs of one model only the best keeps its weights. The `Task` says what is trained on and how it is scored.
 `finetune_arguments` holds the options, `finetune_plan` the plan, `finetune_data` reads files and folders,
 `finetune_trainer` has the loss and the order of the rows, `finetune_report` tables, cards and the upload.
@@ -146,7 +150,7 @@ def run_script(
     words: list[str] | None = None,
     training_class: type[FinetuneTrainingArguments] = FinetuneTrainingArguments,
 ) -> int:
-    """A finetuning script: 0 if all is well, 2 after an error that the user can mend.
+    """A finetuning script: 0 if all is well, 2 after an error that the user can mend, 130 after Ctrl-C.
 
     Args:
         arguments_class: the script's options.
@@ -165,6 +169,9 @@ def run_script(
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nInterrupted. The same command goes on from the last checkpoint (end of an epoch).", file=sys.stderr)
+        return 130  # what shells give for it
     return 0
 
 
@@ -189,6 +196,7 @@ def run_all(
         )
     if training.label_smoothing_factor and task.problem_type != SINGLE_LABEL:
         raise UserError("--label_smoothing_factor is for single-label tasks: here there is no class to smooth to.")
+    asked_checkpoint(training, folder)
     shrink(task, arguments, training.seed)
     for run in runs:
         check_settings(run, run_settings(run, arguments, training))
@@ -199,7 +207,8 @@ def run_all(
         if len(arguments.model_name_or_path) > 1:
             raise UserError("--push_to_hub publishes one model: give one --model_name_or_path.")
         repository = reserve_repository(training)
-    prepared = {name: prepare(task, name, arguments, training) for name in arguments.model_name_or_path}
+    bases = {name: open_base(task, name, arguments, training) for name in arguments.model_name_or_path}
+    prepared = {name: prepare(task, name, base, training) for name, base in bases.items()}
     results = []
     for index, run in enumerate(runs, 1):
         say(training, f"\n[{index}/{len(runs)}] {run.name}")
@@ -226,48 +235,60 @@ def shrink(task: Task, arguments: FinetuneArguments, seed: int) -> None:
 
 
 @dataclass
-class Prepared:
-    """A model's tokenizer, and the data in its tokens; the same for all its runs."""
+class Base:
+    """What is known of a pretrained model before any data are read with it; `extended` is its new longest input."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     extended: int | None
-    train: Encoded
-    evaluation: dict[str, Encoded]
-    tests: dict[str, Encoded]
     notes: list[str]
 
 
-def prepare(task: Task, name: str, arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> Prepared:
-    """Load tokenizer and model once, to find what is wrong before any training, and tokenize the data.
+@dataclass
+class Prepared(Base):
+    """A model's tokenizer, and the data in its tokens; the same for all its runs."""
+
+    train: Encoded
+    evaluation: dict[str, Encoded]
+    tests: dict[str, Encoded]
+
+
+def open_base(task: Task, name: str, arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> Base:
+    """Load tokenizer and model once, to find what is wrong with them before the data are tokenized.
 
     Raises:
-        UserError: The model cannot be loaded, or not for inputs of `max_length`.
+        UserError: The model cannot be loaded, not for inputs of `max_length`, or not with the Trainer's options.
     """
     config = load_config(name)
     tokenizer = load_tokenizer(name, config)
     longest = longest_input(config)
     max_length = arguments.max_length or min(512, longest)
     extended = max_length if max_length > longest else None
-    notes = load_model(task, name, extended, arguments, arguments.dropout)[1]
+    model, notes = load_model(task, name, extended, arguments, arguments.dropout)
+    training.check_with(model)
     if arguments.max_length is None:
         notes.append(f"Inputs are at most {max_length:,} tokens long (--max_length; the model takes {longest:,}).")
     tokenizer.model_max_length = max(max_length, longest)
-    encode = functools.partial(task.encode, tokenizer=tokenizer, max_length=max_length)
+    return Base(tokenizer, max_length, extended, notes)
+
+
+def prepare(task: Task, name: str, base: Base, training: FinetuneTrainingArguments) -> Prepared:
+    """Tokenize the data for a model, and say what was found."""
+    encode = functools.partial(task.encode, tokenizer=base.tokenizer, max_length=base.max_length)
     splits = {"train": task.train, **task.evaluation, **task.tests}
     encoded = {split: encode(rows) for split, rows in splits.items()}
-    notes += [part.report(split, max_length) for split, part in encoded.items()]
+    notes = base.notes + [part.report(split, base.max_length) for split, part in encoded.items()]
     say(training, f"\n{name}")
     for note in notes:
         say(training, f"  {note}")
     return Prepared(
-        tokenizer,
-        max_length,
-        extended,
+        base.tokenizer,
+        base.max_length,
+        base.extended,
+        notes,
         encoded["train"],
         {split: encoded[split] for split in task.evaluation},
         {split: encoded[split] for split in task.tests},
-        notes,
     )
 
 
@@ -368,6 +389,8 @@ def one_run(
         "  "
         + ", ".join(f"{split} {name} {value:.4f}" for split, part in scores.items() for name, value in part.items()),
     )
+    for path in predictions:
+        say(training, f"  Predictions: {path}")
     return {**result, "folder": str(run.folder)}
 
 
@@ -439,21 +462,33 @@ def unsort(values: np.ndarray, order: np.ndarray) -> np.ndarray:
     return restored
 
 
+def asked_checkpoint(training: FinetuneTrainingArguments, folder: Path) -> Path | None:
+    """The checkpoint that `--resume_from_checkpoint` names, if it names one.
+
+    Raises:
+        UserError: It is damaged or missing; the message names the newest whole one in `folder`.
+    """
+    asked = training.resume_from_checkpoint
+    if not asked or str(asked).lower() in ("true", "false"):
+        return None
+    path = Path(asked)
+    fault = damage(path) if path.is_dir() else "there is no such folder"
+    if fault is not None:
+        found, _ = newest_whole_checkpoint(folder)
+        instead = f" The newest whole one is {found}." if found else ""
+        raise UserError(f"--resume_from_checkpoint {path}: {fault}.{instead}")
+    return path
+
+
 def find_checkpoint(run: Run, training: FinetuneTrainingArguments) -> Path | None:
     """Where to continue: the checkpoint that was asked for, or else the newest whole one.
 
     Raises:
         UserError: The one that was asked for is damaged or missing.
     """
-    asked = training.resume_from_checkpoint
-    found, notes = newest_whole_checkpoint(run.folder)
-    if asked and str(asked).lower() not in ("true", "false"):
-        path = Path(asked)
-        fault = damage(path) if path.is_dir() else "there is no such folder"
-        if fault is not None:
-            instead = f" The newest whole one is {found}." if found else ""
-            raise UserError(f"--resume_from_checkpoint {path}: {fault}.{instead}")
-        found, notes = path, []
+    found, notes = asked_checkpoint(training, run.folder), []
+    if found is None:
+        found, notes = newest_whole_checkpoint(run.folder)
     for note in notes:
         say(training, f"  {note}")
     if found is not None:
