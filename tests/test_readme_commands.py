@@ -57,8 +57,6 @@ def test_finetuning_commands(workplace, monkeypatch, capsys, number):
     data = {finetune_glue: "glue", finetune_race: "race", finetune_csqa: "csqa"}[module]
     own_files = "--train_file" in words
     small = {**SHORT, "num_train_epochs": 1, **({} if own_files else {"dataset_name": data})}
-    if module is finetune_race:
-        small["max_question_length"] = 16
     if any("paper.yaml" in word for word in words):
         small |= {"seeds": 1, "sweep_batch_sizes": 16}
     monkeypatch.chdir(workplace)
