@@ -26,6 +26,7 @@ from transformers import (
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
 
 import finetune_arguments
+import finetune_best
 import finetune_data
 import finetune_glue
 import finetune_labels
@@ -37,6 +38,7 @@ import recipe
 
 __all__ = [
     "finetune_arguments",
+    "finetune_best",
     "finetune_data",
     "finetune_glue",
     "finetune_labels",

@@ -51,12 +51,16 @@ def headline(result: Result) -> float:
     return result["scores"][result["development"]][result["main_metric"]]
 
 
+def setting_of(row: dict[str, Any]) -> tuple:
+    """What the runs of one setting have in common: all but the seed."""
+    return row["model"], row["batch_size"], row["learning_rate"], row["dropout"]
+
+
 def group_runs(results: list[Result], greater_is_better: bool) -> list[dict[str, Any]]:
     """Median and best over the seeds, for each model and setting."""
     settings: dict[tuple, list[Result]] = {}
     for result in results:
-        setting = (result["model"], result["batch_size"], result["learning_rate"], result["dropout"])
-        settings.setdefault(setting, []).append(result)
+        settings.setdefault(setting_of(result), []).append(result)
     groups = []
     for (model, batch, rate, dropout), runs in settings.items():
         values = [headline(run) for run in runs]
@@ -75,21 +79,31 @@ def group_runs(results: list[Result], greater_is_better: bool) -> list[dict[str,
     return groups
 
 
-def compare_models(
-    results: list[Result], groups: list[dict[str, Any]], greater_is_better: bool
-) -> list[dict[str, Any]]:
-    """A row for each model: its setting with the best median, and what it cost."""
+def choose(results: list[Result], greater_is_better: bool) -> tuple[Result, dict[str, Any]]:
+    """Of one model's runs the best of the setting with the best median, and that setting; of equal ones the first."""
     sign = 1 if greater_is_better else -1
+    setting = max(group_runs(results, greater_is_better), key=lambda group: sign * group["median"])
+    own = [result for result in results if setting_of(result) == setting_of(setting)]
+    return max(own, key=lambda result: sign * headline(result)), setting
+
+
+def compare_models(results: list[Result], greater_is_better: bool, folders: dict[str, str]) -> list[dict[str, Any]]:
+    """A row for each model: its setting with the best median, the run that was kept of it, and what it cost.
+
+    Args:
+        results: of all runs.
+        greater_is_better: whether scores are to be large.
+        folders: of each model's weights.
+    """
     rows = []
     for model in dict.fromkeys(result["model"] for result in results):
         own = [result for result in results if result["model"] == model]
-        chosen = max((group for group in groups if group["model"] == model), key=lambda group: sign * group["median"])
-        best = max(own, key=lambda result: sign * headline(result))
+        best, setting = choose(own, greater_is_better)
         rows.append(
             {
-                **chosen,
-                "best_of_all": headline(best),
-                "best_folder": best["folder"],
+                **setting,
+                "best_seed": best["seed"],
+                "best_folder": folders[model],
                 "parameters": best["parameters"],
                 "training_seconds": statistics.median(result["training_seconds"] for result in own),
                 "samples_per_second": statistics.median(result["samples_per_second"] for result in own),
@@ -119,15 +133,17 @@ def report_text(summary: dict[str, Any]) -> str:
     columns = [(split, name) for split in names for name in results[0]["scores"][split]]
     if len(summary["models"]) > 1 or len(results) > 1:
         parts += [
-            f"Models, by {summary['development']} {metric}: the setting with the best median over seeds.",
+            f"Models, by {summary['development']} {metric}: the setting with the best median over seeds. The weights "
+            "that are kept are those of its best run, in the folder named last (beside this file).",
             "",
             table(
-                ["model", "parameters", "setting", "median", "best run", "samples/s", "tokens/s"],
+                ["model", "parameters", "setting", "median", "its best run", "samples/s", "tokens/s", "weights"],
                 [
                     [
                         *(row["model"], f"{row['parameters']:,}", setting_text(row)),
-                        *(f"{row['median']:.4f}", f"{row['best_of_all']:.4f}"),
+                        *(f"{row['median']:.4f}", f"{row['best']:.4f} (seed {row['best_seed']})"),
                         *(f"{row['samples_per_second']:,.1f}", f"{row['tokens_per_second']:,.0f}"),
+                        f"`{row['best_folder']}`",
                     ]
                     for row in summary["models"]
                 ],
@@ -174,9 +190,20 @@ def report_text(summary: dict[str, Any]) -> str:
 
 
 def finish_report(
-    task: "Task", results: list[Result], folder: Path, command: list[str], training: FinetuneTrainingArguments
+    task: "Task",
+    results: list[Result],
+    folders: dict[str, Path],
+    command: list[str],
+    training: FinetuneTrainingArguments,
 ) -> dict[str, Any]:
-    """Write `results.json` and `results.md`, and print the latter.
+    """Write `results.json` and `results.md`, and print the latter and where the models are.
+
+    Args:
+        task: what was trained on.
+        results: of all runs.
+        folders: of each model's weights.
+        command: words of the command line.
+        training: names the folder to write to.
 
     Returns:
         The content of `results.json`.
@@ -184,15 +211,16 @@ def finish_report(
     shown = [{**result, "folder": portable(result["folder"])} for result in results]
     for result in shown:
         result["model_name_or_path"] = portable(result["model_name_or_path"])
-    settings = group_runs(shown, task.greater_is_better)
+    folder = Path(training.output_dir)
+    kept = {model: path.relative_to(folder).as_posix() for model, path in folders.items()}
     summary = {
         "title": task.title,
         "task": task.name,
         "development": next(iter(task.evaluation)),
         "main_metric": task.main_metric,
         "command": portable_command(["python", *command]),
-        "models": compare_models(shown, settings, task.greater_is_better),
-        "settings": settings,
+        "models": compare_models(shown, task.greater_is_better, kept),
+        "settings": group_runs(shown, task.greater_is_better),
         "runs": shown,
     }
     if training.process_index == 0:
@@ -200,6 +228,8 @@ def finish_report(
         write_json(folder / "results.json", summary)
         write_text(folder / "results.md", text)
         print("\n" + text, flush=True)
+        for model, path in folders.items():
+            print(f"The finetuned {model} is in {path}", flush=True)
     return summary
 
 
@@ -210,8 +240,18 @@ def write_card(
     training: FinetuneTrainingArguments,
     command: list[str],
     folder: Path,
+    picked: dict[str, Any] | None = None,
 ) -> None:
-    """Fill `model_cards/finetuned.md` from a run and write it as the folder's README.md."""
+    """Fill `model_cards/finetuned.md` from a run and write it as the folder's README.md.
+
+    Args:
+        task: what was trained on.
+        result: of the run.
+        arguments, training, command: of the script.
+        folder: with the model.
+        picked: numbers of `runs` and `settings` among which the run is the chosen one, and `seeds`, `median`, `worst`
+            and `best` of its setting; `None` for the only run.
+    """
     own_code = result["model_type"] in FAMILIES
     base = portable(result["model_name_or_path"])
     name = arguments.model_name or (training.hub_model_id or f"{Path(base).name}-{task.name}").rpartition("/")[2]
@@ -245,6 +285,7 @@ def write_card(
         ),
         main_metric=task.main_metric,
         development=result["development"],
+        picked=picked_text(result, picked),
         dataset=task.dataset,
         notes="\n".join(f"- {note}" for note in result["notes"]),
         setting=table(["option", "value"], [[key, value] for key, value in setting.items()]),
@@ -262,6 +303,21 @@ def write_card(
         command=portable_command(["python", *command]),
     )
     write_text(folder / "README.md", text)
+
+
+def picked_text(result: Result, picked: dict[str, Any] | None) -> str:
+    """How far the card's figures hold for another seed."""
+    if picked is None:
+        return "It is one run with one seed: other seeds give somewhat different figures."
+    count, metric, split = picked["settings"], result["main_metric"], result["development"]
+    setting = f"of {count} settings the one with the best median, and of its runs" if count > 1 else "of one setting"
+    seeds = ", ".join(map(str, picked["seeds"]))
+    low, high = sorted((picked["worst"], picked["best"]))
+    return (
+        f"The model was picked from {picked['runs']} runs: {setting} (seeds {seeds}) the best. That setting's {metric} "
+        f"on {split} has the median {picked['median']:.4f} ({low:.4f} to {high:.4f}), which is what to expect of another "
+        "seed."
+    )
 
 
 def metadata(
@@ -321,24 +377,25 @@ def reserve_repository(training: FinetuneTrainingArguments) -> str:
     return made.repo_id
 
 
-def push_folder(best: Result, folder: Path, repository: str, training: FinetuneTrainingArguments) -> None:
-    """Upload the folder of the best run as it is, with its card; the table goes along."""
+def push_folder(model: Path, repository: str, training: FinetuneTrainingArguments) -> None:
+    """Upload the folder of a model as it is, with its card; the table goes along."""
     if training.process_index != 0:
         return
-    api = HfApi()
-    unwanted = ["checkpoint-*", "runs/*", ".*", "settings.json"]
+    api, folder = HfApi(), Path(training.output_dir)
+    # Settings and the run's file name folders of this machine; card and table have the figures.
+    unwanted = ["checkpoint-*", "runs/*", ".*", "settings.json", "run.json"]
     api.upload_folder(
         repo_id=repository,
-        folder_path=best["folder"],
+        folder_path=model,
         commit_message="Finetuned model",
         token=training.hub_token,
         ignore_patterns=unwanted,
     )
-    if Path(best["folder"]) != folder:
+    if model != folder:
         api.upload_file(
             repo_id=repository,
             path_or_fileobj=str(folder / "results.md"),
             path_in_repo="results.md",
             token=training.hub_token,
         )
-    print(f"Pushed {best['folder']} to {repository}.", flush=True)
+    print(f"Pushed {model} to {repository}.", flush=True)

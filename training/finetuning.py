@@ -23,14 +23,16 @@ A script has a `Task` and a dataclass of options, and is otherwise this file:
         checkpoint-*                         of the Trainer, while the run is unfinished
         model.safetensors, config, tokenizer, README.md, predictions/*
         run.json                             its scores; written last and atomically: the run is finished
+    output_dir/best/<model>/                 of several runs of a model, the chosen one; the others leave no weights
 
 Ctrl-C or a kill (SIGTERM, SIGKILL) ends a run where it is. The same command goes on from its last checkpoint, so that
 what is lost is at most the epoch since then. To save more often: `--save_strategy steps --save_steps N`, and the same
 of `eval`.
 
-Of several runs of one model only the best keeps its weights. The `Task` says what is trained on and how it is scored.
+The `Task` says what is trained on and how it is scored.
 `finetune_arguments` holds the options, `finetune_plan` the plan, `finetune_data` reads files and folders,
-`finetune_trainer` has the loss and the order of the rows, `finetune_report` tables, cards and the upload.
+`finetune_trainer` has the loss and the order of the rows, `finetune_best` chooses among several runs,
+`finetune_report` has tables, cards and the upload.
 """
 
 import dataclasses
@@ -48,6 +50,7 @@ import numpy as np
 import safetensors.torch
 from datasets import Dataset
 from finetune_arguments import FinetuneArguments, FinetuneTrainingArguments, parse
+from finetune_best import chosen_without_weights, drop_losers, keep_best
 from finetune_data import Encoded
 from finetune_plan import RUN_FILE, SETTINGS_FILE, Run, check_output, check_settings, plan, run_settings
 from finetune_report import (
@@ -209,14 +212,22 @@ def run_all(
         repository = reserve_repository(training)
     bases = {name: open_base(task, name, arguments, training) for name in arguments.model_name_or_path}
     prepared = {name: prepare(task, name, base, training) for name, base in bases.items()}
-    results = []
+    finished: dict[str, list[dict[str, Any]]] = {name: [] for name in prepared}
     for index, run in enumerate(runs, 1):
         say(training, f"\n[{index}/{len(runs)}] {run.name}")
-        results.append(one_run(task, run, prepared[run.model], arguments, training, command))
-        keep_best_weights(task, run.model, results, training)
-    summary = finish_report(task, results, folder, command, training)
+        finished[run.model].append(one_run(task, run, prepared[run.model], arguments, training, command))
+        drop_losers(task, finished[run.model], training)
+    folders = {}
+    for name, results in finished.items():
+        own = [run for run in runs if run.model == name]
+        while (index := chosen_without_weights(task, results, folder)) is not None:
+            say(training, f"\nThe weights of {own[index].name} were removed by an earlier command: training it again.")
+            results[index] = one_run(task, own[index], prepared[name], arguments, training, command, again=True)
+        folders[own[0].label] = keep_best(task, results, arguments, training, command)
+    everything = [result for results in finished.values() for result in results]
+    summary = finish_report(task, everything, folders, command, training)
     if repository is not None:
-        push_folder(best_run(task, runs[0].model, results), folder, repository, training)
+        push_folder(folders[runs[0].label], repository, training)
     return summary
 
 
@@ -315,14 +326,20 @@ def one_run(
     arguments: FinetuneArguments,
     training: FinetuneTrainingArguments,
     command: list[str],
+    again: bool = False,
 ) -> dict[str, Any]:
     """Train, evaluate and save one run, unless it is finished; continue it where a kill has left it.
+
+    Args:
+        task, run, prepared: what to train.
+        arguments, training, command: of the script.
+        again: train it even if it is finished.
 
     Returns:
         The content of `run.json`, with `folder`.
     """
     finished = run.folder / RUN_FILE
-    if finished.is_file():
+    if finished.is_file() and not again:
         say(training, f"  Finished before: {finished}.")
         remove_checkpoints(run.folder, training)
         return {**json.loads(finished.read_text(encoding="utf-8")), "folder": str(run.folder)}
@@ -526,24 +543,3 @@ def evaluate(
             path = task.write_predictions(folder / "predictions", split, logits)
             files += [path] if path is not None else []
     return scores, files
-
-
-def best_run(task: Task, model: str, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The finished run of a model with the best score on the first dev split; the earlier of two equal ones."""
-    development = next(iter(task.evaluation))
-    sign = 1 if task.greater_is_better else -1
-    own = [result for result in results if result["model_name_or_path"] == model]
-    return max(own, key=lambda result: sign * result["scores"][development][task.main_metric])
-
-
-def keep_best_weights(
-    task: Task, model: str, results: list[dict[str, Any]], training: FinetuneTrainingArguments
-) -> None:
-    """Delete the weights of a model's runs that are not its best; their scores stay."""
-    if training.process_index != 0:
-        return
-    best = best_run(task, model, results)
-    for result in results:
-        if result["model_name_or_path"] == model and result is not best:
-            for path in Path(result["folder"]).glob("*.safetensors"):
-                path.unlink()
