@@ -7,6 +7,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 from datasets import ClassLabel, Dataset, Features, List, Value
+from huggingface_hub import ModelCard
 from tiny_finetuning import (
     MODEL_TYPES,
     RECIPES,
@@ -163,8 +164,30 @@ def test_several_labels_at_once(models, tmp_path, capsys):
     assert config.problem_type == "multi_label_classification"
     assert list(config.id2label.values()) == ["dog", "fox", "quick"]
     assert "3 labels: dog, fox, quick." in capsys.readouterr().out
+    assert "its logit is above 0, its probability above 0.5" in (tmp_path / "out" / "README.md").read_text()
     row = (tmp_path / "out" / "predictions" / "test.tsv").read_text().splitlines()[1].split("\t")[1]
     assert set(row.split(",")) <= {"dog", "fox", "quick", ""}
+
+
+def test_own_data_are_called_like_their_folder(luna, tmp_path, monkeypatch, capsys):
+    texts, labels = topics(24)
+    folder = tmp_path / "film reviews"
+    for name in ("train", "test"):
+        write_rows(folder / f"{name}.csv", {"text": texts, "label": labels})
+    files = {f"{split}_file": f"{split}.csv" for split in ("train", "test")}
+    monkeypatch.chdir(folder)
+    run(luna, tmp_path / "out", **files, validation_file="test.csv", num_train_epochs=1)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "finetuned on film reviews" in card.text and "# luna-film-reviews\n" in card.text
+    assert card.data.eval_results[0].dataset_name == "film reviews" and "film-reviews" in card.data.tags
+    assert f"Predictions: {tmp_path / 'out' / 'predictions' / 'test.tsv'}" in capsys.readouterr().out
+    own_name = finetune_glue._own_name
+    arguments = finetune_glue.GlueArguments(["m"], dataset_name=".")
+    assert own_name(arguments) == "film reviews"
+    assert own_name(finetune_glue.GlueArguments(["m"], dataset_name="someone/imdb")) == "imdb"
+    monkeypatch.setenv("HOME", str(folder))  # whose name is the user's
+    arguments = finetune_glue.GlueArguments(["m"], train_file="train.csv", validation_file="test.csv")
+    assert own_name(arguments) == "train"
 
 
 def test_regression_and_the_function_of_its_card(luna, tmp_path):

@@ -380,6 +380,9 @@ def test_sweep_compares_models_and_is_not_repeated(luna, sst2, tmp_path, monkeyp
         assert all(best[key] == row[key] for key in ("batch_size", "learning_rate", "dropout"))
         assert "picked from 4 runs: of 2 settings the one with the best median" in (folder / "README.md").read_text()
         assert f"the median {row['median']:.4f}" in (folder / "README.md").read_text()
+        card = ModelCard.load(folder / "README.md")
+        assert [part.dataset_name for part in card.data.eval_results] == ["GLUE SST-2 (10 of 16 rows)"]
+        assert "| validation (10 of 16 rows) | accuracy |" in card.text
         assert {"config.json", "tokenizer.json", "predictions"} <= {path.name for path in folder.iterdir()}
     for file in out.glob("runs/*/*/run.json"):
         assert {path.name for path in file.parent.iterdir()} == {"run.json", "settings.json", "predictions"}

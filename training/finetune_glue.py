@@ -10,6 +10,7 @@ Started again after an interruption, the same command goes on where it was.
 """
 
 import csv
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,8 +126,8 @@ class TextClassification(Task):
         self.notes: list[str] = []
         self._load(arguments)
         self.columns = tuple(arguments.text_columns) or (self.glue.columns if self.glue else ("text",))
-        self.name = arguments.task_name or Path(arguments.dataset_name or arguments.train_file).stem
-        self.title = self.glue.title if self.glue else self.name
+        self.title = self.glue.title if self.glue else _own_name(arguments)
+        self.name = arguments.task_name or re.sub(r"[^\w.-]+", "-", self.title)
         column = arguments.label_column
         self._check(column)
         self.labels: Labels = read_labels(
@@ -292,6 +293,15 @@ class TextClassification(Task):
             "# The name of this repository on the Hub, or the folder that holds this card.\n"
             f'classify = pipeline("text-classification", "{name}"{trust})\n{call}'
         )
+
+
+def _own_name(arguments: GlueArguments) -> str:
+    """What own data are called: the folder's name, or that of the folder with the files."""
+    if arguments.train_file:
+        folder = Path(arguments.train_file).resolve().parent
+        return folder.name if folder.name and folder != Path.home().resolve() else Path(arguments.train_file).stem
+    name = Path(arguments.dataset_name)
+    return name.resolve().name if name.is_dir() else name.name
 
 
 def _unlabelled(rows: Dataset, column: str) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from card import machine, portable, portable_command
 from finetune_arguments import FinetuneArguments, FinetuneTrainingArguments
+from finetune_trainer import MULTI_LABEL
 from huggingface_hub import EvalResult, HfApi, ModelCardData
 from recipe import UserError
 
@@ -254,9 +256,13 @@ def write_card(
     """
     own_code = result["model_type"] in FAMILIES
     base = portable(result["model_name_or_path"])
-    name = arguments.model_name or (training.hub_model_id or f"{Path(base).name}-{task.name}").rpartition("/")[2]
+    default = training.hub_model_id or f"{Path(base).name}-{task.name}"
+    name = arguments.model_name or re.sub(r"[^\w.-]+", "-", default.rpartition("/")[2])
     measured = [(split, metric, value) for split, part in result["scores"].items() for metric, value in part.items()]
-    labels = task.model_fields().get("id2label")
+    label_names = task.model_fields().get("id2label")
+    labels = f" Labels: {', '.join(label_names.values())}." if label_names else ""
+    if task.problem_type == MULTI_LABEL:
+        labels += " Each is counted as given where its logit is above 0, its probability above 0.5."
     setting = {
         "learning rate": f"{result['learning_rate']:g}",
         "rows of an update": result["batch_size"],
@@ -270,7 +276,7 @@ def write_card(
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "float32",
     }
     text = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        metadata=metadata(task, name, base, measured, arguments, own_code),
+        metadata=metadata(task, name, result, measured, arguments),
         model_name=name,
         title=task.title,
         base=base,
@@ -278,10 +284,11 @@ def write_card(
         parameters=f"{result['parameters']:,}",
         usage=task.usage(name, ", trust_remote_code=True" if own_code else ""),
         trust_note=" With the package `luna_hf` imported, `trust_remote_code` is not needed." if own_code else "",
-        labels=f" Labels: {', '.join(labels.values())}." if labels else "",
+        labels=labels,
         max_length=f"{result['max_length']:,}",
         scores=table(
-            ["split", "metric", "value"], [[split, metric, f"{value:.4f}"] for split, metric, value in measured]
+            ["split", "metric", "value"],
+            [[split + drawn_text(result, split), metric, f"{value:.4f}"] for split, metric, value in measured],
         ),
         main_metric=task.main_metric,
         development=result["development"],
@@ -315,26 +322,30 @@ def picked_text(result: Result, picked: dict[str, Any] | None) -> str:
     low, high = sorted((picked["worst"], picked["best"]))
     return (
         f"The model was picked from {picked['runs']} runs: {setting} (seeds {seeds}) the best. That setting's {metric} "
-        f"on {split} has the median {picked['median']:.4f} ({low:.4f} to {high:.4f}), which is what to expect of another "
-        "seed."
+        f"on {split} has the median {picked['median']:.4f} ({low:.4f} to {high:.4f}): expect that of another seed."
     )
+
+
+def drawn_text(result: Result, split: str) -> str:
+    """What a score on a part of a split says of itself, wherever it stands: ` (200 of 872 rows)`."""
+    used, whole = result.get("drawn", {}).get(split, (0, 0))
+    return f" ({used:,} of {whole:,} rows)" if whole else ""
 
 
 def metadata(
     task: "Task",
     name: str,
-    base: str,
+    result: Result,
     measured: list[tuple[str, str, float]],
     arguments: FinetuneArguments,
-    own_code: bool,
 ) -> str:
     """The card's YAML header, as the Hub reads it."""
-    hub_name = task.dataset_name
+    hub_name, own_code = task.dataset_name, result["model_type"] in FAMILIES
     results = [
         EvalResult(
             task_type=task.pipeline_tag,
             dataset_type=hub_name or task.name,
-            dataset_name=task.title,
+            dataset_name=task.title + drawn_text(result, split),
             dataset_config=task.dataset_config,
             dataset_split=split,
             metric_type=metric,
@@ -343,13 +354,13 @@ def metadata(
         )
         for split, metric, value in measured
     ]
-    is_hub_name = not Path(arguments.model_name_or_path[0]).exists()
+    is_hub_name = not Path(result["model_name_or_path"]).exists()
     return ModelCardData(
         language=arguments.language,
         license=arguments.license,
         library_name="transformers",
         pipeline_tag=task.pipeline_tag if task.pipeline_tag == "text-classification" else None,
-        base_model=base if is_hub_name else None,
+        base_model=result["model_name_or_path"] if is_hub_name else None,
         datasets=[hub_name] if hub_name else None,
         tags=["luna_hf-finetuned", task.name, *(["linear-attention", "custom_code"] if own_code else [])],
         model_name=name,

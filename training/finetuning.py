@@ -98,6 +98,7 @@ class Task:
         dataset: a sentence on the data for the card.
         dataset_name, dataset_config: its name on the Hub, if it came from there.
         notes: what was done to the data, said at the start and kept with the results.
+        drawn: by split, rows that are used and rows that there are, where `shrink` has left some out.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Task:
     dataset_name: str | None = None
     dataset_config: str | None = None
     notes: list[str]
+    drawn: dict[str, tuple[int, int]]
 
     def model_fields(self) -> dict[str, Any]:
         """Fields of the model's config: labels and the type of the problem."""
@@ -238,9 +240,11 @@ def shrink(task: Task, arguments: FinetuneArguments, seed: int) -> None:
         if count is None or count >= len(rows):
             return rows
         chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
+        task.drawn[split] = (count, len(rows))
         task.notes.append(f"{split}: {count:,} of {len(rows):,} rows, drawn at random with seed {seed}.")
         return rows.select(chosen)
 
+    task.drawn = {}
     task.train = drawn(task.train, arguments.max_train_samples, "train")
     task.evaluation = {split: drawn(rows, arguments.max_eval_samples, split) for split, rows in task.evaluation.items()}
 
@@ -387,6 +391,7 @@ def one_run(
         "tokens_per_second": round(state.num_input_tokens_seen / seconds, 1),
         "max_length": prepared.max_length,
         "train_rows": len(prepared.train.rows),
+        "drawn": task.drawn,
         "cut": {"train": {"rows": prepared.train.cut_rows, "tokens": prepared.train.cut_tokens}},
         "notes": task.notes + prepared.notes,
         "predictions": [path.name for path in predictions],
