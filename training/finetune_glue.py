@@ -6,7 +6,7 @@ r"""Finetune an encoder on a task of GLUE, or on texts and labels of your own.
     python training/finetune_glue.py --model_name_or_path MODEL --train_file a.csv --validation_file b.csv \
         --output_dir outputs/own
 
-Started again after an interruption, the same command goes on where it was.
+The same command again, after Ctrl-C or a kill, goes on from the last checkpoint (end of an epoch).
 """
 
 import csv
