@@ -119,3 +119,25 @@ def test_commands_exist():
         assert words and all((ROOT / word).exists() for word in words), command
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def test_learning_figures():
+    """The rows of "What it learns" against the runs, and the sentences against the conclusions."""
+    learnt = result("learning-pretrain-cpu-bfloat16")
+    section = README.split("\n## What it learns\n")[1].split("\n## ")[0]
+    systems = ["luna-32", "roberta", "luna-conv", "roberta-conv", "luna-conv-1"]
+    rows = re.findall(r"^\| (?!system|---)(.+?) \| (.+?) \| (.+?) \|$", section, re.MULTILINE)
+    assert len(rows) == len(systems)
+    for (_, losses, accuracy), system in zip(rows, systems, strict=True):
+        runs = sorted((run for run in learnt["runs"] if run["system"] == system), key=lambda run: run["seed"])
+        assert losses == ", ".join(f"{run['final_loss']:.3f}" for run in runs)
+        mean = sum(run["curve"]["accuracy"][-1] for run in runs) / len(runs)
+        assert accuracy == f"{100 * mean:.1f} %"
+    assert f"is {learnt['unigram_loss']:.2f} nats" in section
+    reached = learnt["conclusions"]["luna_conv_reaches_roberta"]
+    shares = [100 * seed["share"] for seed in reached["seeds"]]
+    assert f"{min(shares):.0f} to {max(shares):.0f} % of the steps" in " ".join(section.split())
+    recipe = learnt["recipe"]
+    for fact in (f"{recipe['max_steps']:,} steps of {recipe['global_batch_tokens']:,} tokens", "blocks of 64"):
+        assert fact in section
+    assert recipe["block_size"] == 64 and learnt["body"]["num_hidden_layers"] == 2
