@@ -30,7 +30,8 @@ PROTOCOL = (
     "The pretrained systems (one pretraining seed), the same rows in the same order, the same setting for all models "
     "and tasks, two seeds of head and order; the weights after the last step count, nothing is chosen by the scores. "
     "Long texts are cut, which the notes count; the positions of pretraining are repeated to the length of the task. "
-    "Scores are those of the dev split (IMDB: test), of at most 1,000 rows."
+    "Scores are those of the dev split (IMDB: test), of at most 1,000 rows. Seconds are those of a shared "
+    "machine and not comparable."
 )
 
 
@@ -129,27 +130,25 @@ def condense(task: str, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """A Markdown row a task: every model's mean score over the seeds in per cent, with the extremes."""
+    """A Markdown row for every score that counts: every model's mean over the seeds in per cent, with the extremes."""
     systems = list(dict.fromkeys(system for result in results.values() for system in result["models"]))
     rows = [
-        "| task | metric | tokens | rows x epochs | "
-        + " | ".join(systems)
-        + " | training seconds ("
-        + ", ".join(systems)
-        + ") |",
-        "| --- " * (len(systems) + 5) + "|",
+        "| task | score | tokens | rows x epochs | " + " | ".join(systems) + " |",
+        "| --- " * (len(systems) + 4) + "|",
     ]
     for task, result in results.items():
         own = result["models"]
-        cells = [
-            task,
-            result["metric"],
-            f"{result['max_length']:,}",
-            f"{result['train_rows']:,} x {result['epochs']:g}",
-            *(score_cell([score[result["metric"]] for score in own[system]["scores"]]) for system in systems),
-            ", ".join(f"{statistics.mean(own[system]['training_seconds']):,.0f}" for system in systems),
-        ]
-        rows.append("| " + " | ".join(cells) + " |")
+        parts = [name for name in own[systems[0]]["scores"][0] if name != "mean"]
+        names = parts if result["metric"] == "mean" else [result["metric"]]
+        for name in names:
+            cells = [
+                task,
+                name,
+                f"{result['max_length']:,}",
+                f"{result['train_rows']:,} x {result['epochs']:g}",
+                *(score_cell([score[name] for score in own[system]["scores"]]) for system in systems),
+            ]
+            rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
