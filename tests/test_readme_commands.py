@@ -5,6 +5,9 @@ import shlex
 
 import pytest
 from helpers import ROOT
+from test_benchmarks import TINY, encoder, guarantees
+from test_learning import SHRINK_WORDS, learning
+from test_learning import data as learning_data  # noqa: F401  a fixture
 from test_multiple_choice import csqa_rows, finetune_csqa, finetune_race, race_rows, write_split
 from tiny_finetuning import SHORT, checkpoint, finetune_glue, glue_folder, topics, write_rows
 from tiny_training import SHRINK, pretrain_mlm, write_corpus
@@ -81,6 +84,27 @@ def test_pretraining_commands(workplace, monkeypatch, capsys, number):
     ]
     assert pretrain_mlm.main([*here(words[:1]), *shrunk, *words[1:]]) == 0, capsys.readouterr().err
     assert list((workplace / "outputs").glob("*/metrics.json"))
+
+
+def test_reproducing_commands(learning_data, tmp_path):  # noqa: F811
+    """In order, since the last ones read what the ones before have written."""
+    systems = ["--systems", "roberta", "luna-conv"]
+    where = ["--data", str(learning_data), "--runs", str(tmp_path / "runs")]
+    small = {
+        "encoder": [*TINY, "--output", str(tmp_path)],
+        "guarantees": ["--models", "LunaModel", "--no-cost", "--output", str(tmp_path)],
+        "pretrain": [*where, *systems, *SHRINK_WORDS],
+        "speed": [*where, "--rounds", "1", *SHRINK_WORDS],
+        "finetune": [*where, "--systems", "luna-conv", "--tasks", "sst2", "--max_steps", "2"],
+        "report": ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)],
+    }
+    for script, words in commands("Reproduce"):
+        module = {"encoder.py": encoder, "guarantees.py": guarantees, "learning.py": learning}[script.split("/")[-1]]
+        what = words[0] if module is learning else script.split("/")[-1].removesuffix(".py")
+        assert not module.main([*words, *small.pop(what)]), what
+    assert not small  # the section has all of them
+    written = {path.name.split("-cpu")[0] for path in tmp_path.glob("*.json")}
+    assert {"encoder-forward-2-layer", "guarantees", "learning-pretrain", "learning-finetune"} <= written
 
 
 def test_the_table_of_pretraining_options_names_options_that_exist():
