@@ -119,8 +119,9 @@ def condense(task: str, result: dict[str, Any]) -> dict[str, Any]:
         own["tokens_per_second"].append(run["tokens_per_second"])
         own["notes"] = run["notes"]
     first = result["runs"][0]
+    script = f"training/{TASKS[task].main.__module__}.py"
     return {
-        "command": result["command"],
+        "command": result["command"].replace("benchmarks/learning.py", script),
         "metric": result["main_metric"],
         "train_rows": first["train_rows"],
         "epochs": first["epochs"],

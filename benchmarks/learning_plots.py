@@ -90,6 +90,7 @@ def _style(run: dict[str, Any]) -> dict[str, Any]:
 
 def _plain(axis: Any) -> None:
     axis.grid(True, color="0.9")
+    axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
 
 

@@ -3,6 +3,7 @@ it says it compares."""
 
 import json
 import random
+import re
 import sys
 
 import pyarrow
@@ -340,3 +341,33 @@ def test_conclusions():
 def test_a_loss_that_is_not_reached():
     assert learning_report.first_step_at({"step": [1, 2], "loss": [3.0, 2.0]}, 1.9) is None
     assert learning_report.first_step_at({"step": [1, 2], "loss": [3.0, 2.0]}, 2.0) == 2
+
+
+# What is committed.
+
+
+def leaves(value, path=()):
+    """Every number of nested lists and dictionaries by where it stands."""
+    if not isinstance(value, dict | list):
+        return {path: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {place: leaf for key, item in items for place, leaf in leaves(item, (*path, key)).items()}
+
+
+def test_committed_results():
+    results = ROOT / "benchmarks" / "results"
+    (pretraining,) = results.glob("learning-pretrain-*.json")
+    (finetuning,) = results.glob("learning-finetune-*.json")
+    found = check_pretraining(pretraining)
+    # The file's numbers are rounded, so what follows from them may differ in the last digits.
+    written, computed = (
+        leaves(found["conclusions"]),
+        leaves(json.loads(json.dumps(learning_report.conclude(found["runs"])))),
+    )
+    assert written.keys() == computed.keys()
+    for path, value in written.items():
+        assert value == pytest.approx(computed[path], abs=1e-4), path
+    check_finetuning(finetuning)
+    for path in results.glob("learning-*"):
+        if path.suffix != ".png":
+            assert not re.search(r"(?<![\w.])/(work|tmp|home|root)/", path.read_text()), path.name
