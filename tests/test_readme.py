@@ -136,7 +136,7 @@ def test_learning_figures():
     assert f"is {learnt['unigram_loss']:.2f} nats" in section
     reached = learnt["conclusions"]["luna_conv_reaches_roberta"]
     shares = [100 * seed["share"] for seed in reached["seeds"]]
-    assert f"{min(shares):.0f} to {max(shares):.0f} % of the steps" in " ".join(section.split())
+    assert f"{min(shares):g} to {max(shares):g} % of the steps" in " ".join(section.split())
     recipe = learnt["recipe"]
     for fact in (f"{recipe['max_steps']:,} steps of {recipe['global_batch_tokens']:,} tokens", "blocks of 64"):
         assert fact in section
