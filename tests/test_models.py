@@ -178,9 +178,17 @@ def test_a_field_that_the_config_does_not_have_is_refused_with_a_suggestion(tmp_
     )
 
 
-def test_a_value_that_the_config_refuses_is_told(tmp_path):
-    with pytest.raises(UserError, match=r"cannot be loaded with hidden_dropout_prob=2\.0: dropout"):
-        load_encoder(AutoModelForMaskedLM, str(save(tmp_path)), hidden_dropout_prob=2.0)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_dropout_prob": 2.0}, r"`hidden_dropout_prob` is 2\.0, but must be a probability"),
+        ({"hidden_dropout_prob": "abc"}, r"cannot have hidden_dropout_prob='abc'"),
+        ({"classifier_pooling": "median"}, r"'median', but must be one of cls, mean, packed_max"),
+    ],
+)
+def test_a_value_that_the_config_refuses_is_told(tmp_path, fields, message):
+    with pytest.raises(UserError, match=message):
+        load_encoder(AutoModelForMaskedLM, str(save(tmp_path)), **fields)
 
 
 # ---- positions ----

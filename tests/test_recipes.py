@@ -119,7 +119,7 @@ def test_another_model_type_keeps_the_fields_that_it_has(capsys):
 def test_a_checkpoint_takes_the_place_of_model_section_and_tokenizer(capsys):
     loaded = pretrain_mlm.read_recipe(DEMO, ["--model-name-or-path", "some/model"])
     assert (loaded.model, loaded.train_tokenizer) == ({}, False)
-    assert "model section of the recipe is left out: some/model" in capsys.readouterr().out
+    assert "file's model section is left out: some/model" in capsys.readouterr().out
 
 
 def test_a_tokenizer_is_named_or_trained_without_a_second_key():
