@@ -406,6 +406,12 @@ def test_files_of_no_earlier_run_are_never_overwritten(corpus, tmp_path, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
+def test_the_trial_file_of_another_process_is_no_file_of_somebody_else(corpus, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".writable-1").touch()
+    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus)) == 0
+
+
 def gpt2_folder(tmp_path):
     folder = tmp_path / "gpt2"
     GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=300)).save_pretrained(folder)

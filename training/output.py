@@ -12,6 +12,7 @@ from huggingface_hub import HfApi
 from pretrain_recipe import PretrainRecipe
 from recipe import UserError
 
+_PROBE = ".writable-"
 _RESULTS = ("model.safetensors", "metrics.json", "README.md", PLOT)
 
 
@@ -28,7 +29,8 @@ def find_checkpoint(recipe: PretrainRecipe, tell: Callable[[str], None]) -> Path
         if source and Path(source).resolve() == folder.resolve():
             raise UserError(f"`output_dir` {folder} is `{key}`, which would be overwritten. Name another folder.")
     check_writable(folder)
-    present = {path.name for path in folder.iterdir()}
+    # Another process of this run may be trying right now whether it can write.
+    present = {path.name for path in folder.iterdir() if not path.name.startswith(_PROBE)}
     if recipe.resume and (found := newest_complete(folder, tell)):
         other = recipe.differences(read_state(found)[1])
         if other:
@@ -63,9 +65,9 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"`output_dir` {folder} is a file. Name a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe_file = folder / f".writable-{os.getpid()}"
-        probe_file.touch()
-        probe_file.unlink()
+        trial = folder / f"{_PROBE}{os.getpid()}"
+        trial.touch()
+        trial.unlink()
     except OSError as error:
         raise UserError(f"`output_dir` {folder} cannot be written to ({error.strerror}). Name another.") from error
 
