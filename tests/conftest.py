@@ -1,6 +1,9 @@
-"""Nothing in the tests reaches for the network: a name that is on no disk fails at once, and not after retries."""
+"""What holds for all tests, set before any library reads it."""
 
 import os
 
-# Before any library reads it. Processes that talk to the stand-in for the Hub set it back (hub_stub.py).
+# Nothing reaches for the network: a name that is on no disk fails at once, and not after retries. Processes that talk to
+# the stand-in for the Hub set it back (hub_stub.py).
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Runs in this process are compared bit by bit with runs in others; sums depend on the number of threads.
+os.environ["OMP_NUM_THREADS"] = "1"

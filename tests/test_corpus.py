@@ -247,7 +247,10 @@ def bad_inputs(folder):
     write_texts(folder / "blank.parquet", ["", "  "])
     write_texts(folder / "mixed/a.txt"), write_texts(folder / "mixed/b.csv")
     (folder / "nothing").mkdir()
-    path = lambda name: str(folder / name)  # noqa: E731
+
+    def path(name):
+        return str(folder / name)
+
     return {
         "no such file": ({"data": path("c.jsonl")}, "no such file or folder"),
         "no such folder": ({"data": "texts"}, "no such file or folder"),

@@ -49,6 +49,9 @@ def load_recipe(
     types = get_type_hints(recipe_class)
     values = read_yaml(Path(path))
     overrides = parse_overrides(words or [], flags={key for key, kind in types.items() if kind is bool})
+    for key in overrides:
+        if "." not in key and key not in types:
+            raise UserError(f"--{key}: unknown key `{key}`.{did_you_mean(key, types)}")
     if adapt:
         adapt(values, overrides)
     for key, text in overrides.items():
