@@ -2,7 +2,7 @@
 
 import os
 
-# Nothing reaches for the network: a name that is on no disk fails at once, and not after retries. Processes that talk to
+# Nothing reaches for the network: a name that is on no disk fails at once, not after retries. Processes that talk to
 # the stand-in for the Hub set it back (hub_stub.py).
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Runs in this process are compared bit by bit with runs in others; sums depend on the number of threads.
