@@ -7,8 +7,18 @@ Importing the package registers its families with the Auto classes:
     >>> model = AutoModelForMaskedLM.from_config(luna_hf.LunaConfig())
 """
 
+from .configuration_abc import AbcConfig
 from .configuration_luna import LunaConfig
 from .families import FAMILIES, register
+from .modeling_abc import (
+    AbcForMaskedLM,
+    AbcForMultipleChoice,
+    AbcForQuestionAnswering,
+    AbcForSequenceClassification,
+    AbcForTokenClassification,
+    AbcModel,
+    AbcPreTrainedModel,
+)
 from .modeling_luna import (
     LunaForMaskedLM,
     LunaForMultipleChoice,
@@ -24,6 +34,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FAMILIES",
+    "AbcConfig",
+    "AbcForMaskedLM",
+    "AbcForMultipleChoice",
+    "AbcForQuestionAnswering",
+    "AbcForSequenceClassification",
+    "AbcForTokenClassification",
+    "AbcModel",
+    "AbcPreTrainedModel",
     "LunaConfig",
     "LunaForMaskedLM",
     "LunaForMultipleChoice",

@@ -34,10 +34,21 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        if input.device.type == "cpu" and input.dtype == self.weight.dtype and input.dtype in SLOW_CPU_DTYPES:
+        if _is_slow(input, self.weight):
             bias = None if self.bias is None else self.bias.float()
             return F.linear(input.float(), self.weight.float(), bias).to(input.dtype)
         return super().forward(input)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, in float32 where the device has no instructions for the half-precision type of both."""
+    if _is_slow(left, right):
+        return torch.matmul(left.float(), right.float()).to(left.dtype)
+    return torch.matmul(left, right)
+
+
+def _is_slow(left: Tensor, right: Tensor) -> bool:
+    return left.device.type == "cpu" and left.dtype == right.dtype and left.dtype in SLOW_CPU_DTYPES
 
 
 class UnpaddedKeys(NamedTuple):
@@ -151,6 +162,32 @@ def attend(
         (b, q, d) heads concatenated, and the weights (b, h, q, k) where the backend has them (eager).
     """
     query, key, value = (split_heads(states, num_heads) for states in (query, key, value))
+    return attend_heads(module, query, key, value, mask, **kwargs)
+
+
+def attend_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: KeyMask | Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As `attend`, for states whose heads are split already.
+
+    Args:
+        module: see `attend`.
+        query: (b, h, q, c).
+        key, value: (b, h, k, c).
+        mask: from `make_key_mask`, or `None`; or a boolean (True = may be attended) that broadcasts to (b, h, q, k),
+            which only eager and sdpa can read: other backends leave the call to sdpa.
+
+    Returns:
+        (b, q, d) heads concatenated, and the weights (b, h, q, k) where the backend has them (eager).
+    """
+    backend = module.config._attn_implementation
+    if isinstance(mask, Tensor):
+        mask, backend = KeyMask(mask, mask), "eager" if backend == "eager" else "sdpa"
     kwargs |= {
         "scaling": query.shape[-1] ** -0.5,
         "dropout": module.attention_dropout if module.training else 0.0,
@@ -158,8 +195,8 @@ def attend(
     }
     # Restarting position ids would be read as packed documents by the flash path, for queries and keys alike.
     kwargs.pop("position_ids", None)
-    attention = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)
-    if module.config._attn_implementation == "sdpa" and _prefers_matmul(query):
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
+    if backend == "sdpa" and _prefers_matmul(query):
         attention = eager_attention_forward
     if mask is not None and mask.unpadded is not None:
         output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)

@@ -17,9 +17,19 @@ from transformers import (
     RobertaTokenizer,
 )
 
+from .attention_abc import AbcSelfAttention
 from .attention_luna import LunaSelfAttention
+from .configuration_abc import AbcConfig
 from .configuration_base import EncoderConfig
 from .configuration_luna import LunaConfig
+from .modeling_abc import (
+    AbcForMaskedLM,
+    AbcForMultipleChoice,
+    AbcForQuestionAnswering,
+    AbcForSequenceClassification,
+    AbcForTokenClassification,
+    AbcModel,
+)
 from .modeling_luna import (
     LunaForMaskedLM,
     LunaForMultipleChoice,
@@ -57,6 +67,18 @@ FAMILIES: dict[str, Family] = {
             AutoModelForMultipleChoice: LunaForMultipleChoice,
             AutoModelForTokenClassification: LunaForTokenClassification,
             AutoModelForQuestionAnswering: LunaForQuestionAnswering,
+        },
+    ),
+    "abc_memory": Family(
+        config=AbcConfig,
+        attention=AbcSelfAttention,
+        base_model=AbcModel,
+        masked_lm=AbcForMaskedLM,
+        heads={
+            AutoModelForSequenceClassification: AbcForSequenceClassification,
+            AutoModelForMultipleChoice: AbcForMultipleChoice,
+            AutoModelForTokenClassification: AbcForTokenClassification,
+            AutoModelForQuestionAnswering: AbcForQuestionAnswering,
         },
     ),
 }

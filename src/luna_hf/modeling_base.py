@@ -179,13 +179,20 @@ class AttentionBlock(nn.Module):
         self, hidden_states: Tensor, memory: Tensor | None, masks: Any, keep: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Residual attention sub-layer: (b, n, d) and memory to the same shapes."""
+        mixed, memory = self.mix(hidden_states, memory, masks, keep, **kwargs)
+        hidden_states = hidden_states + self.output.dropout(mixed)
+        return hidden_states if self.norm_first else self.output.LayerNorm(hidden_states), memory
+
+    def mix(
+        self, hidden_states: Tensor, memory: Tensor | None, masks: Any, keep: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the sub-layer adds to its input, before dropout: (b, n, d), and the next memory."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
         mixed, memory, _ = self.self(states, memory, masks, **kwargs)
         mixed = self.output.dense(mixed)
         if self.convolution is not None:
             mixed = mixed + self.convolution(states, keep)
-        hidden_states = hidden_states + self.output.dropout(mixed)
-        return hidden_states if self.norm_first else self.output.LayerNorm(hidden_states), memory
+        return mixed, memory
 
 
 class EncoderLayer(GradientCheckpointingLayer):
@@ -266,7 +273,10 @@ class EncoderPreTrainedModel(PreTrainedModel):
 
 
 class EncoderModelMixin:
-    """Input handling of a family's base model."""
+    """Input handling of a family's base model.
+
+    A family's `begin(hidden_states, keep) -> (memory, masks)` makes what its layers take besides the token states.
+    """
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""

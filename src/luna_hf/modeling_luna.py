@@ -221,30 +221,39 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
             )
         keep = self.tokens_to_keep(input_ids, attention_mask)
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
-
-        batch, length = hidden_states.shape[:2]
-        num_slots, slots, used_slots = self.config.projection_length, None, None
-        if self.config.dynamic_projection:
-            # Slots beyond the padded length would be masked in every row; a shape and not the data decides.
-            num_slots = torch.sym_min(num_slots, length)
-            used_slots = torch.ones(batch, num_slots, dtype=torch.bool, device=hidden_states.device)
-            if keep is not None:
-                used_slots = valid_slots(keep, num_slots)
-                slots = drop_if_full(used_slots)
-        memory = self.packed_embeddings(batch, num_slots, slots)
-
-        masks = LunaMasks(
-            tokens=make_key_mask(self.config, keep, queries=memory, keys=hidden_states),
-            memory=make_key_mask(self.config, slots, queries=hidden_states, keys=memory),
-        )
+        memory, masks = self.begin(hidden_states, keep)
         hidden_states, memory = self.encoder(hidden_states, memory, masks, keep, **kwargs)
         hidden_states, memory = join_streams(hidden_states, self.packed_layer_norm(memory))
         return LunaModelOutput(
             last_hidden_state=hidden_states,
             packed_last_hidden_state=memory,
             # Not `slots`: which fields an output has must not depend on the data.
-            packed_attention_mask=None if used_slots is None else used_slots.long(),
+            packed_attention_mask=self.used_slots(hidden_states, keep),
         )
+
+    def begin(self, hidden_states: Tensor, keep: Tensor | None) -> tuple[Tensor, LunaMasks]:
+        """The packed states (b, l, d) that the first layer reads, and the masks of all layers."""
+        batch, length = hidden_states.shape[:2]
+        num_slots, slots = self.config.projection_length, None
+        if self.config.dynamic_projection:
+            # Slots beyond the padded length would be masked in every row; a shape and not the data decides.
+            num_slots = torch.sym_min(num_slots, length)
+            slots = None if keep is None else drop_if_full(valid_slots(keep, num_slots))
+        memory = self.packed_embeddings(batch, num_slots, slots)
+        masks = LunaMasks(
+            tokens=make_key_mask(self.config, keep, queries=memory, keys=hidden_states),
+            memory=make_key_mask(self.config, slots, queries=hidden_states, keys=memory),
+        )
+        return memory, masks
+
+    def used_slots(self, hidden_states: Tensor, keep: Tensor | None) -> Tensor | None:
+        """(b, l) long, 1 for the slots that hold a row's packed sequence; `None` where all do by definition."""
+        if not self.config.dynamic_projection:
+            return None
+        num_slots = torch.sym_min(self.config.projection_length, hidden_states.shape[1])
+        if keep is None:
+            return hidden_states.new_ones(hidden_states.shape[0], num_slots, dtype=torch.long)
+        return valid_slots(keep, num_slots).long()
 
 
 class LunaPooling(nn.Module):

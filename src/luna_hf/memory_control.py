@@ -1,0 +1,268 @@
+"""Control strategies of ABC, attention with bounded-memory control (Peng et al., ACL 2022): pure functions.
+
+A memory of m slots is written with control vectors phi_i in R^m, one for each token, and read with softmax attention
+(equations 3 and 4):
+
+    K~ = sum_i phi_i (x) k_i      V~ = sum_i phi_i (x) v_i      out = softmax(q K~^T / sqrt(c)) V~
+
+A strategy is a choice of phi. Dense ones are weights over the tokens, (b, h, m, n). Where phi_i is a multiple of a unit
+vector, the token's slot is all there is to know, (b, 1 or h, n), and the memory is written in O(n). Where tokens leave
+the memory again (a window), the read is attention to the neighbours.
+
+Shape letters: b batch, h heads, n tokens, m slots, c head size. `rank` is a token's place among the real tokens of its
+row, so that no strategy sees padding, wherever it stands. Every mask is boolean with True = keep.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .functional import masked_softmax
+
+CONTROLS = (
+    "mlp",
+    "linformer",
+    "random",
+    "cluster",
+    "sliding_window",
+    "dilated",
+    "local_to_global",
+    "compressive",
+    "full",
+)
+ACTIVATIONS = ("exp", "relu", "sigmoid")
+
+
+# ---- dense controls: weights over the tokens ----
+
+
+def control_weights(logits: Tensor, keep: Tensor | None = None, activation: str = "exp") -> Tensor:
+    """phi of ABC-MLP, equation 7: `alpha_i / sum_j alpha_j` per slot, with `alpha_i = activation(W x_i)`.
+
+    Args:
+        logits: (b, h, m, n), the products W x_i.
+        keep: (b, n); padding gets zero.
+        activation: "exp" (the paper's: a softmax over the tokens), or "relu" or "sigmoid" (its ablations, Table 8). A
+            slot that relu lets no token write stays empty.
+
+    Returns:
+        (b, h, m, n), non-negative, computed in float32 at least.
+    """
+    keep = None if keep is None else keep[:, None, None, :]
+    if activation == "exp":
+        return masked_softmax(logits, keep)
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    alpha = {"relu": torch.relu, "sigmoid": torch.sigmoid}[activation](precise)
+    alpha = alpha if keep is None else alpha.masked_fill(~keep, 0.0)
+    total = alpha.sum(-1, keepdim=True).clamp(min=torch.finfo(alpha.dtype).tiny)
+    return (alpha / total).to(logits.dtype)
+
+
+# ---- ranks and lengths: a row without its padding ----
+
+
+def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """(b, n) long: 0 for the first real token of a row, 1 for the next; padding has its left neighbour's, or 0.
+
+    (1, n) where nothing is padded.
+    """
+    if keep is None:
+        return torch.arange(length, device=device)[None]
+    return (keep.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """(b, 1) long: real tokens of every row; (1, 1) where nothing is padded."""
+    if keep is None:
+        return torch.full((1, 1), length, dtype=torch.long, device=device)
+    return keep.sum(-1, keepdim=True)
+
+
+def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
+    """(b, h, n, c) with every row's tokens moved to its front in their order, and zeros behind them."""
+    if keep is None:
+        return states
+    return write_to_slots(states, ranks[:, None], states.shape[2], keep[:, None])
+
+
+# ---- controls that give every token one slot ----
+
+
+def random_slots(ranks: Tensor, num_slots: int, seed: int) -> Tensor:
+    """ABC-Random, appendix A.2: phi_i = e_j with j uniform in {1..m}, here a hash of rank and seed.
+
+    The draw is the same on every machine, in every batch and for every length.
+
+    Args:
+        ranks: (b, n).
+        num_slots: m.
+        seed: chooses the draw.
+
+    Returns:
+        (b, n) long in [0, m).
+    """
+    # Two rounds of multiplication and xor-shift (the 32-bit finaliser of MurmurHash3), in 64 bits without overflow.
+    mask = 0xFFFFFFFF
+    hashed = (ranks + (seed * 0x9E3779B1 & mask) + 0x7F4A7C15) & mask
+    for multiplier, shift in ((0x045D9F3B, 16), (0x045D9F3B, 16)):
+        hashed = ((hashed ^ (hashed >> shift)) * multiplier) & mask
+    hashed = hashed ^ (hashed >> 16)
+    return hashed * num_slots >> 32  # the upper bits: a remainder would favour the first slots
+
+
+def compressive_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> Tensor:
+    """Mean-pooling compression, equation 8: phi_i = e_{floor(i / c)} / c with c = N / m.
+
+    Where m does not divide the row's length, neighbouring slots take one token more or less; a row with at most m
+    tokens is kept as it is.
+
+    Args:
+        ranks, lengths: (b, n) and (b, 1).
+        num_slots: m.
+
+    Returns:
+        (b, n) long in [0, m); the memory is the mean over the tokens of a slot.
+    """
+    return torch.where(lengths <= num_slots, ranks, ranks * num_slots // lengths.clamp(min=1))
+
+
+def global_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+    """Local-to-global attention, appendix A.1: phi_i = e_j if token i is the j-th global token, else 0.
+
+    The global tokens are m tokens spread evenly over the row, the first one among them; all if there are no more.
+
+    Args:
+        ranks, lengths: (b, n) and (b, 1).
+        num_slots: m.
+
+    Returns:
+        Slots (b, n) long in [0, m), and (b, n) boolean, True for the global tokens.
+    """
+    # Slot j holds the token of rank floor(j * length / m): the only j that a rank can have is ceil(rank * m / length).
+    lengths = lengths.clamp(min=1)
+    slots = -(-ranks * num_slots // lengths)
+    spread = slots * lengths // num_slots == ranks
+    slots = torch.where(lengths <= num_slots, ranks, slots.clamp(max=num_slots - 1))
+    return slots, (lengths <= num_slots) | spread
+
+
+@torch.no_grad()
+def cluster_slots(key: Tensor, ranks: Tensor, lengths: Tensor, keep: Tensor | None, m: int, iterations: int) -> Tensor:
+    """Clustering, section 3.2 and equation 6: the membership M of k-means on the keys of every row and head.
+
+    Lloyd's algorithm from the keys of m tokens spread evenly over the row; membership has no gradient, the centroids
+    that the memory is written with have.
+
+    Args:
+        key: (b, h, n, c).
+        ranks, lengths, keep: (b, n), (b, 1) and (b, n).
+        m: number of clusters.
+        iterations: assignments of all tokens to the nearest centroid; the last is returned.
+
+    Returns:
+        (b, h, n) long in [0, m).
+    """
+    key = key.detach().to(torch.promote_types(key.dtype, torch.float32))
+    first, is_first = global_slots(ranks, lengths, m)
+    is_first = is_first if keep is None else is_first & keep
+    centroids = write_to_slots(key, first[:, None], m, is_first[:, None])
+    filled = slot_counts(first[:, None], m, is_first[:, None]) > 0  # (b, 1, m)
+    slots = _nearest(key, centroids, filled)
+    for _ in range(iterations - 1):
+        kept = None if keep is None else keep[:, None]
+        counts = slot_counts(slots, m, kept)
+        means = write_to_slots(key, slots, m, kept) / counts.clamp(min=1).unsqueeze(-1)
+        centroids = torch.where((counts > 0).unsqueeze(-1), means, centroids)
+        slots = _nearest(key, centroids, filled)
+    return slots
+
+
+def _nearest(key: Tensor, centroids: Tensor, filled: Tensor) -> Tensor:
+    # |k - c|^2 without |k|^2, which is the same for all centroids.
+    distance = centroids.square().sum(-1).unsqueeze(-2) - 2 * torch.matmul(key, centroids.transpose(-1, -2))
+    return distance.masked_fill(~filled.unsqueeze(-2), float("inf")).argmin(-1)
+
+
+def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
+    """`sum_i e_{slot(i)} (x) s_i`: every kept state is added to its slot.
+
+    Args:
+        states: (b, h, n, c).
+        slots: long, broadcastable to (b, h, n).
+        num_slots: m.
+        keep: boolean, broadcastable to (b, h, n); other tokens write nothing.
+
+    Returns:
+        (b, h, m, c).
+    """
+    if keep is not None:
+        states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
+    batch, heads, _, size = states.shape
+    memory = states.new_zeros(batch, heads, num_slots, size)
+    return memory.scatter_add(2, slots.unsqueeze(-1).expand(states.shape), states)
+
+
+def slot_counts(slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
+    """Number of kept tokens of every slot: (b, h, n) to (b, h, m) long, without the dimensions that `slots` lacks."""
+    ones = torch.ones_like(slots) if keep is None else keep.long().expand_as(slots)
+    return slots.new_zeros(*slots.shape[:2], num_slots).scatter_add(2, slots, ones)
+
+
+# ---- windows: tokens enter and leave the memory ----
+
+
+def window_reach(window: int) -> tuple[int, int]:
+    """Tokens before and after a token that its window of that many tokens (itself among them) holds."""
+    return window // 2, (window - 1) // 2
+
+
+def to_windows(query: Tensor, key: Tensor, value: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut a sequence in blocks of queries, each with all the keys and values that a window of it reaches.
+
+    Args:
+        query, key, value: (b, h, n, c).
+        window: m, tokens that a query may attend to.
+
+    Returns:
+        Queries (b * blocks, h, m, c), keys and values (b * blocks, h, 2 m - 1, c), zeros beyond the ends.
+    """
+    before, after = window_reach(window)
+    extra = -query.shape[2] % window
+    query = F.pad(query, (0, 0, 0, extra)).unflatten(2, (-1, window))  # (b, h, blocks, m, c)
+    pads = (0, 0, before, after + extra)
+    key, value = (F.pad(states, pads).unfold(2, 2 * window - 1, window).mT for states in (key, value))
+    return tuple(states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+
+
+def window_mask(keep: Tensor | None, length: int, window: int, device: torch.device) -> Tensor:
+    """Which keys of `to_windows` a query may attend to: (b * blocks, 1, m, 2 m - 1) boolean; b is 1 without `keep`."""
+    before, after = window_reach(window)
+    keep = torch.ones(1, length, dtype=torch.bool, device=device) if keep is None else keep
+    extra = -length % window
+    real = F.pad(keep, (before, after + extra), value=False).unfold(1, 2 * window - 1, window)  # (b, blocks, 2m-1)
+    # The queries of a block stand `before` places to the right of its first key.
+    offset = torch.arange(2 * window - 1, device=device) - torch.arange(window, device=device)[:, None]
+    band = (offset >= 0) & (offset < window)
+    return (real.flatten(0, 1)[:, None, :] & band).unsqueeze(1)
+
+
+def from_windows(states: Tensor, batch: int, length: int) -> Tensor:
+    """(b * blocks, m, ...) to (b, n, ...), the places beyond the end cut off."""
+    return states.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
+
+
+def window_weights(weights: Tensor, batch: int, length: int, window: int) -> Tensor:
+    """Weights of the blocks (b * blocks, h, m, 2 m - 1) to (b, h, n, m), entry j being the j-th token of the window."""
+    columns = torch.arange(window, device=weights.device)
+    columns = (columns[:, None] + columns).expand(*weights.shape[:3], window)
+    return from_windows(weights.gather(-1, columns).transpose(1, 2), batch, length).transpose(1, 2)
+
+
+def interleave(states: Tensor) -> Tensor:
+    """Dilation, equation 9: (b, n, ...) to (2 b, n / 2, ...), even and odd places as rows of their own; n is even."""
+    return states.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 1)
+
+
+def undo_interleave(states: Tensor) -> Tensor:
+    """(2 b, n / 2, ...) to (b, n, ...)."""
+    return states.unflatten(0, (-1, 2)).transpose(1, 2).flatten(1, 2)
