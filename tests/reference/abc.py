@@ -1,0 +1,226 @@
+"""ABC, written out literally: one row, one head and one token at a time. Slow; shares no code with the package.
+
+Equation and section numbers are those of Peng et al. 2022 (arXiv 2110.02488). Tokens and slots count from 0. Every
+strategy is the list of its control vectors phi_i, (n, m) with one row for each token; only the windows, whose tokens
+leave the memory again, are written as a queue. A slot that no token writes is not read.
+"""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from .luna import linear
+
+# ---- memory: written and read ----
+
+
+def write(phi: Tensor, states: Tensor) -> Tensor:
+    """Eq. 3: sum_i phi_i (x) s_i, of (n, m) and (n, c): the memory (m, c)."""
+    memory = torch.zeros(phi.shape[1], states.shape[1], dtype=states.dtype)
+    for control, state in zip(phi, states, strict=True):
+        memory = memory + torch.outer(control, state)
+    return memory
+
+
+def read(query: Tensor, keys: Tensor, values: Tensor, used: list[bool]) -> tuple[Tensor, Tensor]:
+    """Eq. 4: softmax(K~ q / sqrt(c))^T V~ over the used slots of (m, c); and the weights (m,)."""
+    places = [j for j in range(len(used)) if used[j]]
+    if not places:
+        return 0 * query, torch.zeros(len(used), dtype=query.dtype)
+    exponentials = torch.exp(keys[places] @ query / math.sqrt(query.shape[0]))
+    weights = torch.zeros(len(used), dtype=query.dtype)
+    weights[places] = exponentials / exponentials.sum()
+    return weights @ values, weights
+
+
+# ---- control vectors ----
+
+
+def standard_basis(slots: list[int | None], m: int) -> Tensor:
+    """Row i is the unit vector e_{slots[i]}, or zero where that is `None`."""
+    phi = torch.zeros(len(slots), m, dtype=torch.float64)
+    for i, slot in enumerate(slots):
+        if slot is not None:
+            phi[i, slot] = 1
+    return phi
+
+
+def full(n: int) -> Tensor:
+    """Eq. 2: phi_i = e_i, a slot for every token, which makes eq. 4 the softmax attention of eq. 1."""
+    return standard_basis(list(range(n)), n)
+
+
+def mlp(x: Tensor, matrix: Tensor, activation: str = "exp") -> Tensor:
+    """Eq. 7: alpha_i = exp(W x_i), phi_i = alpha_i / sum_j alpha_j, element by element. Table 8: relu and sigmoid."""
+    functions = {
+        "exp": torch.exp,
+        "relu": lambda z: torch.where(z > 0, z, torch.zeros_like(z)),
+        "sigmoid": lambda z: 1 / (1 + torch.exp(-z)),
+    }
+    alpha = torch.stack([functions[activation](matrix @ token) for token in x])
+    total = alpha.sum(0)
+    return alpha / torch.where(total > 0, total, torch.ones_like(total))
+
+
+def linformer(n: int, matrix: Tensor) -> Tensor:
+    """Section 3.1: phi_i is the i-th column of the learned (m, N) matrix."""
+    return torch.stack([matrix[:, i] for i in range(n)])
+
+
+def random(slots: list[int], m: int) -> Tensor:
+    """Appendix A.2: phi_i = e_j, j being drawn for each i. Takes the draw."""
+    return standard_basis(slots, m)
+
+
+def global_tokens(n: int, m: int) -> list[int]:
+    """The tokens that appendix A.1 leaves to "some heuristic": m spread evenly from the first one on; all of a few."""
+    return [j * n // m for j in range(m)] if n > m else list(range(n))
+
+
+def local_to_global(n: int, m: int) -> Tensor:
+    """Appendix A.1: phi_i = e_j if token i is the j-th global one, else 0."""
+    chosen = global_tokens(n, m)
+    return standard_basis([chosen.index(i) if i in chosen else None for i in range(n)], m)
+
+
+def compressive(n: int, m: int) -> Tensor:
+    """Eq. 8: phi_i = e_floor(i / c) / c, c = n / m. Not whole: 1 / (tokens of the slot); c = 1 where n < m."""
+    c = max(n / m, 1)
+    phi = standard_basis([math.floor(i * m / n) if c > 1 else i for i in range(n)], m)
+    return phi / phi.sum(0).clamp(min=1)
+
+
+def nearest(keys: Tensor, centroids: Tensor) -> list[int]:
+    """The index of the nearest centroid of every key; the first of equal ones."""
+    return [min(range(len(centroids)), key=lambda j: float(((key - centroids[j]) ** 2).sum())) for key in keys]
+
+
+def k_means(keys: Tensor, m: int, iterations: int) -> Tensor:
+    """The binary membership M (n, m) of eq. 6: Lloyd's algorithm on keys (n, c), from those of evenly spread tokens."""
+    keys = keys.detach()
+    centroids = keys[global_tokens(len(keys), m)].clone()
+    slots = nearest(keys, centroids)
+    for _ in range(iterations - 1):
+        for j in range(len(centroids)):
+            own = [i for i in range(len(keys)) if slots[i] == j]
+            if own:
+                centroids[j] = keys[own].mean(0)
+        slots = nearest(keys, centroids)
+    return standard_basis(slots, m)
+
+
+def clusters(membership: Tensor) -> Tensor:
+    """Eq. 6: phi_i = sum_j M_ij / (sum_l M_lj) e_j."""
+    n, m = membership.shape
+    phi = torch.zeros_like(membership)
+    for i in range(n):
+        for j in range(m):
+            if membership[i, j]:
+                phi[i, j] = membership[i, j] / membership[:, j].sum()
+    return phi
+
+
+# ---- windows ----
+
+
+def queue(states: Tensor, m: int, steps: int) -> list[Tensor]:
+    """Section 3.3: S~_t = U S~_{t-1} + e_m (x) s_t, U ones above the diagonal: the memory (m, c) after every step.
+
+    Steps beyond the last state push nothing.
+    """
+    shift = torch.diag(torch.ones(m - 1, dtype=states.dtype), 1)
+    newest = standard_basis([m - 1], m)[0]
+    memory, memories = torch.zeros(m, states.shape[1], dtype=states.dtype), []
+    for t in range(steps):
+        memory = shift @ memory
+        if t < len(states):
+            memory = memory + torch.outer(newest, states[t])
+        memories.append(memory)
+    return memories
+
+
+def window(query: Tensor, key: Tensor, value: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Every token attends to m tokens around it: m // 2 before, itself, the rest after. (n, c), and weights (n, m)."""
+    n, before = len(query), m // 2
+    outputs, weights = [], []
+    for t in range(n):
+        places = range(t - before, t - before + m)
+        inside = [0 <= place < n for place in places]
+        safe = [place if ok else 0 for place, ok in zip(places, inside, strict=True)]
+        output, weight = read(query[t], key[safe], value[safe], inside)
+        outputs.append(output)
+        weights.append(weight)
+    return torch.stack(outputs), torch.stack(weights)
+
+
+def dilated_window(query: Tensor, key: Tensor, value: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Eq. 9 and appendix A.4: two queues, one of the even and one of the odd tokens; a token reads its own one."""
+    n = len(query)
+    outputs, weights = [None] * n, [None] * n
+    for parity in (0, 1):
+        own = list(range(parity, n, 2))
+        if not own:
+            continue
+        output, weight = window(query[own], key[own], value[own], m)
+        for place, token in enumerate(own):
+            outputs[token], weights[token] = output[place], weight[place]
+    return torch.stack(outputs), torch.stack(weights)
+
+
+# ---- attention ----
+
+
+def controls(x: Tensor, key: Tensor, config: SimpleNamespace, matrix: Tensor | None, slots: list[int] | None) -> Tensor:
+    """phi of one head: x (n, d), its keys (n, c), its own rows of the control's matrix, and the random draw."""
+    n, m = len(x), config.memory_size
+    strategies = {
+        "full": lambda: full(n),
+        "mlp": lambda: mlp(x, matrix, config.control_activation),
+        "linformer": lambda: linformer(n, matrix),
+        "random": lambda: random(slots, m),
+        "cluster": lambda: clusters(k_means(key, m, config.cluster_iterations)),
+        "local_to_global": lambda: local_to_global(n, m),
+        "compressive": lambda: compressive(n, m),
+    }
+    return strategies[config.memory_control]()
+
+
+def attention(
+    weights: dict,
+    x: Tensor,
+    config: SimpleNamespace,
+    control: Tensor | None = None,
+    slots: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Multi-head ABC on one row without padding.
+
+    Args:
+        weights: of query, key and value, under these names.
+        x: (n, d).
+        config: fields of `AbcConfig`.
+        control: the learned matrix, (h * m, d) or (h * m, N).
+        slots: the random draw, n slots.
+
+    Returns:
+        (n, d), heads side by side, without output projection; and the weights (h, n, m), 0 for what is not read.
+    """
+    query, key, value = (linear(weights, name, x) for name in ("query", "key", "value"))
+    heads, m = config.num_attention_heads, config.memory_size
+    size = x.shape[-1] // heads
+    outputs, reads = [], []
+    for h in range(heads):
+        q, k, v = (states[:, h * size : (h + 1) * size] for states in (query, key, value))
+        if config.memory_control in ("sliding_window", "dilated"):
+            attend = window if config.memory_control == "sliding_window" else dilated_window
+            output, weight = attend(q, k, v, m)
+        else:
+            phi = controls(x, k, config, None if control is None else control[h * m : (h + 1) * m], slots)
+            used = [bool(column.any()) for column in phi.T]
+            memory_k, memory_v = write(phi, k), write(phi, v)
+            rows = [read(token, memory_k, memory_v, used) for token in q]
+            output, weight = (torch.stack(part) for part in zip(*rows, strict=True))
+        outputs.append(output)
+        reads.append(weight)
+    return torch.cat(outputs, dim=-1), torch.stack(reads)

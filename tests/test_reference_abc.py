@@ -1,0 +1,259 @@
+"""ABC's attention against a literal definition in float64: outputs, weights and every gradient, for every strategy."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import random_ids, tiny_model
+from reference import abc as reference
+from torch import nn
+
+from luna_hf.memory_control import CONTROLS, random_slots
+
+SLOTS = 8
+WIDTH, HEADS = 24, 2
+VARIANTS = {
+    **{control: {"memory_control": control} for control in CONTROLS},
+    "mlp-relu": {"memory_control": "mlp", "control_activation": "relu"},
+    "mlp-sigmoid": {"memory_control": "mlp", "control_activation": "sigmoid"},
+    "cluster-4-steps": {"memory_control": "cluster", "cluster_iterations": 4},
+}
+BACKENDS = ["eager", "sdpa"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_model(**fields):
+    """A float64 model whose attention is far from uniform."""
+    fields = {"memory_size": SLOTS, "hidden_size": WIDTH, "num_attention_heads": HEADS, **fields}
+    model = tiny_model("abc_memory", intermediate_size=32, max_position_embeddings=300, **fields).double()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".self." in name or name.startswith("control"):
+            spread = 2.0 if name.endswith("control.weight") else 1.0
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data = noise * (spread * WIDTH**-0.5 if parameter.dim() == 2 else 0.2)
+    return model
+
+
+def make_states(batch: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randn(batch, length, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def control_of(model: nn.Module, layer: int) -> nn.Parameter | None:
+    """The control's matrix of a layer: its own, the shared one, or none."""
+    own = model.encoder.layer[layer].attention.self.control
+    owner = own if own is not None else model.control
+    return None if owner is None else owner.weight
+
+
+def attend(model: nn.Module, states: torch.Tensor, keep: torch.Tensor | None = None, layer: int = 0):
+    """Output and weights of one attention module."""
+    memory, masks = model.begin(states, keep)
+    output, same, weights = model.encoder.layer[layer].attention.self(states, memory, masks)
+    assert same is memory
+    return output, weights
+
+
+class Literal:
+    """The reference with copies of a layer's parameters that take gradients of their own."""
+
+    def __init__(self, model: nn.Module, layer: int = 0):
+        attention, self.config = model.encoder.layer[layer].attention.self, SimpleNamespace(**model.config.to_dict())
+        self.weights = {n: p.detach().clone().requires_grad_() for n, p in attention.named_parameters()}
+        control = control_of(model, layer)
+        self.control = None if control is None else control.detach().clone().requires_grad_()
+        self.seed = model.config.control_seed + (0 if model.config.share_control else layer)
+
+    def __call__(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = random_slots(torch.arange(len(row))[None], self.config.memory_size, self.seed)[0].tolist()
+        return reference.attention(self.weights, row, self.config, self.control, slots)
+
+
+def weighted_sum(states: torch.Tensor) -> torch.Tensor:
+    """A loss that depends on every entry in its own way."""
+    return (states * torch.linspace(-1, 1, states.numel(), dtype=states.dtype).view_as(states)).sum()
+
+
+def assert_near(ours: torch.Tensor | None, theirs: torch.Tensor | None, atol: float, what: str) -> None:
+    ours = torch.zeros_like(theirs) if ours is None else ours
+    theirs = torch.zeros_like(ours) if theirs is None else theirs
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol, msg=lambda message: f"{what}: {message}")
+
+
+def assert_same_gradients(model: nn.Module, literal: Literal, layer: int = 0) -> None:
+    for name, parameter in model.encoder.layer[layer].attention.self.named_parameters():
+        if not name.startswith("control"):
+            assert_near(parameter.grad, literal.weights[name].grad, 1e-8, f"gradient of {name}")
+    if literal.control is not None:
+        assert_near(control_of(model, layer).grad, literal.control.grad, 1e-8, "gradient of the control")
+
+
+def check_row(length: int, **fields) -> None:
+    """Output, weights and gradients of one row, in both backends, against one run of the reference."""
+    model = make_model(num_hidden_layers=1, **fields)
+    literal, states = Literal(model), make_states(1, length)
+    row = states[0].detach().clone().requires_grad_()
+    expected, expected_weights = literal(row)
+    weighted_sum(expected).backward()
+    for backend in BACKENDS:
+        model.set_attn_implementation(backend)
+        model.zero_grad()
+        states.grad = None
+        output, weights = attend(model, states)
+        assert_near(output[0], expected, 1e-10, "output")
+        weighted_sum(output[0]).backward()
+        assert_near(states.grad[0], row.grad, 1e-8, "gradient of the states")
+        assert_same_gradients(model, literal)
+        if backend == "eager":
+            assert_near(weights[0], expected_weights, 1e-10, "weights")
+            assert_near(weights.sum(-1), torch.ones_like(weights[..., 0]), 1e-12, "sum of the weights")
+        else:
+            assert weights is None
+
+
+@pytest.mark.parametrize("length", [1, 2, SLOTS - 1, SLOTS, SLOTS + 1, 63])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_row(variant, length):
+    check_row(length, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_long_row(control):
+    check_row(257, memory_control=control)
+
+
+@pytest.mark.parametrize(("memory_size", "length"), [(1, 1), (1, 6), (5, 4), (5, 23), (16, 7), (40, 11)])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "full"])
+def test_other_memory_sizes(variant, memory_size, length):
+    """One slot, an odd number, and more slots than the text has tokens."""
+    check_row(length, **{**VARIANTS[variant], "memory_size": memory_size})
+
+
+def padded_rows(side: str) -> torch.Tensor:
+    """(4, 14) boolean: 3, 13, 8 and 0 real tokens, padded on a side or in between."""
+    keep = torch.zeros(4, 14, dtype=torch.bool)
+    for row, length in enumerate((3, 13, SLOTS, 0)):
+        start = 0 if side == "right" else 14 - length
+        keep[row, start : start + length] = True
+    if side == "middle":
+        generator = torch.Generator().manual_seed(0)
+        keep = torch.stack([row[torch.randperm(14, generator=generator)] for row in keep])
+    return keep
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padded_rows(variant, side, backend):
+    """A padded row is the row alone, whatever stands at its padding; a row of padding alone is finite."""
+    model = make_model(num_hidden_layers=1, **VARIANTS[variant])
+    model.set_attn_implementation(backend)
+    literal, keep = Literal(model), padded_rows(side)
+    states = make_states(*keep.shape)
+    with torch.no_grad():
+        states[~keep] = states[~keep] * 1e3
+    output, weights = attend(model, states, keep)
+    assert output.isfinite().all() and (weights is None or weights.isfinite().all())
+    loss = loss_ref = 0.0
+    row_states = states.detach().clone().requires_grad_()
+    for row, kept in enumerate(keep[:-1]):
+        expected, expected_weights = literal(row_states[row][kept])
+        assert_near(output[row][kept], expected, 1e-10, "output")
+        if weights is not None and variant == "full":
+            assert_near(weights[row][:, kept][:, :, kept], expected_weights, 1e-10, "weights")
+            assert not weights[row][:, :, ~kept].any()
+        elif weights is not None:
+            assert_near(weights[row][:, kept], expected_weights, 1e-10, "weights")
+        loss, loss_ref = loss + weighted_sum(output[row][kept]), loss_ref + weighted_sum(expected)
+    # The row of padding alone belongs to the loss: its gradient may be zero, but not NaN.
+    (loss + 0.0 * output[-1].sum()).backward()
+    loss_ref.backward()
+    assert_near(states.grad, row_states.grad, 1e-8, "gradient of the states")
+    assert_same_gradients(model, literal)
+
+
+@pytest.mark.parametrize("share_control", [True, False])
+@pytest.mark.parametrize("control", ["mlp", "linformer", "random"])
+def test_controls_of_the_layers(control, share_control):
+    """In the whole model each layer has the control that `share_control` gives it."""
+    fields = {"memory_control": control, "share_control": share_control, "num_hidden_layers": 2, "control_seed": 5}
+    model = make_model(**fields)
+    calls = []
+    for layer in model.encoder.layer:
+        hook = lambda module, args, output: calls.append((args[0], output[0]))  # noqa: E731
+        layer.attention.self.register_forward_hook(hook)
+    model(random_ids(1, 21))
+    assert len(calls) == 2
+    for layer, (states, output) in enumerate(calls):
+        expected, _ = Literal(model, layer)(states[0])
+        assert_near(output[0], expected, 1e-10, f"layer {layer}")
+    matrices = [name for name, _ in model.named_parameters() if name.endswith("control.weight")]
+    if control == "random":
+        assert not matrices
+    elif share_control:
+        assert matrices == ["control.weight"]
+    else:
+        assert matrices == [f"encoder.layer.{i}.attention.self.control.weight" for i in range(2)]
+
+
+@pytest.mark.parametrize("share_control", [True, False])
+def test_random_draws_of_the_layers(share_control):
+    """Two layers with equal weights differ by their draw alone."""
+    model = make_model(memory_control="random", share_control=share_control, num_hidden_layers=2)
+    first, second = (layer.attention.self for layer in model.encoder.layer)
+    second.load_state_dict(first.state_dict())
+    states = make_states(1, 63)
+    outputs = [attend(model, states, layer=layer)[0] for layer in (0, 1)]
+    assert torch.equal(*outputs) == share_control
+    model.config.control_seed = 7
+    assert not torch.equal(attend(model, states)[0], outputs[0])
+
+
+def test_gradient_of_a_shared_control_is_the_sum_over_layers():
+    shared, separate = (make_model(num_hidden_layers=2, share_control=share) for share in (True, False))
+    weights = {name: p for name, p in shared.state_dict().items() if name != "control.weight"}
+    own = {f"encoder.layer.{i}.attention.self.control.weight": shared.control.weight.detach() for i in range(2)}
+    separate.load_state_dict(weights | own)
+    for model in (shared, separate):
+        weighted_sum(model(random_ids(2, 21)).last_hidden_state).backward()
+    total = sum(control_of(separate, i).grad for i in range(2))
+    assert_near(shared.control.weight.grad, total, 1e-9, "gradient")
+
+
+# ---- the reference itself ----
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 8])
+def test_the_window_is_the_papers_queue_read_later(m):
+    """Section 3.3 is causal; a token of an encoder reads the queue when its later neighbours have been pushed."""
+    generator = torch.Generator().manual_seed(m)
+    query, key, value = torch.randn(3, 11, 4, generator=generator, dtype=torch.float64)
+    output, weights = reference.window(query, key, value, m)
+    later = (m - 1) // 2
+    keys, values = (reference.queue(states, m, 11 + later) for states in (key, value))
+    filled = reference.queue(torch.ones(11, 1, dtype=torch.float64), m, 11 + later)
+    for t in range(11):
+        used = [bool(slot) for slot in filled[t + later]]
+        expected, expected_weights = reference.read(query[t], keys[t + later], values[t + later], used)
+        assert_near(output[t], expected, 1e-12, "output")
+        assert_near(weights[t], expected_weights, 1e-12, "weights")
+
+
+def test_the_reference_is_not_uniform():
+    """The weights that the tests above compare are far from an average, or a mistake would not show."""
+    for control in CONTROLS:
+        literal = Literal(make_model(num_hidden_layers=1, memory_control=control))
+        output, weights = literal(make_states(1, 63)[0])
+        assert weights.max() > 2 * weights[weights > 0].mean(), control
+        weighted_sum(output).backward()
+        for name, parameter in [*literal.weights.items(), ("control", literal.control)]:
+            # Softmax does not see a constant added to the logits, so the bias of the keys may have no effect.
+            assert parameter is None or name == "key.bias" or parameter.grad.abs().max() > 1e-2, (control, name)
