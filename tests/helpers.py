@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from luna_hf import FAMILIES, LunaConfig
+from luna_hf.memory_control import CONTROLS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,7 +39,7 @@ TINY = {
     "attention_probs_dropout_prob": 0.0,
 }
 # A family's own fields at a size that fits the tiny model.
-OWN_FIELDS = {"luna": {"projection_length": 8}}
+OWN_FIELDS = {"luna": {"projection_length": 8}, "abc_memory": {"memory_size": 8}}
 
 # Short names of the heads, for parameters of tests.
 HEADS = {
@@ -60,6 +61,24 @@ VARIANTS = {
     "convolution-segments-untied": {"conv_kernel_size": 3, "type_vocab_size": 2, "tie_word_embeddings": False},
 }
 
+# What a family has a choice of, besides: every control strategy of ABC (its default is the shared `mlp` with exp).
+OWN_VARIANTS = {
+    "luna": {},
+    "abc_memory": {
+        **{control.replace("_", "-"): {"memory_control": control} for control in CONTROLS if control != "mlp"},
+        "mlp-of-each-layer": {"share_control": False},
+        "linformer-of-each-layer": {"memory_control": "linformer", "share_control": False},
+        "relu": {"control_activation": "relu"},
+        "sigmoid": {"control_activation": "sigmoid"},
+    },
+}
+# (family, name of a variant) and (family, pooling of a classification head), for parameters of tests.
+FAMILY_VARIANTS = [(family, name) for family in FAMILIES for name in (*VARIANTS, *OWN_VARIANTS[family])]
+FAMILY_OWN_VARIANTS = [(family, name) for family in FAMILIES for name in OWN_VARIANTS[family]]
+FAMILY_POOLINGS = [
+    (name, pooling) for name, family in FAMILIES.items() for pooling in family.config.classifier_poolings()
+]
+
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog",
     "a packed sequence of fixed length reads every token",
@@ -71,12 +90,17 @@ SENTENCES = [
 
 def tiny_config_for(model_type: str, **overrides: Any) -> PreTrainedConfig:
     """A small configuration of a family, without dropout."""
-    return FAMILIES[model_type].config(**{**TINY, **OWN_FIELDS.get(model_type, {}), **overrides})
+    return FAMILIES[model_type].config(**{**TINY, **OWN_FIELDS[model_type], **overrides})
 
 
 def tiny_config(**overrides: Any) -> LunaConfig:
     """A small `LunaConfig` without dropout."""
     return tiny_config_for("luna", **overrides)
+
+
+def variants_of(model_type: str) -> dict[str, dict[str, Any]]:
+    """Options of a family's variants by their names: those that every family has, and its own."""
+    return {**VARIANTS, **OWN_VARIANTS[model_type]}
 
 
 def model_class(model_type: str, kind: str) -> type[PreTrainedModel]:

@@ -196,21 +196,6 @@ def test_flex_attention(model_type):
     torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-5)
 
 
-def test_attention_maps_are_probabilities():
-    model = tiny_model(num_projected_attention_heads=2)
-    model.set_attn_implementation("eager")
-    inputs = padded_batch([20, 3])
-    with torch.no_grad():
-        out = model(**inputs, output_attentions=True, output_pack_attentions=True)
-    assert len(out.attentions) == len(out.pack_attentions) == model.config.num_hidden_layers
-    for unpack, pack in zip(out.attentions, out.pack_attentions, strict=True):
-        assert unpack.shape == (2, 4, 20, 8) and pack.shape == (2, 2, 8, 20)
-        torch.testing.assert_close(unpack.sum(-1), torch.ones(2, 4, 20))
-        torch.testing.assert_close(pack.sum(-1), torch.ones(2, 2, 8))
-        assert not pack[1, :, :, 3:].any(), "a pad was packed"
-        assert not unpack[1, :, :, 3:].any(), "an unused slot was unpacked"
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_masked_softmax(dtype):
     logits = torch.tensor([[1e4, -1e4, 3.0], [0.0, 1.0, 2.0]], dtype=dtype, requires_grad=True)

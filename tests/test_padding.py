@@ -3,7 +3,7 @@ change nothing, in values and in gradients."""
 
 import pytest
 import torch
-from helpers import FAMILIES, random_ids, tiny_model
+from helpers import FAMILIES, FAMILY_POOLINGS, OWN_VARIANTS, random_ids, tiny_model
 
 # Relative to the largest entry. In float64 and float32 only the order of summation differs. In bfloat16 (8 bits) a
 # state of size 1 to 4 is rounded by up to 2^-7 at every step, and a gradient is a sum of such terms.
@@ -14,6 +14,12 @@ VARIANTS = {
     "convolution": {"conv_kernel_size": 5},
     "prenorm-sinusoidal": {"norm_first": True, "position_embedding_type": "sinusoidal"},
 }
+# Every family in these, and in what it has a choice of besides.
+OPTIONS = {
+    (family, name): fields for family in FAMILIES for name, fields in {**VARIANTS, **OWN_VARIANTS[family]}.items()
+}
+# K-means in half precision: a rounding may put a token that lies between two clusters into the other one.
+INEXACT_IN_HALF = {("abc_memory", "cluster")}
 LENGTHS = [3, 17, 9, 1]  # with 8 slots: rows shorter and longer than the memory
 
 
@@ -69,11 +75,20 @@ def assert_near(actual, expected, dtype, what):
     assert difference <= TOLERANCE[dtype] * scale, f"{what}: {difference:.2e} (largest entry {scale:.2e})"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def exact_cases():
+    """(family, variant, dtype) where padding must change nothing."""
+    return [
+        pytest.param(*case, dtype, id=f"{'-'.join(case)}-{str(dtype).removeprefix('torch.')}")
+        for case in OPTIONS
+        for dtype in TOLERANCE
+        if dtype != torch.bfloat16 or case not in INEXACT_IN_HALF
+    ]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_padding_changes_nothing(model_type, attention, variant, side, dtype):
-    model = tiny_model(model_type, **VARIANTS[variant]).to(dtype)
+@pytest.mark.parametrize(("family", "variant", "dtype"), exact_cases())
+def test_padding_changes_nothing(family, variant, attention, side, dtype):
+    model = tiny_model(family, **OPTIONS[family, variant]).to(dtype)
     model.set_attn_implementation(attention)
     rows = [random_ids(1, length, seed=length)[0] for length in LENGTHS]
     alone, gradients = [], {}
@@ -142,13 +157,11 @@ def test_masks_of_any_type(model_type, kind):
         assert torch.equal(model(ids, attention_mask=getattr(mask, kind)()).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean", "packed_max", "packed_mean", "packed_attention"])
+@pytest.mark.parametrize(("family", "pooling"), FAMILY_POOLINGS)
 @pytest.mark.parametrize("head", ["sequence", "choice"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_pooled_heads(model_type, head, side, pooling):
-    if pooling not in FAMILIES[model_type].config.classifier_poolings():
-        pytest.skip(f"{model_type} has no pooling {pooling}")
-    model = tiny_model(model_type, head, classifier_pooling=pooling).double()
+def test_pooled_heads(family, head, side, pooling):
+    model = tiny_model(family, head, classifier_pooling=pooling).double()
     rows = [random_ids(1, length, seed=length)[0] for length in (3, 14)]
     shape = (1, 2) if head == "choice" else (2,)
 

@@ -29,13 +29,6 @@ _FEED_FORWARD_ROWS_DEFAULT = 16384
 
 
 _INPUT_NAMES = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels"]
-_OUTPUT_NAMES = [
-    "output_hidden_states",
-    "output_attentions",
-    "output_packed_hidden_states",
-    "output_pack_attentions",
-    "return_dict",
-]
 _REFUSED_KEYWORDS = {
     "head_mask": "transformers 5 has no head masks.",
     "encoder_hidden_states": "the model is an encoder without cross-attention.",
@@ -48,10 +41,10 @@ _REFUSED_KEYWORDS = {
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace difflib
-def _closest_input(name: str) -> str | None:
-    if name in _OUTPUT_NAMES:
+def _closest_input(name: str, outputs: tuple[str, ...]) -> str | None:
+    if name in outputs:
         return None
-    close = difflib.get_close_matches(name, _INPUT_NAMES + _OUTPUT_NAMES, n=1, cutoff=0.85)
+    close = difflib.get_close_matches(name, [*_INPUT_NAMES, *outputs], n=1, cutoff=0.85)
     return close[0] if close else None
 
 
@@ -303,10 +296,11 @@ class EncoderModelMixin:
             ValueError: Not exactly one kind of input; an empty or too long one; a mask that is not (batch, length); a
                 keyword that is misspelt, or that asks for what the model does not do.
         """
+        outputs = ("return_dict", *(f"output_{name}" for name in self._can_record_outputs))
         for name, value in keywords.items():
             if name in _REFUSED_KEYWORDS and value is not None:
                 raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
-            meant = _closest_input(name)
+            meant = _closest_input(name, outputs)
             if meant:
                 raise ValueError(f"There is no input `{name}`. Did you mean `{meant}`?")
         if (input_ids is None) == (inputs_embeds is None):
