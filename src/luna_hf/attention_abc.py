@@ -131,7 +131,7 @@ class AbcSelfAttention(nn.Module):
         """Appendix A.2: a slot is the sum of its tokens."""
         seed = self.config.control_seed if self.config.share_control else self.config.control_seed + self.layer_index
         slots = random_slots(masks.ranks, self.config.memory_size, seed)
-        return self.write_sums(key, value, slots[:, None], masks.keep)[0]
+        return self.write_slots(key, value, slots[:, None], masks.keep)
 
     def write_cluster(self, hidden_states: Tensor, key: Tensor, value: Tensor, weight: None, masks: AbcMasks) -> Memory:
         """Equation 6: a slot is the centroid of its tokens."""
@@ -139,39 +139,34 @@ class AbcSelfAttention(nn.Module):
         slots = cluster_slots(
             key, masks.ranks, masks.lengths, masks.keep, config.memory_size, config.cluster_iterations
         )
-        return self.write_means(key, value, slots, masks.keep)
+        return self.write_slots(key, value, slots, masks.keep, mean=True)
 
     def write_compressive(
         self, hidden_states: Tensor, key: Tensor, value: Tensor, weight: None, masks: AbcMasks
     ) -> Memory:
         """Equation 8: a slot is the mean of neighbours."""
         slots = compressive_slots(masks.ranks, masks.lengths, self.config.memory_size)
-        return self.write_means(key, value, slots[:, None], masks.keep)
+        return self.write_slots(key, value, slots[:, None], masks.keep, mean=True)
 
     def write_global(self, hidden_states: Tensor, key: Tensor, value: Tensor, weight: None, masks: AbcMasks) -> Memory:
         """Appendix A.1: a slot is a token."""
         slots, chosen = global_slots(masks.ranks, masks.lengths, self.config.memory_size)
         chosen = chosen if masks.keep is None else chosen & masks.keep
-        return self.write_sums(key, value, slots[:, None], chosen)[0]
+        return self.write_slots(key, value, slots[:, None], chosen)
 
-    def write_sums(self, key: Tensor, value: Tensor, slots: Tensor, keep: Tensor | None) -> tuple[Memory, Tensor]:
-        """Sums over the tokens of a slot, and their numbers (b, 1 or h, m)."""
+    def write_slots(self, key: Tensor, value: Tensor, slots: Tensor, keep: Tensor | None, mean: bool = False) -> Memory:
+        """Sums over the tokens of a slot, or their means."""
         num_slots = self.config.memory_size
         kept = None if keep is None else keep[:, None]
-        if kept is not None and kept.shape[0] != slots.shape[0]:
-            slots = slots.expand(kept.shape[0], -1, -1)
-        counts = slot_counts(slots, num_slots, kept)
-        precise = torch.promote_types(key.dtype, torch.float32)  # a half-precision sum stops growing
+        counts = slot_counts(slots, num_slots, kept)  # (b, 1 or h, m)
+        tokens = counts.clamp(min=1).unsqueeze(-1) if mean else 1
+        # Half precision only at the end: there a sum stops growing, or is too large where the mean is not.
+        precise = torch.promote_types(key.dtype, torch.float32)
         key, value = (
-            write_to_slots(states.to(precise), slots, num_slots, kept).to(states.dtype) for states in (key, value)
+            (write_to_slots(states.to(precise), slots, num_slots, kept) / tokens).to(states.dtype)
+            for states in (key, value)
         )
-        return Memory(key, value, counts > 0), counts
-
-    def write_means(self, key: Tensor, value: Tensor, slots: Tensor, keep: Tensor | None) -> Memory:
-        """Means over the tokens of a slot."""
-        sums, counts = self.write_sums(key, value, slots, keep)
-        counts = counts.clamp(min=1).unsqueeze(-1)
-        return Memory(sums.key / counts, sums.value / counts, sums.filled)
+        return Memory(key, value, counts > 0)
 
     def attend_window(
         self, query: Tensor, key: Tensor, value: Tensor, masks: AbcMasks, **kwargs: Any

@@ -52,7 +52,10 @@ def control_weights(logits: Tensor, keep: Tensor | None = None, activation: str 
     if activation == "exp":
         return masked_softmax(logits, keep)
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    alpha = {"relu": torch.relu, "sigmoid": torch.sigmoid}[activation](precise)
+    if activation == "sigmoid":
+        # The same quotient by logarithms: a slot whose sigmoids are all too small for the type still has its weights.
+        return masked_softmax(F.logsigmoid(precise), keep).to(logits.dtype)
+    alpha = torch.relu(precise)
     alpha = alpha if keep is None else alpha.masked_fill(~keep, 0.0)
     total = alpha.sum(-1, keepdim=True).clamp(min=torch.finfo(alpha.dtype).tiny)
     return (alpha / total).to(logits.dtype)
@@ -101,11 +104,11 @@ def random_slots(ranks: Tensor, num_slots: int, seed: int) -> Tensor:
     Returns:
         (b, n) long in [0, m).
     """
-    # Two rounds of multiplication and xor-shift (the 32-bit finaliser of MurmurHash3), in 64 bits without overflow.
+    # Two rounds of xor-shift and multiplication modulo 2^32, in 64 bits without overflow.
     mask = 0xFFFFFFFF
     hashed = (ranks + (seed * 0x9E3779B1 & mask) + 0x7F4A7C15) & mask
-    for multiplier, shift in ((0x045D9F3B, 16), (0x045D9F3B, 16)):
-        hashed = ((hashed ^ (hashed >> shift)) * multiplier) & mask
+    for _ in range(2):
+        hashed = ((hashed ^ (hashed >> 16)) * 0x045D9F3B) & mask
     hashed = hashed ^ (hashed >> 16)
     return hashed * num_slots >> 32  # the upper bits: a remainder would favour the first slots
 
