@@ -1,0 +1,216 @@
+"""Sources of a warm start: encoders of RoBERTa's architecture, taken apart into parameters under one set of names."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+Source = str | os.PathLike | PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model type keeps what all encoders of RoBERTa's architecture have; the encoder's names are the same.
+
+    Args:
+        head: for each parameter of our masked-LM head, the source's names for it, the first that exists being taken.
+        counts_pad_rows: whether `max_position_embeddings` counts the rows of the table up to the pad's.
+        has_pad_rows: whether the table has those rows at all.
+        fixed_head_activation: whether the head uses gelu whatever `hidden_act` says.
+        ordered_vocabulary: whether token ids go from frequent to rare.
+    """
+
+    head: dict[str, tuple[str, ...]]
+    counts_pad_rows: bool = True
+    has_pad_rows: bool = True
+    fixed_head_activation: bool = True
+    ordered_vocabulary: bool = True
+
+
+# The decoder's own bias comes first: where the matrices are not tied, it need not be the head's.
+HEAD_NAMES = {
+    "lm_head.dense.weight": ("lm_head.dense.weight",),
+    "lm_head.dense.bias": ("lm_head.dense.bias",),
+    "lm_head.layer_norm.weight": ("lm_head.layer_norm.weight",),
+    "lm_head.layer_norm.bias": ("lm_head.layer_norm.bias",),
+    "lm_head.decoder.weight": ("lm_head.decoder.weight",),
+    "lm_head.bias": ("lm_head.decoder.bias", "lm_head.bias"),
+}
+_BERT_HEAD = {
+    "lm_head.dense.weight": ("cls.predictions.transform.dense.weight",),
+    "lm_head.dense.bias": ("cls.predictions.transform.dense.bias",),
+    "lm_head.layer_norm.weight": ("cls.predictions.transform.LayerNorm.weight",),
+    "lm_head.layer_norm.bias": ("cls.predictions.transform.LayerNorm.bias",),
+    "lm_head.decoder.weight": ("cls.predictions.decoder.weight",),
+    "lm_head.bias": ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+}
+_ROBERTA = Layout(HEAD_NAMES)
+LAYOUTS = {
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
+    "data2vec-text": _ROBERTA,
+    "bert": Layout(
+        _BERT_HEAD,
+        counts_pad_rows=False,
+        has_pad_rows=False,
+        fixed_head_activation=False,
+        ordered_vocabulary=False,
+    ),
+    "abc_memory": Layout(HEAD_NAMES, counts_pad_rows=False, fixed_head_activation=False, ordered_vocabulary=False),
+}
+
+
+@dataclass
+class LoadedSource:
+    """A source: its config, its parameters by our names for the encoder's and its own for the head's."""
+
+    config: PreTrainedConfig
+    layout: Layout
+    tensors: dict[str, Tensor]
+    names: dict[str, str]  # our name of the encoder's, or its own -> its name in the source
+    ignored: list[str]  # in the files, but of no parameter of a masked-LM model
+
+    @property
+    def embedding(self) -> Tensor:
+        """(vocabulary, d), the word embedding; its type is that of the source."""
+        return self.tensors["embeddings.word_embeddings.weight"]
+
+    @property
+    def first(self) -> int:
+        """Rows in front of the table of positions that belong to no token."""
+        return self.config.pad_token_id + 1 if self.layout.has_pad_rows else 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the source takes."""
+        counted = self.config.pad_token_id + 1 if self.layout.counts_pad_rows else 0
+        return self.config.max_position_embeddings - counted
+
+
+def load_source(source: Source) -> LoadedSource:
+    """Read a source through transformers.
+
+    Raises:
+        ValueError: It cannot be mapped, or cannot be read.
+    """
+    if isinstance(source, PreTrainedModel):
+        name = type(source).__name__
+        _check_config(source.config.to_dict(), name)
+        return _take_apart(source, name, set(), [])
+    name = os.fspath(source)
+    _check_config(_read_config(name), name)
+    config = AutoConfig.from_pretrained(name)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of missing weights is replaced by ours
+    try:
+        model, info = AutoModelForMaskedLM.from_pretrained(name, config=config, dtype="auto", output_loading_info=True)
+    except (OSError, SafetensorError, ValueError, RuntimeError, EOFError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"The weights of {name} cannot be loaded ({reason}). The folder must hold the whole file or files that "
+            "`save_pretrained` wrote: copy or download it again."
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+    return _take_apart(model, name, set(info["missing_keys"]), sorted(info["unexpected_keys"]))
+
+
+def _read_config(name: str) -> dict[str, Any]:
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise ValueError(
+            f"{name} is no checkpoint: it holds no config.json. Name a folder that `save_pretrained` wrote, or a "
+            "model on the Hub."
+        )
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(name)
+    except (OSError, ValueError, HFValidationError, HfHubHTTPError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"There is no model {name!r}, neither as a folder nor on the Hub ({reason})") from error
+    if not values:
+        raise ValueError(f"There is no model {name!r}: neither a folder with a config.json, nor a name on the Hub.")
+    return values
+
+
+def _check_config(config: dict[str, Any], name: str) -> None:
+    """Refuse by its config what has another architecture.
+
+    Raises:
+        ValueError: What it is, and what to give instead.
+    """
+    kind = config.get("model_type")
+    wanted = f"A warm start needs an encoder of RoBERTa's architecture: {', '.join(LAYOUTS)}."
+    if not kind:
+        raise ValueError(f"{name}: its config names no `model_type`. {wanted}")
+    if kind == "luna":
+        raise ValueError(
+            f"{name} is a Luna model already: load it with `from_pretrained`, and go on training. {wanted}"
+        )
+    if config.get("is_encoder_decoder"):
+        raise ValueError(f"{name} is an encoder-decoder ({kind}). {wanted}")
+    if config.get("is_decoder"):
+        raise ValueError(
+            f"{name} is a decoder (`is_decoder` is true in its config): its tokens have learnt to look back only. "
+            f"{wanted}"
+        )
+    if kind not in LAYOUTS:
+        is_decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        what = "a decoder" if is_decoder else "another architecture"
+        raise ValueError(f"{name} is a {kind} model, {what}. {wanted}")
+    if config.get("add_cross_attention"):
+        raise ValueError(f"{name} has cross-attention (`add_cross_attention`), for which there is no place. {wanted}")
+    positions = config.get("position_embedding_type") or "absolute"
+    if positions not in ("absolute", "learned", "sinusoidal"):
+        raise ValueError(
+            f"{name} has relative positions (`position_embedding_type` is {positions!r}), which are part of its "
+            "attention. Choose a checkpoint with absolute positions."
+        )
+    if config.get("quantization_config"):
+        raise ValueError(f"{name} is quantized. Give the checkpoint that it was made from.")
+    if config.get("pad_token_id") is None and "pad_token_id" in config:
+        raise ValueError(f"{name}: its config has no `pad_token_id`. Set it to the tokenizer's.")
+
+
+def _take_apart(model: PreTrainedModel, name: str, missing: set[str], ignored: list[str]) -> LoadedSource:
+    """The parameters of a model, without those that its files did not hold.
+
+    Raises:
+        ValueError: A part of the encoder, or of the head, is not there.
+    """
+    layout, prefix = LAYOUTS[model.config.model_type], model.base_model_prefix + "."
+    tensors, names = {}, {}
+    for own, tensor in model.named_parameters(remove_duplicate=False):
+        if own in missing:
+            continue
+        if tensor.is_meta or not tensor.is_floating_point():
+            raise ValueError(f"{name}: {own} is not in memory as a floating-point tensor. Load the model plainly.")
+        tensors[own.removeprefix(prefix)] = tensor.detach()
+        names[own.removeprefix(prefix)] = own
+    head = {own for owns in layout.head.values() for own in owns}
+    has_head = layout.head["lm_head.dense.weight"][0] in tensors
+    lacking = sorted(own for own in missing if own.startswith(prefix) or (has_head and own in head))
+    # Where the decoder has no bias of its own in the files, the head's is meant.
+    lacking = [own for own in lacking if own not in layout.head["lm_head.bias"] or not _any_bias(layout, tensors)]
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ValueError(
+            f"{name} lacks weights of its own architecture ({', '.join(lacking[:3])}{more}): files and config do not "
+            "belong together."
+        )
+    if not has_head:
+        # In memory a tied decoder exists all the same.
+        embedding = tensors["embeddings.word_embeddings.weight"].data_ptr()
+        parts = {own: tensor for own, tensor in tensors.items() if own in head}
+        ignored = [*ignored, *(own for own, tensor in parts.items() if tensor.data_ptr() != embedding)]
+        tensors = {own: tensor for own, tensor in tensors.items() if own not in head}
+    return LoadedSource(model.config, layout, tensors, names, ignored)
+
+
+def _any_bias(layout: Layout, tensors: dict[str, Tensor]) -> bool:
+    return any(own in tensors for own in layout.head["lm_head.bias"])
