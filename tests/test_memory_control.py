@@ -1,0 +1,361 @@
+"""The control strategies as pure functions, and what they cost."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from luna_hf.attention_abc import _WRITERS
+from luna_hf.memory_control import (
+    ACTIVATIONS,
+    CONTROLS,
+    cluster_slots,
+    compressive_slots,
+    control_weights,
+    from_windows,
+    global_slots,
+    interleave,
+    move_to_ranks,
+    random_slots,
+    row_lengths,
+    slot_counts,
+    to_windows,
+    token_ranks,
+    undo_interleave,
+    window_mask,
+    window_reach,
+    write_to_slots,
+)
+
+LENGTHS = [1, 2, 7, 8, 9, 64, 100, 1000]
+SIZES = [1, 2, 5, 8, 64]
+LINEAR = [control for control in CONTROLS if control != "full"]
+ONE_SLOT = ["random", "compressive", "local_to_global"]  # every token writes into one slot or none
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def row(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ranks and length of one row without padding."""
+    return token_ranks(None, length, torch.device("cpu")), row_lengths(None, length, torch.device("cpu"))
+
+
+# ---- mlp ----
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_control_weights_sum_to_one_over_the_tokens_and_are_zero_at_padding(activation):
+    logits = normal(3, 2, 5, 31).requires_grad_()
+    keep = torch.rand(3, 31, generator=torch.Generator().manual_seed(1)) < 0.6
+    keep[2] = False
+    phi = control_weights(logits, keep, activation)
+    assert (phi >= 0).all()
+    assert (phi.masked_select(~keep[:, None, None, :]) == 0).all()
+    torch.testing.assert_close(phi[:2].sum(-1), torch.ones(2, 2, 5, dtype=torch.float64))
+    assert not phi[2].any()
+    phi.square().sum().backward()
+    assert logits.grad.isfinite().all()
+    assert not logits.grad.masked_select(~keep[:, None, None, :]).any()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_control_weights_are_the_quotient_of_equation_7(activation):
+    logits = normal(2, 2, 5, 11)
+    alpha = {"exp": logits.exp(), "relu": logits.clamp(min=0), "sigmoid": 1 / (1 + (-logits).exp())}[activation]
+    torch.testing.assert_close(control_weights(logits, None, activation), alpha / alpha.sum(-1, keepdim=True))
+
+
+def test_a_slot_that_relu_leaves_empty_has_no_gradient_and_no_nan():
+    logits = torch.stack([-torch.ones(6), torch.arange(6.0) - 2])[None, None].requires_grad_()
+    phi = control_weights(logits, None, "relu")
+    assert not phi[0, 0, 0].any()
+    torch.testing.assert_close(phi[0, 0, 1], torch.tensor([0, 0, 0, 1, 2, 3]) / 6)
+    (phi * torch.arange(6.0)).sum().backward()
+    assert not logits.grad[0, 0, 0].any() and logits.grad[0, 0, 1].any()
+
+
+# ---- ranks ----
+
+
+def test_ranks_count_the_real_tokens():
+    keep = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
+    ranks, lengths = token_ranks(keep, 5, keep.device), row_lengths(keep, 5, keep.device)
+    assert ranks.tolist() == [[0, 0, 1, 1, 2], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]]
+    assert lengths.tolist() == [[3], [2], [0]]
+    states = normal(3, 2, 5, 4)
+    moved = move_to_ranks(states, ranks, keep)
+    for i, kept in enumerate(keep):
+        real = int(kept.sum())
+        assert torch.equal(moved[i, :, :real], states[i][:, kept])
+        assert not moved[i, :, real:].any()
+
+
+# ---- random ----
+
+
+@pytest.mark.parametrize("m", [2, 5, 64, 128])
+def test_random_slots_are_uniform(m):
+    """Chi-square against the uniform distribution: six standard deviations above its mean happen once in 10^6."""
+    count = 200_000
+    for seed in range(3):
+        slots = random_slots(torch.arange(count)[None], m, seed)[0]
+        assert slots.min() >= 0 and slots.max() < m
+        observed = torch.bincount(slots, minlength=m).double()
+        assert ((observed - count / m) ** 2 / (count / m)).sum() < (m - 1) + 6 * (2 * (m - 1)) ** 0.5
+
+
+@pytest.mark.parametrize("what", ["next token", "next seed"])
+def test_random_slots_do_not_depend_on_their_neighbours(what):
+    count, m = 200_000, 8
+    first = random_slots(torch.arange(count)[None], m, 0)[0]
+    ranks, seed = (torch.arange(1, count + 1), 0) if what == "next token" else (torch.arange(count), 1)
+    second = random_slots(ranks[None], m, seed)[0]
+    observed = torch.bincount(first * m + second, minlength=m * m).double()
+    expected = count / m**2
+    assert ((observed - expected) ** 2 / expected).sum() < (m * m - 1) + 6 * (2 * (m * m - 1)) ** 0.5
+
+
+def test_random_slots_never_change():
+    """A saved model has no slots in its file, only the seed: these numbers are part of every checkpoint."""
+    ranks = torch.arange(16)[None]
+    assert random_slots(ranks, 64, 0)[0].tolist() == [50, 19, 58, 5, 50, 1, 10, 44, 25, 10, 49, 50, 62, 45, 43, 12]
+    assert random_slots(ranks, 64, 1)[0].tolist() == [60, 47, 48, 14, 43, 51, 53, 17, 20, 54, 48, 31, 3, 41, 9, 15]
+    assert random_slots(ranks, 5, 12345)[0].tolist() == [1, 1, 3, 0, 0, 0, 1, 1, 3, 2, 3, 3, 1, 1, 3, 4]
+
+
+def test_random_slots_depend_on_rank_and_seed_alone():
+    long = random_slots(torch.arange(1000)[None], 64, 3)
+    assert torch.equal(random_slots(torch.arange(10)[None], 64, 3), long[:, :10])
+    assert torch.equal(random_slots(torch.arange(1000).expand(4, -1), 64, 3), long.expand(4, -1))
+    for seed in (0, 4, 2**31 - 1, 2**40):
+        other = random_slots(torch.arange(1000)[None], 64, seed)
+        assert (other == long).double().mean() < 0.1
+    torch.manual_seed(123)
+    assert torch.equal(random_slots(torch.arange(1000)[None], 64, 3), long)
+
+
+# ---- compressive, global ----
+
+
+@pytest.mark.parametrize("c", [1, 2, 3, 16])
+@pytest.mark.parametrize("m", SIZES)
+def test_compressive_slots_are_those_of_equation_8_where_the_ratio_is_whole(m, c):
+    ranks, lengths = row(m * c)
+    assert compressive_slots(ranks, lengths, m)[0].tolist() == [i // c for i in range(m * c)]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("m", SIZES)
+def test_compressive_slots_are_neighbours_in_equal_parts(m, length):
+    ranks, lengths = row(length)
+    slots = compressive_slots(ranks, lengths, m)[0]
+    counts = torch.bincount(slots, minlength=m)
+    assert (slots.diff() >= 0).all() and counts.shape == (m,)
+    assert counts[: min(m, length)].min() >= 1 and counts[counts > 0].max() - counts[counts > 0].min() <= 1
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("m", SIZES)
+def test_global_slots_are_distinct_tokens_spread_over_the_row(m, length):
+    slots, chosen = (part[0] for part in global_slots(*row(length), m))
+    places = chosen.nonzero()[:, 0]
+    assert len(places) == min(m, length) and places[0] == 0
+    assert slots[chosen].tolist() == list(range(len(places)))
+    if length > m:
+        gaps = torch.cat([places, torch.tensor([length])]).diff()
+        assert gaps.max() - gaps.min() <= 1
+
+
+# ---- clusters ----
+
+
+def k_means(key: torch.Tensor, m: int, iterations: int, keep: torch.Tensor | None = None) -> torch.Tensor:
+    length = key.shape[2]
+    ranks, lengths = token_ranks(keep, length, key.device), row_lengths(keep, length, key.device)
+    return cluster_slots(key, ranks, lengths, keep, m, iterations)
+
+
+def centroids_of(key: torch.Tensor, slots: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    counts = slot_counts(slots, m)
+    return write_to_slots(key, slots, m) / counts.clamp(min=1).unsqueeze(-1), counts > 0
+
+
+def spread(key: torch.Tensor, slots: torch.Tensor, m: int) -> float:
+    """The objective of k-means: squared distances to the centroids."""
+    centroids, _ = centroids_of(key, slots, m)
+    own = centroids.gather(2, slots.unsqueeze(-1).expand_as(key))
+    return (key - own).square().sum().item()
+
+
+@pytest.mark.parametrize("m", [1, 5, 16])
+def test_clusters_get_tighter_with_every_step(m):
+    key = normal(2, 2, 120, 6)
+    objective = [spread(key, k_means(key, m, steps), m) for steps in range(1, 12)]
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(objective))
+    assert m == 1 or objective[-1] < 0.95 * objective[0]
+
+
+def test_every_token_is_in_its_nearest_cluster():
+    """After the last step against the centroids before it; once nothing moves, against the final ones."""
+    key, m = normal(2, 2, 120, 6), 8
+    for steps in (2, 40):
+        centroids, filled = centroids_of(key, k_means(key, m, steps - 1), m)
+        assert filled.all()
+        slots = k_means(key, m, steps)
+        assert torch.equal(torch.cdist(key, centroids).argmin(-1), slots)
+    assert torch.equal(k_means(key, m, 41), slots)
+
+
+def test_equal_tokens_share_a_cluster():
+    """Duplicates leave slots empty, which are not nearest to anybody, and no NaN."""
+    key = normal(1, 1, 3, 4)[:, :, [0, 0, 1, 1, 0, 2, 0, 1, 2, 2]]
+    slots = k_means(key, 5, 3)[0, 0]
+    assert len(set(slots.tolist())) == 3
+    for token in range(10):
+        same = (key[0, 0] == key[0, 0, token]).all(-1)
+        assert torch.equal(slots == slots[token], same)
+    assert not k_means(torch.ones(1, 1, 9, 4), 4, 3).any()
+
+
+def test_clusters_of_a_padded_row_are_those_of_the_row_alone():
+    key, keep = normal(2, 2, 30, 6), torch.rand(2, 30, generator=torch.Generator().manual_seed(0)) < 0.5
+    slots = k_means(key, 6, 3, keep)
+    for i, kept in enumerate(keep):
+        assert torch.equal(slots[i][:, kept], k_means(key[i : i + 1, :, kept], 6, 3)[0])
+
+
+# ---- windows ----
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 23])
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 30])
+def test_blocks_hold_the_neighbours_of_their_queries(window, length):
+    before, after = window_reach(window)
+    assert before + 1 + after == window and before - after in (0, 1)
+    keep = torch.rand(2, length, generator=torch.Generator().manual_seed(length)) < 0.7
+    places = torch.arange(length).view(1, 1, length, 1).expand(2, 1, length, 1).double()
+    queries, keys, values = to_windows(places, places, places + 100, window)
+    mask = window_mask(keep, length, window, keep.device)
+    assert mask.shape == (queries.shape[0], 1, window, 2 * window - 1) and keys.shape[2] == 2 * window - 1
+    queries, keys, mask, values = (
+        from_windows(part, 2, length)
+        for part in (
+            queries[:, 0],
+            keys.transpose(-1, -2).expand(-1, -1, window, -1)[:, 0],
+            mask[:, 0],
+            values.transpose(-1, -2).expand(-1, -1, window, -1)[:, 0],
+        )
+    )
+    for b in range(2):
+        for t in range(length):
+            expected = [i for i in range(t - before, t + after + 1) if 0 <= i < length and keep[b, i]]
+            assert queries[b, t, 0] == t
+            assert keys[b, t][mask[b, t]].tolist() == expected
+            assert (values[b, t][mask[b, t]] - 100).tolist() == expected
+
+
+def test_interleaving_separates_even_and_odd_places():
+    states = torch.arange(24).view(2, 6, 2)
+    apart = interleave(states)
+    assert torch.equal(apart[0], states[0, 0::2]) and torch.equal(apart[1], states[0, 1::2])
+    assert torch.equal(undo_interleave(apart), states)
+
+
+# ---- cost ----
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of elements that any operation returns, also in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):  # an expanded view counts as what it stores
+                stored = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self.numel = max(self.numel, min(tensor.numel(), stored))
+        return out
+
+
+def attention_of(control: str, memory_size: int, implementation: str = "eager", **fields):
+    model = tiny_model(
+        "abc_memory", memory_control=control, memory_size=memory_size, max_position_embeddings=2048, **fields
+    )
+    model.set_attn_implementation(implementation)
+    return model, model.encoder.layer[0].attention.self
+
+
+def run_attention(control: str, length: int, counter, implementation: str = "eager", backward: bool = True):
+    """One padded attention under a counting mode."""
+    model, attention = attention_of(control, 16, implementation)
+    states = normal(1, length, 48, dtype=torch.float32).requires_grad_()
+    keep = torch.arange(length)[None] < length - 3
+    with counter:
+        memory, masks = model.begin(states, keep)
+        output, _, _ = attention(states, memory, masks)
+        if backward:
+            output.sum().backward()
+    return counter
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("control", LINEAR)
+def test_no_tensor_grows_faster_than_the_text(control, implementation):
+    short, long = (run_attention(control, n, LargestTensor(), implementation).numel for n in (512, 2048))
+    assert long <= 4.2 * short
+
+
+def test_the_measure_above_sees_a_square_tensor():
+    short, long = (run_attention("full", n, LargestTensor()).numel for n in (512, 2048))
+    assert long > 15 * short
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_operations_grow_as_the_text(control):
+    counts = [
+        run_attention(control, n, FlopCounterMode(display=False), backward=False).get_total_flops() for n in (512, 2048)
+    ]
+    assert counts[0] > 0
+    assert counts[1] > 8 * counts[0] if control == "full" else counts[1] <= 4.2 * counts[0]
+
+
+@pytest.mark.parametrize("control", ["mlp", *ONE_SLOT, "cluster"])
+def test_cost_of_writing(control):
+    """One slot a token: no matrix product at all, and no tensor with an entry for every token and slot."""
+    length, m, width, heads = 512, 128, 48, 4
+    model, attention = attention_of(control, m, cluster_iterations=3)
+    states = normal(1, length, width, dtype=torch.float32)
+    key = value = states.unflatten(-1, (heads, -1)).transpose(1, 2)
+    memory, masks = model.begin(states, None)
+    flops, largest = FlopCounterMode(display=False), LargestTensor()
+    for counter in (flops, largest):
+        with counter, torch.no_grad():
+            _WRITERS[control](attention, states, key, value, memory, masks)
+    if control in ONE_SLOT:
+        assert flops.get_total_flops() == 0
+        assert largest.numel <= max(length, m) * width
+    elif control == "cluster":
+        # The distances to the centroids, once a step; not the means.
+        assert flops.get_total_flops() == 3 * 2 * length * m * width
+    else:
+        # W x, then phi times the keys and the values.
+        assert flops.get_total_flops() == 2 * length * m * width * (heads + 2)
+
+
+@pytest.mark.parametrize("control", ["sliding_window", "dilated"])
+def test_a_window_multiplies_only_with_its_neighbourhood(control):
+    """Logits and values of 2 m - 1 keys for each query, beside the three projections."""
+    length, m, width = 512, 16, 48
+    model, attention = attention_of(control, m)
+    states = normal(1, length, width, dtype=torch.float32)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        attention(states, *model.begin(states, None))
+    assert counter.get_total_flops() == 3 * 2 * length * width**2 + 2 * 2 * length * (2 * m - 1) * width
