@@ -103,6 +103,11 @@ def variants_of(model_type: str) -> dict[str, dict[str, Any]]:
     return {**VARIANTS, **OWN_VARIANTS[model_type]}
 
 
+def code_name(model_type: str) -> str:
+    """What a family's modules are called by: `configuration_<name>.py`, `modeling_<name>.py`."""
+    return FAMILIES[model_type].config.__module__.rpartition("configuration_")[2]
+
+
 def model_class(model_type: str, kind: str) -> type[PreTrainedModel]:
     """The class of a family for a name in `MODELS`."""
     family = FAMILIES[model_type]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import FAMILIES, OWN_FIELDS, padded_batch, tiny_config, tiny_config_for, tiny_model
+from helpers import FAMILIES, OWN_FIELDS, padded_batch, tiny_config_for, tiny_model
 from transformers import AutoConfig, PreTrainedConfig
 
 from luna_hf import LunaConfig, LunaForMaskedLM, LunaModel
@@ -37,10 +37,15 @@ BAD_VALUES = {
     "chunk_size_feed_forward": (-1, "0"),
     "projection_length": (0, "at least 1"),
     "num_projected_attention_heads": (7, "1, 2, 3, 4"),
+    "memory_control": ("mpl", "one of mlp, linformer"),
+    "memory_size": (0, "at least 1"),
+    "control_activation": ("softmax", "one of exp, relu, sigmoid"),
+    "control_seed": (-1, "at least 0"),
+    "cluster_iterations": (0, "at least 1"),
 }
 # Fields of other types than their values are refused by transformers' own strict configurations.
 TYPED_ONLY = {"embedding_layer_norm", "norm_first", "sparse_prediction", "tie_word_embeddings", "tie_kv"}
-TYPED_ONLY |= {"dynamic_projection", "bos_token_id", "eos_token_id"}
+TYPED_ONLY |= {"dynamic_projection", "share_control", "bos_token_id", "eos_token_id"}
 
 
 def own_fields(model_type):
@@ -62,34 +67,40 @@ def test_every_field_is_documented(model_type):
     assert not missing
 
 
-@pytest.mark.parametrize("name", BAD_VALUES)
-def test_bad_values_name_the_field_and_the_fix(name):
+def fields_of_families(names):
+    """(family, field) for those of the names that are fields of the family."""
+    return [(family, name) for family in FAMILIES for name in sorted(own_fields(family).intersection(names))]
+
+
+@pytest.mark.parametrize(("model_type", "name"), fields_of_families(BAD_VALUES))
+def test_bad_values_name_the_field_and_the_fix(model_type, name):
     value, fix = BAD_VALUES[name]
     with pytest.raises(ValueError, match=f"(?s)`{name}`.*{fix}"):
-        tiny_config(**{name: value})
+        tiny_config_for(model_type, **{name: value})
 
 
-@pytest.mark.parametrize("name", sorted(TYPED_ONLY | {"hidden_size", "projection_length", "hidden_act"}))
-def test_wrong_types_name_the_field(name):
+@pytest.mark.parametrize(("model_type", "name"), fields_of_families({*TYPED_ONLY, *BAD_VALUES}))
+def test_wrong_types_name_the_field(model_type, name):
     with pytest.raises(Exception, match=f"field '{name}'"):
-        tiny_config(**{name: [object()]})
+        tiny_config_for(model_type, **{name: [object()]})
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize(
     ("wrong", "right"),
-    [
-        ("projection_lenght", "projection_length"),
-        ("classifier_dropout_prob", "classifier_dropout"),
-        ("num_lables", "num_labels"),
-    ],
+    [("classifier_dropout_prob", "classifier_dropout"), ("num_lables", "num_labels"), ("own field", "own field")],
 )
-def test_a_misspelt_field_is_caught(wrong, right):
+def test_a_misspelt_field_is_caught(model_type, wrong, right):
+    if wrong == "own field":
+        (right,) = OWN_FIELDS[model_type]
+        wrong = right[:-2] + right[:-3:-1]  # projection_lenght
     with pytest.raises(ValueError, match=f"`{wrong}`.*`{right}`"):
-        LunaConfig(**{wrong: 1})
+        FAMILIES[model_type].config(**{wrong: 1})
 
 
-def test_bad_values_are_not_saved(tmp_path):
-    config = tiny_config()
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_bad_values_are_not_saved(model_type, tmp_path):
+    config = tiny_config_for(model_type)
     config.num_attention_heads = 5
     with pytest.raises(Exception, match="num_attention_heads"):
         config.save_pretrained(tmp_path)
@@ -182,16 +193,26 @@ EFFECTS = {
     "num_projected_attention_heads": (2, outputs),
     "tie_kv": (False, parameters),
     "dynamic_projection": (False, outputs),
+    "memory_control": ("linformer", parameters),
+    "memory_size": (6, parameters),
+    "control_activation": ("relu", outputs),
+    "share_control": (False, parameters),
+    "control_seed": (1, outputs),
+    "cluster_iterations": (1, outputs),
+}
+# Other fields, where one has an effect only together with them.
+TOGETHER = {
+    "control_seed": {"memory_control": "random"},
+    "cluster_iterations": {"memory_control": "cluster", "memory_size": 3},
 }
 
 
-@pytest.mark.parametrize("name", EFFECTS)
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(("model_type", "name"), fields_of_families(EFFECTS))
 def test_every_field_changes_something(model_type, name):
-    if name not in own_fields(model_type):
-        pytest.skip(f"{model_type} has no field {name}")
     value, probe = EFFECTS[name]
-    before, after = probe(tiny_config_for(model_type)), probe(tiny_config_for(model_type, **{name: value}))
+    others = TOGETHER.get(name, {})
+    before = probe(tiny_config_for(model_type, **others))
+    after = probe(tiny_config_for(model_type, **others, **{name: value}))
     if isinstance(before, torch.Tensor):
         assert before.shape != after.shape or (before - after).abs().max() > 1e-4
     else:
@@ -199,14 +220,16 @@ def test_every_field_changes_something(model_type, name):
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-def test_feed_forward_chunks_change_nothing(rows):
-    expected = tiny_model()(**padded_batch([12, 5]))[0]
-    actual = tiny_model(chunk_size_feed_forward=rows)(**padded_batch([12, 5]))[0]
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_feed_forward_chunks_change_nothing(model_type, rows):
+    expected = tiny_model(model_type)(**padded_batch([12, 5]))[0]
+    actual = tiny_model(model_type, chunk_size_feed_forward=rows)(**padded_batch([12, 5]))[0]
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
-def test_special_tokens_are_those_of_roberta():
-    config = LunaConfig()
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_special_tokens_are_those_of_roberta(model_type):
+    config = FAMILIES[model_type].config()
     assert (config.bos_token_id, config.pad_token_id, config.eos_token_id, config.vocab_size) == (0, 1, 2, 50265)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import MODELS, VARIANTS, inputs_for, run_python, tiny_model
+from helpers import MODELS, OWN_VARIANTS, VARIANTS, inputs_for, run_python, tiny_model
 
 from luna_hf import FAMILIES
 
@@ -13,9 +13,10 @@ CASES += [("mlm", {"sparse_prediction": True})]
 
 
 def cases_of(family):
-    """(name, kind, options); a family's own ways of pooling are cases, too."""
+    """(name, kind, options); a family's own ways of pooling and its variants are cases, too."""
     poolings = FAMILIES[family].config.classifier_poolings()
     cases = CASES + [("sequence", {"classifier_pooling": pooling}) for pooling in poolings]
+    cases += [("mlm", options) for options in OWN_VARIANTS[family].values()]
     return [("-".join([kind, *map(str, options.values())]), kind, options) for kind, options in cases]
 
 

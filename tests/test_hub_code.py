@@ -9,7 +9,18 @@ import json
 import pytest
 import torch
 import transformers
-from helpers import HEADS, MODELS, inputs_for, model_class, run_python, tiny_model, tiny_tokenizer
+from helpers import (
+    FAMILY_OWN_VARIANTS,
+    HEADS,
+    MODELS,
+    OWN_VARIANTS,
+    code_name,
+    inputs_for,
+    model_class,
+    run_python,
+    tiny_model,
+    tiny_tokenizer,
+)
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
 from luna_hf import FAMILIES
@@ -74,9 +85,14 @@ def saved(tmp_path_factory):
             model.save_pretrained(first / kind)
             tokenizer.save_pretrained(first / kind)
             torch.save(inputs_for(kind), first / kind / "inputs.pt")
+        for variant, options in OWN_VARIANTS[family].items():
+            tiny_model(family, vocab_size=len(tokenizer), **options).save_pretrained(first / variant)
+            tokenizer.save_pretrained(first / variant)
+            torch.save(inputs_for("base"), first / variant / "inputs.pt")
         alone = root / family / "configuration"
         model.config.save_pretrained(alone)
-        classes = json.dumps({kind: auto_class.__name__ for kind, auto_class in AUTO_CLASSES.items()})
+        auto_classes = AUTO_CLASSES | dict.fromkeys(OWN_VARIANTS[family], AutoModel)
+        classes = json.dumps({name: auto_class.__name__ for name, auto_class in auto_classes.items()})
         for source, target in ((first, second), (second, third)):
             cache = {"HF_MODULES_CACHE": str(target) + "-modules", "HF_HOME": str(root / "home")}
             run_python(WITHOUT_PACKAGE, source, target, classes, alone, env=cache, blocked=True)
@@ -90,8 +106,8 @@ def results_of(folder):
 
 @torch.no_grad()
 def outputs_here(family, kind, folder):
-    model = model_class(family, kind).from_pretrained(folder / kind)
-    return model(**torch.load(folder / kind / "inputs.pt"))[0]
+    model = model_class(family, kind).from_pretrained(folder)
+    return model(**torch.load(folder / "inputs.pt"))[0]
 
 
 @families
@@ -101,16 +117,24 @@ def test_equal_outputs_without_the_package(saved, family, kind):
     result = results_of(second)[kind]
     assert result["class"] == model_class(family, kind).__name__
     assert all(module.startswith("transformers_modules.") for module in result["modules"])
-    assert torch.equal(result["outputs"], outputs_here(family, kind, first))
+    assert torch.equal(result["outputs"], outputs_here(family, kind, first / kind))
 
 
 @families
 @kinds
 def test_equal_outputs_after_saving_again_without_the_package(saved, family, kind):
     first, second, third = saved[family]
-    expected = outputs_here(family, kind, first)
+    expected = outputs_here(family, kind, first / kind)
     assert torch.equal(results_of(third)[kind]["outputs"], expected)
-    assert torch.equal(outputs_here(family, kind, second), expected)
+    assert torch.equal(outputs_here(family, kind, second / kind), expected)
+
+
+@pytest.mark.parametrize(("family", "variant"), FAMILY_OWN_VARIANTS)
+def test_equal_outputs_of_every_variant_without_the_package(saved, family, variant):
+    first, second, third = saved[family]
+    expected = outputs_here(family, "base", first / variant)
+    for folder in (second, third):
+        assert torch.equal(results_of(folder)[variant]["outputs"], expected)
 
 
 @families
@@ -181,12 +205,13 @@ def test_a_tokenizer_without_its_class_name_is_found_by_the_model_type(saved, fa
 
 @families
 def test_a_folder_carries_only_its_own_family(saved, family):
-    others = [name for name in FAMILIES if name != family]
+    own, others = code_name(family), [code_name(name) for name in FAMILIES if name != family]
     for folder in saved[family]:
         for kind in MODELS:
-            code = {path.name for path in (folder / kind).glob("*.py")}
-            assert {f"modeling_{family}.py", f"configuration_{family}.py", "modeling_base.py"} <= code
-            assert not [name for name in code if any(other in name for other in others)]
+            code = {path.stem for path in (folder / kind).glob("*.py")}
+            assert {f"modeling_{own}", f"attention_{own}", f"configuration_{own}", "modeling_base"} <= code
+            assert not [name for name in code if name.endswith(tuple(f"_{other}" for other in others))]
+            assert ("memory_control" in code) is (family == "abc_memory")
 
 
 @families
@@ -203,7 +228,8 @@ from transformers import AutoModel, PreTrainedModel
 AutoModel.from_config, PreTrainedModel.from_pretrained
 before = {name.split(".")[0] for name in sys.modules}
 import luna_hf
-luna_hf.LunaModel(luna_hf.LunaConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9, intermediate_size=12))
+for family in luna_hf.FAMILIES.values():
+    family.base_model(family.config(num_hidden_layers=1, hidden_size=12, vocab_size=9, intermediate_size=12))
 print(*{name.split(".")[0] for name in sys.modules} - before)
 """
     loaded = set(run_python(code, env={"CUDA_VISIBLE_DEVICES": ""}).split())

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from helpers import TINY, run_python, tiny_tokenizer
+from helpers import TINY, code_name, run_python, tiny_tokenizer
 from hub_stub import HubStub
 from safetensors.torch import load
 
@@ -71,7 +71,8 @@ def published(request, tmp_path_factory):
 def test_a_pushed_repository_is_complete(published, name):
     family, hub, _ = published
     files = hub.repositories[f"tester/{name}"]
-    code = {f"configuration_{family}.py", f"modeling_{family}.py", "configuration_base.py", "modeling_base.py"}
+    own = code_name(family)
+    code = {f"configuration_{own}.py", f"modeling_{own}.py", "configuration_base.py", "modeling_base.py"}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", *code} <= set(files)
     config = json.loads(files["config.json"])
     assert config["model_type"] == family

@@ -6,7 +6,19 @@ import pickle
 
 import pytest
 import torch
-from helpers import MODELS, VARIANTS, inputs_for, model_class, padded_batch, randomise, tiny_config_for, tiny_model
+from helpers import (
+    FAMILY_OWN_VARIANTS,
+    FAMILY_VARIANTS,
+    MODELS,
+    VARIANTS,
+    inputs_for,
+    model_class,
+    padded_batch,
+    randomise,
+    tiny_config_for,
+    tiny_model,
+    variants_of,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -14,7 +26,11 @@ from luna_hf import FAMILIES
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 kinds = pytest.mark.parametrize("kind", MODELS)
-variants = pytest.mark.parametrize("variant", list(VARIANTS))
+variants = pytest.mark.parametrize(("family", "variant"), FAMILY_VARIANTS)
+# Every kind of model, and a family's own variants of one of them.
+CASES = [(family, kind, variant) for family in FAMILIES for kind in MODELS for variant in VARIANTS]
+CASES += [(family, "mlm", variant) for family, variant in FAMILY_OWN_VARIANTS]
+cases = pytest.mark.parametrize(("family", "kind", "variant"), CASES)
 ties = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
@@ -42,11 +58,9 @@ def hidden_states(model, inputs):
     return model.base_model(**inputs).last_hidden_state
 
 
-@families
-@kinds
-@variants
+@cases
 def test_a_saved_model_comes_back_bitwise(family, kind, variant, tmp_path):
-    model = tiny_model(family, kind, **VARIANTS[variant])
+    model = tiny_model(family, kind, **variants_of(family)[variant])
     model.save_pretrained(tmp_path)
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
@@ -66,11 +80,10 @@ def test_sinusoidal_tables_are_made_again_on_loading(family, tmp_path):
     assert table.abs().max() <= 1 and table[-1].norm() > 1
 
 
-@families
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @variants
 def test_loading_in_half_precision_equals_converting(family, dtype, variant, tmp_path):
-    model = tiny_model(family, "mlm", **VARIANTS[variant])
+    model = tiny_model(family, "mlm", **variants_of(family)[variant])
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
     assert loaded.dtype == dtype
@@ -244,11 +257,9 @@ def test_a_resized_model_trains_its_new_rows(family):
     assert model.lm_head.decoder.bias.grad[124].abs() > 0
 
 
-@families
-@kinds
-@variants
+@cases
 def test_copies_and_pickles_are_equal_and_independent(family, kind, variant):
-    model = tiny_model(family, kind, **VARIANTS[variant])
+    model = tiny_model(family, kind, **variants_of(family)[variant])
     inputs = inputs_for(kind)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same_tensors(twin, model)
@@ -270,21 +281,19 @@ def test_outputs_can_be_pickled(family, kind):
     assert all(torch.equal(a, b) for a, b in zip(copied.hidden_states, output.hidden_states, strict=True))
 
 
-@families
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=["fp64", "bf16", "fp16"])
 @variants
 def test_every_tensor_moves_to_another_dtype(family, dtype, variant):
-    model = tiny_model(family, "sequence", **VARIANTS[variant]).to(dtype)
+    model = tiny_model(family, "sequence", **variants_of(family)[variant]).to(dtype)
     assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {dtype}
     assert model(**inputs_for("sequence")).logits.dtype == dtype
 
 
-@families
 @variants
 def test_disk_offload_gives_the_same_numbers(family, variant, tmp_path):
     # Offloading fetches weights when their module's forward is called: a parameter read from outside would be empty.
     accelerate = pytest.importorskip("accelerate")
-    model = tiny_model(family, "mlm", **VARIANTS[variant])
+    model = tiny_model(family, "mlm", **variants_of(family)[variant])
     offloaded = accelerate.disk_offload(copy.deepcopy(model), tmp_path, execution_device=torch.device("cpu"))
     assert {parameter.device.type for parameter in offloaded.parameters()} == {"meta"}
     assert_same_outputs(offloaded, model, inputs_for("mlm"))

@@ -5,7 +5,19 @@ import random
 
 import pytest
 import torch
-from helpers import MODELS, inputs_for, model_class, padded_batch, tiny_config_for, tiny_model, tiny_tokenizer
+from helpers import (
+    FAMILY_OWN_VARIANTS,
+    FAMILY_POOLINGS,
+    MODELS,
+    code_name,
+    inputs_for,
+    model_class,
+    padded_batch,
+    tiny_config_for,
+    tiny_model,
+    tiny_tokenizer,
+    variants_of,
+)
 from transformers import (
     DataCollatorWithPadding,
     RobertaConfig,
@@ -18,7 +30,6 @@ from transformers import (
 from luna_hf import FAMILIES
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
-heads = pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "base"])
 
 
 def arguments(folder, **overrides):
@@ -156,14 +167,7 @@ def classification_trainer(family, folder, pooling="mean", **overrides):
     )
 
 
-POOLINGS = [
-    pytest.param(family, pooling, id=f"{family}-{pooling}")
-    for family in FAMILIES
-    for pooling in FAMILIES[family].config.classifier_poolings()
-]
-
-
-@pytest.mark.parametrize(("family", "pooling"), POOLINGS)
+@pytest.mark.parametrize(("family", "pooling"), FAMILY_POOLINGS)
 def test_finetuning_learns_a_classification(family, pooling, tmp_path):
     trainer = classification_trainer(family, tmp_path, pooling, num_train_epochs=6)
     # 200 unseen texts: guessing stays below 0.6 in all but a few of a thousand cases.
@@ -211,7 +215,7 @@ def test_a_checkpoint_of_the_trainer_is_a_complete_model_folder(family, tmp_path
     trainer = classification_trainer(family, tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.train()
     names = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", f"modeling_{family}.py"} <= names
+    assert {"config.json", "model.safetensors", "tokenizer.json", f"modeling_{code_name(family)}.py"} <= names
     loaded, batch = type(trainer.model).from_pretrained(tmp_path / "checkpoint-1"), padded_batch([9, 5])
     with torch.no_grad():
         torch.testing.assert_close(loaded(**batch).logits, trainer.model.eval()(**batch).logits)
@@ -227,11 +231,15 @@ def gradients(model, batch, **kwargs):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@families
-@heads
+CHECKPOINTED = [(family, kind, "default") for family in FAMILIES for kind in MODELS if kind != "base"]
+CHECKPOINTED += [(family, "mlm", variant) for family, variant in FAMILY_OWN_VARIANTS]
+
+
+@pytest.mark.parametrize(("family", "kind", "variant"), CHECKPOINTED)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_gradient_checkpointing_changes_no_gradient(family, kind, reentrant):
-    model = tiny_model(family, kind, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1).double().train()
+def test_gradient_checkpointing_changes_no_gradient(family, kind, variant, reentrant):
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    model = tiny_model(family, kind, **dropout, **variants_of(family)[variant]).double().train()
     batch = inputs_for(kind, labels=True)
     expected = gradients(model, batch)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
@@ -247,24 +255,30 @@ def test_gradient_checkpointing_changes_no_gradient(family, kind, reentrant):
 
 # LoRA.
 
+# Per family: modules to adapt, options of the model, and the names that are then adapted.
 TARGETS = {
-    "query-value": (["query", "value"], {"tie_kv": False}),
-    "query-tied-key-value": (["query", "key_value"], {}),
-    "all-linear": ("all-linear", {}),
+    "luna": {
+        "query-value": (["query", "value"], {"tie_kv": False}, {"query", "value"}),
+        "query-tied-key-value": (["query", "key_value"], {}, {"query", "key_value"}),
+        "all-linear": ("all-linear", {}, {"query", "key_value", "dense"}),
+    },
+    "abc_memory": {
+        "query-value": (["query", "value"], {}, {"query", "value"}),
+        "all-linear": ("all-linear", {"share_control": False}, {"query", "key", "value", "dense"}),
+    },
 }
 
 
-@pytest.mark.parametrize("targets", list(TARGETS))
-def test_lora_trains_merges_and_comes_back(targets, tmp_path):
+@pytest.mark.parametrize(("family", "targets"), [(family, name) for family in FAMILIES for name in TARGETS[family]])
+def test_lora_trains_merges_and_comes_back(family, targets, tmp_path):
     peft = pytest.importorskip("peft")
-    names, options = TARGETS[targets]
-    base = tiny_model("luna", "sequence", **options)
+    names, options, expected = TARGETS[family][targets]
+    base = tiny_model(family, "sequence", **options)
     config = peft.LoraConfig(
         task_type="SEQ_CLS", r=4, target_modules=names, modules_to_save=["classifier"], lora_dropout=0.0
     )
     model = peft.get_peft_model(copy.deepcopy(base), config)
     adapted = {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name, _ in model.named_parameters() if "lora_A" in name}
-    expected = {"query", "key_value", "dense"} if names == "all-linear" else set(names)
     assert adapted == expected
     assert 0 < model.get_nb_trainable_parameters()[0] < model.get_nb_trainable_parameters()[1] / 2
 
