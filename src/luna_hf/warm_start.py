@@ -16,6 +16,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from .functional import repeat_positions
+from .warm_start_control import place_states, pseudo_queries, spread_places
 from .warm_start_source import HEAD_NAMES, LoadedSource, Source, load_source
 
 logger = logging.get_logger(__name__)
@@ -28,7 +29,8 @@ INITIALISED = "initialised as in a new model"
 ZERO = "zero"
 IDENTITY = "the identity"
 TEXT_TOKENS = "embeddings of text tokens at evenly spread positions, before their LayerNorm"
-_WORDS = (INITIALISED, ZERO, IDENTITY, TEXT_TOKENS)
+OWN_ATTENTION = "the source's own attention from evenly spread positions"
+_WORDS = (INITIALISED, ZERO, IDENTITY, TEXT_TOKENS, OWN_ATTENTION)
 
 _ATTENTION = "encoder.layer.{}.attention"
 _SHARED_RULES = {
@@ -40,8 +42,8 @@ _SHARED_RULES = {
 # the teacher's own, and its biases pass, since attention weights sum to one.
 RULES: dict[str, dict[str, str]] = {
     "abc_memory": {
-        "control.weight": INITIALISED,
-        f"{_ATTENTION}.self.control.weight": INITIALISED,
+        "control.weight": OWN_ATTENTION,
+        f"{_ATTENTION}.self.control.weight": OWN_ATTENTION,
         **_SHARED_RULES,
     },
     "luna": {
@@ -98,14 +100,15 @@ class WarmStart:
         for kind in kinds or ("copied", "extended", "new", "unused"):
             made = getattr(self, kind)
             lines.append(f"{kind}: {len(made)} parameter{'' if len(made) == 1 else 's'}")
-            lines += [f"  {line}" for line in _grouped(made, with_how=kind != "copied")]
+            lines += [f"  {line}" for line in _grouped(made, with_how=kind in ("extended", "new"))]
         return lines
 
     def warn(self) -> None:
         """Log the new and the unused parameters, as `from_pretrained` does."""
         kinds = [kind for kind in ("extended", "new", "unused") if getattr(self, kind)]
         if kinds:
-            logger.warning("\n".join(["Warm start:", *self.lines(*kinds)]))
+            said = "Warm-started. What is new has to be trained on text:" if self.new else "Warm-started:"
+            logger.warning("\n".join([said, *self.lines(*kinds)]))
 
 
 def _template(name: str) -> tuple[str, str | None]:
@@ -234,10 +237,32 @@ def _draw_slot_tokens(loaded: LoadedSource, slots: int, text: Sequence[int] | Te
     return ids[torch.multinomial(weights, slots, replacement=True, generator=generator)]
 
 
+def _start_control(loaded: LoadedSource, config: PreTrainedConfig, layer: str) -> Tensor:
+    """(h * m, d) for a learned control, (h * m, N) for Linformer's: its maps as they are over places without words."""
+    tensors, positions = loaded.tensors, loaded.tensors[_POSITIONS][loaded.first :]
+    segments = tensors.get("embeddings.token_type_embeddings.weight")
+    norm = tuple(tensors[f"embeddings.LayerNorm.{kind}"] for kind in ("weight", "bias"))
+    states = place_states(positions, None if segments is None else segments[0], norm, config.layer_norm_eps)
+    projections = f"{_ATTENTION}.self.".replace("{}", layer)
+    query = tuple(tensors[f"{projections}query.{kind}"] for kind in ("weight", "bias"))
+    asking = states[spread_places(config.memory_size, loaded.longest)]
+    weight = pseudo_queries(asking, query, tensors[f"{projections}key.weight"], config.num_attention_heads)
+    if config.memory_control == "mlp":
+        return weight
+    repeats = -(-config.max_position_embeddings // loaded.longest)
+    return (weight @ states.repeat(repeats, 1)[: config.max_position_embeddings].T).softmax(-1)
+
+
+def _can_start_control(loaded: LoadedSource, config: PreTrainedConfig) -> bool:
+    """Whether the source's attention reads embedded positions, and the control weighs tokens as attention does."""
+    plain = loaded.first + loaded.longest == len(loaded.tensors.get(_POSITIONS, ()))
+    plain &= "embeddings.LayerNorm.weight" in loaded.tensors and not getattr(config, "norm_first", False)
+    return plain and getattr(config, "control_activation", "exp") == "exp"
+
+
 def _embed_slots(loaded: LoadedSource, tokens: Tensor) -> Tensor:
     """(l, d): the source's embeddings of the tokens, at positions spread evenly over those it was trained on."""
-    slots = len(tokens)
-    places = (2 * torch.arange(slots) + 1) * loaded.longest // (2 * slots) + loaded.first
+    places = spread_places(len(tokens), loaded.longest) + loaded.first
     parts = [loaded.embedding[tokens], loaded.tensors[_POSITIONS][places]]
     segments = loaded.tensors.get("embeddings.token_type_embeddings.weight")
     parts += [] if segments is None else [segments[:1]]
@@ -247,9 +272,11 @@ def _embed_slots(loaded: LoadedSource, tokens: Tensor) -> Tensor:
 class _Maker:
     """Makes the parameters of a new model one by one, and keeps the report."""
 
-    def __init__(self, loaded: LoadedSource, model: PreTrainedModel, packed: Tensor | None) -> None:
+    def __init__(self, loaded: LoadedSource, model: PreTrainedModel, packed: Tensor | None, control_init: str) -> None:
         self.loaded, self.model, self.packed = loaded, model, packed
         self.rules = RULES[model.config.model_type]
+        if control_init == "random" or not _can_start_control(loaded, model.config):
+            self.rules = {name: INITIALISED if rule == OWN_ATTENTION else rule for name, rule in self.rules.items()}
         self.report = WarmStart()
         self.used: set[int] = set()  # addresses: a tied parameter has several names
         self.initialised: set[str] = set()
@@ -269,10 +296,7 @@ class _Maker:
         own = self.find(ours, template, empty)
         if own is None:
             if template not in self.rules:
-                raise ValueError(
-                    f"There is no rule for {name}. A warm start makes masked-LM models: save one, and load it into "
-                    "another class with `from_pretrained`."
-                )
+                raise ValueError(self.lacking(name))
             rule = self.rules[template].replace("{}", layer or "")
             self.report.new[name] = rule if rule in _WORDS else f"a copy of the source's {self.loaded.names[rule]}"
             return self.apply(rule, name, empty)
@@ -291,14 +315,14 @@ class _Maker:
 
     def find(self, ours: str, template: str, empty: Tensor) -> str | None:
         """The source's parameter that stands for one of ours."""
-        owns = [own for own in self.loaded.layout.head.get(ours, (ours,)) if own in self.loaded.tensors]
-        if not owns or template not in self.rules:
-            return owns[0] if owns else None
-        # Optional parts of our own families: those of the source count if they are of the same kind and size.
-        configs = (self.loaded.config, self.model.config)
-        same_control = len({getattr(config, "memory_control", None) for config in configs}) == 1
-        same = self.loaded.tensors[owns[0]].shape == empty.shape and ("control." not in ours or same_control)
-        return owns[0] if same or ours in self.loaded.layout.head else None
+        head = self.loaded.layout.head
+        own = next((own for own in head.get(ours, (ours,)) if own in self.loaded.tensors), None)
+        if own is None or ours in head or template not in self.rules:
+            return own
+        # Optional parts of an ABC source: taken over where they are of the same kind and size.
+        source, config = self.loaded.config, self.model.config
+        same_kind = "control." not in ours or source.memory_control == config.memory_control
+        return own if same_kind and self.loaded.tensors[own].shape == empty.shape else None
 
     def extend(self, table: Tensor, own_name: str) -> tuple[Tensor, str]:
         """The table of positions with our rows in front and `max_position_embeddings` behind, and what was done."""
@@ -330,9 +354,20 @@ class _Maker:
             values = torch.eye(len(empty))
         elif rule == TEXT_TOKENS:
             values = self.packed
+        elif rule == OWN_ATTENTION:
+            values = _start_control(self.loaded, self.model.config, _template(name)[1] or "0")
         else:
             values = self.loaded.tensors[rule].clone()
         return values.to(like)
+
+    def lacking(self, name: str) -> str:
+        """Why there is no value for a parameter."""
+        if name.startswith(self.model.base_model_prefix + "."):
+            return f"The source has no parameter for {name}. Adapters have to be merged into it first."
+        return (
+            f"There is no rule for {name}. A warm start makes masked-LM models: save one, and load it into another "
+            "class with `from_pretrained`."
+        )
 
     def finish(self) -> WarmStart:
         """The report, with the parameters of the source that were not used."""
@@ -354,6 +389,7 @@ def warm_start(
     *,
     max_length: int | None = None,
     slot_tokens: Sequence[int] | Tensor | None = None,
+    control_init: str = "attention",
     seed: int = 0,
     **fields: Any,
 ) -> tuple[PreTrainedModel, WarmStart]:
@@ -365,12 +401,15 @@ def warm_start(
     Args:
         model_class: `AbcForMaskedLM` or `LunaForMaskedLM`.
         source: folder, name on the Hub, or a model in memory (which stays as it is): RoBERTa, XLM-R, CamemBERT,
-            data2vec-text, BERT, or an ABC model, with any head or none.
+            data2vec-text, BERT, or an ABC model (whose own fields stay where none are given); with any head or none.
         max_length: tokens that the model must take, if more than the source does: its positions are then repeated
             (`functional.repeat_positions`).
         slot_tokens: for Luna, the token ids of a text, from which the packed embeddings' tokens are drawn. Without it
             they are drawn from the vocabulary by Zipf's law, which is a fair guess where ids go from frequent to rare
             (RoBERTa's and its sisters' do), and uniformly for BERT and ABC sources, where they do not.
+        control_init: for ABC's learned controls: `"attention"` starts every slot as the source's own attention (that of
+            the first layer, where the layers share the control) from one of `memory_size` evenly spread positions;
+            `"random"` as in a new model, which is the paper's way and takes far longer to recover.
         seed: of what is drawn or initialised. Global random numbers go on as if nothing had been drawn.
         fields: of the new model's config: `memory_control`, `memory_size`, `projection_length`, `conv_kernel_size`,
             `num_projected_attention_heads` (other pack heads than the source's cut its queries and keys where they were
@@ -383,6 +422,8 @@ def warm_start(
         ValueError: A source that cannot be mapped or read; a field that is unknown or follows from the source; fewer
             positions than the source's; `tie_kv=True` for Luna, since the source has two matrices.
     """
+    if control_init not in ("attention", "random"):
+        raise ValueError(f"`control_init` is {control_init!r}, but must be 'attention' or 'random'.")
     with torch.random.fork_rng(devices=[]):
         loaded = load_source(source)
         config = _target_config(model_class.config_class, loaded, max_length, fields)
@@ -396,7 +437,7 @@ def warm_start(
             model = model_class(config)
         model.tie_weights()
         torch.manual_seed(seed)
-        maker = _Maker(loaded, model, packed)
+        maker = _Maker(loaded, model, packed, control_init)
         made = {name: maker.make(name, empty) for name, empty in model.named_parameters()}
     model.load_state_dict(made, strict=False, assign=True)
     model.tie_weights()
