@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from loop import parameter_groups
+from groups import parameter_groups
 from measuring import progress, summary, synchronize
 from models import make_config
 from pretrain_recipe import PretrainRecipe

@@ -96,9 +96,7 @@ def make_card(recipe: PretrainRecipe, figures: dict[str, Any]) -> str:
         metadata=metadata(recipe, figures),
         model_name=recipe.model_name,
         model_type=figures["model_type"],
-        start=f"trained on from `{portable(recipe.model_name_or_path)}`"
-        if recipe.model_name_or_path
-        else "pretrained from scratch",
+        start=figures["start"],
         trust=", trust_remote_code=True" if own_code else "",
         trust_note=" With the package `luna_hf` imported, `trust_remote_code` is not needed." if own_code else "",
         parameters=f"{figures['parameters']:,}",
@@ -150,8 +148,9 @@ def _training_fields(recipe: PretrainRecipe, figures: dict[str, Any]) -> dict[st
     seen, available = figures["seen_tokens"], figures["training_tokens"]
     of = f", {seen / available:.2g} times the {available:,} tokens of training text" if available else ""
     values = asdict(recipe)
-    for name in ("output_dir", "cache_dir", "validation", "tokenizer", "model_name_or_path"):
-        values[name] = portable(values[name])
+    for name in ("output_dir", "cache_dir", "validation", "tokenizer", "model_name_or_path", "teacher"):
+        if name in values:
+            values[name] = portable(values[name])
     values["data"] = _portable_data(recipe.data)
     skipped = f"; {figures['skipped_updates']} updates were skipped" if figures["skipped_updates"] else ""
     return {
@@ -199,6 +198,31 @@ def plot_loss(log: RunLog, unigram_loss: float, path: Path) -> None:
     axes.set_ylabel("masked-token loss (nats)")
     axes.grid(alpha=0.3)
     axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def plot_transfer(log: RunLog, unigram_loss: float, path: Path) -> None:
+    """Draw the transfer error, of training and of the held-out layers, and the held-out loss beside it, by step."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    left.plot(*log.series("train", "loss"), color="tab:blue", alpha=0.5, label="training, mean of the layers")
+    steps, layers = log.series("objective", "layers")
+    for number, errors in enumerate(zip(*layers, strict=True)):
+        shade = 0.2 + 0.7 * number / len(layers[0])
+        label = f"held-out, layer {number + 1}" if number in (0, len(layers[0]) - 1) else None
+        left.plot(steps, errors, color=str(shade), marker="o", markersize=2, linewidth=1, label=label)
+    left.set_ylim(bottom=0)
+    left.set_ylabel("relative squared error of attention")
+    right.plot(*log.series("held_out", "loss"), color="tab:red", marker="o", markersize=3, label="held-out")
+    right.axhline(unigram_loss, color="black", linestyle=":", label="unigram baseline")
+    right.set_ylabel("masked-token loss (nats)")
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

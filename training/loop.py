@@ -1,4 +1,4 @@
-"""The training loop: optimizer groups, schedule, steps, evaluation, logging.
+"""The training loop: schedule, steps, evaluation, logging.
 
 Everything that depends on device, precision and number of processes goes through `accelerate`.
 """
@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from checkpoint import Counters, write_atomically
+from groups import drop_frozen
 from pretrain_recipe import PretrainRecipe
 from recipe import UserError
 from sharding import check_backend
@@ -52,7 +53,7 @@ class RunLog:
             write_atomically(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
 
     def add(self, kind: str, step: int, **values: Any) -> None:
-        """Append an entry, `kind` being "train", "held_out", "probe" or "resumed"."""
+        """Append an entry, `kind` being "train", "held_out", "probe", "objective" or "resumed"."""
         entry = {"kind": kind, "step": step, **values}
         self.entries.append(entry)
         if self.path:
@@ -123,15 +124,6 @@ def make_accelerator(recipe: PretrainRecipe) -> Accelerator:
     return accelerator
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices and embeddings decay; vectors (biases and norms) do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
 def warmup_then_decay(optimizer: Optimizer, max_steps: int, warmup_fraction: float, power: float) -> LambdaLR:
     """The rate rises linearly over the first steps, and falls to 0 at `max_steps` as a polynomial (1: a line)."""
     warmup = round(warmup_fraction * max_steps)
@@ -179,7 +171,10 @@ def evaluate(
 
 @dataclass
 class Run:
-    """What a run is made of; `model` and `optimizer` are prepared by `accelerator`, and `scheduler` counts updates."""
+    """What a run is made of; `model` and `optimizer` are prepared by `accelerator`, and `scheduler` counts updates.
+
+    `model` is called with a batch and returns something with a `loss`, the mean over its `targets`.
+    """
 
     recipe: PretrainRecipe
     accelerator: Accelerator
@@ -188,10 +183,13 @@ class Run:
     scheduler: LambdaLR
     updates: Iterator[list[dict[str, Tensor]]]
     evaluate: Callable[[], Evaluation]
+    targets: Callable[[dict[str, Tensor]], Tensor]
+    measure: Callable[[], dict[str, Any] | None]
     probe: Callable[[], dict[str, Any] | None]
     save: Callable[[Counters], None]
     stop_requested: Callable[[], bool]
     log: RunLog
+    evaluate_first: bool
     unigram_loss: float
     flops_per_token: float
     peak_flops: float
@@ -212,7 +210,8 @@ class Update:
 def train(run: Run, counters: Counters) -> Evaluation | None:
     """Train from where `counters` stand to `max_steps`, and return the last evaluation; `None` if stopped by request.
 
-    An update is the gradient of the mean loss over all its masked tokens, however they fall on passes and processes.
+    An update is the gradient of the mean loss over all its targets (masked tokens), however they fall on passes and
+    processes.
 
     Raises:
         UserError: The loss or the gradient is not finite, more often than the recipe allows.
@@ -228,6 +227,8 @@ def train(run: Run, counters: Counters) -> Evaluation | None:
     )
     run.model.train()
     tokens, seconds, result = 0, 0.0, None
+    if run.evaluate_first and counters.step == 0:
+        log_evaluation(run, counters, run.evaluate(), progress)
     while counters.step < recipe.max_steps:
         started = time.perf_counter()
         update = one_update(run, counters)
@@ -257,19 +258,20 @@ def one_update(run: Run, counters: Counters) -> Update:
     """Forward and backward passes over the next batches, and a step of the optimizer unless it would do harm."""
     accelerator, optimizer, processes = run.accelerator, run.optimizer, run.accelerator.num_processes
     group = next(run.updates)
-    mine = [((batch["labels"] != -100).sum(), batch["attention_mask"].sum()) for batch in group]
+    mine = [(run.targets(batch), batch["attention_mask"].sum()) for batch in group]
     mine.append((torch.tensor(int(run.stop_requested())), torch.tensor(0)))
     counts = accelerator.gather(torch.tensor(mine, device=accelerator.device).unsqueeze(0))  # (processes, passes+1, 2)
-    total_labels, loss, norm = counts[:, :-1, 0].sum(), torch.zeros((), device=accelerator.device), None
-    for batch, (labels, _) in zip(group, mine, strict=False):
+    total_targets, loss, norm = counts[:, :-1, 0].sum(), torch.zeros((), device=accelerator.device), None
+    for batch, (targets, _) in zip(group, mine, strict=False):
         batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
         with accelerator.accumulate(run.model):
             mean_loss = run.model(**batch).loss
             # Undoes the averages that accelerate (over passes) and DDP (over processes) take.
-            share = labels.to(accelerator.device) * len(group) * processes / total_labels
+            share = targets.to(accelerator.device) * len(group) * processes / total_targets
             accelerator.backward(mean_loss * share)
             loss = loss + mean_loss.detach().float() * share / len(group)
             if accelerator.sync_gradients:
+                drop_frozen(optimizer, counters.step)
                 norm = accelerator.clip_grad_norm_(run.model.parameters(), run.recipe.max_grad_norm)
     loss, norm = accelerator.reduce(loss, reduction="mean").item(), float(norm)
     rate = run.scheduler.get_last_lr()[0]
@@ -331,12 +333,15 @@ def log_evaluation(run: Run, counters: Counters, result: Evaluation, progress: t
     values = {**asdict(result), "gain_nats": gain, "seconds": counters.seconds, "seen_tokens": counters.seen_tokens}
     if attention := run.probe():
         run.log.add("probe", counters.step, **attention)
+    if measured := run.measure():
+        run.log.add("objective", counters.step, **measured)
     run.log.add("held_out", counters.step, **values)
     run.accelerator.log({f"held_out/{name}": value for name, value in values.items()}, step=counters.step)
     if run.accelerator.is_main_process:
         plateau = " - plateau: hardly more than token statistics, the context is not read yet"
         plateau = plateau if gain < PLATEAU_GAIN else ""
+        objective = f", objective {measured['loss']:.4f}" if measured else ""
         progress.write(
             f"step {counters.step:>6}: held-out loss {result.loss:.3f} (unigram {run.unigram_loss:.3f}), perplexity "
-            f"{result.perplexity:.1f}, accuracy {result.accuracy:.1%}{plateau}"
+            f"{result.perplexity:.1f}, accuracy {result.accuracy:.1%}{objective}{plateau}"
         )

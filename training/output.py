@@ -24,8 +24,8 @@ def find_checkpoint(recipe: PretrainRecipe, tell: Callable[[str], None]) -> Path
             another recipe, or other files.
     """
     folder = Path(recipe.output_dir)
-    for key in ("model_name_or_path", "tokenizer"):
-        source = getattr(recipe, key)
+    for key in ("model_name_or_path", "tokenizer", "teacher"):
+        source = getattr(recipe, key, "")
         if source and Path(source).resolve() == folder.resolve():
             raise UserError(f"`output_dir` {folder} is `{key}`, which would be overwritten. Name another folder.")
     check_writable(folder)

@@ -17,13 +17,14 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from card import PLOT, count, machine, make_card, plot_loss, portable_command
+from card import PLOT, count, machine, make_card, portable_command
 from checkpoint import (
     Counters,
     StopRequest,
@@ -37,27 +38,29 @@ from checkpoint import (
 )
 from corpus import Corpus, open_corpus
 from data import Plan, PreparedText, prepare_text, train_tokenizer
+from groups import check_groups, parameter_groups
 from loop import (
     Evaluation,
     Run,
     RunLog,
     evaluate,
     make_accelerator,
-    parameter_groups,
     split_update,
     train,
     warmup_then_decay,
 )
 from models import load_config, load_encoder, load_tokenizer, longest_input, make_config, model_fields
+from objective import Objective
 from output import clear_output, find_checkpoint, push, reserve_repository, save_model
 from pretrain_recipe import PretrainRecipe
 from probe import probe
 from recipe import UserError, load_recipe
 from sharding import prepare_model
-from throughput import peak_flops, training_flops
+from throughput import peak_flops
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     pipeline,
@@ -104,10 +107,12 @@ def check_model(recipe: PretrainRecipe) -> None:
     """Raise the errors of the recipe's model before anything is read or written.
 
     Raises:
-        UserError: See `models`; or blocks that are longer than a new model's positions.
+        UserError: See `models` and `groups`; or blocks that are longer than a new model's positions.
     """
     if recipe.model_name_or_path:
-        load_tokenizer(recipe.tokenizer or recipe.model_name_or_path, load_config(recipe.model_name_or_path))
+        config = load_config(recipe.model_name_or_path)
+        load_tokenizer(recipe.tokenizer or recipe.model_name_or_path, config)
+        check_groups(parameter_names(config), recipe.groups, recipe.max_steps)
         return
     tokenizer = load_tokenizer(recipe.tokenizer) if recipe.tokenizer else None
     config = make_config(recipe.model, tokenizer, len(tokenizer) if tokenizer else recipe.vocab_size)
@@ -116,6 +121,13 @@ def check_model(recipe: PretrainRecipe) -> None:
             f"`block_size` is {recipe.block_size}, but the model takes at most {longest_input(config)} tokens. Lower "
             f"`block_size`, or raise `model.max_position_embeddings` (now {config.max_position_embeddings})."
         )
+    check_groups(parameter_names(config), recipe.groups, recipe.max_steps)
+
+
+def parameter_names(config: PreTrainedConfig) -> list[str]:
+    """The parameters of a masked-LM model, which is not made for that."""
+    with torch.device("meta"):
+        return [name for name, _ in AutoModelForMaskedLM.from_config(config).named_parameters()]
 
 
 def make_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel, list[str]]:
@@ -169,21 +181,24 @@ def make_tokenizer(
     return tokenizer
 
 
-def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any] | None:
+def pretrain(recipe: PretrainRecipe, command: str, objective: Objective | None = None) -> dict[str, Any] | None:
     """Run a recipe, or go on with it, and return the figures of `metrics.json`; `None` if stopped by a signal.
 
     Args:
         recipe: what to run.
         command: for the card.
+        objective: what to minimise; masked language modelling unless given.
 
     Raises:
         UserError: See the functions that are called.
     """
+    objective = objective or Objective()
     accelerator = make_accelerator(recipe)
     micro_batch, passes = split_update(recipe.update_rows, recipe.batch_size, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = passes
     plan = Plan(micro_batch, passes, accelerator.num_processes, accelerator.process_index)
     # Mistakes are told before the folder, with perhaps an earlier model in it, is touched.
+    objective.check(recipe)
     check_model(recipe)
     corpus = open_corpus(recipe)
     accelerator.print(f"Read {corpus.description}.")
@@ -197,7 +212,7 @@ def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any] | None:
     text = prepare_text(recipe, corpus, tokenizer, accelerator)
 
     stop = StopRequest()
-    run, counters, parameters = prepare_run(recipe, accelerator, plan, text, found, stop)
+    run, counters, parameters = prepare_run(recipe, objective, accelerator, plan, text, found, stop)
     announce(recipe, accelerator, text, parameters, plan, counters)
     with stop:  # before and after training a signal loses nothing, and does what it always does
         last = train(run, counters)
@@ -208,7 +223,7 @@ def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any] | None:
         )
         accelerator.end_training()
         return None
-    figures = finish(run, text, counters, last, parameters, command)
+    figures = finish(run, objective, text, counters, last, parameters, command)
     accelerator.end_training()
     if repository is not None:
         push(recipe, folder, repository)
@@ -218,6 +233,7 @@ def pretrain(recipe: PretrainRecipe, command: str) -> dict[str, Any] | None:
 
 def prepare_run(
     recipe: PretrainRecipe,
+    objective: Objective,
     accelerator: Accelerator,
     plan: Plan,
     text: PreparedText,
@@ -235,20 +251,23 @@ def prepare_run(
     for note in notes:
         accelerator.print(note)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    flops_per_token = training_flops(model, {name: tensor.unsqueeze(0) for name, tensor in text.held_out[0].items()})
+    sample = {name: tensor.unsqueeze(0) for name, tensor in text.held_out[0].items()}
+    module = objective.make_module(model, recipe, accelerator, sample)
+    flops_per_token = objective.flops_per_token(module, sample)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if recipe.compile:
         model.compile()
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, recipe.weight_decay),
+        parameter_groups(model, recipe.weight_decay, recipe.learning_rate, recipe.groups, recipe.max_steps),
         lr=recipe.learning_rate,
         betas=(recipe.adam_beta1, recipe.adam_beta2),
         eps=recipe.adam_epsilon,
     )
     scheduler = warmup_then_decay(optimizer, recipe.max_steps, recipe.warmup_fraction, recipe.decay_power)
     accelerator.register_for_checkpointing(scheduler)
-    model, optimizer = prepare_model(accelerator, model, optimizer, recipe, plan.micro_batch)
+    module, optimizer = prepare_model(accelerator, module, optimizer, recipe, plan.micro_batch)
+    trained = objective.trained(module, accelerator)
     peak, peak_source = peak_flops(accelerator.device, recipe.mixed_precision)
     # The weights are the same in every process; dropout from here on is not. No random number may be drawn between
     # here and the loop, or a resumed run would draw others.
@@ -270,7 +289,7 @@ def prepare_run(
     def look_at_attention() -> dict[str, Any] | None:
         if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             return None  # the parameters are in shards
-        return probe(accelerator.unwrap_model(model), probe_batch(text, accelerator))
+        return probe(accelerator.unwrap_model(trained), probe_batch(text, accelerator))
 
     def save(counters: Counters) -> None:
         save_checkpoint(
@@ -285,15 +304,18 @@ def prepare_run(
     run = Run(
         recipe=recipe,
         accelerator=accelerator,
-        model=model,
+        model=module,
         optimizer=optimizer,
         scheduler=scheduler,
         updates=text.rows.updates(plan, counters.step),
-        evaluate=lambda: evaluate(accelerator, model, text.held_out, recipe.batch_size),
+        evaluate=lambda: evaluate(accelerator, trained, text.held_out, recipe.batch_size),
+        targets=objective.targets,
+        measure=lambda: objective.measure(module, accelerator, text.held_out, recipe.batch_size),
         probe=look_at_attention,
         save=save,
         stop_requested=lambda: stop.name is not None,
         log=log,
+        evaluate_first=bool(recipe.model_name_or_path),
         unigram_loss=text.unigram["loss"],
         flops_per_token=flops_per_token,
         peak_flops=peak,
@@ -309,7 +331,13 @@ def probe_batch(text: PreparedText, accelerator: Accelerator, rows: int = 8) -> 
 
 
 def finish(
-    run: Run, text: PreparedText, counters: Counters, last: Evaluation, parameters: int, command: str
+    run: Run,
+    objective: Objective,
+    text: PreparedText,
+    counters: Counters,
+    last: Evaluation,
+    parameters: int,
+    command: str,
 ) -> dict[str, Any]:
     """Save the model, evaluate the files, and write plot, card and figures; then the checkpoints go.
 
@@ -317,7 +345,7 @@ def finish(
         RuntimeError: The saved model is not the trained one.
     """
     recipe, accelerator, folder = run.recipe, run.accelerator, Path(run.recipe.output_dir)
-    save_model(accelerator, run.model, folder)
+    save_model(accelerator, objective.trained(run.model, accelerator), folder)
     # The figures are those of the files: whatever saving loses would show here.
     reloaded = AutoModelForMaskedLM.from_pretrained(folder).to(accelerator.device)
     result = evaluate(accelerator, reloaded, text.held_out, recipe.batch_size)
@@ -340,13 +368,16 @@ def finish(
         "skipped_updates": counters.skipped,
         "mfu": run.log.series("train", "mfu")[1][-1],
         "processes": accelerator.num_processes,
+        "start": objective.start(recipe),
         "notes": run.notes,
         "command": command,
         **machine(),
     }
+    if measured := [entry for entry in run.log.entries if entry["kind"] == "objective"]:
+        figures["objective"] = {name: value for name, value in measured[-1].items() if name != "kind"}
     if accelerator.is_main_process:
         figures["fill_mask"] = answer(reloaded, AutoTokenizer.from_pretrained(folder), recipe.fill_mask)
-        plot_loss(run.log, text.unigram["loss"], folder / PLOT)
+        objective.plot(run.log, text.unigram["loss"], folder / PLOT)
         write_atomically(folder / "README.md", make_card(recipe, figures))
         # Written last but for the checkpoints: a run that has it is finished.
         write_atomically(folder / "metrics.json", json.dumps(figures, indent=2) + "\n")
@@ -410,20 +441,35 @@ def report(figures: dict[str, Any], folder: str) -> None:
         print(f"  {row['sentence']}\n    {guesses}")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run from the command line; the exit status is 1 when the recipe's gain is missed, 2 for a mistake of the user."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    keys = ", ".join(field.name for field in dataclasses.fields(PretrainRecipe))
+def command_line(
+    script: str,
+    description: str,
+    recipe_class: type[PretrainRecipe],
+    arguments: list[str],
+    run: Callable[[str, list[str], str], tuple[PretrainRecipe, dict[str, Any] | None]],
+) -> int:
+    """Run a recipe from the command line.
+
+    Args:
+        script: its path from the repository root.
+        description: for the help.
+        recipe_class: what recipes of the script say.
+        arguments: words after the script.
+        run: called with the recipe's path, the overrides, and the whole command; returns the recipe and the figures.
+
+    Returns:
+        The exit status: 1 when the recipe's gain is missed, 2 for a mistake of the user, 130 for an interruption.
+    """
+    keys = ", ".join(field.name for field in dataclasses.fields(recipe_class))
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=f"Keys: {keys}.", formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, epilog=f"Keys: {keys}.", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", help="YAML file, see training/recipes/pretrain_mlm")
+    parser.add_argument("recipe", help=f"YAML file, see training/recipes/{Path(script).stem}")
     parser.add_argument("overrides", nargs=argparse.REMAINDER, help="--key value, for any key of the recipe")
     parsed = parser.parse_args(arguments)
     disable_progress_bar()  # of transformers: the bars of loading and saving a small file say nothing
     try:
-        recipe = read_recipe(parsed.recipe, parsed.overrides)
-        figures = pretrain(recipe, portable_command(["python", "training/pretrain_mlm.py", *arguments]))
+        recipe, figures = run(parsed.recipe, parsed.overrides, portable_command(["python", script, *arguments]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -438,6 +484,17 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 1
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run from the command line, see `command_line`."""
+
+    def run(path: str, words: list[str], command: str) -> tuple[PretrainRecipe, dict[str, Any] | None]:
+        recipe = read_recipe(path, words)
+        return recipe, pretrain(recipe, command)
+
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return command_line("training/pretrain_mlm.py", __doc__, PretrainRecipe, arguments, run)
 
 
 if __name__ == "__main__":

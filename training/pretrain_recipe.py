@@ -5,6 +5,7 @@ import math
 import re
 from typing import Any
 
+from groups import ParameterGroup, read_groups
 from recipe import UserError
 
 # Keys that may differ when a run is resumed: they do not change what is learnt.
@@ -67,6 +68,7 @@ class PretrainRecipe:
     global_batch_tokens: int
     batch_size: int
     learning_rate: float
+    parameter_groups: list[Any]
     warmup_fraction: float
     decay_power: float
     adam_beta1: float
@@ -111,6 +113,7 @@ class PretrainRecipe:
         self._require("mixed_precision", self.mixed_precision in ("no", "bf16", "fp16"), "'no', 'bf16' or 'fp16'")
         one_mask = all(sentence.count("<mask>") == 1 for sentence in self.fill_mask)
         self._require("fill_mask", self.fill_mask and one_mask, "sentences with exactly one <mask> each")
+        read_groups(self.parameter_groups)
         self._require_batch()
         self._require_model()
         self._require_tokenizer()
@@ -119,6 +122,11 @@ class PretrainRecipe:
     def update_rows(self) -> int:
         """Blocks an update, over all processes."""
         return self.global_batch_tokens // self.block_size
+
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """`parameter_groups`, parsed."""
+        return read_groups(self.parameter_groups)
 
     def differences(self, other: dict[str, Any]) -> list[str]:
         """Keys in which the recipe of a checkpoint differs so that the run would not be the same."""

@@ -152,6 +152,9 @@ def _typed(key: str, value: Any, expected: Any, source: str) -> Any:
     if expected == list[str]:
         accepted = isinstance(value, list) and all(isinstance(item, str) for item in value)
         name = "a list of text"
+    elif expected == list[Any]:
+        accepted = isinstance(value, list)
+        name = "a list"
     elif expected == str | list[Any]:
         accepted = isinstance(value, str | list)
         name = "text, or a list"

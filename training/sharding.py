@@ -6,8 +6,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from pretrain_recipe import PretrainRecipe
 from recipe import UserError
+from torch import nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 # What `accelerate launch` sets for a sharding backend.
@@ -29,8 +29,8 @@ def check_backend(accelerator: Accelerator) -> None:
 
 
 def prepare_model(
-    accelerator: Accelerator, model: PreTrainedModel, optimizer: Optimizer, recipe: PretrainRecipe, micro_batch: int
-) -> tuple[PreTrainedModel, Optimizer]:
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, recipe: PretrainRecipe, micro_batch: int
+) -> tuple[nn.Module, Optimizer]:
     """`accelerator.prepare`, with what the backends cannot know by themselves.
 
     Args:
@@ -41,11 +41,16 @@ def prepare_model(
         micro_batch: rows of a forward pass.
 
     Raises:
-        UserError: DeepSpeed is to skip updates, which it cannot.
+        UserError: DeepSpeed is to skip updates, or to leave out some parameters for a while, which it cannot.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if recipe.max_skipped_steps:
             raise UserError("DeepSpeed updates within the backward pass, and skips nothing: set `max_skipped_steps` 0.")
+        if any(group["frozen_steps"] for group in optimizer.param_groups):
+            raise UserError(
+                "DeepSpeed updates within the backward pass, and cannot unfreeze parameters later (`frozen_steps` of "
+                "`parameter_groups`). Use another launch config, or freeze them for the whole run (`max_steps`)."
+            )
         # accelerate would take the first from a data loader, of which there is none, and the second to be 1.
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = micro_batch

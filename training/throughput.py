@@ -4,9 +4,8 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
 
 # Dense half-precision matrix rate in FLOP/s by part of the device's name, from the makers' data sheets.
 _DATA_SHEET = {
@@ -30,15 +29,12 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: 
     return 2 * query[:3].numel() * key[2] * (query[3] + value[3])
 
 
-def training_flops(model: PreTrainedModel, batch: dict[str, Tensor]) -> float:
-    """Floating-point operations of one training step per token of `batch`.
-
-    Matrix products, convolutions and attentions of a forward pass in training mode are counted while it runs; a
-    backward pass takes twice as many.
+def forward_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    """Floating-point operations of a forward pass in training mode: matrix products, convolutions and attentions.
 
     Args:
-        model: masked-LM model, on the batch's device.
-        batch: what the model is called with, labels included; a row is enough.
+        model: on the batch's device; left as it was, and so are the random numbers.
+        batch: what it is called with.
     """
     was_training, random_state = model.training, torch.get_rng_state()
     model.train()
@@ -47,7 +43,17 @@ def training_flops(model: PreTrainedModel, batch: dict[str, Tensor]) -> float:
         model(**batch)
     model.train(was_training)
     torch.set_rng_state(random_state)
-    return 3.0 * counter.get_total_flops() / batch["attention_mask"].sum().item()
+    return float(counter.get_total_flops())
+
+
+def training_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    """Floating-point operations of one training step per token of `batch`: a backward pass takes twice the forward's.
+
+    Args:
+        model: masked-LM model, on the batch's device.
+        batch: what the model is called with, labels included; a row is enough.
+    """
+    return 3.0 * forward_flops(model, batch) / batch["attention_mask"].sum().item()
 
 
 def peak_flops(device: torch.device, mixed_precision: str) -> tuple[float, str]:
