@@ -172,7 +172,7 @@ class AbcForMaskedLM(MaskedLMMixin, AbcPreTrainedModel):
             source: folder, name on the Hub, or a model in memory.
             max_length: tokens that the model must take, if more than the source does.
             seed: of what is new.
-            fields: of the config: `memory_control`, `memory_size`, `conv_kernel_size`.
+            fields: of the config (`memory_control`, `memory_size`, `conv_kernel_size`, ...), and `control_init`.
 
         Raises:
             ValueError: A source that cannot be mapped or read, or a field that is wrong.

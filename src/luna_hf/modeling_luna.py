@@ -326,7 +326,7 @@ class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
             max_length: tokens that the model must take, if more than the source does.
             slot_tokens: ids of a text, from which the packed embeddings are made.
             seed: of what is new.
-            fields: of the config: `projection_length`, `conv_kernel_size`.
+            fields: of the config (`projection_length`, `conv_kernel_size`, ...).
 
         Raises:
             ValueError: A source that cannot be mapped or read, or a field that is wrong.

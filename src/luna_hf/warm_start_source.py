@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
@@ -104,22 +104,33 @@ def load_source(source: Source) -> LoadedSource:
         name = type(source).__name__
         _check_config(source.config.to_dict(), name)
         return _take_apart(source, name, set(), [])
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(
+            f"A source is a folder, a name on the Hub or a transformers model, not a {type(source).__name__}."
+        )
     name = os.fspath(source)
     _check_config(_read_config(name), name)
-    config = AutoConfig.from_pretrained(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"The config of {name} cannot be read ({_first_line(error)}).") from error
+    config.dtype = None  # the weights' own type is kept, whatever the config says
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing weights is replaced by ours
     try:
         model, info = AutoModelForMaskedLM.from_pretrained(name, config=config, dtype="auto", output_loading_info=True)
     except (OSError, SafetensorError, ValueError, RuntimeError, EOFError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"The weights of {name} cannot be loaded ({reason}). The folder must hold the whole file or files that "
-            "`save_pretrained` wrote: copy or download it again."
+            f"The weights of {name} cannot be loaded ({_first_line(error)}). The folder must hold the whole file "
+            "or files that `save_pretrained` wrote: copy or download it again."
         ) from error
     finally:
         logging.set_verbosity(verbosity)
     return _take_apart(model, name, set(info["missing_keys"]), sorted(info["unexpected_keys"]))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _read_config(name: str) -> dict[str, Any]:
@@ -131,8 +142,8 @@ def _read_config(name: str) -> dict[str, Any]:
     try:
         values, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError, HFValidationError, HfHubHTTPError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"There is no model {name!r}, neither as a folder nor on the Hub ({reason})") from error
+        reason = _first_line(error)
+        raise ValueError(f"There is no model {name!r}, neither as a folder nor on the Hub ({reason}).") from error
     if not values:
         raise ValueError(f"There is no model {name!r}: neither a folder with a config.json, nor a name on the Hub.")
     return values
