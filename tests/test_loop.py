@@ -8,84 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import tiny_config
-from tiny_training import checkpoint, loop, recipe
+from tiny_training import SETTINGS, batch_of, checkpoint, loop, make_run, masked_rows, recipe, small_model
 from torch import nn
-from transformers import AutoModelForMaskedLM, RobertaConfig
-
-
-def masked_rows(rows=6, length=12, vocab_size=120):
-    """Rows with padding, and a different number of labels in each (1, 2, ...)."""
-    generator = torch.Generator().manual_seed(0)
-    examples = []
-    for row in range(rows):
-        ids = torch.randint(4, vocab_size - 1, (length,), generator=generator)
-        keep = torch.arange(length) < length - row
-        labels = torch.where(torch.arange(length) <= row, ids, -100).where(keep, torch.tensor(-100))
-        examples.append(
-            {"input_ids": ids.where(keep, torch.tensor(1)), "attention_mask": keep.long(), "labels": labels}
-        )
-    return examples
-
-
-def batch_of(rows):
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def small_model(kind, **options):
-    torch.manual_seed(0)
-    if kind == "luna":
-        return AutoModelForMaskedLM.from_config(tiny_config(sparse_prediction=True, conv_kernel_size=3, **options))
-    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    return AutoModelForMaskedLM.from_config(
-        RobertaConfig(vocab_size=120, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
-    )
-
-
-SETTINGS = {
-    "mixed_precision": "no",
-    "trackers": [],
-    "output_dir": ".",
-    "max_steps": 1,
-    "max_grad_norm": 1e9,
-    "max_skipped_steps": 0,
-    "log_steps": 1,
-    "eval_steps": 100,
-    "save_steps": 100,
-}
-
-
-def make_run(tmp_path, updates, kind="luna", model=None, **settings):
-    """A run of plain gradient descent on given micro-batches; evaluation is on `masked_rows`."""
-    tmp_path.mkdir(exist_ok=True)
-    values = SimpleNamespace(**{**SETTINGS, **settings})
-    accelerator = loop.make_accelerator(values)
-    updates = list(updates)
-    accelerator.gradient_accumulation_steps = len(updates[0])
-    model = model or small_model(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scheduler = loop.warmup_then_decay(optimizer, values.max_steps, 0.0, 1.0)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    return loop.Run(
-        recipe=values,
-        accelerator=accelerator,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        updates=iter(updates),
-        evaluate=lambda: loop.evaluate(accelerator, model, masked_rows(), 4),
-        targets=lambda batch: (batch["labels"] != -100).sum(),
-        measure=lambda: None,
-        probe=lambda: None,
-        save=lambda counters: None,
-        stop_requested=lambda: False,
-        log=loop.RunLog(tmp_path / "log.jsonl", is_main_process=True),
-        evaluate_first=False,
-        unigram_loss=5.0,
-        flops_per_token=1.0,
-        peak_flops=1e9,
-        notes=[],
-    )
 
 
 def train(run, counters=None):

@@ -9,13 +9,23 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from accelerate.state import AcceleratorState
 from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
 from hub_stub import HubStub
-from safetensors.torch import load_file
-from tiny_training import DEMO, arguments, checkpoint, loop, pretrain_mlm, run, write_corpus
+from tiny_training import (
+    DEMO,
+    Killed,
+    arguments,
+    checkpoint,
+    dies_at_call,
+    loop,
+    losses,
+    pretrain_mlm,
+    run,
+    same_weights,
+    write_corpus,
+)
 from transformers import AutoModelForMaskedLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 SCRIPT = "training/pretrain_mlm.py"
@@ -30,20 +40,6 @@ def script(*words, launcher=()):
     """The script as a user starts it, from the repository root."""
     command = [sys.executable, *launcher, SCRIPT, *words]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-
-
-def losses(folder):
-    entries = loop.read_log(folder / "log.jsonl")
-    return [(e["kind"], e["step"], e["loss"]) for e in entries if e["kind"] in ("train", "held_out")]
-
-
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
-def same_weights(one, two):
-    one, two = weights(one), weights(two)
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.fixture(scope="module")
@@ -214,24 +210,6 @@ def uninterrupted(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted") / "out"
     run(folder, data=corpus, **DROPOUT)
     return folder
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing in the code may catch it."""
-
-
-def dies_at_call(monkeypatch, module, name, call):
-    """Let the n-th call of a function run, and the process die right after it."""
-    original, calls = getattr(module, name), []
-
-    def wrapped(*values, **keywords):
-        result = original(*values, **keywords)
-        calls.append(name)
-        if len(calls) == call:
-            raise Killed
-        return result
-
-    monkeypatch.setattr(module, name, wrapped)
 
 
 MOMENTS = {

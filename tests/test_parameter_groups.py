@@ -1,0 +1,247 @@
+"""Groups of parameters: their own rates and pauses, on any number of passes, and after any interruption."""
+
+import json
+import re
+
+import pytest
+import torch
+from tiny_training import (
+    DEMO,
+    Killed,
+    arguments,
+    batch_of,
+    dies_at_call,
+    groups,
+    loop,
+    losses,
+    make_run,
+    masked_rows,
+    pretrain_mlm,
+    recipe,
+    run,
+    same_weights,
+    small_model,
+    weights,
+    write_corpus,
+)
+from tiny_training import checkpoint as checkpoints
+
+# Of the tiny Luna: the packed sequence and what packs, its first layer, and the rest.
+PACK = {"match": "pack", "learning_rate": 0.5, "frozen_steps": 2}
+FIRST = {"match": r"layer\.0\.", "frozen_steps": 3}
+
+
+def optimizer_groups(model, entries, max_steps=10, rate=0.1):
+    return groups.parameter_groups(model, 0.01, rate, groups.read_groups(entries), max_steps)
+
+
+def names_of(model, group):
+    held = {id(parameter) for parameter in group["params"]}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in held}
+
+
+# ---- who belongs where ----
+
+
+def test_without_groups_decay_is_kept_off_vectors():
+    decayed, kept = groups.parameter_groups(small_model("luna"), 0.01)
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.01, 0.0)
+    assert {p.ndim for p in decayed["params"]} == {2} and {p.ndim for p in kept["params"]} == {1}
+    total = sum(p.numel() for group in (decayed, kept) for p in group["params"])
+    assert total == sum(p.numel() for p in small_model("luna").parameters())
+
+
+def test_the_first_match_counts_and_the_others_come_first():
+    model = small_model("luna")
+    found = optimizer_groups(model, [PACK, FIRST])
+    assert [(group["lr"], group["weight_decay"], group["frozen_steps"]) for group in found] == [
+        *((0.1, decay, 0) for decay in (0.01, 0.0)),
+        *((0.5, decay, 2) for decay in (0.01, 0.0)),
+        *((0.1, decay, 3) for decay in (0.01, 0.0)),
+    ]
+    owned = [names_of(model, group) for group in found]
+    assert sum(map(len, owned)) == len(list(model.parameters()))
+    assert "luna.encoder.layer.0.attention.self.pack.query.weight" in owned[2]
+    assert "luna.encoder.layer.0.attention.self.query.bias" in owned[5]
+    assert all("pack" not in name and "layer.0." not in name for name in owned[0] | owned[1])
+
+
+def test_all_rates_rise_and_fall_alike():
+    optimizer = torch.optim.AdamW(optimizer_groups(small_model("luna"), [PACK]))
+    scheduler = loop.warmup_then_decay(optimizer, max_steps=10, warmup_fraction=0.4, power=1.0)
+    for step in range(10):
+        main, _, own, _ = scheduler.get_last_lr()
+        assert own == pytest.approx(5 * main) and main == pytest.approx(0.1 * min((step + 1) / 5, (10 - step) / 6))
+        optimizer.step()
+        scheduler.step()
+
+
+def test_frozen_for_the_whole_run_is_not_trained_at_all():
+    model = small_model("luna")
+    found = optimizer_groups(model, [{"match": "embeddings", "frozen_steps": 10}])
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if "embeddings" in name} and frozen
+    assert not frozen & set.union(*(names_of(model, group) for group in found))
+
+
+# ---- updates ----
+
+
+def updates(count, passes=1):
+    rows = masked_rows()
+    size = len(rows) // passes
+    return [[batch_of(rows[first : first + size]) for first in range(0, len(rows), size)] for _ in range(count)]
+
+
+def trained(tmp_path, entries, steps, passes=1, max_steps=10, clip=1e9):
+    """The model after some steps of AdamW, the names that have moments, and the norms of the gradient."""
+    model = small_model("luna")
+    optimizer = torch.optim.AdamW(optimizer_groups(model, entries, max_steps, rate=1e-2))
+    settings = {"max_steps": steps, "max_grad_norm": clip}
+    made = make_run(tmp_path, updates(steps, passes), model=model, optimizer=optimizer, **settings)
+    loop.train(made, checkpoints.Counters())
+    moved = {name for name, parameter in model.named_parameters() if parameter in made.optimizer.state}
+    return dict(model.named_parameters()), moved, made.log.series("train", "grad_norm")[1]
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_frozen_group_waits_and_then_changes(tmp_path, passes):
+    start = dict(small_model("luna").named_parameters())
+    pack = {name for name in start if "pack" in name}
+    # Nobody reads the packed sequence after the last layer.
+    unread = {f"luna.encoder.layer.2.attention.self.packed_layer_norm.{kind}" for kind in ("weight", "bias")}
+    for steps in (2, 3):
+        after, moments, _ = trained(tmp_path / str(steps), [PACK], steps, passes)
+        changed = {name for name in start if not torch.equal(start[name], after[name])}
+        assert changed == start.keys() - (pack if steps == 2 else unread)
+        assert moments == start.keys() - (pack if steps == 2 else set())  # none was kept of a dropped gradient
+
+
+def test_a_dropped_gradient_does_not_count_in_the_norm(tmp_path):
+    _, _, whole = trained(tmp_path / "a", [], 1)
+    _, _, rest = trained(tmp_path / "b", [{"match": "embeddings", "frozen_steps": 1}], 1)
+    _, _, other = trained(tmp_path / "c", [{"match": "^(?!.*embeddings)", "frozen_steps": 1}], 1)
+    assert whole[0] ** 2 == pytest.approx(rest[0] ** 2 + other[0] ** 2, rel=1e-4)
+    assert min(rest + other) > 0.1
+
+
+def test_a_group_that_was_frozen_goes_on_as_if_it_had_just_begun(tmp_path):
+    """After the pause its first step of AdamW has the size of its rate, in every entry with a gradient."""
+    before, _, _ = trained(tmp_path / "a", [PACK], 2)
+    after, _, _ = trained(tmp_path / "b", [PACK], 3, max_steps=10)
+    name = "luna.encoder.layer.0.attention.self.pack.key_value.weight"
+    rate = 0.5 * 1 / 3  # the schedule of three steps, at its last
+    step = (after[name] - before[name] * (1 - rate * 0.01)).abs()
+    assert step.median().item() == pytest.approx(rate, rel=0.05)
+
+
+def test_part_by_part_is_the_whole_batch(tmp_path):
+    one, _, _ = trained(tmp_path / "a", [PACK, FIRST], 4, passes=1)
+    three, _, _ = trained(tmp_path / "b", [PACK, FIRST], 4, passes=3)
+    start = dict(small_model("luna").named_parameters())
+    for name in one:  # AdamW turns rounding of tiny gradients into whole steps, so only the bulk is compared
+        difference, moved = (one[name] - three[name]).abs(), (one[name] - start[name]).abs()
+        assert difference.median() <= 1e-2 * moved.median() + 1e-7, name
+
+
+# ---- whole runs ----
+
+ENTRIES = "[{match: pack, learning_rate: 1e-2, frozen_steps: 3}, {match: word_embeddings, frozen_steps: 100}]"
+OPTIONS = {"parameter_groups": ENTRIES, "max_steps": 6, "save_steps": 2, "eval_steps": 3, "log_steps": 2}
+OPTIONS["model__hidden_dropout_prob"] = 0.1
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted") / "out"
+    run(folder, data=corpus, **OPTIONS)
+    return folder
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5], ids=["in the pause", "at its end", "after it"])
+def test_killed_and_resumed_is_uninterrupted(corpus, tmp_path, monkeypatch, uninterrupted, steps):
+    words = arguments(DEMO, tmp_path / "out", data=corpus, **{**OPTIONS, "save_steps": 1})
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        dies_at_call(patched, pretrain_mlm, "save_checkpoint", steps)
+        pretrain_mlm.main(words)
+    assert pretrain_mlm.main(words) == 0
+    assert losses(tmp_path / "out") == losses(uninterrupted) and same_weights(tmp_path / "out", uninterrupted)
+
+
+def test_the_recipe_of_the_card_has_the_groups_and_another_one_does_not_go_on(
+    corpus, tmp_path, monkeypatch, capsys, uninterrupted
+):
+    assert "match: word_embeddings" in (uninterrupted / "README.md").read_text()
+    rates = loop.RunLog(uninterrupted / "log.jsonl", True, resume_step=99).series("train", "learning_rate")[1]
+    assert max(rates) <= 3e-3  # the main group's
+    words = arguments(DEMO, tmp_path / "out", data=corpus, **OPTIONS)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        dies_at_call(patched, pretrain_mlm, "save_checkpoint", 1)
+        pretrain_mlm.main(words)
+    assert pretrain_mlm.main([*words, "--parameter-groups", "[]"]) == 2
+    assert "other values of parameter_groups" in capsys.readouterr().err
+
+
+def test_the_word_embeddings_stay_as_they_began(corpus, tmp_path, uninterrupted):
+    begin = {**OPTIONS, "max_steps": 1, "parameter_groups": "[{match: word_embeddings, frozen_steps: 1}]"}
+    run(tmp_path / "out", data=corpus, **begin)
+    first, last = weights(tmp_path / "out"), weights(uninterrupted)
+    name = "luna.embeddings.word_embeddings.weight"
+    assert torch.equal(first[name], last[name])
+    assert not torch.equal(first["lm_head.dense.weight"], last["lm_head.dense.weight"])
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("control", "'control' must be a section with `match`, for example"),
+        ({"learning_rate": 1.0}, "must be a section with `match`"),
+        ({"match": "a", "lr": 1.0}, r"unknown key `lr` in .*Known: frozen_steps, learning_rate, match"),
+        ({"match": "a", "learning_rates": 1.0}, r"Did you mean `learning_rate`\?"),
+        ({"match": "(a"}, r"`match` '\(a' is no regular expression \(missing \)"),
+        ({"match": 3}, "`match` 3 is no regular expression"),
+        ({"match": "a", "learning_rate": 0.0}, "is 0.0, but must be a number above 0. To keep .* `frozen_steps`"),
+        ({"match": "a", "learning_rate": -1}, "is -1, but must be"),
+        ({"match": "a", "learning_rate": "fast"}, "is 'fast', but must be"),
+        ({"match": "a", "learning_rate": True}, "is True, but must be"),
+        ({"match": "a", "frozen_steps": -1}, "is -1, but must be a number of updates"),
+        ({"match": "a", "frozen_steps": 0.5}, "is 0.5, but must be"),
+    ],
+)
+def test_a_mistake_in_an_entry_is_told_when_the_recipe_is_read(entry, message):
+    with pytest.raises(recipe.UserError, match=message):
+        pretrain_mlm.read_recipe(DEMO, ["--parameter_groups", json.dumps([entry])])
+
+
+def test_groups_are_a_list():
+    with pytest.raises(recipe.UserError, match=r"`parameter_groups` is 'pack'.*but must be a list"):
+        pretrain_mlm.read_recipe(DEMO, ["--parameter_groups", "pack"])
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            "[{match: control}]",
+            "'control' is in vain: no parameter of the model has it in its name. .* luna.embeddings",
+        ),
+        ("[{match: layer}, {match: layer.0}]", r"belongs to entries before it\. Put it first"),
+        ("[{match: .*, frozen_steps: 3}]", "every parameter .* is frozen for the whole run"),
+        ("[{match: pack, frozen_steps: 2}, {match: ., frozen_steps: 1}]", "frozen for the first 1 updates"),
+    ],
+)
+def test_groups_that_do_not_fit_the_model_are_told_before_anything_is_written(
+    corpus, tmp_path, capsys, entries, message
+):
+    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus, parameter_groups=entries)) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert not (tmp_path / "out").exists()
