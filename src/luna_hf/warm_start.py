@@ -281,6 +281,14 @@ class _Maker:
         self.used: set[int] = set()  # addresses: a tied parameter has several names
         self.initialised: set[str] = set()
 
+    def shorten(self, name: str) -> str:
+        """A parameter's name without that of the base model."""
+        return name.removeprefix(self.model.base_model_prefix + ".")
+
+    def has_rule(self, name: str) -> bool:
+        """Whether a parameter can be made without one of the source."""
+        return _template(self.shorten(name))[0] in self.rules
+
     def make(self, name: str, empty: Tensor) -> Tensor:
         """The values of one parameter: the source's, its rows extended, or by the rule for its name.
 
@@ -291,7 +299,7 @@ class _Maker:
         Raises:
             ValueError: The source has it in another shape, or neither has it nor is there a rule.
         """
-        ours = name.removeprefix(self.model.base_model_prefix + ".")
+        ours = self.shorten(name)
         template, layer = _template(ours)
         own = self.find(ours, template, empty)
         if own is None:
@@ -438,7 +446,9 @@ def warm_start(
         model.tie_weights()
         torch.manual_seed(seed)
         maker = _Maker(loaded, model, packed, control_init)
-        made = {name: maker.make(name, empty) for name, empty in model.named_parameters()}
+        # What the source must have comes first: rules read it.
+        named = sorted(model.named_parameters(), key=lambda item: maker.has_rule(item[0]))
+        made = {name: maker.make(name, empty) for name, empty in named}
     model.load_state_dict(made, strict=False, assign=True)
     model.tie_weights()
     model.to(loaded.embedding.device)  # buffers; the parameters are there

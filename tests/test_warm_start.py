@@ -1,0 +1,692 @@
+"""Warm start: the source's function is kept with full attention, every weight with any other, and the rest by rule."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from helpers import padded_batch, randomise, tiny_model
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from luna_hf import AbcForMaskedLM, AbcForSequenceClassification, LunaForMaskedLM
+from luna_hf.functional import repeat_positions
+from luna_hf.warm_start import RULES, WarmStart, warm_start
+from luna_hf.warm_start_source import LAYOUTS
+
+KINDS = ["roberta", "xlm-roberta", "camembert", "data2vec-text", "bert"]
+HEADS = {
+    "mlm": AutoModelForMaskedLM,
+    "base": AutoModel,
+    "sequence": AutoModelForSequenceClassification,
+    "token": AutoModelForTokenClassification,
+}
+CONTROLS = ["mlp", "linformer", "random", "cluster", "sliding_window", "dilated", "local_to_global", "compressive"]
+SMALL = {
+    "vocab_size": 120,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 40,
+    "type_vocab_size": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+heads = pytest.mark.parametrize("head", HEADS)
+
+
+def make_source(kind="roberta", head="mlm", dtype=torch.float32, **fields):
+    torch.manual_seed(7)
+    model = HEADS[head].from_config(AutoConfig.for_model(kind, **{**SMALL, **fields})).eval()
+    randomise(model)
+    return model.to(dtype)
+
+
+def body(model):
+    """Parameters of an encoder by the names that all types share."""
+    return dict(model.base_model.named_parameters())
+
+
+def head_of(model):
+    """Parameters of a masked-LM head under our names, with the tied ones."""
+    state = model.state_dict(keep_vars=True)
+    owns = LAYOUTS[model.config.model_type].head
+    return {name: next(state[own] for own in names if own in state) for name, names in owns.items()}
+
+
+def longest(model):
+    layout = LAYOUTS[model.config.model_type]
+    return model.config.max_position_embeddings - (model.config.pad_token_id + 1) * layout.counts_pad_rows
+
+
+def batch_for(model, lengths=(12, 7, 3)):
+    batch = padded_batch(list(lengths), pad_token_id=model.config.pad_token_id)
+    batch["input_ids"][batch["input_ids"] == model.config.pad_token_id] = 9  # the first token of BERT's rows
+    batch["input_ids"][batch["attention_mask"] == 0] = model.config.pad_token_id
+    segments = torch.randint(0, 2, batch["input_ids"].shape, generator=torch.Generator().manual_seed(3))
+    return {**batch, "token_type_ids": segments}
+
+
+@torch.no_grad()
+def states(model, batch):
+    return model.base_model(**batch).last_hidden_state[batch["attention_mask"].bool()]
+
+
+@torch.no_grad()
+def logits(model, batch):
+    return model(**batch).logits[batch["attention_mask"].bool()]
+
+
+# ---- full attention: the same function ----
+
+
+@kinds
+@heads
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_full_attention_computes_what_the_source_computes(kind, head, where, tmp_path):
+    source = make_source(kind, head)
+    given = source
+    if where == "folder":
+        source.save_pretrained(tmp_path)
+        given = tmp_path
+    model, made = warm_start(AbcForMaskedLM, given, memory_control="full")
+    batch = batch_for(source)
+    torch.testing.assert_close(states(model, batch), states(source, batch), rtol=0, atol=1e-5)
+    if head == "mlm":
+        torch.testing.assert_close(logits(model, batch), logits(source, batch), rtol=0, atol=1e-5)
+        assert not made.new
+    else:
+        assert set(made.new) == {name for name in dict(model.named_parameters()) if name.startswith("lm_head.")}
+    # Also at the longest input, where an offset of the positions would show.
+    batch = batch_for(source, (longest(source),))
+    torch.testing.assert_close(states(model, batch), states(source, batch), rtol=0, atol=1e-5)
+    assert model.config.max_position_embeddings == longest(source)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "bert"])
+def test_untied_sources(kind, tmp_path):
+    source = make_source(kind, tie_word_embeddings=False)
+    assert not torch.equal(*(source.get_input_embeddings().weight, source.get_output_embeddings().weight))
+    model, made = warm_start(AbcForMaskedLM, source, memory_control="full")
+    batch = batch_for(source)
+    torch.testing.assert_close(logits(model, batch), logits(source, batch), rtol=0, atol=1e-5)
+    assert model.config.tie_word_embeddings is False and "lm_head.decoder.weight" in made.copied
+    # The output layer's bias is what it computes with; the head's own is not, and is said to be unused.
+    assert list(made.unused) == [LAYOUTS[kind].head["lm_head.bias"][1]]
+
+
+def test_a_file_whose_matrices_differ_is_untied_whatever_its_config_says(tmp_path):
+    make_source(tie_word_embeddings=False).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    model, made = warm_start(AbcForMaskedLM, tmp_path)
+    assert model.config.tie_word_embeddings is False and "lm_head.decoder.weight" in made.copied
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu_new"])
+def test_berts_head_has_berts_activation(activation):
+    source = make_source("bert", hidden_act=activation)
+    model, _ = warm_start(AbcForMaskedLM, source, memory_control="full")
+    batch = batch_for(source)
+    torch.testing.assert_close(logits(model, batch), logits(source, batch), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", [{}, {"conv_kernel_size": 3}, {"norm_first": True}, {"memory_control": "mlp"}])
+def test_an_abc_model_is_a_source_too(variant):
+    source = tiny_model("abc_memory", "mlm", **{"memory_control": "full", **variant})
+    model, made = warm_start(AbcForMaskedLM, source)
+    batch = padded_batch([12, 7])
+    assert torch.equal(logits(model, batch), logits(source, batch))
+    assert not made.new and not made.unused
+    other, made = warm_start(AbcForMaskedLM, source, memory_control="linformer", memory_size=8, conv_kernel_size=5)
+    convolutions = {name for name in dict(source.named_parameters()) if "convolution" in name or "control" in name}
+    assert set(made.unused) == convolutions
+    assert all("convolution" in name or "control" in name for name in made.new)
+    assert other.config.norm_first == source.config.norm_first
+
+
+# ---- other controls: the same weights ----
+
+
+@kinds
+@pytest.mark.parametrize("control", CONTROLS)
+def test_every_weight_is_the_sources_and_only_the_control_is_new(kind, control):
+    source = make_source(kind)
+    model, made = warm_start(AbcForMaskedLM, source, memory_control=control, memory_size=8, conv_kernel_size=3)
+    parameters = dict(model.named_parameters())
+    for name, expected in body(source).items():
+        if name == "embeddings.position_embeddings.weight" and kind == "bert":
+            zeros = model.config.pad_token_id + 1
+            assert not parameters[f"abc.{name}"][:zeros].any()
+            assert torch.equal(parameters[f"abc.{name}"][zeros:], expected)
+        else:
+            assert torch.equal(parameters[f"abc.{name}"], expected), name
+    for name, expected in head_of(source).items():
+        assert torch.equal(model.get_parameter(name), expected), name
+    new = {"abc.control.weight"} if control in ("mlp", "linformer") else set()
+    convolutions = {f"abc.encoder.layer.{layer}.attention.convolution.weight" for layer in range(3)}
+    assert set(made.new) == new | convolutions
+    assert all(made.new[name] == "zero" and not parameters[name].any() for name in convolutions)
+
+
+@pytest.mark.parametrize("model_class", [AbcForMaskedLM, LunaForMaskedLM])
+def test_the_convolution_changes_nothing_at_first_and_learns(model_class):
+    source = make_source()
+    plain, _ = warm_start(model_class, source)
+    convolved, _ = warm_start(model_class, source, conv_kernel_size=5)
+    batch = batch_for(source)
+    assert torch.equal(logits(plain, batch), logits(convolved, batch))
+    shared = dict(convolved.named_parameters())
+    assert all(torch.equal(parameter, shared[name]) for name, parameter in plain.named_parameters())
+    convolved(**batch, labels=batch["input_ids"]).loss.backward()
+    assert all(parameter.grad.any() for name, parameter in convolved.named_parameters() if "convolution" in name)
+
+
+@pytest.mark.parametrize("fields", [{}, {"memory_control": "linformer"}, {"share_control": False}])
+def test_a_control_depends_on_the_seed_alone(fields):
+    source = make_source()
+    fields = {"control_init": "random", "memory_size": 8, **fields}
+    made = []
+    for state, seed in ((1, 0), (2, 0), (1, 5)):
+        torch.manual_seed(state)
+        model, _ = warm_start(AbcForMaskedLM, source, seed=seed, **fields)
+        made.append([parameter for name, parameter in model.named_parameters() if "control" in name])
+    for first, second, other in zip(*made, strict=True):
+        assert torch.equal(first, second) and not torch.equal(first, other)
+    if "share_control" in fields:
+        assert len(made[0]) == 3 and not torch.equal(made[0][0], made[0][1])
+    # As large as in a new model.
+    expected = longest(source) ** -0.5 if fields.get("memory_control") == "linformer" else 0.02
+    assert made[0][0].std().item() == pytest.approx(expected, rel=0.1)
+
+
+def test_global_random_numbers_go_on_undisturbed(tmp_path):
+    make_source(head="base").save_pretrained(tmp_path)
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    warm_start(LunaForMaskedLM, tmp_path, projection_length=4)
+    warm_start(AbcForMaskedLM, tmp_path, control_init="random")
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_new_head_is_that_of_a_new_model():
+    model, made = warm_start(AbcForMaskedLM, make_source(head="base"))
+    head = model.lm_head
+    assert made.new["lm_head.dense.weight"] == made.new["lm_head.bias"] == "initialised as in a new model"
+    assert head.dense.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not head.dense.bias.any() and not head.bias.any() and not head.layer_norm.bias.any()
+    assert (head.layer_norm.weight == 1).all()
+    assert head.decoder.weight is model.get_input_embeddings().weight and head.decoder.bias is head.bias
+
+
+# ---- how a control starts ----
+
+
+def test_a_learned_control_starts_as_the_sources_attention_from_positions():
+    """Weights of a slot over tokens = those of the source's first layer, of a query that has a position and no word."""
+    source = make_source()
+    model, made = warm_start(AbcForMaskedLM, source, memory_size=6)
+    assert made.new == {"abc.control.weight": "the source's own attention from evenly spread positions"}
+    roberta, layer = source.roberta, source.roberta.encoder.layer[0].attention.self
+    hidden = torch.randn(1, 10, 48)
+    with torch.no_grad():
+        places = [2 + (2 * slot + 1) * 38 // 12 for slot in range(6)]
+        embedded = roberta.embeddings.position_embeddings.weight[places]
+        asking = roberta.embeddings.LayerNorm(embedded + roberta.embeddings.token_type_embeddings.weight[0])
+        query = layer.query(asking).view(6, 4, 12)
+        key = layer.key(hidden)[0].view(10, 4, 12)
+        expected = torch.einsum("mhc,nhc->hmn", query, key).div(12**0.5).softmax(-1)
+        weights = F.linear(hidden[0], model.abc.control.weight).T.view(4, 6, 10).softmax(-1)
+    torch.testing.assert_close(weights, expected)
+
+
+# ---- positions ----
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 8, 11])
+def test_positions_are_repeated_row_by_row(length):
+    table = torch.arange(12.0).view(6, 2)  # two rows in front, four positions
+    longer = repeat_positions(table, 2, length)
+    assert longer.shape == (2 + length, 2)
+    assert torch.equal(longer[:2], table[:2])
+    for position in range(length):
+        assert torch.equal(longer[2 + position], table[2 + position % 4])
+
+
+@kinds
+@pytest.mark.parametrize(("model_class", "prefix"), [(AbcForMaskedLM, "abc"), (LunaForMaskedLM, "luna")])
+def test_longer_positions(kind, model_class, prefix):
+    source = make_source(kind)
+    trained, name = longest(source), "embeddings.position_embeddings.weight"
+    model, made = warm_start(model_class, source, max_length=100)
+    table, old = model.base_model.get_parameter(name), body(source)[name]
+    front, first = model.config.pad_token_id + 1, len(old) - trained
+    assert table.shape == (100 + front, 48) and model.config.max_position_embeddings == 100
+    for position in range(100):
+        assert torch.equal(table[front + position], old[first + position % trained])
+    assert list(made.extended) == [f"{prefix}.{name}"] and f"repeated to {100}" in made.extended[f"{prefix}.{name}"]
+    assert model(torch.full((1, 100), 9)).logits.isfinite().all()
+    with pytest.raises(ValueError, match="at most 100"):
+        model(torch.full((1, 101), 9))
+
+
+def test_a_linformer_is_made_for_the_final_length():
+    model, _ = warm_start(AbcForMaskedLM, make_source(), memory_control="linformer", memory_size=8, max_length=90)
+    assert model.abc.control.weight.shape == (4 * 8, 90)
+    assert model(torch.full((1, 90), 9)).logits.isfinite().all()
+
+
+# ---- Luna, rule by rule ----
+
+
+@pytest.fixture(scope="module")
+def luna():
+    source = make_source()
+    tokens = torch.arange(20, 50)
+    model, made = warm_start(LunaForMaskedLM, source, projection_length=8, slot_tokens=tokens, conv_kernel_size=3)
+    return source, model, made, tokens
+
+
+def layers(luna):
+    source, model, _, _ = luna
+    pairs = zip(source.roberta.encoder.layer, model.luna.encoder.layer, strict=True)
+    return [(old.attention, new.attention) for old, new in pairs]
+
+
+@pytest.mark.parametrize("part", ["query", "key"])
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_luna_packs_with_the_sources_queries_and_keys(luna, part, kind):
+    for old, new in layers(luna):
+        assert torch.equal(new.self.pack.get_parameter(f"{part}.{kind}"), old.self.get_parameter(f"{part}.{kind}"))
+
+
+def test_luna_packs_the_states_as_they_are(luna):
+    for _, new in layers(luna):
+        assert torch.equal(new.self.pack.value.weight, torch.eye(48)) and not new.self.pack.value.bias.any()
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_luna_unpacks_as_the_source_attends(luna, kind):
+    for old, new in layers(luna):
+        for part in ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm"):
+            assert torch.equal(new.get_parameter(f"{part}.{kind}"), old.get_parameter(f"{part}.{kind}")), part
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_luna_norms_of_the_packed_stream(luna, kind):
+    source, model, _, _ = luna
+    embeddings = source.roberta.embeddings
+    assert torch.equal(
+        model.luna.packed_embeddings.get_parameter(f"LayerNorm.{kind}"), embeddings.get_parameter(f"LayerNorm.{kind}")
+    )
+    for old, new in layers(luna):
+        packed = new.self.get_parameter(f"packed_layer_norm.{kind}")
+        assert torch.equal(packed, old.output.get_parameter(f"LayerNorm.{kind}"))
+
+
+def test_luna_packed_embeddings_are_those_of_the_text_at_evenly_spread_positions(luna):
+    source, model, _, tokens = luna
+    embeddings = source.roberta.embeddings
+    for slot, row in enumerate(model.luna.packed_embeddings.weight):
+        position = embeddings.position_embeddings.weight[2 + (2 * slot + 1) * 38 // 16]
+        word = row - position - embeddings.token_type_embeddings.weight[0]
+        distance = (embeddings.word_embeddings.weight - word).abs().amax(-1)
+        assert distance.argmin() in tokens and distance.min() < 1e-6
+
+
+def test_luna_is_untied_and_its_rules_cover_what_is_new(luna):
+    source, model, made, _ = luna
+    assert model.config.tie_kv is False
+    assert {re.sub(r"layer\.\d+", "layer.{}", name).removeprefix("luna.") for name in made.new} == {
+        name for name in RULES["luna"] if not name.startswith("lm_head.")
+    }
+    assert len(made.copied) == len(list(source.parameters()))
+
+
+@torch.no_grad()
+def test_the_first_pack_equals_a_memory_written_by_the_packed_embeddings():
+    """With one pack head and values left as they are, Luna's slots are ABC's `sum_i phi_i x_i`, phi of P and text."""
+    source = make_source()
+    model, _ = warm_start(LunaForMaskedLM, source, projection_length=8, num_projected_attention_heads=1)
+    states = torch.randn(2, 12, 48)
+    memory, masks = model.luna.begin(states, None)
+    pack = model.luna.encoder.layer[0].attention.self.pack
+    packed, _ = pack(memory, states, masks.tokens)
+    attention = source.roberta.encoder.layer[0].attention.self
+    phi = torch.einsum("bmd,bnd->bmn", attention.query(memory), attention.key(states)).div(48**0.5).softmax(-1)
+    torch.testing.assert_close(packed, phi @ states)
+
+
+def test_slot_tokens_without_a_text():
+    def words(source, **options):
+        model, _ = warm_start(LunaForMaskedLM, source, projection_length=600, **options)
+        positions = torch.cat([source.base_model.embeddings.position_embeddings.weight])
+        spread = [(2 * slot + 1) * longest(source) // 1200 for slot in range(600)]
+        first = len(positions) - longest(source)
+        rest = positions[[first + place for place in spread]]
+        rest = rest + source.base_model.embeddings.token_type_embeddings.weight[0]
+        distance = torch.cdist(model.luna.packed_embeddings.weight - rest, source.get_input_embeddings().weight)
+        assert distance.amin(-1).max() < 1e-3
+        return distance.argmin(-1)
+
+    ordered, other = words(make_source()), words(make_source("bert"))
+    assert not torch.isin(ordered, torch.tensor([0, 1, 2])).any()
+    # Zipf: the first tenth of the vocabulary has more than half of the mass; BERT's ids have no order.
+    assert (ordered < 15).float().mean() > 0.5
+    assert 0.05 < (other < 15).float().mean() < 0.2
+    assert torch.equal(ordered, words(make_source())) and not torch.equal(ordered, words(make_source(), seed=1))
+    assert set(words(make_source(), slot_tokens=[0, 31, 32, 2, 1]).tolist()) == {31, 32}
+
+
+# ---- types ----
+
+
+@pytest.mark.parametrize("model_class", [AbcForMaskedLM, LunaForMaskedLM])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_the_type_of_the_source_is_kept(model_class, dtype, where, tmp_path):
+    source = make_source(dtype=dtype)
+    given = source
+    if where == "folder":
+        source.save_pretrained(tmp_path / "source")
+        given = tmp_path / "source"
+    model, _ = warm_start(model_class, given, conv_kernel_size=3)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype} == {model.dtype}
+    parameters = dict(model.base_model.named_parameters())
+    assert all(torch.equal(parameters[name], expected) for name, expected in body(source).items())
+    model.save_pretrained(tmp_path / "target")
+    assert AutoModelForMaskedLM.from_pretrained(tmp_path / "target").dtype == dtype
+
+
+@pytest.mark.parametrize(("weights", "stated"), [("float32", "float16"), ("float16", "float32")])
+def test_the_type_is_that_of_the_weights_not_that_of_the_config(weights, stated, tmp_path):
+    source = make_source(dtype=getattr(torch, weights))
+    source.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == weights
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": stated}))
+    model, _ = warm_start(AbcForMaskedLM, tmp_path)
+    assert model.dtype == getattr(torch, weights)
+    assert torch.equal(model.get_input_embeddings().weight, source.get_input_embeddings().weight)
+
+
+def test_a_source_in_memory_stays_as_it_is():
+    source = make_source().train()
+    before = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    model, _ = warm_start(LunaForMaskedLM, source)
+    assert not model.training and source.training
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in source.state_dict().items())
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("form", ["sharded", "bin", "old-names"])
+def test_files_of_any_form(form, tmp_path):
+    source = make_source("bert")
+    source.save_pretrained(tmp_path, max_shard_size="50KB" if form == "sharded" else "5GB")
+    if form == "sharded":
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    else:
+        tensors = load_file(tmp_path / "model.safetensors")
+        (tmp_path / "model.safetensors").unlink()
+        if form == "old-names":
+            tensors = {
+                name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+                for name, tensor in tensors.items()
+            }
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    model, made = warm_start(AbcForMaskedLM, tmp_path, memory_control="full")
+    batch = batch_for(source)
+    torch.testing.assert_close(logits(model, batch), logits(source, batch), rtol=0, atol=1e-5)
+    assert not made.new and not made.unused
+
+
+# ---- the report ----
+
+
+@kinds
+@heads
+@pytest.mark.parametrize("model_class", [AbcForMaskedLM, LunaForMaskedLM])
+def test_the_report_is_disjoint_and_complete(kind, head, model_class, tmp_path):
+    source = make_source(kind, head)
+    source.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    model, made = warm_start(model_class, tmp_path, max_length=64, conv_kernel_size=3)
+    named = [*made.copied, *made.extended, *made.new]
+    assert sorted(named) == sorted(dict(model.named_parameters()))
+    # The files hold each tensor once; every one is taken or said to be unused.
+    prefix = "" if head == "base" else source.base_model_prefix + "."
+    table = f"{prefix}embeddings.position_embeddings.weight"
+    own = {name.removeprefix(prefix) for name in files}
+    taken = {name.removeprefix(source.base_model_prefix + ".") for name in made.copied.values()}
+    aliases = {names[0]: names[1] for names in LAYOUTS[kind].head.values() if len(names) == 2}
+    taken = {aliases.get(name, name) for name in taken} | {table.removeprefix(prefix)}
+    unused = {name.removeprefix(source.base_model_prefix + ".") for name in made.unused}
+    assert taken | unused == own and not taken & unused
+    if head == "mlm":
+        assert not unused
+    else:
+        assert unused and all(name.startswith(("pooler.", "classifier.")) for name in unused)
+
+
+def test_lines_are_grouped():
+    def named(stem, how=""):
+        return {
+            f"encoder.layer.{layer}.{stem}.{kind}": how and f"{how}.layer.{layer}.x.{kind}"
+            for layer in range(12)
+            for kind in ("weight", "bias")
+        }
+
+    made = WarmStart(
+        copied={**named("output.dense"), "embeddings.word.weight": "w"},
+        new={**named("pack.key", "a copy of old"), "control.weight": "zero"},
+        unused={"pooler.dense.weight": "", "pooler.dense.bias": ""},
+    )
+    assert made.lines() == [
+        "copied: 25 parameters",
+        "  encoder.layer.{0..11}.output.dense.{weight,bias}",
+        "  embeddings.word.weight",
+        "extended: 0 parameters",
+        "new: 25 parameters",
+        "  encoder.layer.{0..11}.pack.key.{weight,bias}: a copy of old.layer.{0..11}.x.{weight,bias}",
+        "  control.weight: zero",
+        "unused: 2 parameters",
+        "  pooler.dense.{weight,bias}",
+    ]
+    assert made.lines("unused") == made.lines()[-2:]
+
+
+@pytest.mark.parametrize(("model_class", "new"), [(AbcForMaskedLM, "abc.control"), (LunaForMaskedLM, "luna.packed")])
+def test_from_roberta_logs_what_is_new_and_unused(model_class, new, caplog):
+    source = make_source(head="sequence")
+    model = model_class.from_roberta(source, max_length=50, seed=3, conv_kernel_size=3)
+    (said,) = caplog.messages
+    assert type(model) is model_class and model.config.max_position_embeddings == 50
+    assert new in said and "has to be trained" in said and "classifier.dense.{weight,bias}" in said
+    expected, _ = warm_start(model_class, source, max_length=50, seed=3, conv_kernel_size=3)
+    assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
+
+
+def test_nothing_is_logged_where_nothing_is_new(caplog):
+    AbcForMaskedLM.from_roberta(make_source(), memory_control="full")
+    assert not caplog.messages
+
+
+# ---- refusals ----
+
+
+def config_with(tmp_path, kind="roberta", **fields):
+    make_source(kind).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("bert", {"is_decoder": True}, "is a decoder .`is_decoder` is true.*have learnt to look back"),
+        ("roberta", {"is_decoder": True, "add_cross_attention": True}, "is a decoder"),
+        ("bert", {"add_cross_attention": True}, "has cross-attention"),
+        ("bert", {"is_encoder_decoder": True}, "is an encoder-decoder"),
+        ("bert", {"position_embedding_type": "relative_key"}, "relative positions .*'relative_key'.*absolute"),
+        ("bert", {"position_embedding_type": "relative_key_query"}, "relative positions"),
+        ("roberta", {"quantization_config": {"quant_method": "x"}}, "is quantized. Give the checkpoint"),
+        ("roberta", {"pad_token_id": None}, "no `pad_token_id`"),
+        ("roberta", {"model_type": None}, "names no `model_type`"),
+        ("roberta", {"hidden_size": 52}, "cannot be loaded"),
+        ("roberta", {"num_hidden_layers": 4}, r"lacks weights of its own architecture \(roberta.encoder.layer.3"),
+        ("roberta", {"num_attention_heads": "four"}, "config of .* cannot be read"),
+        ("roberta", {"hidden_act": "relu"}, "head uses gelu and its layers relu.*without its head"),
+    ],
+)
+def test_configs_that_cannot_be_mapped(kind, fields, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        warm_start(AbcForMaskedLM, config_with(tmp_path, kind, **fields))
+
+
+OTHERS = {
+    "gpt2": (AutoModelForCausalLM, {"n_embd": 12, "n_layer": 1, "n_head": 2, "vocab_size": 9}, "gpt2 model, a decoder"),
+    "bart": (
+        AutoModelForSeq2SeqLM,
+        {"d_model": 12, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 9, "max_position_embeddings": 9}
+        | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 9, "decoder_ffn_dim": 9},
+        "is an encoder-decoder",
+    ),
+    **{
+        kind: (AutoModelForMaskedLM, {**SMALL, "num_hidden_layers": 1}, f"is a {kind} model, another architecture")
+        for kind in ("electra", "albert", "deberta-v2", "roberta-prelayernorm")
+    },
+    "modernbert": (
+        AutoModelForMaskedLM,
+        {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9, "intermediate_size": 9}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+        "is a modernbert model, another architecture",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_other_architectures(kind, where, tmp_path):
+    auto_class, fields, message = OTHERS[kind]
+    config = AutoConfig.for_model(kind, **fields)
+    source = auto_class.from_config(config) if where == "memory" else tmp_path
+    if where == "folder":
+        config.save_pretrained(tmp_path)  # refused before any weights are looked for
+    with pytest.raises(ValueError, match=message):
+        warm_start(AbcForMaskedLM, source)
+    with pytest.raises(ValueError, match="needs an encoder of RoBERTa's architecture: roberta, xlm-roberta"):
+        warm_start(LunaForMaskedLM, source)
+
+
+def test_a_luna_model_is_no_source():
+    with pytest.raises(ValueError, match="is a Luna model already: load it with `from_pretrained`"):
+        warm_start(LunaForMaskedLM, tiny_model("luna", "mlm"))
+
+
+@pytest.mark.parametrize("fields", [{"norm_first": True}, {"position_embedding_type": "sinusoidal"}])
+def test_luna_needs_the_layout_of_roberta(fields):
+    with pytest.raises(ValueError, match="post-norm encoders with learned positions"):
+        warm_start(LunaForMaskedLM, tiny_model("abc_memory", "mlm", **fields))
+
+
+@pytest.mark.parametrize("damage", ["empty", "no-weights", "truncated", "truncated-bin", "broken-config", "missing"])
+def test_damaged_folders(damage, tmp_path):
+    if damage != "empty":
+        make_source().save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    if damage == "no-weights":
+        weights.unlink()
+    elif damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "truncated-bin":
+        torch.save(load_file(weights), tmp_path / "pytorch_model.bin")
+        weights.unlink()
+        file = tmp_path / "pytorch_model.bin"
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif damage == "broken-config":
+        (tmp_path / "config.json").write_text("{")
+    elif damage == "missing":
+        shutil.rmtree(tmp_path)
+    message = {
+        "empty": "is no checkpoint: it holds no config.json. Name a folder",
+        "broken-config": "There is no model .*neither as a folder nor on the Hub .*JSON",
+        "missing": "There is no model .*neither as a folder nor on the Hub",
+    }.get(damage, "weights of .* cannot be loaded .*copy or download it again")
+    with pytest.raises(ValueError, match=message):
+        warm_start(AbcForMaskedLM, tmp_path)
+
+
+def test_a_head_of_which_a_part_is_missing(tmp_path):
+    make_source().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.layer_norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights of its own architecture \(lm_head.layer_norm.weight"):
+        warm_start(AbcForMaskedLM, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "fields", "message"),
+    [
+        (AbcForMaskedLM, {"memory_size": 0}, "`memory_size` is 0, but must be at least 1"),
+        (AbcForMaskedLM, {"memory_control": "mpl"}, "must be one of mlp"),
+        (AbcForMaskedLM, {"conv_kernel_size": 4}, "odd number"),
+        (AbcForMaskedLM, {"memory_sise": 8}, "Did you mean `memory_size`"),
+        (AbcForMaskedLM, {"slots": 8}, "AbcConfig has no field `slots`"),
+        (AbcForMaskedLM, {"projection_length": 8}, "AbcConfig has no field `projection_length`"),
+        (AbcForMaskedLM, {"hidden_size": 48}, "`hidden_size` follows from the source .48.. Leave it out"),
+        (AbcForMaskedLM, {"tie_word_embeddings": False}, "follows from the source"),
+        (AbcForMaskedLM, {"max_position_embeddings": 64}, "Give `max_length`"),
+        (AbcForMaskedLM, {"max_length": 37}, "`max_length` is 37, but the source has positions for 38 tokens"),
+        (AbcForMaskedLM, {"max_length": 0}, "`max_length` is 0"),
+        (AbcForMaskedLM, {"slot_tokens": [5]}, "`slot_tokens` are for Luna"),
+        (AbcForMaskedLM, {"control_init": "zero"}, "`control_init` is 'zero'"),
+        (AbcForSequenceClassification, {}, "There is no rule for classifier.*masked-LM models"),
+        (LunaForMaskedLM, {"tie_kv": True}, "`tie_kv=True` cannot be warm-started"),
+        (LunaForMaskedLM, {"projection_length": 0}, "`projection_length` is 0"),
+        (LunaForMaskedLM, {"num_projected_attention_heads": 5}, "not a multiple of `num_projected_attention_heads`"),
+        (LunaForMaskedLM, {"slot_tokens": [0, 1]}, "no tokens besides special ones"),
+        (LunaForMaskedLM, {"slot_tokens": []}, "no tokens besides special ones"),
+        (LunaForMaskedLM, {"slot_tokens": [5, 120]}, "ids up to 120, but the vocabulary has 120"),
+    ],
+)
+def test_wrong_fields(model_class, fields, message):
+    with pytest.raises(ValueError, match=message):
+        warm_start(model_class, make_source(), **fields)
+
+
+def test_something_else_than_a_model():
+    with pytest.raises(ValueError, match="not a Linear"):
+        warm_start(AbcForMaskedLM, torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="not in memory"):
+        warm_start(AbcForMaskedLM, make_source().to("meta"))
+
+
+def test_adapters_have_to_be_merged():
+    source = make_source()
+    attention = source.roberta.encoder.layer[0].attention.self
+    attention.query = torch.nn.Sequential(attention.query)
+    with pytest.raises(
+        ValueError, match=r"no parameter for abc\.encoder\.layer\.0\.attention\.self\.query\.weight\. Adapters"
+    ):
+        warm_start(AbcForMaskedLM, source)
