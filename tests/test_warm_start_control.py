@@ -1,0 +1,105 @@
+"""A control that starts from the source's attention: its maps are that attention's, from places without words."""
+
+import pytest
+import torch
+from helpers import TINY, randomise
+from torch.nn import functional as F
+from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
+
+from luna_hf import AbcForMaskedLM, LunaForMaskedLM
+from luna_hf.warm_start import OWN_ATTENTION, warm_start
+
+HEADS, SIZE = TINY["num_attention_heads"], 8
+
+
+def source(kind="roberta"):
+    torch.manual_seed(0)
+    if kind == "bert":
+        model = BertForMaskedLM(BertConfig(**TINY, type_vocab_size=2))
+    else:
+        model = RobertaForMaskedLM(RobertaConfig(**{**TINY, "max_position_embeddings": 66}, type_vocab_size=1))
+    randomise(model)
+    return model.eval()
+
+
+def literal_maps(model, layer, states):
+    """(h, m, n): softmax over the tokens of the layer's attention, asked from the middles of m equal parts."""
+    embeddings = model.base_model.embeddings
+    rows = embeddings.position_embeddings.weight[-TINY["max_position_embeddings"] :]
+    places = embeddings.LayerNorm(rows + embeddings.token_type_embeddings.weight[0])
+    step = len(places) / SIZE
+    asking = torch.stack([places[int((slot + 0.5) * step)] for slot in range(SIZE)])
+    attention = model.base_model.encoder.layer[layer].attention.self
+    queries, keys = attention.query(asking), attention.key(states)
+    size = queries.shape[-1] // HEADS
+    maps = []
+    for head in range(HEADS):
+        part = slice(head * size, (head + 1) * size)
+        maps.append(torch.softmax(queries[:, part] @ keys[:, part].T / size**0.5, dim=-1))
+    return torch.stack(maps)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "bert"])
+@torch.no_grad()
+def test_shared_control_is_the_first_layers_attention(kind):
+    model = source(kind)
+    converted, report = warm_start(AbcForMaskedLM, model, memory_size=SIZE)
+    assert report.new["abc.control.weight"] == OWN_ATTENTION
+    states = torch.randn(20, TINY["hidden_size"])
+    maps = F.linear(states, converted.abc.control.weight).T.unflatten(0, (HEADS, SIZE)).softmax(-1)
+    torch.testing.assert_close(maps, literal_maps(model, 0, states), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_controls_of_their_own_are_each_layers_attention():
+    model = source()
+    converted, _ = warm_start(AbcForMaskedLM, model, memory_size=SIZE, share_control=False)
+    states = torch.randn(20, TINY["hidden_size"])
+    for index, layer in enumerate(converted.abc.encoder.layer):
+        weight = layer.attention.self.control.weight
+        maps = F.linear(states, weight).T.unflatten(0, (HEADS, SIZE)).softmax(-1)
+        torch.testing.assert_close(maps, literal_maps(model, index, states), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_linformer_starts_as_the_maps_between_places():
+    model = source()
+    converted, _ = warm_start(AbcForMaskedLM, model, memory_control="linformer", memory_size=SIZE)
+    embeddings = model.roberta.embeddings
+    places = embeddings.LayerNorm(
+        embeddings.position_embeddings.weight[2:] + embeddings.token_type_embeddings.weight[0]
+    )
+    weight = converted.abc.control.weight.unflatten(0, (HEADS, SIZE))
+    torch.testing.assert_close(weight, literal_maps(model, 0, places), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_longer_linformer_weighs_all_positions():
+    converted, _ = warm_start(AbcForMaskedLM, source(), memory_control="linformer", memory_size=SIZE, max_length=100)
+    weight = converted.abc.control.weight
+    assert weight.shape == (HEADS * SIZE, 100)
+    torch.testing.assert_close(weight.sum(-1), torch.ones(HEADS * SIZE))
+    torch.testing.assert_close(weight[:, :36], weight[:, 64:], rtol=1e-5, atol=1e-8)
+
+
+def test_random_start_is_the_initialisation_of_a_new_model():
+    model = source()
+    first, report = warm_start(AbcForMaskedLM, model, memory_size=SIZE, control_init="random", seed=3)
+    again, _ = warm_start(AbcForMaskedLM, model, memory_size=SIZE, control_init="random", seed=3)
+    other, _ = warm_start(AbcForMaskedLM, model, memory_size=SIZE, control_init="random", seed=4)
+    weight = first.abc.control.weight
+    assert report.new["abc.control.weight"] != OWN_ATTENTION
+    assert torch.equal(weight, again.abc.control.weight) and not torch.equal(weight, other.abc.control.weight)
+    assert weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("fields", [{"control_activation": "relu"}, {"control_activation": "sigmoid"}])
+def test_activations_that_are_no_softmax_start_at_random(fields):
+    _, report = warm_start(AbcForMaskedLM, source(), memory_size=SIZE, **fields)
+    assert report.new["abc.control.weight"] != OWN_ATTENTION
+
+
+@pytest.mark.parametrize("model_class", [AbcForMaskedLM, LunaForMaskedLM])
+def test_unknown_start_names_the_choices(model_class):
+    with pytest.raises(ValueError, match="'attention' or 'random'"):
+        warm_start(model_class, source(), control_init="teacher")
