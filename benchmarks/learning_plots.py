@@ -16,7 +16,7 @@ STYLES = {
 
 def plot_losses(runs: list[dict[str, Any]], title: str, path: Path) -> None:
     """Held-out loss of every run against steps and against seconds, with the unigram entropy."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
     for axis, against in zip(axes, ("step", "seconds"), strict=True):
         for run in runs:
@@ -24,16 +24,16 @@ def plot_losses(runs: list[dict[str, Any]], title: str, path: Path) -> None:
         unigram = sum(run["unigram_loss"] for run in runs) / len(runs)
         axis.axhline(unigram, color="black", linestyle=":", linewidth=1, label="unigram entropy")
         axis.set_xlabel({"step": "steps", "seconds": "seconds (steps times the measured cost of one)"}[against])
-        _plain(axis)
+        plain(axis)
     axes[0].set_ylabel("loss at masked held-out tokens (nats)")
     axes[0].legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_attention(runs: list[dict[str, Any]], title: str, path: Path) -> None:
     """Entropies and slot similarity over training, first layer solid and last layer dotted; first seeds only."""
-    plt = _pyplot()
+    plt = pyplot()
     panels = {
         "pack_entropy": "entropy of pack maps",
         "unpack_entropy": "entropy of unpack maps",
@@ -56,14 +56,14 @@ def plot_attention(runs: list[dict[str, Any]], title: str, path: Path) -> None:
         axis.set_xlabel("steps")
         if axis.lines:
             axis.legend(frameon=False, fontsize=8)
-        _plain(axis)
+        plain(axis)
     figure.suptitle(f"{title}; solid: first layer, dotted: last layer", fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_scores(tasks: dict[str, dict[str, Any]], path: Path) -> None:
     """Scores of every task and system: a point for each seed, a bar for their mean."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(11, 4.6), layout="constrained")
     systems = list(dict.fromkeys(system for task in tasks.values() for system in task["models"]))
     width = 0.8 / len(systems)
@@ -78,8 +78,8 @@ def plot_scores(tasks: dict[str, dict[str, Any]], path: Path) -> None:
     axis.set_xticks(range(len(tasks)), [f"{name}\n({task['metric']})" for name, task in tasks.items()], fontsize=9)
     axis.set_ylabel("per cent")
     axis.legend(frameon=False)
-    _plain(axis)
-    _save(figure, path)
+    plain(axis)
+    save(figure, path)
 
 
 def _style(run: dict[str, Any]) -> dict[str, Any]:
@@ -88,24 +88,25 @@ def _style(run: dict[str, Any]) -> dict[str, Any]:
     return {"linewidth": 1.6, "alpha": alpha, "label": label, **STYLES.get(run["system"], {})}
 
 
-def _plain(axis: Any) -> None:
+def plain(axis: Any) -> None:
+    """A light grid, no frame."""
     axis.grid(True, color="0.9")
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """pyplot, drawing into files."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as module
 
-    return pyplot
+    return module
 
 
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
+def save(figure: Any, path: Path) -> None:
+    """Write a figure and let go of it."""
     # Without the library's version in its metadata the file depends on the numbers only.
     figure.savefig(path, dpi=130, metadata={"Software": None})
-    pyplot.close(figure)
+    pyplot().close(figure)
