@@ -222,6 +222,12 @@ def test_equal_tokens_share_a_cluster():
     assert not k_means(torch.ones(1, 1, 9, 4), 4, 3).any()
 
 
+def test_an_empty_cluster_keeps_its_place():
+    """Both centroids at 10 have one cluster's tokens; the other must not fall to zero, where it would win the 1."""
+    key = torch.tensor([10.0, 10, 10, 10, 10, 10, 4, 4, 1]).view(1, 1, 9, 1)
+    assert k_means(key, 3, 3)[0, 0].tolist() == [0] * 6 + [2] * 3
+
+
 def test_clusters_of_a_padded_row_are_those_of_the_row_alone():
     key, keep = normal(2, 2, 30, 6), torch.rand(2, 30, generator=torch.Generator().manual_seed(0)) < 0.5
     slots = k_means(key, 6, 3, keep)
