@@ -211,6 +211,15 @@ def test_every_token_is_in_its_nearest_cluster():
     assert torch.equal(k_means(key, m, 41), slots)
 
 
+def test_clusters_do_not_depend_on_autocast():
+    """Keys far from the origin: distances between them are lost in half precision."""
+    key = (normal(2, 4, 256, 16) + 3 * normal(1, 4, 1, 16, seed=1)).bfloat16()
+    expected = k_means(key.double(), 16, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        slots = k_means(key, 16, 3)
+    assert (slots != expected).double().mean() < 0.002  # two centroids that are as near as float32 can tell
+
+
 def test_equal_tokens_share_a_cluster():
     """Duplicates leave slots empty, which are not nearest to anybody, and no NaN."""
     key = normal(1, 1, 3, 4)[:, :, [0, 0, 1, 1, 0, 2, 0, 1, 2, 2]]

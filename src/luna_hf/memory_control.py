@@ -16,6 +16,7 @@ row, so that no strategy sees padding, wherever it stands. Every mask is boolean
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils.generic import maybe_autocast
 
 from .functional import masked_softmax
 
@@ -165,25 +166,27 @@ def cluster_slots(key: Tensor, ranks: Tensor, lengths: Tensor, keep: Tensor | No
     Returns:
         (b, h, n) long in [0, m).
     """
-    key = key.detach().to(torch.promote_types(key.dtype, torch.float32))
+    key = key.to(torch.promote_types(key.dtype, torch.float32))
+    kept = None if keep is None else keep[:, None]
     first, is_first = global_slots(ranks, lengths, m)
     is_first = is_first if keep is None else is_first & keep
+    # With fewer tokens than slots the last centroids stay zero; every token is one of the others, which is nearer.
     centroids = write_to_slots(key, first[:, None], m, is_first[:, None])
-    filled = slot_counts(first[:, None], m, is_first[:, None]) > 0  # (b, 1, m)
-    slots = _nearest(key, centroids, filled)
-    for _ in range(iterations - 1):
-        kept = None if keep is None else keep[:, None]
-        counts = slot_counts(slots, m, kept)
-        means = write_to_slots(key, slots, m, kept) / counts.clamp(min=1).unsqueeze(-1)
-        centroids = torch.where((counts > 0).unsqueeze(-1), means, centroids)
-        slots = _nearest(key, centroids, filled)
+    # Autocast would round the products to half precision again and put tokens into other than their nearest clusters.
+    with maybe_autocast(key.device.type, enabled=False):
+        slots = _nearest(key, centroids)
+        for _ in range(iterations - 1):
+            counts = slot_counts(slots, m, kept)
+            means = write_to_slots(key, slots, m, kept) / counts.clamp(min=1).unsqueeze(-1)
+            centroids = torch.where((counts > 0).unsqueeze(-1), means, centroids)
+            slots = _nearest(key, centroids)
     return slots
 
 
-def _nearest(key: Tensor, centroids: Tensor, filled: Tensor) -> Tensor:
+def _nearest(key: Tensor, centroids: Tensor) -> Tensor:
     # |k - c|^2 without |k|^2, which is the same for all centroids.
     distance = centroids.square().sum(-1).unsqueeze(-2) - 2 * torch.matmul(key, centroids.transpose(-1, -2))
-    return distance.masked_fill(~filled.unsqueeze(-2), float("inf")).argmin(-1)
+    return distance.argmin(-1)
 
 
 def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
