@@ -21,7 +21,7 @@ from typing import Any
 
 import learning_models  # noqa: F401  registers roberta-conv
 import torch
-from learning_plots import plot_attention, plot_losses, plot_scores
+from learning_plots import plot_attention, plot_losses
 from measuring import RESULTS, header, progress, result_path, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -238,25 +238,8 @@ def report(options: argparse.Namespace) -> None:
     print(text)
     tasks = learning_finetune.read_results(options.runs / "finetune")
     if tasks:
-        report_finetuning(tasks, shared, result_path(options.results, "learning-finetune", device, dtype))
-
-
-def report_finetuning(tasks: dict[str, Any], shared: dict[str, Any], path: Path) -> None:
-    """Write what finetuning gave, on the machine of the pretraining."""
-    condensed = {task: learning_finetune.condense(task, found) for task, found in tasks.items()}
-    result = {
-        "command": "python benchmarks/learning.py report",
-        **shared,
-        "protocol": learning_finetune.PROTOCOL,
-        "setting": learning_finetune.SETTING,
-        "tasks": condensed,
-    }
-    write_json(path, result)
-    condensed = json.loads(path.read_text(encoding="utf-8"))["tasks"]
-    text = learning_finetune.table(condensed)
-    path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    plot_scores(condensed, path.with_suffix(".png"))
-    print(text)
+        path = result_path(options.results, "learning-finetune", device, dtype)
+        learning_finetune.write_report(tasks, shared, "python benchmarks/learning.py report", path)
 
 
 _SHARED = {"command", "date", "machine", "versions", "recipe"}

@@ -1,6 +1,7 @@
 """Finetuning of the pretrained systems of `learning.py` on tasks, through the scripts of `training/`, and its table."""
 
 import json
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 import finetune_csqa
 import finetune_glue
 import torch
-from measuring import progress
+from learning_plots import plot_scores
+from measuring import progress, write_json
 from recipe import UserError
 
 # One setting for all models, chosen for none of them, and the last weights count: nothing is selected on the dev sets.
@@ -121,13 +123,37 @@ def condense(task: str, result: dict[str, Any]) -> dict[str, Any]:
     first = result["runs"][0]
     script = f"training/{TASKS[task].main.__module__}.py"
     return {
-        "command": result["command"].replace("benchmarks/learning.py", script),
+        "command": re.sub(r"benchmarks/\w+\.py", script, result["command"]),
         "metric": result["main_metric"],
         "train_rows": first["train_rows"],
         "epochs": first["epochs"],
         "max_length": first["max_length"],
         "models": models,
     }
+
+
+def write_report(tasks: dict[str, dict[str, Any]], shared: dict[str, Any], command: str, path: Path) -> None:
+    """Write and print what finetuning gave: JSON, Markdown and plot.
+
+    Args:
+        tasks: from `read_results`.
+        shared: date, machine and versions of the pretraining.
+        command: that makes the files.
+        path: of the JSON file; the others stand beside it.
+    """
+    result = {
+        "command": command,
+        **shared,
+        "protocol": PROTOCOL,
+        "setting": SETTING,
+        "tasks": {task: condense(task, found) for task, found in tasks.items()},
+    }
+    write_json(path, result)
+    condensed = json.loads(path.read_text(encoding="utf-8"))["tasks"]  # table and plot show what the file says
+    text = table(condensed)
+    path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    plot_scores(condensed, path.with_suffix(".png"))
+    print(text)
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:

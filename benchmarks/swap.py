@@ -296,31 +296,33 @@ def report(options: argparse.Namespace) -> None:
     first = found["runs"][0]
     shared = {name: first[name] for name in ("date", "machine", "versions")}
     device = "cuda" if "accelerator" in first["machine"] else "cpu"
+    dtype = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[first["recipe"]["mixed_precision"]]
+    command = "python benchmarks/swap.py report"
     result = {
-        "command": "python benchmarks/swap.py report",
+        "command": command,
         "commands": sorted({run["command"] for run in found["runs"]}),
         **shared,
         "protocol": PROTOCOL,
-        "systems": {name: fields for name, (_, fields) in SYSTEMS.items()},
+        "recipe": {name: value for name, value in first["recipe"].items() if name not in _OWN},
+        "rates": RATES,
+        "systems": {name: keywords for name, (_, keywords) in SYSTEMS.items()},
         "convolution": CONVOLUTION,
-        **swap_report.condense(found),
+        **swap_report.condense(found, list(SYSTEMS)),
     }
-    path = result_path(options.results, "swap-pretrain", device, "bfloat16")
+    path = result_path(options.results, "swap-pretrain", device, dtype)
     write_json(path, result)
     result = json.loads(path.read_text(encoding="utf-8"))  # tables and plots show what the file says
-    text = f"{swap_report.tables(result)}\n\n{swap_report.sentences(result)}\n"
+    text = swap_report.text(result)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     swap_report.plot(result, path.with_suffix(".png"))
     print(text)
-    tasks = learning_finetune.read_results(options.runs / "finetune")
-    if tasks:
-        path = result_path(options.results, "swap-finetune", device, "bfloat16")
-        condensed = {task: learning_finetune.condense(task, scores) for task, scores in tasks.items()}
-        setting = {"protocol": learning_finetune.PROTOCOL, "setting": learning_finetune.SETTING}
-        write_json(path, {"command": "python benchmarks/swap.py report", **shared, **setting, "tasks": condensed})
-        condensed = json.loads(path.read_text(encoding="utf-8"))["tasks"]
-        path.with_suffix(".md").write_text(learning_finetune.table(condensed) + "\n", encoding="utf-8")
-        print(learning_finetune.table(condensed))
+    if tasks := learning_finetune.read_results(options.runs / "finetune"):
+        path = result_path(options.results, "swap-finetune", device, dtype)
+        learning_finetune.write_report(tasks, shared, command, path)
+
+
+# Keys of a recipe in which runs differ by design.
+_OWN = {"model_name", "output_dir", "cache_dir", "model_name_or_path", "learning_rate", "max_steps"}
 
 
 def main(arguments: Sequence[str]) -> int:

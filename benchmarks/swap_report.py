@@ -73,9 +73,9 @@ def _json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def condense(found: dict[str, Any]) -> dict[str, Any]:
-    """What the result file keeps, with every run beside its twin."""
-    runs = found["runs"]
+def condense(found: dict[str, Any], systems: list[str]) -> dict[str, Any]:
+    """What the result file keeps, with every run beside its twin, in the order of the systems."""
+    runs = sorted(found["runs"], key=lambda run: (run["rate"], run["convolution"], systems.index(run["system"])))
     teacher_loss = found["teacher"]["held_out_loss"]
     rows = []
     for run in runs:
@@ -109,6 +109,11 @@ def is_twin(other: Run, run: Run) -> bool:
     """Whether `other` is the teacher continued as `run` was."""
     same = all(other[name] == run[name] for name in ("convolution", "rate"))
     return same and other["system"] == "teacher"
+
+
+def text(result: dict[str, Any]) -> str:
+    """Tables and conclusions in Markdown."""
+    return f"{tables(result)}\n\n{sentences(result)}\n"
 
 
 def tables(result: dict[str, Any]) -> str:
