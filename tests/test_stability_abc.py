@@ -106,19 +106,20 @@ def run(model: nn.Module, states: torch.Tensor, keep: torch.Tensor | None = None
     return output.detach().double(), [states.grad, *controls, *(p.grad for p in attention.parameters())]
 
 
-def exact_problem(model: nn.Module, control: str) -> torch.Tensor:
+def exact_problem(model: nn.Module, control: str, large: bool) -> torch.Tensor:
     """Weights and (1, 32, d) states for which every memory and every logit is exact in 8 bits.
 
     Tokens are eight vectors of signs, each four times in a row: means over a slot are tokens. Projections are multiples
     of the identity; the control's rows are 32 times a token, so that the slot's logits are multiples of 64 up to 1024
-    and the next token's weight is e^-64.
+    and the next token's weight is e^-64. The memory is read with logits up to 1e3, or (not `large`) to about 4.
     """
     tokens = uniform(SLOTS, WIDTH, seed=3).sign()
     gram = tokens @ tokens.T - WIDTH * torch.eye(SLOTS)
     assert gram.max() < WIDTH
     attention = model.encoder.layer[0].attention.self
     # Sums over several tokens have larger logits at the same scale.
-    scale = 32 if control in ("random", "linformer") else 256
+    sums = control in ("random", "linformer")
+    scale = (32 if sums else 256) if large else (0.25 if sums else 1)
     identity = torch.eye(WIDTH)
     with torch.no_grad():
         for layer, factor in ((attention.query, scale), (attention.key, 1), (attention.value, 1)):
@@ -134,13 +135,14 @@ def exact_problem(model: nn.Module, control: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("large", [True, False], ids=["large", "soft"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention_with_exact_logits(dtype, control, backend):
+def test_attention_with_exact_logits(dtype, large, control, backend):
     """What remains is the rounding of the weights and of the output: 2 eps of the largest value, 1e-6 in float32."""
     outputs = []
     for precision in (dtype, torch.float64):
         model = make_model({"memory_control": control}, precision, backend)
-        states = exact_problem(model, control)
+        states = exact_problem(model, control, large)
         output, gradients = run(model, states)
         assert output.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
         outputs.append(output)
