@@ -60,9 +60,8 @@ def test_a_converted_teacher_is_the_teacher_and_the_others_are_not(runs):
     for name in ("teacher", "teacher-conv"):
         converted = AutoModelForMaskedLM.from_pretrained(runs / "converted" / name)(ids).logits
         torch.testing.assert_close(converted, teacher, rtol=0, atol=1e-5)
-    plain, conv = (
-        AutoModelForMaskedLM.from_pretrained(runs / "converted" / n)(ids).logits for n in ("mlp-64", "mlp-64-conv")
-    )
+    folders = [runs / "converted" / name for name in ("luna-64", "luna-64-conv")]
+    plain, conv = (AutoModelForMaskedLM.from_pretrained(folder)(ids).logits for folder in folders)
     torch.testing.assert_close(plain, conv, rtol=0, atol=1e-5)
     assert (plain - teacher).abs().max() > 1e-3
 
