@@ -91,8 +91,8 @@ class AbcConversion(Conversion):
             "--control-init",
             choices=("attention", "random"),
             default="attention",
-            help="of mlp and linformer: start as the source's own attention from evenly spread positions, or at random, "
-            "as the paper does (default: attention)",
+            help="of mlp and linformer: start as the source's own attention from evenly spread positions, or at random "
+            "as in the paper (default: attention)",
         )
         add("--control-seed", type=int, metavar="N", default=0, help="of random: chooses the slots (default: 0)")
         add("--cluster-iterations", type=int, metavar="N", default=2, help="of cluster: steps of k-means (default: 2)")

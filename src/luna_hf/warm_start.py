@@ -133,7 +133,7 @@ def _grouped(made: dict[str, str], with_how: bool) -> list[str]:
         stems.setdefault((stem, how), []).append(last)
     lines = []
     for (stem, how), lasts in stems.items():
-        last = lasts[0] if len(lasts) == 1 else f"{{{','.join(lasts)}}}"
+        last = lasts[0] if len(lasts) == 1 else f"{{{','.join(sorted(lasts, reverse=True))}}}"  # weight first
         name = f"{stem}.{last}" if stem else last
         lines.append(f"{name}: {how.removesuffix('*')}{last if how.endswith('*') else ''}" if how else name)
     return lines
