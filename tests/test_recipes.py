@@ -7,11 +7,28 @@ import re
 import pytest
 import torch
 import yaml
-from tiny_training import DEMO, RECIPES, SHRINK, pretrain_mlm, recipe, run, write_corpus
-from transformers import AutoModelForMaskedLM
+from tiny_training import (
+    DEMO,
+    RECIPES,
+    SHRINK,
+    TRANSFERS,
+    arguments,
+    groups,
+    pretrain_mlm,
+    recipe,
+    run,
+    transfer_attention,
+    without_model_section,
+    write_corpus,
+    write_student,
+    write_teacher,
+)
+from transformers import AutoModelForMaskedLM, RobertaConfig
 
-PretrainRecipe = pretrain_mlm.PretrainRecipe
+from luna_hf import AbcConfig, AbcForMaskedLM, LunaConfig, LunaForMaskedLM
+
 PATHS = {path.stem: path for path in RECIPES}
+CONTINUED = [name for name in PATHS if name.endswith("-continue")]
 # What any recipe needs beside SHRINK to run here: a tokenizer made for the text, and the precision of the other tests.
 LOCAL = {"train_tokenizer": "true", "mixed_precision": "no", "model.num_attention_heads": 4}
 
@@ -21,37 +38,95 @@ def load(name):
 
 
 def test_the_recipes_are_these():
-    assert set(PATHS) == {"demo", "luna-tiny", "luna-small", "luna-base-16gb", "luna-base-160gb"}
+    new = {"demo", "luna-tiny", "luna-small", "luna-base-16gb", "luna-base-160gb"}
+    assert set(PATHS) == new | {"abc-tiny-continue", "abc-base-continue", "luna-base-continue"}
+    assert {path.stem for path in TRANSFERS} == {"tiny", "abc-base", "luna-base"}
 
 
-@pytest.mark.parametrize("name", PATHS)
-def test_recipe_parses_and_is_a_manual(name):
-    text = PATHS[name].read_text()
-    loaded = load(name)
+def local_texts(data, folder):
+    """What stands in for a recipe's data: its mixture, of local texts."""
+    if not isinstance(data, list):
+        return write_corpus(folder / "texts")
+    for number, section in enumerate(data):
+        path = write_corpus(folder / f"texts{number}", documents=20 + number)
+        section |= {"path": str(path), "name": "", "split": "train"}
+    return json.dumps([{key: value for key, value in section.items() if value} for section in data])
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *TRANSFERS], ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_recipe_parses_and_is_a_manual(path):
+    text, script = path.read_text(), {"pretrain_mlm": pretrain_mlm, "transfer_attention": transfer_attention}
+    loaded = script[path.parent.name].read_recipe(path, [])
     assert loaded.max_steps > loaded.eval_steps and loaded.max_steps > loaded.save_steps
-    assert loaded.model_name == ("luna-demo" if name == "demo" else name)
+    names = {
+        "demo": "luna-demo",
+        "tiny": "abc-tiny-fitted",
+        "abc-base": "abc-base-fitted",
+        "luna-base": "luna-base-fitted",
+    }
+    assert loaded.model_name == names.get(path.stem, path.stem)
     head = text.split("\n\n")[0]
-    for word in ("command", "hardware", "wall time", "expect", f"training/recipes/pretrain_mlm/{name}.yaml"):
+    for word in ("command", "hardware", "wall time", "expect", f"training/recipes/{path.parent.name}/{path.name}"):
         assert word in head
     # Every key stands there once, in the order of the others, with its comment.
     keys = [line for line in text.splitlines() if re.match(r"\w+:", line)]
-    assert [line.partition(":")[0] for line in keys] == [field.name for field in dataclasses.fields(PretrainRecipe)]
+    assert [line.partition(":")[0] for line in keys] == [field.name for field in dataclasses.fields(loaded)]
     model = [line for line in text.splitlines() if re.match(r" {2}\w+:", line)]
     assert len(model) == len(loaded.model)
     assert [line for line in keys + model if " # " not in line] == []
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", [name for name in PATHS if name not in CONTINUED])
 def test_recipe_runs_three_steps(name, tmp_path):
-    data, texts = load(name).data, write_corpus(tmp_path / "texts")
-    if isinstance(data, list):  # the recipe's mixture, of local texts
-        for number, section in enumerate(data):
-            path = write_corpus(tmp_path / f"texts{number}", documents=20 + number)
-            section |= {"path": str(path), "name": "", "split": "train"}
-        texts = json.dumps([{key: value for key, value in section.items() if value} for section in data])
-    figures = run(tmp_path / "out", PATHS[name], data=texts, **LOCAL)
+    figures = run(tmp_path / "out", PATHS[name], data=local_texts(load(name).data, tmp_path), **LOCAL)
     assert figures["held_out_targets"] > 0 and figures["model_type"] == "luna"
     assert figures["seen_tokens"] == SHRINK["max_steps"] * SHRINK["global_batch_tokens"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher")
+    return write_teacher(folder / "out", write_corpus(folder / "texts"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*TRANSFERS, *(PATHS[name] for name in CONTINUED)],
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)
+def test_recipe_goes_on_from_a_converted_model(path, teacher, tmp_path):
+    script = {"pretrain_mlm": pretrain_mlm, "transfer_attention": transfer_attention}[path.parent.name]
+    luna = path.stem.startswith("luna")
+    model = LunaForMaskedLM if luna else AbcForMaskedLM
+    start = write_student(tmp_path / "start", teacher, model, **{"projection_length" if luna else "memory_size": 4})
+    data = local_texts(script.read_recipe(path, []).data, tmp_path)
+    others = {"teacher": teacher} if script is transfer_attention else {}
+    words = arguments(path, tmp_path / "out", data=data, model_name_or_path=start, mixed_precision="no", **others)
+    assert script.main(without_model_section(words)) == 0
+    figures = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert figures["model_type"] == ("luna" if luna else "abc_memory") and ("objective" in figures) == bool(others)
+    assert figures["seen_tokens"] == SHRINK["max_steps"] * SHRINK["global_batch_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "steps", "tokens"),
+    [("abc-base-continue", 8192, 7000, 29e9), ("luna-base-continue", 8192, 7000, 29e9)],
+)
+def test_continued_recipes_have_roberta_s_optimisation_and_a_rate_for_what_is_new(name, blocks, steps, tokens):
+    loaded, base = load(name), load("luna-base-160gb")
+    same = ("block_size", "global_batch_tokens", "learning_rate", "warmup_fraction", "decay_power", "weight_decay")
+    for key in (*same, "adam_beta1", "adam_beta2", "adam_epsilon", "mask_probability"):
+        assert getattr(loaded, key) == getattr(base, key), key
+    assert (loaded.update_rows, loaded.max_steps) == (blocks, steps)
+    assert loaded.max_steps * loaded.global_batch_tokens == pytest.approx(tokens, rel=0.02)
+    (new,) = loaded.groups
+    assert new.learning_rate > loaded.learning_rate and new.frozen_steps == 0
+    config = AbcConfig() if name.startswith("abc") else LunaConfig(tie_kv=False)
+    names = pretrain_mlm.parameter_names(config)
+    owned = {key for key, group in groups.assign(names, loaded.groups).items() if group}
+    roberta = set(pretrain_mlm.parameter_names(RobertaConfig()))
+    unmatched = {key.partition(".")[2] for key in set(names) - owned}
+    assert unmatched <= {key.partition(".")[2] for key in roberta}  # all that RoBERTa has not is in the group
 
 
 @pytest.mark.parametrize(

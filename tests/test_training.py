@@ -24,6 +24,7 @@ from tiny_training import (
     pretrain_mlm,
     run,
     same_weights,
+    without_model_section,
     write_corpus,
 )
 from transformers import AutoModelForMaskedLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -152,12 +153,6 @@ def test_a_compiled_model_learns_the_same(corpus, tmp_path):
 
 
 # ---- going on from a checkpoint, and longer blocks ----
-
-
-def without_model_section(words):
-    """A command line without overrides of the model section, which a checkpoint replaces."""
-    options = zip(words[1::2], words[2::2], strict=True)
-    return [words[0], *(word for option in options for word in option if not option[0].startswith("--model."))]
 
 
 def test_continued_pretraining_extends_positions_and_says_so(corpus, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,9 @@ import torch
 from helpers import ROOT, tiny_config
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, RobertaConfig
+
+from luna_hf import AbcForMaskedLM
+from luna_hf.warm_start import warm_start
 
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
 
@@ -22,10 +26,22 @@ import loop
 import pretrain_mlm
 import pretrain_recipe
 import recipe
+import transfer_attention
 
-__all__ = ["card", "checkpoint", "data", "groups", "loop", "pretrain_mlm", "pretrain_recipe", "recipe"]
+__all__ = [
+    "card",
+    "checkpoint",
+    "data",
+    "groups",
+    "loop",
+    "pretrain_mlm",
+    "pretrain_recipe",
+    "recipe",
+    "transfer_attention",
+]
 
 RECIPES = sorted((ROOT / "training" / "recipes" / "pretrain_mlm").glob("*.yaml"))
+TRANSFERS = sorted((ROOT / "training" / "recipes" / "transfer_attention").glob("*.yaml"))
 DEMO = ROOT / "training" / "recipes" / "pretrain_mlm" / "demo.yaml"
 WORDS = ["the", "token", "reads", "every", "packed", "sequence", "of", "fixed", "length", "in", "its", "layer"]
 SHRINK = {
@@ -68,6 +84,26 @@ def run(output_dir: Path, recipe_file: Path = DEMO, **overrides: Any) -> dict[st
     """A shrunk run in this process; its figures."""
     assert pretrain_mlm.main(arguments(recipe_file, output_dir, **overrides)) == 0
     return json.loads((output_dir / "metrics.json").read_text())
+
+
+def write_teacher(folder: Path, texts: Path, **overrides: Any) -> Path:
+    """A small RoBERTa with its tokenizer."""
+    run(folder, data=texts, model__model_type="roberta", model__max_position_embeddings=66, **overrides)
+    return folder
+
+
+def write_student(folder: Path, teacher: Path, model_class: type = AbcForMaskedLM, **fields: Any) -> Path:
+    """A model made from the teacher, with the same tokenizer."""
+    warm_start(model_class, str(teacher), **fields)[0].save_pretrained(folder)
+    for path in teacher.glob("tokenizer*.json"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def without_model_section(words: list[str]) -> list[str]:
+    """A command line without overrides of the model section, which a checkpoint replaces."""
+    options = zip(words[1::2], words[2::2], strict=True)
+    return [words[0], *(word for option in options for word in option if not option[0].startswith("--model."))]
 
 
 def losses(folder):

@@ -50,10 +50,10 @@ class TransferRecipe(PretrainRecipe):
     teacher: str
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._require("teacher", self.teacher, "the folder or Hub name of the model to learn from")
         converted = "a converted model: see conversion/roberta_to_abc.py"
         self._require("model_name_or_path", self.model_name_or_path, converted)
+        super().__post_init__()
         why = "false: the layers are trained one by one, and not called as a model"
         for name in ("gradient_checkpointing", "compile"):
             self._require(name, not getattr(self, name), why)
@@ -212,24 +212,23 @@ def check_pair(student: PreTrainedConfig, teacher: PreTrainedConfig, recipe: Tra
         )
 
 
-def load_teacher(name: str) -> PreTrainedModel:
-    """The base model of a teacher.
+def check_names(config: PreTrainedConfig, name: str) -> None:
+    """Whether a teacher's layers are where they are looked for; no model is made for that.
 
     Raises:
-        UserError: It cannot be loaded, or its layers have other names than RoBERTa's.
+        UserError: They have other names than RoBERTa's.
     """
-    teacher = load_encoder(AutoModelForMaskedLM, name)[0].base_model
-    layers = getattr(getattr(teacher, "encoder", None), "layer", None)
+    with torch.device("meta"):
+        teacher = AutoModelForMaskedLM.from_config(config).base_model
     try:
-        parts = [layer.attention.output.dropout for layer in layers]
-    except (AttributeError, TypeError):
-        parts = []
-    if not parts:
+        found = [layer.attention.output.dropout for layer in teacher.encoder.layer]
+    except AttributeError:
+        found = []
+    if not found:
         raise UserError(
-            f"`teacher` {name} is a {teacher.config.model_type} model, whose layers are not named as RoBERTa's. Name a "
+            f"`teacher` {name} is a {config.model_type} model, whose layers are not named as RoBERTa's. Name a "
             "roberta, xlm-roberta, camembert or bert checkpoint, or one of luna_hf."
         )
-    return teacher
 
 
 def freeze_unused(module: AttentionTransfer, sample: dict[str, Tensor]) -> list[str]:
@@ -256,9 +255,11 @@ class TransferObjective(Objective):
     """The relative squared error of the student's attention."""
 
     def check(self, recipe: TransferRecipe) -> None:
-        """See `check_pair`; and a model whose attention has nothing new to train."""
+        """See `check_pair`, `check_names`, `check_groups`; and a model whose attention has nothing new to train."""
         student = load_config(recipe.model_name_or_path)
-        check_pair(student, load_config(recipe.teacher), recipe)
+        teacher = load_config(recipe.teacher)
+        check_pair(student, teacher, recipe)
+        check_names(teacher, recipe.teacher)
         names = pretrain_mlm.parameter_names(student)
         if recipe.groups and not any(re.search(NEW_PARAMETERS, name) for name in names):
             control = getattr(student, "memory_control", student.model_type)
@@ -267,6 +268,8 @@ class TransferObjective(Objective):
                 "so there is nothing new to fit. Convert with `--conv-kernel-size`, or with a control that is learned "
                 "(mlp, linformer); or leave this stage out; or fit all of its attention (`--parameter_groups []`)."
             )
+        attention = [name for name in names if re.search(rf"\.attention\.|{NEW_PARAMETERS}", name)]
+        check_groups(names, recipe.groups, recipe.max_steps, attention)
 
     def make_module(
         self, model: PreTrainedModel, recipe: TransferRecipe, accelerator: Accelerator, sample: dict[str, Tensor]
@@ -277,7 +280,7 @@ class TransferObjective(Objective):
                 f"Attention transfer does not run sharded ({accelerator.distributed_type.value}), since it calls parts "
                 "of layers. Launch with training/accelerate/multi_gpu.yaml."
             )
-        module = AttentionTransfer(model, load_teacher(recipe.teacher))
+        module = AttentionTransfer(model, load_encoder(AutoModelForMaskedLM, recipe.teacher)[0].base_model)
         trained = freeze_unused(module, sample)
         names = [name for name, _ in model.named_parameters()]
         check_groups(names, recipe.groups, recipe.max_steps, trained)
