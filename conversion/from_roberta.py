@@ -25,6 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "model_cards" / "converted.md"
 # Of a text, this much is read for Luna's packed sequence: far more than it has slots.
 TEXT_CHARACTERS = 1_000_000
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "sentencepiece.bpe.model"),
+    *("spiece.model", "special_tokens_map.json"),
+)
 
 
 class UserError(ValueError):
@@ -236,18 +240,37 @@ def portable(text: str) -> str:
 # ---- tokenizer and card ----
 
 
+def find(source: str, name: str) -> str | None:
+    """The path of a file of a folder or Hub name; `None` if it is not there."""
+    return cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+
+
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder or Hub name; `None` if it has none."""
+    """The tokenizer of a folder or Hub name; `None` if it has none.
+
+    Raises:
+        UserError: It has files of a tokenizer that cannot be read, or too few of them.
+    """
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except Exception:  # missing files show themselves in many ways
-        return None
+        tokenizer, reason = AutoTokenizer.from_pretrained(source), "its vocabulary is missing"
+    except Exception as error:  # tokenizer files fail in many ways, all of them the user's to mend
+        tokenizer, reason = None, (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     finally:
         logging.set_verbosity(verbosity)
     # Without files, transformers makes an empty one.
-    return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
+    if tokenizer is not None and len(tokenizer) > len(tokenizer.all_special_ids):
+        return tokenizer
+    try:
+        present = [name for name in TOKENIZER_FILES if find(source, name)]
+    except (OSError, ValueError):  # no such source, which loading the model says better
+        return None
+    if present:
+        raise UserError(f"The tokenizer at {source} ({present[0]}) cannot be read: {reason}.")
+    return None
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, source: str) -> None:
@@ -271,12 +294,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 def source_card(source: str) -> ModelCardData:
     """The metadata of the source's own card, empty if it has none."""
     try:
-        path = cached_file(
-            source,
-            "README.md",
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        path = find(source, "README.md")
         return ModelCard.load(path, ignore_metadata_errors=True).data if path else ModelCardData()
     except (OSError, ValueError):  # no card that can be read
         return ModelCardData()
@@ -351,7 +369,7 @@ def write(target: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
     Raises:
         UserError: The disk does not take it.
     """
-    unfinished = target.parent / f".{target.name}.unfinished-{os.getpid()}"
+    unfinished, earlier = (target.parent / f".{target.name}.{word}-{os.getpid()}" for word in ("unfinished", "earlier"))
     try:
         unfinished.mkdir(parents=True)
         model.save_pretrained(unfinished)
@@ -359,12 +377,15 @@ def write(target: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
             tokenizer.save_pretrained(unfinished)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(earlier)
         unfinished.rename(target)
     except OSError as error:
         raise UserError(f"TARGET {target} cannot be written ({error.strerror or error}).") from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if earlier.exists() and not target.exists():
+            earlier.rename(target)
+        for leftover in (unfinished, earlier):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 # ---- all of it ----

@@ -334,6 +334,18 @@ def test_a_tokenizer_of_another_model(capsys, tmp_path):
     assert "pads with token 1, but the model takes token 3" in refused(capsys, "abc", tmp_path / "pad", tmp_path / "n")
 
 
+@pytest.mark.parametrize("damage", ["broken", "without-vocabulary"])
+def test_a_damaged_tokenizer(capsys, tmp_path, damage):
+    save_roberta(tmp_path / "source")
+    file = tmp_path / "source" / "tokenizer.json"
+    if damage == "broken":
+        file.write_text(file.read_text()[:-50])
+    else:
+        file.unlink()
+    message = refused(capsys, "abc", tmp_path / "source", tmp_path / "new")
+    assert re.search(r"The tokenizer at .* \(tokenizer(_config)?.json\) cannot be read: ", message)
+
+
 def test_a_text_that_is_empty_or_no_text(capsys, source, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\xd8")
