@@ -104,11 +104,17 @@ class AbcSelfAttention(nn.Module):
         if control in ("sliding_window", "dilated"):
             output, weights = self.attend_window(query, key, value, masks, **kwargs)
             return output, memory, weights
-        weight = self.control() if self.control is not None else memory
-        written = _WRITERS[control](self, hidden_states, key, value, weight, masks)
+        written = self.write(hidden_states, key, value, memory, masks)
         filled = None if written.filled is None else written.filled.unsqueeze(-2)  # (b, 1 or h, 1, m)
         output, weights = attend_heads(self, query, written.key, written.value, filled, **kwargs)
         return output, memory, weights
+
+    def write(
+        self, hidden_states: Tensor, key: Tensor, value: Tensor, memory: Tensor | None, masks: AbcMasks
+    ) -> Memory:
+        """The slots for states (b, n, d) with keys and values (b, h, n, c); `memory` and `masks` as in `forward`."""
+        weight = self.control() if self.control is not None else memory
+        return _WRITERS[self.config.memory_control](self, hidden_states, key, value, weight, masks)
 
     def write_mlp(self, hidden_states: Tensor, key: Tensor, value: Tensor, weight: Tensor, masks: AbcMasks) -> Memory:
         """Equation 7."""
