@@ -32,11 +32,12 @@ FIELDS = {
         "max_position_embeddings": LENGTH,
         **NO_DROPOUT,
     },
+    "abc_memory": {"memory_size": 8, "max_position_embeddings": LENGTH, **NO_DROPOUT},
     "roberta": {"max_position_embeddings": LENGTH + 2, **NO_DROPOUT},
     "bert": {"max_position_embeddings": LENGTH, **NO_DROPOUT},
     "modernbert": {"max_position_embeddings": LENGTH},
 }
-LEARNED = ["luna", "roberta", "bert"]
+LEARNED = ["luna", "abc_memory", "roberta", "bert"]
 
 
 def new_model(name, seed=0):
@@ -229,7 +230,7 @@ def test_learned_positions_are_repeated_row_by_row(name, length):
     note = extend_positions(model, length)
     assert note == f"Positions extended from {LENGTH} to {length} tokens: the {LENGTH} learned positions are repeated."
     after = position_table(model)
-    first = {"luna": 2, "roberta": 2, "bert": 0}[name]  # rows up to the pad's own belong to no position
+    first = 0 if name == "bert" else 2  # rows up to the pad's own belong to no position
     assert after.shape[0] == first + length
     assert torch.equal(after[:first], before[:first])
     for position in range(length):
@@ -292,6 +293,18 @@ def test_positions_that_are_kept_elsewhere_are_not_guessed():
     with pytest.raises(UserError, match="How a xlm model keeps its positions is unknown"):
         extend_positions(model, 13)
     assert longest_input(model.config) == 12
+
+
+def test_a_control_with_weights_for_every_position_is_not_extended(tmp_path):
+    fields = {**SIZES, **FIELDS["abc_memory"], "memory_control": "linformer"}
+    model = AutoModelForMaskedLM.from_config(make_config({"model_type": "abc_memory", **fields}, None, 120))
+    assert extend_positions(model, LENGTH) is None
+    with pytest.raises(UserError, match=rf"linformer.*roberta_to_abc.py .* --max-length {LENGTH + 1}\."):
+        extend_positions(model, LENGTH + 1)
+    assert longest_input(model.config) == LENGTH
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="linformer"):
+        load_encoder(AutoModelForMaskedLM, str(tmp_path), length=LENGTH + 1)
 
 
 # ---- new models ----

@@ -71,8 +71,68 @@ def test_luna_equals_a_literal_computation(kind, dynamic):
         assert all(value < 1 for value in values)
 
 
-def test_padding_changes_nothing():
-    model = tiny_model(kind="mlm")
+def abc_slots(model, layer, states):
+    """phi (h, m, n) and the keys of the slots (h, m, c) of one layer of an ABC-MLP on a row's states: equation 7."""
+    attention, heads = model.encoder.layer[layer].attention.self, model.config.num_attention_heads
+    phi = (model.control.weight @ states.T).softmax(-1).unflatten(0, (heads, -1))
+    keys = attention.key(states).unflatten(-1, (heads, -1)).transpose(0, 1)  # (h, n, c)
+    return phi, phi @ keys
+
+
+@pytest.mark.parametrize("kind", ["base", "mlm", "sequence"])
+def test_abc_equals_a_literal_computation(kind):
+    model = tiny_model("abc_memory", kind, initializer_range=0.5, memory_size=5)
+    batch = padded_batch(LENGTHS)
+    result = probe(model, batch)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        outputs = model(**batch, output_attentions=True, output_hidden_states=True)
+        expected = {"read_entropy": [literal_entropy(read, LENGTHS, [5, 5, 5]) for read in outputs.attentions]}
+        expected |= {"write_entropy": [], "slot_similarity": []}
+        for layer in range(3):
+            rows = []
+            for row, length in enumerate(LENGTHS):
+                states = outputs.hidden_states[layer][row, :length]
+                rows.append(abc_slots(model.base_model, layer, states))
+            write = [literal_entropy(phi[None], [5], [n]) for (phi, _), n in zip(rows, LENGTHS, strict=True)]
+            expected["write_entropy"].append(sum(write) / 3)
+            heads = [head for _, keys in rows for head in keys]
+            expected["slot_similarity"].append(literal_similarity(heads, [5] * len(heads)))
+    assert result.keys() == expected.keys()
+    for name, values in expected.items():
+        assert len(values) == 3 and result[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+        assert all(value < 0.999 for value in values)
+    assert not any("write" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("control", ["linformer", "random", "cluster", "local_to_global", "compressive"])
+def test_other_slots_have_no_entropy_of_writing_and_empty_ones_do_not_count(control):
+    model = tiny_model("abc_memory", "mlm", memory_control=control, memory_size=8)
+    result = probe(model, padded_batch(LENGTHS))
+    assert result.keys() == {"read_entropy", "slot_similarity"} and all(len(values) == 3 for values in result.values())
+    assert all(0 < value <= 1 for value in result["read_entropy"])
+    (short,) = padded_batch([5])["input_ids"]  # a row of five tokens fills at most five slots
+    alone = probe(model, {"input_ids": short[None]})
+    assert all(0 < value <= 1.0001 for value in alone["read_entropy"])
+    assert alone["read_entropy"][0] > 0.9 or control == "linformer"
+
+
+@pytest.mark.parametrize("control", ["full", "sliding_window", "dilated"])
+def test_abc_without_slots_has_one_kind_of_map(control):
+    options = {"memory_control": control, "memory_size": 3, "initializer_range": 0.2}
+    model = tiny_model("abc_memory", "mlm", **options)
+    result = probe(model, padded_batch(LENGTHS))
+    assert result.keys() == {"attention_entropy"} and all(0.1 < value < 0.999 for value in result["attention_entropy"])
+    flat = tiny_model("abc_memory", "mlm", **options)
+    for layer in flat.base_model.encoder.layer:
+        torch.nn.init.zeros_(layer.attention.self.query.weight)
+        torch.nn.init.zeros_(layer.attention.self.query.bias)
+    assert probe(flat, padded_batch(LENGTHS))["attention_entropy"] == pytest.approx([1.0] * 3)
+
+
+@pytest.mark.parametrize("family", ["luna", "abc_memory"])
+def test_padding_changes_nothing(family):
+    model = tiny_model(family, "mlm")
     (short,) = padded_batch([5])["input_ids"]
     alone = probe(model, {"input_ids": short[None]})
     ids = torch.full((1, 12), 1)
@@ -125,8 +185,9 @@ def test_similarity_of_equal_and_orthogonal_slots():
     assert slot_similarity(torch.tensor([[[1.0, 0], [0, 2.0], [0, 1.0]]]), used) == pytest.approx(0)
 
 
-def test_looking_changes_nothing():
-    model = tiny_model(kind="mlm", hidden_dropout_prob=0.3).train()
+@pytest.mark.parametrize("family", ["luna", "abc_memory"])
+def test_looking_changes_nothing(family):
+    model = tiny_model(family, "mlm", hidden_dropout_prob=0.3).train()
     batch = padded_batch(LENGTHS)
     backend, before = model.config._attn_implementation, torch.get_rng_state()
     assert backend == "sdpa"

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from luna_hf import FAMILIES
 from luna_hf.configuration_base import EncoderConfig
+from luna_hf.functional import repeat_positions
 
 # Fields of a config that the tokenizer decides, and the tokenizer's attribute for each.
 _FROM_TOKENIZER = {
@@ -107,18 +108,26 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
     """Make a model take `length` tokens, in place.
 
     Learned positions are repeated: the rows for the first tokens stand again where the trained ones end, so that
-    neighbours keep the offsets they were trained with (Beltagy et al. 2020, Longformer, section 5). Sinusoidal and
-    rotary positions are functions of the index and need no rule.
+    neighbours keep the offsets they were trained with (`functional.repeat_positions`). Sinusoidal and rotary positions
+    are functions of the index and need no rule.
 
     Returns:
         A sentence that says what was done; `None` if the model takes `length` tokens already.
 
     Raises:
-        UserError: The model keeps its positions where this function does not look.
+        UserError: The model keeps its positions where this function does not look, or its attention has weights for
+            every position.
     """
     config, trained = model.config, longest_input(model.config)
     if length <= trained:
         return None
+    if getattr(config, "memory_control", None) == "linformer":
+        raise UserError(
+            f"The model takes {trained:,} tokens, and {length:,} are asked for, but its control (`linformer`) has "
+            "learned weights for every position, which cannot be repeated. Shorten the inputs, or make it anew from "
+            "its softmax model: conversion/roberta_to_abc.py SOURCE TARGET --memory-control linformer "
+            f"--max-length {length}."
+        )
     added = length - trained
     embeddings = getattr(model.base_model, "embeddings", None)
     table = getattr(embeddings, "position_embeddings", None)
@@ -268,12 +277,9 @@ def _counts_pad_rows(config: PreTrainedConfig) -> bool:
 
 
 def _repeat_rows(table: nn.Embedding, trained: int, length: int) -> nn.Embedding:
-    rows = table.weight.detach()
-    first = rows.shape[0] - trained  # the rows before belong to no position
-    repeated = rows[first:].repeat(-(-length // trained), 1)[:length]
-    longer = nn.Embedding(first + length, rows.shape[1], padding_idx=table.padding_idx)
-    longer.weight = nn.Parameter(torch.cat([rows[:first], repeated]))
-    return longer
+    first = table.num_embeddings - trained  # the rows before belong to no position
+    rows = repeat_positions(table.weight.detach(), first, length)
+    return nn.Embedding(*rows.shape, padding_idx=table.padding_idx, _weight=rows)
 
 
 def _loading_notes(model: PreTrainedModel, info: dict[str, Any], name_or_path: str) -> list[str]:
