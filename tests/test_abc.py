@@ -1,0 +1,208 @@
+"""What is ABC's own in the models: full attention is RoBERTa's, what is read, the control and its sharing, the name."""
+
+import pytest
+import torch
+from helpers import padded_batch, random_ids, randomise, run_python, tiny_config_for, tiny_model
+from transformers import RobertaConfig, RobertaForMaskedLM
+
+from luna_hf import AbcConfig, AbcForMaskedLM, AbcModel
+from luna_hf.memory_control import CONTROLS
+
+LEARNED = ("mlp", "linformer")
+
+
+# ---- full attention ----
+
+
+@pytest.fixture(params=["eager", "sdpa"])
+def twins(request):
+    """A random RoBERTa, and ABC with full attention and the same weights under the same names."""
+    torch.manual_seed(0)
+    own = tiny_config_for("abc_memory", memory_control="full", type_vocab_size=1, attn_implementation=request.param)
+    fields = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    config = RobertaConfig(
+        **{name: getattr(own, name) for name in fields},
+        max_position_embeddings=own.max_position_embeddings + own.pad_token_id + 1,  # it counts those rows in
+        type_vocab_size=1,
+        layer_norm_eps=own.layer_norm_eps,
+        attn_implementation=request.param,
+    )
+    roberta, abc = RobertaForMaskedLM(config).eval(), AbcForMaskedLM(own).eval()
+    randomise(roberta)
+    abc.abc.load_state_dict(roberta.roberta.state_dict(), strict=True)
+    abc.lm_head.load_state_dict(roberta.lm_head.state_dict(), strict=True)
+    return roberta, abc
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+@torch.no_grad()
+def test_full_attention_is_that_of_roberta(twins, padding):
+    """Token states of every layer, attention maps and logits, wherever there is a token."""
+    inputs = padded_batch([20, 20, 20] if padding == "none" else [20, 3, 11])
+    if padding == "left":
+        inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
+    real = inputs["attention_mask"] == 1
+    expected, actual = (model(**inputs, output_hidden_states=True, output_attentions=True) for model in twins)
+    assert len(actual.hidden_states) == len(expected.hidden_states) == 4
+    for ours, theirs in zip(actual.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(ours[real], theirs[real], rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual.logits[real], expected.logits[real], rtol=0, atol=1e-5)
+    if twins[1].config._attn_implementation == "eager":
+        assert len(actual.attentions) == len(expected.attentions) == 3
+        for ours, theirs in zip(actual.attentions, expected.attentions, strict=True):
+            queries = [weights.transpose(1, 2)[real] for weights in (ours, theirs)]  # (tokens, h, n)
+            torch.testing.assert_close(*queries, rtol=0, atol=1e-5)
+
+
+# ---- what a token reads ----
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@torch.no_grad()
+def test_attentions_are_probabilities_over_what_is_read(control):
+    """Slots, places of the window, or all tokens; a row with fewer tokens than slots reads no empty one."""
+    model = tiny_model("abc_memory", memory_control=control, attn_implementation="eager")
+    inputs = padded_batch([21, 3])
+    attentions = model(**inputs, output_attentions=True).attentions
+    assert len(attentions) == 3
+    for weights in attentions:
+        assert weights.shape == (2, 4, 21, 21 if control == "full" else 8)
+        for row, length in enumerate((21, 3)):
+            torch.testing.assert_close(weights[row, :, :length].sum(-1), torch.ones(4, length))
+        if control in ("full", "local_to_global", "compressive"):
+            assert not weights[1, :, :, 3:].any()
+        if control == "sliding_window":
+            # The window has four tokens before a token and three after it.
+            assert not weights[0, :, 0, :4].any() and not weights[0, :, -1, 5:].any()
+
+
+# Token 15 of the tokens, or of those at odd places: four before it, itself and three after it.
+@pytest.mark.parametrize(("control", "reach"), [("sliding_window", range(11, 19)), ("dilated", range(7, 23, 2))])
+@torch.no_grad()
+def test_a_window_sees_its_neighbours_only(control, reach):
+    model, ids = tiny_model("abc_memory", memory_control=control, num_hidden_layers=1), random_ids(1, 30)
+    others = ids.repeat(30, 1)
+    others.fill_diagonal_(3)  # row t: another token at place t
+    change = (model(others).last_hidden_state[:, 15] - model(ids).last_hidden_state[:, 15]).abs().amax(-1)
+    assert (change > 1e-6).nonzero().flatten().tolist() == list(reach)
+
+
+# ---- the control ----
+
+
+@pytest.mark.parametrize("control", LEARNED)
+def test_a_shared_control_is_one_tensor(control):
+    model, seen = tiny_model("abc_memory", memory_control=control), []
+    for layer in model.encoder.layer:
+        layer.attention.self.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    model(random_ids(2, 12))
+    assert len(seen) == 3 and all(tensor is model.control.weight for tensor in seen)
+    assert [name for name, _ in model.named_parameters() if "control" in name] == ["control.weight"]
+    assert model.control.weight.shape == (4 * 8, 48 if control == "mlp" else 64)
+
+
+@pytest.mark.parametrize("control", LEARNED)
+def test_a_control_of_each_layer(control):
+    model = tiny_model("abc_memory", memory_control=control, share_control=False)
+    names = [name for name, _ in model.named_parameters() if "control" in name]
+    assert names == [f"encoder.layer.{layer}.attention.self.control.weight" for layer in range(3)]
+    assert len({model.get_parameter(name).data_ptr() for name in names}) == 3 and model.control is None
+
+
+@pytest.mark.parametrize("control", [control for control in CONTROLS if control not in LEARNED])
+@pytest.mark.parametrize("share", [True, False])
+def test_other_controls_have_no_parameters(control, share):
+    names = {
+        name for name, _ in tiny_model("abc_memory", memory_control=control, share_control=share).named_parameters()
+    }
+    assert names == {name for name, _ in tiny_model("abc_memory").named_parameters()} - {"control.weight"}
+
+
+@pytest.mark.parametrize("share", [True, False])
+@torch.no_grad()
+def test_layers_draw_the_same_random_slots_if_they_share_the_control(share):
+    model = tiny_model("abc_memory", memory_control="random", share_control=share)
+    first, *others = (layer.attention.self for layer in model.encoder.layer)
+    memory, masks = model.begin(torch.randn(2, 40, 48), None)
+    states = torch.randn(2, 40, 48)
+    for other in others:
+        other.load_state_dict(first.state_dict())
+        assert torch.equal(other(states, memory, masks)[0], first(states, memory, masks)[0]) is share
+
+
+def test_linformer_starts_with_slots_of_the_size_of_a_token():
+    torch.manual_seed(0)
+    fields = {"memory_control": "linformer", "max_position_embeddings": 256, "memory_size": 16}
+    weight = AbcModel(tiny_config_for("abc_memory", **fields)).control.weight
+    assert weight.std().item() == pytest.approx(256**-0.5, rel=0.05)
+
+
+def test_linformer_is_not_given_more_than_it_has_weights_for():
+    model = tiny_model("abc_memory", memory_control="linformer", max_position_embeddings=32)
+    with pytest.raises(ValueError, match=r"(?s)33 tokens .*at most 32.*`max_position_embeddings`.*max_length=32"):
+        model(random_ids(1, 33))
+
+
+def test_the_learned_control_adds_less_than_a_hundredth_to_the_base_model():
+    """As the paper says; the base model of the paper is RoBERTa's."""
+    with torch.device("meta"):
+        sizes = {
+            control: AbcForMaskedLM(AbcConfig(memory_control=control)).num_parameters() for control in ("mlp", "full")
+        }
+    assert sizes["mlp"] - sizes["full"] == 12 * 64 * 768
+    assert 0 < sizes["mlp"] / sizes["full"] - 1 < 0.01
+
+
+# ---- the name ----
+
+# flash-linear-attention registers a causal model as "abc"; this stand-in has its names.
+CLASH = """
+import sys, torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+class ABCConfig(PreTrainedConfig):
+    model_type = "abc"
+    width: int = 8
+
+class ABCModel(PreTrainedModel):
+    config_class = ABCConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.linear = torch.nn.Linear(config.width, config.width)
+        self.post_init()
+
+class ABCForCausalLM(ABCModel):
+    pass
+
+def register():
+    AutoConfig.register("abc", ABCConfig)  # without exist_ok: taken would be an error
+    AutoModel.register(ABCConfig, ABCModel)
+    AutoModelForCausalLM.register(ABCConfig, ABCForCausalLM)
+
+folder, first = sys.argv[1:]
+if first == "other":
+    register()
+import luna_hf
+if first == "ours":
+    register()
+
+from helpers import random_ids, tiny_config_for
+ours, other = luna_hf.AbcModel(tiny_config_for("abc_memory")).eval(), ABCModel(ABCConfig(width=6))
+ours.save_pretrained(f"{folder}/ours")
+other.save_pretrained(f"{folder}/other")
+assert type(AutoConfig.from_pretrained(f"{folder}/ours")) is luna_hf.AbcConfig
+assert type(AutoConfig.from_pretrained(f"{folder}/other")) is ABCConfig
+assert type(AutoModelForCausalLM.from_pretrained(f"{folder}/other")) is ABCForCausalLM
+back = AutoModel.from_pretrained(f"{folder}/other")
+assert type(back) is ABCModel and torch.equal(back.linear.weight, other.linear.weight)
+back, ids = AutoModel.from_pretrained(f"{folder}/ours"), random_ids(2, 12)
+assert type(back) is luna_hf.AbcModel
+torch.testing.assert_close(back(ids).last_hidden_state, ours(ids).last_hidden_state)
+print("both")
+"""
+
+
+@pytest.mark.parametrize("first", ["ours", "other"])
+def test_the_model_type_that_another_package_registers_is_left_to_it(first, tmp_path):
+    assert AbcConfig.model_type != "abc"
+    assert run_python(CLASH, tmp_path, first).split()[-1] == "both"
