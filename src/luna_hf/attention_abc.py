@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import is_tracing
 
 from .attention_base import KeyMask, Linear, attend, attend_heads, product
 from .configuration_abc import AbcConfig
@@ -29,6 +30,10 @@ from .memory_control import (
     window_weights,
     write_to_slots,
 )
+
+# Heads whose windows are attended at a time in inference on a CPU: a window's keys and values are copies, which take
+# twice the memory of the states, and stay in cache when they are few.
+_WINDOW_HEADS = 2
 
 
 class AbcMasks(NamedTuple):
@@ -177,7 +182,17 @@ class AbcSelfAttention(nn.Module):
     def attend_window(
         self, query: Tensor, key: Tensor, value: Tensor, masks: AbcMasks, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Sections 3.3 and A.4: attention to the neighbours, block by block; (b, n, d) and weights (b, h, n, m)."""
+        """Sections 3.3 and A.4: attention to the neighbours; (b, n, d) and weights (b, h, n, m)."""
+        if torch.is_grad_enabled() or query.device.type != "cpu" or is_tracing(query):
+            return self._attend_window(query, key, value, masks, **kwargs)
+        parts = zip(*(states.split(_WINDOW_HEADS, dim=1) for states in (query, key, value)), strict=True)
+        outputs, weights = zip(*(self._attend_window(*part, masks, **kwargs) for part in parts), strict=True)
+        return torch.cat(outputs, dim=-1), None if weights[0] is None else torch.cat(weights, dim=1)
+
+    def _attend_window(
+        self, query: Tensor, key: Tensor, value: Tensor, masks: AbcMasks, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same for a part of the heads, block by block."""
         length, window, keep = query.shape[2], self.config.memory_size, masks.keep
         states = [move_to_ranks(states, masks.ranks, keep).transpose(1, 2) for states in (query, key, value)]
         # Moved to the front, the real tokens are the first ones.

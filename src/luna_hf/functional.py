@@ -49,12 +49,12 @@ def softmax_attention(
 
 def masked_softmax(logits: Tensor, keep: Tensor | None) -> Tensor:
     """Softmax over the last dimension among kept entries, in float32 at least; zeros where nothing is kept."""
-    precise = torch.promote_types(logits.dtype, torch.float32)
+    # PyTorch's softmax computes half precision in float32 by itself; asking for it would store the logits once more.
     if keep is None:
-        return logits.softmax(-1, dtype=precise).to(logits.dtype)
+        return logits.softmax(-1).to(logits.dtype)  # autocast's comes in float32
     # The lowest finite number and not -inf: a row without any key must not turn into NaN, in the gradient either.
     lowest = torch.finfo(logits.dtype).min
-    weights = logits.masked_fill(~keep, lowest).softmax(-1, dtype=precise)
+    weights = logits.masked_fill(~keep, lowest).softmax(-1)
     return weights.masked_fill(~keep, 0.0).to(logits.dtype)
 
 
