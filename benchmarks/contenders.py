@@ -1,6 +1,6 @@
 """The models of the encoder benchmark, all at one size, and what is done with them: a forward or a training step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,32 @@ from transformers import (
 )
 
 from luna_hf import FAMILIES
+from luna_hf.memory_control import CONTROLS
 
-PEERS = ("roberta", "modernbert")
+# roberta-eager computes its softmax step by step, as models did before fused kernels.
+PEERS = ("roberta", "roberta-eager", "modernbert")
 
 # Every variant of a family that the benchmark distinguishes; a family without a row joins with its defaults.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "luna": {"luna-untied": {"tie_kv": False}, "luna-tied": {"tie_kv": True}},
+    "abc_memory": {
+        "abc-mlp-128": {"memory_control": "mlp", "memory_size": 128},
+        "abc-mlp-64": {"memory_control": "mlp", "memory_size": 64},
+        **{
+            f"abc-{control.replace('_', '-')}-64": {"memory_control": control, "memory_size": 64}
+            for control in CONTROLS
+            if control not in ("mlp", "full")
+        },
+        "abc-full": {"memory_control": "full"},
+    },
+}
+
+# What `--models` may name besides single models; `standard` is what a run measures unless told.
+MODEL_SETS: dict[str, tuple[str, ...]] = {
+    "standard": ("roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64"),
+    "abc": ("roberta", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
+    "eager": ("roberta", "roberta-eager", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
+    "controls": ("roberta", "abc-mlp-64", *(name for name in VARIANTS["abc_memory"] if "mlp" not in name)),
 }
 
 PAD, WARM_UP_LENGTH = 1, 16
@@ -59,17 +79,32 @@ def own_variants() -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-def contender_names() -> list[str]:
-    """All models in the order in which they are measured and listed: peers first."""
-    return [*PEERS, *own_variants()]
+def contender_names(chosen: Sequence[str] = ("standard",)) -> list[str]:
+    """Models in the order in which they are measured and listed, peers first; `roberta` is always among them.
+
+    Args:
+        chosen: names of models or of sets of them.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+    every = [*PEERS, *own_variants()]
+    wanted = {"roberta"} | {name for word in chosen for name in MODEL_SETS.get(word, (word,))}
+    if unknown := wanted - set(every):
+        raise ValueError(
+            f"There is no model {', '.join(sorted(unknown))}. Sets: {', '.join(MODEL_SETS)}. "
+            f"Models: {', '.join(every)}."
+        )
+    return [name for name in every if name in wanted]
 
 
 def build(name: str, setting: Setting) -> PreTrainedModel:
-    """A randomly initialised model with sdpa attention and no dropout, on the device, in eval or train mode."""
+    """A randomly initialised model without dropout, with sdpa unless it is an eager one, on the device, in its mode."""
     torch.manual_seed(0)
     training = setting.mode == "mlm_step"
-    if name == "roberta":
-        config = RobertaConfig(**_common(setting), **_NO_DROPOUT, max_position_embeddings=setting.max_length + 2)
+    if name in ("roberta", "roberta-eager"):
+        fields = {**_common(setting), "attn_implementation": "sdpa" if name == "roberta" else "eager"}
+        config = RobertaConfig(**fields, **_NO_DROPOUT, max_position_embeddings=setting.max_length + 2)
         model = RobertaForMaskedLM(config) if training else RobertaModel(config, add_pooling_layer=False)
     elif name == "modernbert":
         config = _modernbert_config(setting)

@@ -16,6 +16,7 @@ from typing import Any
 import floors
 import torch
 from contenders import (
+    MODEL_SETS,
     PEERS,
     WARM_UP_LENGTH,
     Setting,
@@ -47,7 +48,8 @@ PROTOCOL = (
     "(on an accelerator: peak allocated) of one call minus the size before it, each model and length in its own "
     "process, after building the model and one call on a tiny input, with freed blocks of 1 MiB and more going back to "
     "the system. Random weights, random tokens, dropout 0 for all "
-    "models, attention through sdpa. forward: eval, no gradients, base models without pooler, vocabulary of 1000. "
+    "models, attention through sdpa (roberta-eager: products and softmax one after the other). "
+    "forward: eval, no gradients, base models without pooler, vocabulary of 1000. "
     "mlm_step: forward, backward and fused AdamW of the masked-LM models, vocabulary of 50265, 15 % of the positions "
     "labelled; the models of this package and ModernBERT apply the head only there (sparse_prediction), RoBERTa has "
     "no such option."
@@ -71,7 +73,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--projection-length", type=int, default=128, help="slots of the packed sequence")
+    parser.add_argument("--projection-length", type=int, default=128, help="slots of Luna; ABC's names say theirs")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["standard"],
+        metavar="MODEL",
+        help=f"models, or a set of them ({', '.join(MODEL_SETS)}), beside roberta; the set names the file",
+    )
     parser.add_argument(
         "--modernbert-intermediate",
         type=int,
@@ -89,7 +98,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON file and the plot")
     parser.add_argument("--check-floors", action="store_true", help="compare with floors.py; exit 1 if one is missed")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        options.names = contender_names(options.models)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
 def make_setting(options: argparse.Namespace) -> Setting:
@@ -118,7 +132,7 @@ def measure_memory(setting: Setting, options: argparse.Namespace) -> dict[int, d
     memory: dict[int, dict[str, int]] = {}
     for length in options.lengths:
         memory[length] = {}
-        for name in contender_names():
+        for name in options.names:
             progress(f"memory: length {length}, {name}")
             memory[length][name] = in_own_process(peak_memory, name, setting, rows_for(length, options), length)
     return memory
@@ -170,7 +184,7 @@ def describe_length(
         }
         if name not in PEERS:
             models[name]["speed_over"] = {
-                peer: summary(ratios(times[peer]["unpadded"], kinds["unpadded"])) for peer in PEERS
+                peer: summary(ratios(times[peer]["unpadded"], kinds["unpadded"])) for peer in PEERS if peer in times
             }
         if "padded" in kinds:
             models[name]["padded_over_unpadded"] = summary(ratios(kinds["padded"], kinds["unpadded"]))
@@ -197,31 +211,33 @@ def describe_growth(lengths: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def describe_wins(lengths: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
     """For every own model and peer the length from which it is faster, or `None`."""
-    own = [name for name in lengths[0]["models"] if name not in PEERS]
     return {
         name: {
             peer: win_length({row["length"]: row["models"][name]["speed_over"][peer]["median"] for row in lengths})
-            for peer in PEERS
+            for peer in model["speed_over"]
         }
-        for name in own
+        for name, model in lengths[0]["models"].items()
+        if "speed_over" in model
     }
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as aligned text."""
+    columns = {peer: max(13, len(peer) + 2) for peer in result["peers"]}
     lines = [
-        f"{'length':>7} {'model':<14} {'tokens/s':>9} {'memory MiB':>11} {'x roberta':>10} {'(min-max)':>13}"
-        f" {'x modernbert':>13} {'padded':>7}"
+        f"{'length':>7} {'model':<23} {'tokens/s':>9} {'memory MiB':>11}"
+        + "".join(f" {'x ' + peer:>{width}}" for peer, width in columns.items())
+        + f" {'(min-max)':>13} {'padded':>7}"
     ]
     for row in result["lengths"]:
         for name, model in row["models"].items():
-            line = f"{row['length']:>7} {name:<14} {model['tokens_per_second']:>9.0f}"
+            line = f"{row['length']:>7} {name:<23} {model['tokens_per_second']:>9.0f}"
             line += f" {model['peak_memory_bytes'] / 2**20:>11.1f}"
-            if over := model.get("speed_over"):
-                spread = f"({over['roberta']['min']:.2f}-{over['roberta']['max']:.2f})"
-                line += f" {over['roberta']['median']:>10.2f} {spread:>13} {over['modernbert']['median']:>13.2f}"
-            else:
-                line += " " * 39
+            over = model.get("speed_over")
+            for peer, width in columns.items():
+                line += f" {over[peer]['median']:>{width}.2f}" if over else " " * (width + 1)
+            spread = f"({over['roberta']['min']:.2f}-{over['roberta']['max']:.2f})" if over else ""
+            line += f" {spread:>13}"
             if padding := model.get("padded_over_unpadded"):
                 line += f" {padding['median']:>7.3f}"
             lines.append(line.rstrip())
@@ -252,7 +268,7 @@ def floor_table(checks: list[dict[str, Any]]) -> str:
     if not checks:
         return "no floor applies to this run"
     return "\n".join(
-        f"{'PASS ' if check['holds'] else 'below'} {check['model']:<14} {check['what']}: "
+        f"{'PASS ' if check['holds'] else 'below'} {check['model']:<23} {check['what']}: "
         f"{check['measured']:.3f} {check['relation']} {check['bound']:.3f}"
         for check in checks
     )
@@ -260,7 +276,9 @@ def floor_table(checks: list[dict[str, Any]]) -> str:
 
 def subject(options: argparse.Namespace) -> str:
     """First part of the file name: what was measured."""
-    return f"encoder-{options.mode}-{options.layers}-layer" + ("-padding" if options.padding else "")
+    chosen = options.models[0] if len(options.models) == 1 and options.models[0] in MODEL_SETS else "chosen"
+    suffix = "" if chosen == "standard" else f"-{chosen}"
+    return f"encoder-{options.mode}-{options.layers}-layer" + ("-padding" if options.padding else "") + suffix
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
@@ -270,7 +288,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     setting = make_setting(options)
     # First, while this process is small: at 12 layers the models of the timed run take gigabytes together.
     memory = measure_memory(setting, options)
-    models = {name: build(name, setting) for name in contender_names()}
+    models = {name: build(name, setting) for name in options.names}
     times = measure_time(models, setting, options)
     lengths = [describe_length(n, rows_for(n, options), times[n], memory[n]) for n in options.lengths]
     result = {
@@ -278,7 +296,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
         "protocol": PROTOCOL,
         "differences": DIFFERENCES,
         "settings": {**vars(setting), "tokens_per_batch": options.tokens_per_batch, "rounds": options.rounds},
-        "peers": list(PEERS),
+        "peers": [name for name in models if name in PEERS],
         "models": {name: {"parameters": model.num_parameters()} for name, model in models.items()},
         "wins": describe_wins(lengths),
         "growth": describe_growth(lengths),

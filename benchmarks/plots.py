@@ -5,9 +5,11 @@ from typing import Any
 
 STYLES = {
     "roberta": {"color": "0.45", "marker": "s", "linestyle": "--"},
+    "roberta-eager": {"color": "black", "marker": "x", "linestyle": "--"},
     "modernbert": {"color": "tab:red", "marker": "^", "linestyle": "--"},
 }
-LABELS = {"roberta": "RoBERTa", "modernbert": "ModernBERT"}
+LABELS = {"roberta": "RoBERTa", "roberta-eager": "RoBERTa, eager", "modernbert": "ModernBERT"}
+COLORS = ("blue", "orange", "green", "purple", "brown", "pink", "olive", "cyan")  # of the other models, in their order
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -19,6 +21,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     lengths = [row["length"] for row in result["lengths"]]
+    for axis in axes:
+        axis.set_prop_cycle(color=[f"tab:{color}" for color in COLORS])
     for name in result["models"]:
         rows = [row["models"][name] for row in result["lengths"]]
         style = {"linewidth": 2, "marker": "o", "label": LABELS.get(name, name), **STYLES.get(name, {})}

@@ -25,7 +25,7 @@ _SIZES = {
     "intermediate_size": 64,
 }
 _T5_SIZES = {**_TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 15}
-_OWN_FIELDS = {"luna": {"projection_length": 16}}
+_OWN_FIELDS = {"luna": {"projection_length": 16}, "abc_memory": {"memory_size": 16}}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ import guarantees  # noqa: E402
 import learning  # noqa: E402
 from measuring import growth_exponent, ratios, summary, win_length  # noqa: E402
 
+from luna_hf.memory_control import CONTROLS  # noqa: E402
+
 TINY = ["--lengths", "16", "32", "--layers", "2", "--width", "32", "--heads", "4", "--projection-length", "8"]
 TINY += ["--tokens-per-batch", "64", "--rounds", "2"]
 # Of the scripts here; `demo-*` are the figures of a training run (test_readme.py), `learning-*` see test_learning.py.
@@ -35,31 +37,35 @@ def check_header(result, script):
 
 
 def test_forward_with_padding_as_a_script(tmp_path):
+    models = ["roberta-eager", "modernbert", "luna-tied", "abc-mlp-64"]
     command = [sys.executable, "benchmarks/encoder.py", *TINY, "--padding", "--output", str(tmp_path)]
+    command += ["--models", *models]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "luna-tied against roberta" in done.stdout
 
-    (path,) = tmp_path.glob("encoder-forward-2-layer-padding-cpu-float32-torch*.json")
+    (path,) = tmp_path.glob("encoder-forward-2-layer-padding-chosen-cpu-float32-torch*.json")
     assert path.with_suffix(".png").stat().st_size > 10_000
     result = json.loads(path.read_text())
     check_header(result, "encoder.py")
-    assert list(result["models"]) == ["roberta", "modernbert", "luna-untied", "luna-tied"]
+    assert list(result["models"]) == ["roberta", *models]  # roberta always takes part
+    assert result["peers"] == ["roberta", "roberta-eager", "modernbert"]
+    assert all(set(wins) == set(result["peers"]) for wins in result["wins"].values())
     assert [(row["length"], row["rows"]) for row in result["lengths"]] == [(16, 4), (32, 2)]
     for row in result["lengths"]:
         for name, model in row["models"].items():
             assert len(model["seconds"]["rounds"]) == 2 and model["seconds"]["median"] > 0
             assert model["peak_memory_bytes"] >= 0
             assert len(model["padded_over_unpadded"]["rounds"]) == 2
-            assert ("speed_over" in model) == name.startswith("luna")
+            assert ("speed_over" in model) == name.startswith(("luna", "abc"))
         tied = row["models"]["luna-tied"]
         peer = row["models"]["roberta"]["seconds"]["rounds"]
         expected = [theirs / ours for theirs, ours in zip(peer, tied["seconds"]["rounds"], strict=True)]
         assert tied["speed_over"]["roberta"]["rounds"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["roberta", "modernbert", "luna-untied", "luna-tied"])
+@pytest.mark.parametrize("name", [*encoder.contender_names(), "roberta-eager", "abc-linformer-64"])
 def test_a_training_step_of_every_model_learns(name):
     setting = encoder.make_setting(encoder.parse([*TINY, "--mode", "mlm_step"]))
     model = encoder.build(name, setting)
@@ -73,6 +79,28 @@ def test_a_training_step_of_every_model_learns(name):
     assert model.training and model(**batch).loss.item() < before
 
 
+def test_models_are_chosen_by_name_or_set(capsys):
+    standard = ["roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64"]
+    options = encoder.parse(TINY)
+    assert options.names == standard and encoder.subject(options) == "encoder-forward-2-layer"
+    controls = encoder.parse([*TINY, "--models", "controls"])
+    strategies = {name.removeprefix("abc-").removesuffix("-64") for name in controls.names if name.startswith("abc-")}
+    assert strategies == {control.replace("_", "-") for control in CONTROLS}
+    assert encoder.subject(controls) == "encoder-forward-2-layer-controls"
+    with pytest.raises(SystemExit):
+        encoder.parse([*TINY, "--models", "abc-mlp-65"])
+    assert "no model abc-mlp-65" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", encoder.contender_names(["controls"]))
+def test_names_of_contenders_say_what_they_are(name):
+    model = encoder.build(name, encoder.make_setting(encoder.parse([*TINY, "--models", name])))
+    if name.startswith("abc-") and name != "abc-full":
+        control, size = name.removeprefix("abc-").rsplit("-", 1)
+        assert model.config.memory_control == control.replace("-", "_") and model.config.memory_size == int(size)
+    assert model.config._attn_implementation == "sdpa" and not model.training
+
+
 def test_padded_batches_have_the_documented_shape():
     setting = encoder.make_setting(encoder.parse(TINY))
     plain, padded = (encoder.make_batch(setting, rows=4, length=32, padded=padded) for padded in (False, True))
@@ -83,13 +111,14 @@ def test_padded_batches_have_the_documented_shape():
 
 
 def test_guarantees(tmp_path, capsys):
-    models = ["LunaModel", "RobertaModel", "FNetModel", "MraModel"]
+    models = ["LunaModel", "AbcModel", "RobertaModel", "FNetModel", "MraModel"]
     assert guarantees.main(["--models", *models, "--no-cost", "--output", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("guarantees-cpu-float32-torch*.json")
     result = json.loads(path.read_text())
     check_header(result, "guarantees.py")
-    luna, roberta, fnet, mra = result["results"].values()
-    assert all(check["holds"] for check in luna.values()) and len(luna) == 6
+    luna, abc, roberta, fnet, mra = result["results"].values()
+    for own in (luna, abc):
+        assert all(check["holds"] for check in own.values()) and len(own) == 6
     assert all(check["holds"] for check in roberta.values())
     # The harness must be able to say no: FNet mixes pads into every token, Mra without its kernel mixes nothing.
     assert not fnet["pad_content"]["holds"] and fnet["deterministic"]["holds"]
@@ -157,6 +186,19 @@ def result_with(speed, memory=1.0, padding=1.0, length=512, exponent=1.0):
         "growth": {"range": [2048, 16384], "exponents": {name: {"median": exponent} for name in models}},
         "lengths": [{"length": length, "models": models}],
     }
+
+
+def test_floors_of_abc():
+    result = result_with(speed=0.9)
+    own = result["models"].pop("luna-untied")
+    del result["models"]["luna-tied"]
+    result["models"] |= {"abc-mlp-128": own, "abc-mlp-64": own, "abc-full": own}
+    result["growth"]["exponents"] = {name: {"median": 1.5} for name in result["models"]}
+    checks = floors.check(result)
+    speed = {check["model"]: check["holds"] for check in checks if "speed" in check["what"]}
+    assert speed == {"abc-mlp-128": True, "abc-mlp-64": False}
+    # Softmax attention is quadratic and stands there as such.
+    assert {check["model"] for check in checks if "growth" in check["what"]} == {"abc-mlp-128", "abc-mlp-64"}
 
 
 def test_floors():
