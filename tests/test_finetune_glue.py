@@ -27,6 +27,8 @@ from tiny_finetuning import (
 )
 from transformers import AutoConfig, pipeline
 
+from luna_hf import FAMILIES
+
 TASKS = finetune_glue.TASKS
 LEARN = {"num_train_epochs": 8, "learning_rate": 1e-2, "early_stopping_patience": 0}
 NAMES = [path.stem for path in RECIPES]
@@ -128,7 +130,7 @@ def test_own_classes_are_learnt_and_work_in_a_pipeline(model_type, models, tmp_p
         models[model_type],
         tmp_path / "out",
         **{**files, "text_columns": ["body"], "label_column": "kind", **LEARN},
-        **({"model_config": ["classifier_pooling=mean"]} if model_type == "luna" else {}),
+        **({"model_config": ["classifier_pooling=mean"]} if model_type in FAMILIES else {}),
     )
     scores = summary["runs"][0]["scores"]
     # Guessing gives 1/3; the word that decides stands in every text.

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import torch
-from helpers import ROOT, randomise, tiny_config, tiny_tokenizer
+from helpers import ROOT, randomise, tiny_config_for, tiny_tokenizer
 from transformers import (
     AutoModelForMaskedLM,
     ModernBertConfig,
@@ -22,6 +22,8 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
 )
+
+from luna_hf import FAMILIES
 
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
 
@@ -51,7 +53,7 @@ __all__ = [
 
 SCRIPT = "training/finetune_glue.py"
 RECIPES = sorted((ROOT / "training" / "recipes" / "finetune_glue").glob("*.yaml"))
-MODEL_TYPES = ["luna", "roberta", "modernbert"]
+MODEL_TYPES = ["luna", "abc_memory", "roberta", "modernbert"]
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 WORDS = ["every", "token", "reads", "the", "packed", "sequence", "in", "turn", "quick", "brown", "lazy"]
 # A run that takes a second.
@@ -75,8 +77,8 @@ def encoder(model_type: str, seed: int = 0, **fields: Any) -> PreTrainedModel:
     """A tiny masked-LM model with random parameters and 40 positions."""
     torch.manual_seed(seed)
     vocab = len(tokenizer())
-    if model_type == "luna":
-        config = tiny_config(**{**SHAPE, "vocab_size": vocab, "max_position_embeddings": 40, **fields})
+    if model_type in FAMILIES:
+        config = tiny_config_for(model_type, **{**SHAPE, "vocab_size": vocab, "max_position_embeddings": 40, **fields})
         model = AutoModelForMaskedLM.from_config(config)
     elif model_type == "roberta":
         shape = {**SHAPE, "vocab_size": vocab, "max_position_embeddings": 42, "hidden_dropout_prob": 0.0}
