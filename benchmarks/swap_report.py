@@ -113,7 +113,23 @@ def is_twin(other: Run, run: Run) -> bool:
 
 def text(result: dict[str, Any]) -> str:
     """Tables and conclusions in Markdown."""
-    return f"{tables(result)}\n\n{sentences(result)}\n"
+    return f"{summary(result)}\n\n{tables(result)}\n\n{sentences(result)}\n"
+
+
+def summary(result: dict[str, Any], rate: str = "peak") -> str:
+    """Final losses at one rate, a row a system: what its README shows."""
+    found = {(r["system"], r["convolution"], r["transfer"]): r for r in result["runs"] if r["rate"] == rate}
+    lines = [
+        "| the attention becomes | after the swap | continued | with transfer | with a convolution | with both |",
+        "| --- " * 6 + "|",
+    ]
+    for system in dict.fromkeys(run["system"] for run in result["runs"]):
+        if (first := found.get((system, False, False))) is None:
+            continue
+        kinds = ((False, False), (False, True), (True, False), (True, True))
+        cells = [loss(found.get((system, *kind)), "final_loss") for kind in kinds]
+        lines.append("| " + " | ".join([system, loss(first, "swapped_loss"), *cells]) + " |")
+    return "\n".join(lines)
 
 
 def tables(result: dict[str, Any]) -> str:
