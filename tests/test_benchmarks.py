@@ -210,6 +210,17 @@ def test_floors():
     assert not any("speed" in check["what"] for check in floors.check(result_with(speed=1.0, length=1024)))
 
 
+def test_the_figures_beside_the_papers_are_the_measured_ones():
+    (path,) = (BENCHMARKS / "results").glob("encoder-forward-1-layer-eager-cpu-float32-torch*.json")
+    models = json.loads(path.read_text())["lengths"][0]["models"]
+    text = (BENCHMARKS / "README.md").read_text()
+    for name, paper in (("abc-mlp-64", ("1.5", "0.5")), ("abc-mlp-128", ("1.3", "0.6"))):
+        speed = [f"{models[name]['speed_over'][peer]['median']:.2f}" for peer in ("roberta-eager", "roberta")]
+        peak = models[name]["peak_memory_bytes"]
+        memory = [f"{peak / models[peer]['peak_memory_bytes']:.2f}" for peer in ("roberta-eager", "roberta")]
+        assert f"| {' | '.join([name, paper[0], *speed, paper[1], *memory])} |" in text
+
+
 def test_results_are_committed():
     assert {path.name.split("-")[0] for path in COMMITTED} >= {"encoder", "guarantees"}
 
