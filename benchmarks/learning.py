@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import learning_models  # noqa: F401  registers roberta-conv
 import torch
 from learning_plots import plot_attention, plot_losses
 from measuring import RESULTS, header, progress, result_path, write_json
@@ -47,7 +46,13 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "roberta": {"model_type": "roberta", **_SOFTMAX},
     "luna-conv": {**_LUNA, "conv_kernel_size": 5},
     "luna-conv-1": {**_LUNA, "conv_kernel_size": 5, "projection_length": 1},
-    "roberta-conv": {"model_type": "roberta-conv", **_SOFTMAX, "conv_kernel_size": 5},
+    # RoBERTa's architecture in this package, for the convolution.
+    "roberta-conv": {
+        "model_type": "abc_memory",
+        "memory_control": "full",
+        "attn_implementation": "eager",
+        "conv_kernel_size": 5,
+    },
     "luna-32": _LUNA,
     "luna-128": {**_LUNA, "projection_length": 128},
     "luna-conv-tied": {**_LUNA, "conv_kernel_size": 5, "tie_kv": True},
@@ -60,9 +65,9 @@ PROTOCOL = (
     "median cost of a training step of the system, which is measured with all systems taking turns, on a CPU in "
     "processor time (the machine was shared while the runs were made: their own clock, kept as training_seconds, is "
     "not comparable); evaluation, saving and loading are not in them. RoBERTa computes its head at every position "
-    "while training, Luna at the masked ones, because transformers' RoBERTa has no other way. Entropies are shares of "
-    "their maximum, slot similarity is the mean cosine between the packed rows Y_P of a sequence, both over 8 "
-    "held-out rows, first layer first."
+    "while training, the others at the masked ones, because transformers' RoBERTa has no other way. Entropies are "
+    "shares of their maximum, slot similarity is the mean cosine between the packed rows Y_P of a sequence, both over "
+    "8 held-out rows, first layer first."
 )
 
 
