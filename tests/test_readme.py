@@ -3,9 +3,15 @@
 import json
 import re
 import shlex
+import sys
 
 import pytest
 from helpers import ROOT, SENTENCES, run_python, tiny_model, tiny_tokenizer
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "training"))
+
+import swap_report
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "results"
@@ -59,11 +65,37 @@ def test_demo_figures():
     assert f"{figures['held_out_targets']:,}" in README
 
 
+def speed_rows(heading):
+    """First cell and the others of every row of a section that begins with a length."""
+    section = README.split(f"\n{heading}\n")[1].split("\n#")[0]
+    return re.findall(r"^\| (\d[\d,]*) \| (.+) \|$", section, re.MULTILINE)
+
+
+def test_abc_speed_figures():
+    forward = result("encoder-forward-1-layer-abc-cpu-float32")
+    rows = {row["length"]: row["models"] for row in forward["lengths"]}
+    table = speed_rows("### ABC")
+    assert {int(length.replace(",", "")) for length, _ in table} == set(rows)
+    for length, cells in table:
+        models = rows[int(length.replace(",", ""))]
+        names = ["abc-mlp-64", "abc-mlp-128", "luna-untied"]
+        expected = [f"{models[name]['speed_over']['roberta']['median']:.2f}" for name in names]
+        expected += [
+            f"{models[name]['peak_memory_bytes'] / 2**20:.0f}" for name in ("abc-mlp-64", "abc-mlp-128", "roberta")
+        ]
+        assert cells.split(" | ") == expected, length
+    (row,) = result("encoder-forward-1-layer-eager-cpu-float32")["lengths"]
+    ratios = [row["models"][f"abc-mlp-{size}"]["speed_over"]["roberta-eager"]["median"] for size in (64, 128)]
+    assert f"Against unfused attention on this CPU it is {ratios[0]:.2f} and {ratios[1]:.2f} times" in " ".join(
+        README.split()
+    )
+
+
 def test_speed_figures():
     """Every row `| length | untied | tied | ... |` of the speed table, against the JSON."""
     forward = result("encoder-forward-1-layer-cpu-float32")
     rows = {row["length"]: row["models"] for row in forward["lengths"]}
-    table = re.findall(r"^\| (\d[\d,]*) \| (.+) \|$", README, re.MULTILINE)
+    table = speed_rows("## Speed and memory")
     assert {int(length.replace(",", "")) for length, _ in table} == set(rows)
     for length, cells in table:
         models = rows[int(length.replace(",", ""))]
@@ -114,11 +146,34 @@ def test_commands_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"make ([a-z-]+)", README)) - {"one"}:
         assert f"\n{target}:" in makefile, target
-    for command in re.findall(r"^    (python (?:training|benchmarks)/[^\\\n]*)", README, re.MULTILINE):
-        words = [word for word in shlex.split(command) if "/" in word and not word.startswith(("texts", "outputs"))]
+    for command in re.findall(r"^    (python (?:training|benchmarks|conversion)/[^\\\n]*)", README, re.MULTILINE):
+        words = [word for word in shlex.split(command) if word.endswith((".py", ".yaml"))]
         assert words and all((ROOT / word).exists() for word in words), command
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def test_swap_figures():
+    """The table of "Warm-start" is the measured one, and so are the sentences below it."""
+    swapped = result("swap-pretrain-cpu-bfloat16")
+    section = README.split("\n## Warm-start from RoBERTa\n")[1].split("\n## ")[0]
+    text = " ".join(section.split())
+    assert swap_report.summary(swapped) in section
+    assert f"(unigram entropy {swapped['teacher']['unigram_loss']:.2f})" in text
+    assert f"after {swapped['steps']:,} more steps" in text and f"{swapped['transfer_steps']} are transfer" in text
+    assert swapped["goal"] == 0.02
+    found = {run["name"]: run for run in swapped["runs"]}
+    window = found["window-64-peak"]["swapped_loss"] - swapped["teacher"]["held_out_loss"]
+    assert f"loses {window:.2f} nats by the swap" in text
+    near = {name for name, run in found.items() if run["over_twin"] <= swapped["goal"]} - {
+        name for name in found if name.startswith("teacher")
+    }
+    assert near == {name for name in found if name.startswith("window")}, "only windows are said to be near"
+    order = [found[f"{system}-64-peak"]["final_loss"] for system in ("luna", "mlp", "linformer", "random")]
+    assert order == sorted(order)
+    pairs = [(found[f"{system}-random-peak"], found[f"{system}-peak"]) for system in ("mlp-64", "linformer-64")]
+    gains = [paper["final_loss"] - ours["final_loss"] for paper, ours in pairs]
+    assert all(0.45 < gain < 0.65 for gain in gains), "0.5 nats"
 
 
 def test_learning_figures():

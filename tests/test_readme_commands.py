@@ -1,16 +1,23 @@
-"""The commands of the README's Finetune, Pretrain and Reproduce sections run as they stand, on small data."""
+"""The commands of the README's sections from Finetune to Reproduce run as they stand, on small data."""
 
 import re
 import shlex
+import sys
 
 import pytest
+import torch
 from helpers import ROOT
 from test_benchmarks import TINY, encoder, guarantees
 from test_learning import SHRINK_WORDS, learning
 from test_learning import data as learning_data  # noqa: F401  a fixture
 from test_multiple_choice import csqa_rows, finetune_csqa, finetune_race, race_rows, write_split
 from tiny_finetuning import SHORT, checkpoint, finetune_glue, glue_folder, topics, write_rows
-from tiny_training import SHRINK, pretrain_mlm, write_corpus
+from tiny_training import SHRINK, pretrain_mlm, transfer_attention, without_model_section, write_corpus
+from transformers import AutoModelForMaskedLM
+
+sys.path.insert(0, str(ROOT / "conversion"))  # the scripts import their sibling plainly
+
+import from_roberta
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -84,6 +91,28 @@ def test_pretraining_commands(workplace, monkeypatch, capsys, number):
     ]
     assert pretrain_mlm.main([*here(words[:1]), *shrunk, *words[1:]]) == 0, capsys.readouterr().err
     assert list((workplace / "outputs").glob("*/metrics.json"))
+
+
+def test_warm_start_commands(workplace, monkeypatch, capsys):
+    """In order: each goes on from what the one before has written."""
+    monkeypatch.chdir(workplace)
+    small = {**SHRINK, "data": "texts", "block_size": 32, "save_steps": 100}
+    shrunk = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    conversions = {"roberta_to_abc": from_roberta.AbcConversion(), "roberta_to_luna": from_roberta.LunaConversion()}
+    scripts = {"transfer_attention": transfer_attention, "pretrain_mlm": pretrain_mlm}
+    run = []
+    for script, words in commands("Warm-start from RoBERTa"):
+        run.append(script.split("/")[-1].removesuffix(".py"))
+        if conversion := conversions.get(run[-1]):
+            status = from_roberta.main(conversion, "", here(words))
+        else:
+            words = here(words)
+            status = scripts[run[-1]].main(without_model_section([words[0], *shrunk, *words[1:]]))
+        assert status == 0, capsys.readouterr().err
+    assert run == ["roberta_to_abc", "roberta_to_luna", "transfer_attention", "pretrain_mlm"]
+    made = AutoModelForMaskedLM.from_pretrained(workplace / "outputs" / "abc-base")
+    assert made.config.model_type == "abc_memory" and made.config.max_position_embeddings == 4096
+    assert torch.isfinite(made(torch.arange(5, 45)[None]).logits).all()
 
 
 def test_reproducing_commands(learning_data, tmp_path):  # noqa: F811
