@@ -18,6 +18,7 @@ from .memory_control import (
     cluster_slots,
     compressive_slots,
     control_weights,
+    first_places,
     from_windows,
     global_slots,
     interleave,
@@ -134,7 +135,9 @@ class AbcSelfAttention(nn.Module):
         self, hidden_states: Tensor, key: Tensor, value: Tensor, weight: Tensor, masks: AbcMasks
     ) -> Memory:
         """Section 3.1: phi_i is the i-th column of the matrix, i being the token's place in its row."""
-        phi = weight[:, : key.shape[2]].unflatten(0, (self.num_heads, -1))  # (h, m, n)
+        # A selection and not a slice, whose layout depends on the length being N: one graph for all lengths.
+        columns = torch.arange(key.shape[2], device=key.device)
+        phi = weight.index_select(1, columns).unflatten(0, (self.num_heads, -1))  # (h, m, n)
         key, value = (move_to_ranks(states, masks.ranks, masks.keep) for states in (key, value))
         return Memory(product(phi, key), product(phi, value), None)
 
@@ -199,10 +202,12 @@ class AbcSelfAttention(nn.Module):
         real = None if keep is None else torch.arange(length, device=query.device) < masks.lengths
         dilated = self.config.memory_control == "dilated"
         if dilated:
-            if length % 2:
-                states = [nn.functional.pad(part, (0, 0, 0, 0, 0, 1)) for part in states]
+            # A graph is the same for even and odd lengths, and has two places of either kind at least.
+            extra = 2 * ((length + 3) // 2) - length if is_tracing(query) else length % 2
+            if is_tracing(query) or extra:
+                states = [nn.functional.pad(part, (0, 0, 0, 0, 0, extra)) for part in states]
                 real = query.new_ones(1, length, dtype=torch.bool) if real is None else real
-                real = nn.functional.pad(real, (0, 1), value=False)
+                real = nn.functional.pad(real, (0, extra), value=False)
             states = [interleave(part) for part in states]
             real = None if real is None else interleave(real)
         rows, places = states[0].shape[:2]
@@ -215,8 +220,8 @@ class AbcSelfAttention(nn.Module):
         output = from_windows(output, rows, places)
         weights = None if weights is None else window_weights(weights, rows, places, window).transpose(1, 2)
         if dilated:
-            output = undo_interleave(output)[:, :length]
-            weights = None if weights is None else undo_interleave(weights)[:, :length]
+            output = first_places(undo_interleave(output), length)
+            weights = None if weights is None else first_places(undo_interleave(weights), length)
         if keep is not None:
             output = output.gather(1, masks.ranks.unsqueeze(-1).expand(output.shape))
             if weights is not None:

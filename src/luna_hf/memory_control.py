@@ -236,29 +236,51 @@ def to_windows(query: Tensor, key: Tensor, value: Tensor, window: int) -> tuple[
     Returns:
         Queries (b * blocks, h, m, c), keys and values (b * blocks, h, 2 m - 1, c), zeros beyond the ends.
     """
-    before, after = window_reach(window)
-    extra = -query.shape[2] % window
-    query = F.pad(query, (0, 0, 0, extra)).unflatten(2, (-1, window))  # (b, h, blocks, m, c)
-    pads = (0, 0, before, after + extra)
-    key, value = (F.pad(states, pads).unfold(2, 2 * window - 1, window).mT for states in (key, value))
-    return tuple(states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    length = query.shape[2]
+    blocks = _number_of_blocks(length, window)
+    query = F.pad(query.transpose(1, 2), (0, 0, 0, 0, 0, blocks * window - length))
+    query = query.flatten(0, 1).unflatten(0, (query.shape[0] * blocks, window))
+    key, value = (_blocks_of_keys(states.transpose(1, 2), window) for states in (key, value))
+    return tuple(states.transpose(1, 2) for states in (query, key, value))
+
+
+def _number_of_blocks(length: int, window: int) -> int:
+    return (length + window - 1) // window
+
+
+def _blocks_of_keys(states: Tensor, window: int) -> Tensor:
+    """What the windows of every block reach: (b, n, ...) to (b * blocks, 2 m - 1, ...), zeros beyond the ends."""
+    # No dimension is the number of blocks alone: a graph would be made again for a length of one block.
+    batch, length = states.shape[:2]
+    before, _ = window_reach(window)
+    blocks = _number_of_blocks(length, window)
+    pads = (0, 0) * (states.dim() - 2) + (before, (blocks + 1) * window - before - length)
+    block = torch.arange(batch * blocks, device=states.device)
+    first = (block + block // blocks) * window  # a padded row is one block longer
+    places = first[:, None] + torch.arange(2 * window - 1, device=states.device)
+    rows = F.pad(states, pads).flatten(0, 1).index_select(0, places.flatten())
+    return rows.unflatten(0, (batch * blocks, 2 * window - 1))
 
 
 def window_mask(keep: Tensor | None, length: int, window: int, device: torch.device) -> Tensor:
     """Which keys of `to_windows` a query may attend to: (b * blocks, 1, m, 2 m - 1) boolean; b is 1 without `keep`."""
-    before, after = window_reach(window)
     keep = torch.ones(1, length, dtype=torch.bool, device=device) if keep is None else keep
-    extra = -length % window
-    real = F.pad(keep, (before, after + extra), value=False).unfold(1, 2 * window - 1, window)  # (b, blocks, 2m-1)
-    # The queries of a block stand `before` places to the right of its first key.
+    real = _blocks_of_keys(keep, window)  # (b * blocks, 2 m - 1)
+    # Query i of a block has its window from key i on.
     offset = torch.arange(2 * window - 1, device=device) - torch.arange(window, device=device)[:, None]
     band = (offset >= 0) & (offset < window)
-    return (real.flatten(0, 1)[:, None, :] & band).unsqueeze(1)
+    return (real[:, None, :] & band).unsqueeze(1)
 
 
 def from_windows(states: Tensor, batch: int, length: int) -> Tensor:
     """(b * blocks, m, ...) to (b, n, ...), the places beyond the end cut off."""
-    return states.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
+    places = _number_of_blocks(length, states.shape[1]) * states.shape[1]
+    return first_places(states.flatten(0, 1).unflatten(0, (batch, places)), length)
+
+
+def first_places(states: Tensor, length: int) -> Tensor:
+    """(b, n, ...) to (b, length, ...), copied: the layout of a slice depends on whether it leaves something out."""
+    return states.index_select(1, torch.arange(length, device=states.device))
 
 
 def window_weights(weights: Tensor, batch: int, length: int, window: int) -> Tensor:
@@ -270,9 +292,9 @@ def window_weights(weights: Tensor, batch: int, length: int, window: int) -> Ten
 
 def interleave(states: Tensor) -> Tensor:
     """Dilation, equation 9: (b, n, ...) to (2 b, n / 2, ...), even and odd places as rows of their own; n is even."""
-    return states.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 1)
+    return states.unflatten(1, (states.shape[1] // 2, 2)).transpose(1, 2).flatten(0, 1)
 
 
 def undo_interleave(states: Tensor) -> Tensor:
     """(2 b, n / 2, ...) to (b, n, ...)."""
-    return states.unflatten(0, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return states.unflatten(0, (states.shape[0] // 2, 2)).transpose(1, 2).flatten(1, 2)
