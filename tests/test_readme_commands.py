@@ -6,11 +6,14 @@ import sys
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from helpers import ROOT
 from test_benchmarks import TINY, encoder, guarantees
 from test_learning import SHRINK_WORDS, learning
 from test_learning import data as learning_data  # noqa: F401  a fixture
 from test_multiple_choice import csqa_rows, finetune_csqa, finetune_race, race_rows, write_split
+from test_swap import SHRINK as SWAP_SHRINK
+from test_swap import swap
 from tiny_finetuning import SHORT, checkpoint, finetune_glue, glue_folder, topics, write_rows
 from tiny_training import SHRINK, pretrain_mlm, transfer_attention, without_model_section, write_corpus
 from transformers import AutoModelForMaskedLM
@@ -119,21 +122,31 @@ def test_reproducing_commands(learning_data, tmp_path):  # noqa: F811
     """In order, since the last ones read what the ones before have written."""
     systems = ["--systems", "roberta", "luna-conv"]
     where = ["--data", str(learning_data), "--runs", str(tmp_path / "runs")]
+    base = tmp_path / "runs" / "pretrain" / "roberta-seed0"
+    swapped = ["--data", str(learning_data), "--runs", str(tmp_path / "swap")]
+    swaps = ["--base", str(base), "--systems", "teacher", "window-64", "--rates", "peak"]
+    few = [word for name, value in SWAP_SHRINK.items() for word in (f"--{name}", str(value))]
     small = {
-        "encoder": [*TINY, "--output", str(tmp_path)],
-        "guarantees": ["--models", "LunaModel", "--no-cost", "--output", str(tmp_path)],
-        "pretrain": [*where, *systems, *SHRINK_WORDS],
-        "speed": [*where, "--rounds", "1", *SHRINK_WORDS],
-        "finetune": [*where, "--systems", "luna-conv", "--tasks", "sst2", "--max_steps", "2"],
-        "report": ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)],
+        ("encoder.py", ""): [*TINY, "--output", str(tmp_path)],
+        ("guarantees.py", ""): ["--models", "LunaModel", "--no-cost", "--output", str(tmp_path)],
+        ("learning.py", "pretrain"): [*where, *systems, *SHRINK_WORDS],
+        ("learning.py", "speed"): [*where, "--rounds", "1", *SHRINK_WORDS],
+        ("learning.py", "finetune"): [*where, "--systems", "luna-conv", "--tasks", "sst2", "--max_steps", "2"],
+        ("learning.py", "report"): ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)],
+        ("swap.py", "run"): [*swapped, *swaps, *few],
+        ("swap.py", "finetune"): [*swapped, "--tasks", "sst2", "--max_steps", "2"],
+        ("swap.py", "report"): ["--runs", str(tmp_path / "swap"), "--results", str(tmp_path)],
     }
+    modules = {"encoder.py": encoder, "guarantees.py": guarantees, "learning.py": learning, "swap.py": swap}
     for script, words in commands("Reproduce"):
-        module = {"encoder.py": encoder, "guarantees.py": guarantees, "learning.py": learning}[script.split("/")[-1]]
-        what = words[0] if module is learning else script.split("/")[-1].removesuffix(".py")
-        assert not module.main([*words, *small.pop(what)]), what
+        name = script.split("/")[-1]
+        what = (name, words[0] if name in ("learning.py", "swap.py") else "")
+        AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+        assert not modules[name].main([*words, *small.pop(what)]), what
     assert not small  # the section has all of them
     written = {path.name.split("-cpu")[0] for path in tmp_path.glob("*.json")}
     assert {"encoder-forward-2-layer", "guarantees", "learning-pretrain", "learning-finetune"} <= written
+    assert {"swap-pretrain", "swap-finetune"} <= written
 
 
 def test_the_table_of_pretraining_options_names_options_that_exist():
