@@ -94,7 +94,6 @@ class AbcConversion(Conversion):
         add(
             "--control-init",
             choices=("attention", "random"),
-            default="attention",
             help="of mlp and linformer: start as the source's own attention from evenly spread positions, or at random "
             "as in the paper (default: attention)",
         )
@@ -103,7 +102,7 @@ class AbcConversion(Conversion):
 
     def extra(self, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         """How the control starts."""
-        return {"control_init": options.control_init}
+        return {} if options.control_init is None else {"control_init": options.control_init}
 
     def note(self, model: PreTrainedModel, source: str) -> str:
         """What to know about the converted model, in a sentence."""

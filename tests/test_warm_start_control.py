@@ -103,3 +103,11 @@ def test_activations_that_are_no_softmax_start_at_random(fields):
 def test_unknown_start_names_the_choices(model_class):
     with pytest.raises(ValueError, match="'attention' or 'random'"):
         warm_start(model_class, source(), control_init="teacher")
+
+
+@pytest.mark.parametrize(
+    ("model_class", "fields"), [(LunaForMaskedLM, {}), (AbcForMaskedLM, {"memory_control": "sliding_window"})]
+)
+def test_models_without_a_learned_control_have_no_start_to_choose(model_class, fields):
+    with pytest.raises(ValueError, match=r"mlp.*linformer.*Leave it out"):
+        warm_start(model_class, source(), control_init="random", **fields)

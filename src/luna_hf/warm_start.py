@@ -272,7 +272,9 @@ def _embed_slots(loaded: LoadedSource, tokens: Tensor) -> Tensor:
 class _Maker:
     """Makes the parameters of a new model one by one, and keeps the report."""
 
-    def __init__(self, loaded: LoadedSource, model: PreTrainedModel, packed: Tensor | None, control_init: str) -> None:
+    def __init__(
+        self, loaded: LoadedSource, model: PreTrainedModel, packed: Tensor | None, control_init: str | None
+    ) -> None:
         self.loaded, self.model, self.packed = loaded, model, packed
         self.rules = RULES[model.config.model_type]
         if control_init == "random" or not _can_start_control(loaded, model.config):
@@ -397,7 +399,7 @@ def warm_start(
     *,
     max_length: int | None = None,
     slot_tokens: Sequence[int] | Tensor | None = None,
-    control_init: str = "attention",
+    control_init: str | None = None,
     seed: int = 0,
     **fields: Any,
 ) -> tuple[PreTrainedModel, WarmStart]:
@@ -415,9 +417,11 @@ def warm_start(
         slot_tokens: for Luna, the token ids of a text, from which the packed embeddings' tokens are drawn. Without it
             they are drawn from the vocabulary by Zipf's law, which is a fair guess where ids go from frequent to rare
             (RoBERTa's and its sisters' do), and uniformly for BERT and ABC sources, where they do not.
-        control_init: for ABC's learned controls: `"attention"` starts every slot as the source's own attention (that of
-            the first layer, where the layers share the control) from one of `memory_size` evenly spread positions;
-            `"random"` as in a new model, which is the paper's way and takes far longer to recover.
+        control_init: for ABC's learned controls. `"attention"`, the default, starts every slot as the source's own
+            attention (that of the first layer, where the layers share the control) from one of `memory_size` evenly
+            spread positions; `"random"` as in a new model, which is the paper's way and takes far longer to recover.
+            Where the control weighs tokens otherwise than attention (relu, sigmoid), or the source's embeddings have no
+            learned positions and norm, it is random in any case; the report says which it was.
         seed: of what is drawn or initialised. Global random numbers go on as if nothing had been drawn.
         fields: of the new model's config: `memory_control`, `memory_size`, `projection_length`, `conv_kernel_size`,
             `num_projected_attention_heads` (other pack heads than the source's cut its queries and keys where they were
@@ -430,12 +434,14 @@ def warm_start(
         ValueError: A source that cannot be mapped or read; a field that is unknown or follows from the source; fewer
             positions than the source's; `tie_kv=True` for Luna, since the source has two matrices.
     """
-    if control_init not in ("attention", "random"):
+    if control_init not in (None, "attention", "random"):
         raise ValueError(f"`control_init` is {control_init!r}, but must be 'attention' or 'random'.")
     with torch.random.fork_rng(devices=[]):
         loaded = load_source(source)
         config = _target_config(model_class.config_class, loaded, max_length, fields)
         _check_pair(loaded, config)
+        if control_init and getattr(config, "memory_control", None) not in ("mlp", "linformer"):
+            raise ValueError("`control_init` is for ABC's learned controls, `mlp` and `linformer`. Leave it out.")
         packed = None
         if hasattr(config, "projection_length"):
             packed = _embed_slots(loaded, _draw_slot_tokens(loaded, config.projection_length, slot_tokens, seed))
