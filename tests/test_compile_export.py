@@ -3,7 +3,17 @@ embeddings instead of ids, explicit positions."""
 
 import pytest
 import torch
-from helpers import MODELS, VARIANTS, inputs_for, padded_batch, random_ids, tiny_model
+from helpers import (
+    FAMILY_OWN_VARIANTS,
+    FAMILY_VARIANTS,
+    MODELS,
+    VARIANTS,
+    inputs_for,
+    padded_batch,
+    random_ids,
+    tiny_model,
+    variants_of,
+)
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from luna_hf import FAMILIES
@@ -39,14 +49,14 @@ def assert_equal_outputs(actual, expected, atol=1e-5):
 
 
 # Every model, and every variant of one of them.
-COMPILED = [(kind, "default") for kind in MODELS] + [("mlm", variant) for variant in VARIANTS if variant != "default"]
+COMPILED = [(family, kind, "default") for family in FAMILIES for kind in MODELS]
+COMPILED += [(family, "mlm", variant) for family, variant in FAMILY_VARIANTS if variant != "default"]
 
 
-@families
-@pytest.mark.parametrize(("kind", "variant"), COMPILED)
+@pytest.mark.parametrize(("family", "kind", "variant"), COMPILED)
 @torch.no_grad()
 def test_one_graph_serves_all_lengths(family, kind, variant):
-    model = tiny_model(family, kind, num_hidden_layers=2 if kind == "base" else 1, **VARIANTS[variant])
+    model = tiny_model(family, kind, num_hidden_layers=2 if kind == "base" else 1, **variants_of(family)[variant])
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
     for batch, length in SHAPES:
@@ -79,6 +89,14 @@ def test_one_graph_for_every_form_of_mask(family, given):
     assert counter.frame_count == 1
 
 
+# A family's default, and its own variants: most of them take too long to be compiled again and again.
+TRAINED = [(family, "default") for family in FAMILIES]
+TRAINED += [
+    pytest.param(*case, marks=[] if case[1] in ("linformer", "cluster", "dilated") else pytest.mark.slow)
+    for case in FAMILY_OWN_VARIANTS
+]
+
+
 def assert_equal_steps(compiled, model, batches):
     """Loss and every gradient of training steps, compiled once."""
     for number, batch in enumerate(batches):
@@ -95,9 +113,9 @@ def assert_equal_steps(compiled, model, batches):
             torch.testing.assert_close(compiled_result, result, atol=1e-5, rtol=1e-4)
 
 
-@families
-def test_a_training_step_compiles_once(family):
-    model = tiny_model(family, "mlm", num_hidden_layers=1).train()
+@pytest.mark.parametrize(("family", "variant"), TRAINED)
+def test_a_training_step_compiles_once(family, variant):
+    model = tiny_model(family, "mlm", num_hidden_layers=1, **variants_of(family)[variant]).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     lengths = (12, 5, 31)
     assert_equal_steps(compiled, model, [inputs_for("mlm", length=n, seed=n, labels=True) for n in lengths])
@@ -129,11 +147,15 @@ def test_inductor_gives_the_same_numbers(family):
 # torch.export.
 
 
-@families
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "choice"])
+EXPORTED = [(family, kind, "default") for family in FAMILIES for kind in MODELS if kind != "choice"]
+EXPORTED += [(family, "mlm", variant) for family, variant in FAMILY_OWN_VARIANTS]
+
+
+@pytest.mark.parametrize(("family", "kind", "variant"), EXPORTED)
 @torch.no_grad()
-def test_one_export_serves_every_batch_and_length(family, kind):
-    model = tiny_model(family, kind, num_hidden_layers=2)
+def test_one_export_serves_every_batch_and_length(family, kind, variant):
+    layers = 2 if variant == "default" else 1
+    model = tiny_model(family, kind, num_hidden_layers=layers, **variants_of(family)[variant])
     # From two tokens on: the compiler treats a length of 1 as a constant, for any model.
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=64)
     shapes = {"input_ids": {0: batch, 1: length}, "attention_mask": {0: batch, 1: length}}
@@ -159,12 +181,14 @@ def test_an_exported_program_can_be_stored(family, tmp_path):
 # Attention backends.
 
 
-@families
-@kinds
-@variants
+SWITCHED = [(family, kind, variant) for family in FAMILIES for kind in MODELS for variant in VARIANTS]
+SWITCHED += [(family, "mlm", variant) for family, variant in FAMILY_OWN_VARIANTS]
+
+
+@pytest.mark.parametrize(("family", "kind", "variant"), SWITCHED)
 @torch.no_grad()
 def test_changing_the_attention_backend_keeps_the_numbers(family, kind, variant):
-    model = tiny_model(family, kind, attn_implementation="eager", **VARIANTS[variant])
+    model = tiny_model(family, kind, attn_implementation="eager", **variants_of(family)[variant])
     inputs = inputs_for(kind)
     eager = model(**inputs)
     for implementation in ("sdpa", "eager"):
@@ -212,8 +236,10 @@ PRECISIONS = {"bf16": (torch.bfloat16, 0.02), "fp16": (torch.float16, 0.004)}
 precisions = pytest.mark.parametrize("precision", list(PRECISIONS))
 
 
-def relative_error(actual, expected):
-    return ((actual.float() - expected).norm() / expected.norm()).item()
+def relative_error(actual, expected, least=0.0):
+    """Error of the whole tensor, relative to its root mean square or to `least`, whichever is more."""
+    size = max(expected.square().mean().sqrt().item(), least)
+    return (actual.float() - expected).square().mean().sqrt().item() / size
 
 
 @families
@@ -235,7 +261,8 @@ def test_autocast_stays_near_float32(family, kind, precision):
         output, loss, gradient = step()
     for name in ("logits", "start_logits", "last_hidden_state"):
         if name in expected:
-            assert relative_error(output[name], expected[name]) < bound
+            # A head may add up larger terms to next to nothing.
+            assert relative_error(output[name], expected[name], least=0.1) < bound
     assert relative_error(loss, expected_loss) < bound
     assert gradient.isfinite().all()
     # Errors of the backward pass add to those of the forward pass, and a gradient is a small difference: that of
@@ -243,13 +270,16 @@ def test_autocast_stays_near_float32(family, kind, precision):
     assert relative_error(gradient, expected_gradient) < 5 * bound
 
 
-@families
-@variants
+# K-means in half precision: a rounding may put a token that lies between two clusters into the other one.
+CONVERTED = [case for case in FAMILY_VARIANTS if case != ("abc_memory", "cluster")]
+
+
+@pytest.mark.parametrize(("family", "variant"), CONVERTED)
 @precisions
 @torch.no_grad()
 def test_a_converted_model_stays_near_float32(family, variant, precision):
     dtype, bound = PRECISIONS[precision]
-    model, inputs = tiny_model(family, **VARIANTS[variant]), uneven(3, 31)
+    model, inputs = tiny_model(family, **variants_of(family)[variant]), uneven(3, 31)
     expected = model(**inputs).last_hidden_state
     states = model.to(dtype)(**inputs).last_hidden_state
     assert states.dtype == dtype
