@@ -45,10 +45,11 @@ def read_run(folder: Path, run: Path) -> Run:
     """One run with its curve over all its steps, from the swap on and with those of transfer."""
     described = _json(run / "run.json")
     entries = [(entry["step"], entry["loss"]) for entry in read_log(run / "log.jsonl")]
-    transferred = None
+    transferred = errors = None
     if described["transfer"]:
         converted = described["system"] + ("-conv" if described["convolution"] else "")
         lesson = read_log(folder / "transferred" / converted / "log.jsonl")
+        errors = read_log(folder / "transferred" / converted / "log.jsonl", "objective")[-1]["layers"]
         transferred = lesson[-1]["loss"]
         # Continuing begins with an evaluation of what transfer ended with.
         moved = [(step + described["transfer_steps"], loss) for step, loss in entries[1:]]
@@ -59,14 +60,15 @@ def read_run(folder: Path, run: Path) -> Run:
         "curve": {"step": [step for step, _ in entries], "loss": [loss for _, loss in entries]},
         "swapped_loss": entries[0][1],
         "transferred_loss": transferred,
+        "layer_errors": errors,
         "final_loss": entries[-1][1],
     }
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Held-out entries of a log."""
+def read_log(path: Path, kind: str = "held_out") -> list[dict[str, Any]]:
+    """Entries of a log of one kind."""
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [entry for entry in entries if entry["kind"] == "held_out"]
+    return [entry for entry in entries if entry["kind"] == kind]
 
 
 def _json(path: Path) -> Any:
@@ -101,7 +103,7 @@ def condense(found: dict[str, Any], systems: list[str]) -> dict[str, Any]:
 
 _KEPT = (
     *("name", "system", "convolution", "transfer", "rate", "parameters", "curve"),
-    *("swapped_loss", "transferred_loss", "final_loss"),
+    *("swapped_loss", "transferred_loss", "layer_errors", "final_loss"),
 )
 
 

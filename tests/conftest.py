@@ -7,3 +7,13 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Runs in this process are compared bit by bit with runs in others; sums depend on the number of threads.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+from accelerate.state import AcceleratorState
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_accelerator():
+    """Let no file of tests inherit another's precision: accelerate keeps it for the whole process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

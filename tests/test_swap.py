@@ -71,6 +71,7 @@ def test_steps_of_transfer_are_part_of_the_budget(runs):
     assert found["luna-64-peak"]["curve"]["step"] == [0, 2, 4]
     moved = found["luna-64-transfer-peak"]
     assert moved["curve"]["step"] == [0, 2, 4] and moved["transferred_loss"] == moved["curve"]["loss"][1]
+    assert len(moved["layer_errors"]) == 2 and all(0 < error < 10 for error in moved["layer_errors"])
     assert moved["swapped_loss"] == pytest.approx(found["luna-64-peak"]["swapped_loss"], abs=1e-6)
     assert found["luna-64-peak"]["transferred_loss"] is None
 
@@ -141,6 +142,7 @@ def made_up(system, losses, *, convolution=False, transfer=False, rate="peak"):
         "curve": {"step": [100 * index for index in range(len(losses))], "loss": losses},
         "swapped_loss": losses[0],
         "transferred_loss": losses[1] if transfer else None,
+        "layer_errors": [0.5, 0.1] if transfer else None,
         "final_loss": losses[-1],
     }
 
