@@ -169,6 +169,15 @@ def test_swap_figures():
         name for name in found if name.startswith("teacher")
     }
     assert near == {name for name in found if name.startswith("window")}, "only windows are said to be near"
+    scores = {
+        name: own["scores"] for name, own in result("swap-finetune-cpu-bfloat16")["tasks"]["qnli"]["models"].items()
+    }
+    means = {name: 100 * sum(score["accuracy"] for score in own) / len(own) for name, own in scores.items()}
+    qnli = [
+        means[name] for name in ("window-64-peak", "teacher-peak", "mlp-128-conv-transfer-peak", "luna-128-conv-peak")
+    ]
+    window, teacher, mlp, luna = (f"{mean:.1f} %" for mean in qnli)
+    assert f"at chance ({window}); the teacher has {teacher}, `mlp-128` {mlp}, `luna-128` {luna}" in text
     order = [found[f"{system}-64-peak"]["final_loss"] for system in ("luna", "mlp", "linformer", "random")]
     assert order == sorted(order)
     pairs = [(found[f"{system}-random-peak"], found[f"{system}-peak"]) for system in ("mlp-64", "linformer-64")]
