@@ -17,15 +17,18 @@ import encoder  # noqa: E402
 import floors  # noqa: E402
 import guarantees  # noqa: E402
 import learning  # noqa: E402
+import swap  # noqa: E402
 from measuring import growth_exponent, ratios, summary, win_length  # noqa: E402
 
 from luna_hf.memory_control import CONTROLS  # noqa: E402
 
 TINY = ["--lengths", "16", "32", "--layers", "2", "--width", "32", "--heads", "4", "--projection-length", "8"]
 TINY += ["--tokens-per-batch", "64", "--rounds", "2"]
-# Of the scripts here; `demo-*` are the figures of a training run (test_readme.py), `learning-*` see test_learning.py.
+# Of the scripts here; `demo-*` are the figures of a training run (test_readme.py), the others have tests of their own.
 COMMITTED = sorted(
-    path for path in (ROOT / "benchmarks" / "results").glob("*.json") if not path.name.startswith(("demo", "learning"))
+    path
+    for path in (ROOT / "benchmarks" / "results").glob("*.json")
+    if not path.name.startswith(("demo", "learning", "swap"))
 )
 
 
@@ -131,7 +134,8 @@ def test_the_commands_in_the_readme_are_valid():
     commands = re.findall(r"`python benchmarks/(\w+)\.py(.*?)`", (BENCHMARKS / "README.md").read_text())
     assert len(commands) >= 6
     for script, arguments in commands:
-        {"encoder": encoder, "guarantees": guarantees, "learning": learning}[script].parse(arguments.split())
+        scripts = {"encoder": encoder, "guarantees": guarantees, "learning": learning, "swap": swap}
+        scripts[script].parse(arguments.split())
 
 
 def test_summary_and_ratios():

@@ -105,6 +105,7 @@ def test_warm_start_commands(workplace, monkeypatch, capsys):
     scripts = {"transfer_attention": transfer_attention, "pretrain_mlm": pretrain_mlm}
     run = []
     for script, words in commands("Warm-start from RoBERTa"):
+        AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
         run.append(script.split("/")[-1].removesuffix(".py"))
         if conversion := conversions.get(run[-1]):
             status = from_roberta.main(conversion, "", here(words))

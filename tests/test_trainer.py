@@ -27,7 +27,7 @@ from transformers import (
     default_data_collator,
 )
 
-from luna_hf import FAMILIES
+from luna_hf import FAMILIES, modeling_base
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 
@@ -251,6 +251,17 @@ def test_gradient_checkpointing_changes_no_gradient(family, kind, variant, reent
     assert len(calls) == 2 * len(layers)
     for name, gradient in expected.items():
         torch.testing.assert_close(checkpointed[name], gradient, atol=1e-12, rtol=1e-9, msg=name)
+
+
+def test_reentrant_checkpointing_draws_the_same_dropout_in_blocks_of_rows(monkeypatch):
+    """Its first pass has no gradients, but is no inference: the feed-forward network must not be cut into blocks."""
+    monkeypatch.setattr(modeling_base, "_FEED_FORWARD_ROWS", {"cpu": 8})
+    model = tiny_model("luna", "mlm", hidden_dropout_prob=0.1, activation_dropout=0.1).double().train()
+    batch = inputs_for("mlm", labels=True)
+    expected = gradients(model, batch)
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    for name, gradient in gradients(model, batch).items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-12, rtol=1e-9, msg=name)
 
 
 # LoRA.

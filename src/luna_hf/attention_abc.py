@@ -186,7 +186,9 @@ class AbcSelfAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, masks: AbcMasks, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Sections 3.3 and A.4: attention to the neighbours; (b, n, d) and weights (b, h, n, m)."""
-        if torch.is_grad_enabled() or query.device.type != "cpu" or is_tracing(query):
+        # While training all at once, even without gradients: re-entrant checkpointing must draw the same dropout twice.
+        whole = self.training or torch.is_grad_enabled()
+        if whole or query.device.type != "cpu" or is_tracing(query):
             return self._attend_window(query, key, value, masks, **kwargs)
         parts = zip(*(states.split(_WINDOW_HEADS, dim=1) for states in (query, key, value)), strict=True)
         outputs, weights = zip(*(self._attend_window(*part, masks, **kwargs) for part in parts), strict=True)

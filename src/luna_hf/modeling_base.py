@@ -211,7 +211,8 @@ class EncoderLayer(GradientCheckpointingLayer):
     def feed_forward(self, hidden_states: Tensor) -> Tensor:
         """Residual feed-forward sub-layer, row block by row block where that saves memory."""
         rows = self.feed_forward_rows
-        if not rows and not torch.is_grad_enabled() and not is_tracing(hidden_states):
+        # Not while training, even without gradients: re-entrant checkpointing must draw the same dropout twice.
+        if not rows and not self.training and not torch.is_grad_enabled() and not is_tracing(hidden_states):
             rows = _FEED_FORWARD_ROWS.get(hidden_states.device.type, _FEED_FORWARD_ROWS_DEFAULT)
         flat = hidden_states.flatten(0, 1)
         if not rows or flat.shape[0] <= rows:
