@@ -249,8 +249,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         values = dataclasses.asdict(recipe)
         values |= {key: portable(values[key]) for key in _PATHS}
         described = {**dataclasses.asdict(variant), "name": variant.name, "recipe": values}
-        steps = {"transfer_steps": options.transfer_steps if variant.transfer else 0}
-        write_json(folder / "run.json", {**header(__file__, shared, _device()), **described, **steps})
+        described["transfer_steps"] = options.transfer_steps if variant.transfer else 0
+        write_json(folder / "run.json", {**header(__file__, shared, _device()), **described})
 
 
 # Keys of a recipe that name places on this machine.

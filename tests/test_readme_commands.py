@@ -111,7 +111,7 @@ def test_warm_start_commands(workplace, monkeypatch, capsys):
             status = from_roberta.main(conversion, "", here(words))
         else:
             words = here(words)
-            status = scripts[run[-1]].main(without_model_section([words[0], *shrunk, *words[1:]]))
+            status = scripts[run[-1]].main(without_model_section([*words, *shrunk]))
         assert status == 0, capsys.readouterr().err
     assert run == ["roberta_to_abc", "roberta_to_luna", "transfer_attention", "pretrain_mlm"]
     made = AutoModelForMaskedLM.from_pretrained(workplace / "outputs" / "abc-base")
