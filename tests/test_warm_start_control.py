@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import TINY, randomise
+from helpers import TINY, randomise, tiny_model
 from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
@@ -97,6 +97,71 @@ def test_random_start_is_the_initialisation_of_a_new_model():
 def test_activations_that_are_no_softmax_start_at_random(fields):
     _, report = warm_start(AbcForMaskedLM, source(), memory_size=SIZE, **fields)
     assert report.new["abc.control.weight"] != OWN_ATTENTION
+
+
+@pytest.mark.parametrize("activation", ["relu", "sigmoid"])
+def test_an_activation_that_is_no_softmax_cannot_start_as_attention(activation):
+    with pytest.raises(ValueError, match=f"'attention': `control_activation` '{activation}' weighs.*Leave it out"):
+        warm_start(AbcForMaskedLM, source(), control_activation=activation, control_init="attention")
+    norm_first = tiny_model("abc_memory", "mlm", norm_first=True, memory_control="full")
+    with pytest.raises(ValueError, match="'attention': the source's attention does not read"):
+        warm_start(AbcForMaskedLM, norm_first, memory_control="mlp", control_init="attention")
+
+
+def test_linformer_has_no_activation():
+    model, report = warm_start(
+        AbcForMaskedLM, source(), memory_control="linformer", memory_size=SIZE, control_activation="relu"
+    )
+    plain, _ = warm_start(AbcForMaskedLM, source(), memory_control="linformer", memory_size=SIZE)
+    assert report.new["abc.control.weight"] == OWN_ATTENTION
+    assert torch.equal(model.abc.control.weight, plain.abc.control.weight)
+
+
+@pytest.mark.parametrize("start", ["attention", "random"])
+def test_a_control_that_is_kept_has_no_start(start):
+    with pytest.raises(ValueError, match="`control_init` has nothing to start"):
+        warm_start(AbcForMaskedLM, tiny_model("abc_memory", "mlm", memory_size=SIZE), control_init=start)
+
+
+@pytest.mark.parametrize(
+    ("own", "fields", "said"),
+    [
+        (
+            {"memory_control": "linformer"},
+            {"max_length": 100},
+            f"abc.control.weight: {OWN_ATTENTION}; the source's own (linformer, 32 x 64) does not fit",
+        ),
+        (
+            {"share_control": False},
+            {"memory_size": 4},
+            f"abc.encoder.layer.{{0..2}}.attention.self.control.weight: {OWN_ATTENTION}; the source's own (mlp, 32 x "
+            "48) does not fit",
+        ),
+        (
+            {"conv_kernel_size": 3},
+            {"conv_kernel_size": 5},
+            "abc.encoder.layer.{0..2}.attention.convolution.weight: zero; the source's own (48 x 3) does not fit",
+        ),
+    ],
+)
+def test_trained_parts_that_do_not_fit_are_named(own, fields, said):
+    abc = tiny_model("abc_memory", "mlm", memory_size=SIZE, **own)
+    _, report = warm_start(AbcForMaskedLM, abc, **fields)
+    assert f"  {said}" in report.lines("new")
+    assert report.unused
+
+
+@pytest.mark.parametrize(
+    ("model_class", "fields"),
+    [
+        (AbcForMaskedLM, {"memory_size": 20_000_000_000}),
+        (AbcForMaskedLM, {"memory_size": 20_000_000_000, "memory_control": "sliding_window"}),
+        (LunaForMaskedLM, {"projection_length": 20_000_000_000}),
+    ],
+)
+def test_absurd_sizes(model_class, fields):
+    with pytest.raises(ValueError, match="is 20,000,000,000, but inputs are at most 64 tokens long"):
+        warm_start(model_class, source(), **fields)
 
 
 @pytest.mark.parametrize("model_class", [AbcForMaskedLM, LunaForMaskedLM])

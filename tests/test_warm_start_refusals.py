@@ -33,7 +33,10 @@ def config_with(tmp_path, kind="roberta", **fields):
         ("roberta", {"quantization_config": {"quant_method": "x"}}, "is quantized. Give the checkpoint"),
         ("roberta", {"pad_token_id": None}, "no `pad_token_id`"),
         ("roberta", {"model_type": None}, "names no `model_type`"),
-        ("roberta", {"hidden_size": 52}, "cannot be loaded"),
+        ("roberta", {"hidden_size": 52}, r"lm_head.\S+ has the shape \(48,.* in the file, but \(52,.* by config"),
+        ("roberta", {"vocab_size": 130}, r"has the shape \(120.* in the file, but \(130"),
+        ("roberta", {"num_hidden_layers": 2}, "has 3 layers, but 2 by `num_hidden_layers` of its config"),
+        ("bert", {"num_hidden_layers": 1}, "has 3 layers, but 1 by"),
         ("roberta", {"num_hidden_layers": 4}, r"lacks weights of its own architecture \(roberta.encoder.layer.3"),
         ("roberta", {"num_attention_heads": "four"}, "config of .* cannot be read"),
         ("roberta", {"hidden_act": "relu"}, "head uses gelu and its layers relu.*without its head"),
@@ -90,6 +93,31 @@ def test_luna_needs_the_layout_of_roberta(fields):
         warm_start(LunaForMaskedLM, tiny_model("abc_memory", "mlm", **fields))
 
 
+# What stands where weights should: a page of HTML, a pointer of Git LFS, nothing.
+GARBAGE = {
+    "html": b"<!DOCTYPE html><html><body>Sign in</body></html>",
+    "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 501200538\n",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+def test_files_that_are_no_weights(file, what, tmp_path):
+    make_source().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / file).write_bytes(GARBAGE[what])
+    with pytest.raises(ValueError, match=r"weights of .* cannot be loaded .*copy or download it again"):
+        warm_start(AbcForMaskedLM, tmp_path)
+
+
+def test_a_model_in_memory_with_more_layers_than_its_config_says():
+    source = make_source()
+    source.config.num_hidden_layers = 2
+    with pytest.raises(ValueError, match="has 3 layers, but 2"):
+        warm_start(AbcForMaskedLM, source)
+
+
 @pytest.mark.parametrize("damage", ["empty", "no-weights", "truncated", "truncated-bin", "broken-config", "missing"])
 def test_damaged_folders(damage, tmp_path):
     if damage != "empty":
@@ -110,7 +138,7 @@ def test_damaged_folders(damage, tmp_path):
         shutil.rmtree(tmp_path)
     message = {
         "empty": "is no checkpoint: it holds no config.json. Name a folder",
-        "broken-config": "There is no model .*neither as a folder nor on the Hub .*JSON",
+        "broken-config": "The config.json of .* cannot be read .*JSON",
         "missing": "There is no model .*neither as a folder nor on the Hub",
     }.get(damage, "weights of .* cannot be loaded .*copy or download it again")
     with pytest.raises(ValueError, match=message):

@@ -210,6 +210,41 @@ def _check_pair(loaded: LoadedSource, config: PreTrainedConfig) -> None:
         )
 
 
+def _check_control_init(loaded: LoadedSource, config: PreTrainedConfig, control_init: str | None) -> None:
+    """Refuse a start that the control cannot have.
+
+    Raises:
+        ValueError: Why, and what to do.
+    """
+    if control_init is None:
+        return
+    if getattr(config, "memory_control", None) not in ("mlp", "linformer"):
+        raise ValueError("`control_init` is for ABC's learned controls, `mlp` and `linformer`. Leave it out.")
+    if control_init == "attention" and not _can_start_control(loaded, config):
+        reason = "the source's attention does not read embedded positions and a norm alone"
+        if config.memory_control == "mlp" and config.control_activation != "exp":
+            reason = f"`control_activation` {config.control_activation!r} weighs tokens otherwise than attention"
+        raise ValueError(f"`control_init` cannot be 'attention': {reason}. Leave it out, to start at random.")
+
+
+# Slots for each token of the longest input; beyond them a size is a slip of the pen, and no memory would hold it.
+_MOST_SLOTS = 100
+
+
+def _check_slots(config: PreTrainedConfig) -> None:
+    """Refuse a memory far larger than any text, before it is allocated.
+
+    Raises:
+        ValueError: Its size, and the longest input.
+    """
+    name = "memory_size" if hasattr(config, "memory_size") else "projection_length"
+    slots, longest = getattr(config, name), config.max_position_embeddings
+    if slots > _MOST_SLOTS * longest and getattr(config, "memory_control", None) != "full":
+        raise ValueError(
+            f"`{name}` is {slots:,}, but inputs are at most {longest:,} tokens long: give no more slots than tokens."
+        )
+
+
 def _draw_slot_tokens(loaded: LoadedSource, slots: int, text: Sequence[int] | Tensor | None, seed: int) -> Tensor:
     """(slots,) ids: of a text, each token as likely; or of the vocabulary.
 
@@ -254,10 +289,10 @@ def _start_control(loaded: LoadedSource, config: PreTrainedConfig, layer: str) -
 
 
 def _can_start_control(loaded: LoadedSource, config: PreTrainedConfig) -> bool:
-    """Whether the source's attention reads embedded positions, and the control weighs tokens as attention does."""
+    """Whether the source's attention reads embedded positions, and ABC's control weighs tokens as attention does."""
     plain = loaded.first + loaded.longest == len(loaded.tensors.get(_POSITIONS, ()))
     plain &= "embeddings.LayerNorm.weight" in loaded.tensors and not getattr(config, "norm_first", False)
-    return plain and getattr(config, "control_activation", "exp") == "exp"
+    return plain and (config.memory_control == "linformer" or config.control_activation == "exp")
 
 
 def _embed_slots(loaded: LoadedSource, tokens: Tensor) -> Tensor:
@@ -277,7 +312,8 @@ class _Maker:
     ) -> None:
         self.loaded, self.model, self.packed = loaded, model, packed
         self.rules = RULES[model.config.model_type]
-        if control_init == "random" or not _can_start_control(loaded, model.config):
+        is_abc = hasattr(model.config, "memory_control")
+        if control_init == "random" or (is_abc and not _can_start_control(loaded, model.config)):
             self.rules = {name: INITIALISED if rule == OWN_ATTENTION else rule for name, rule in self.rules.items()}
         self.report = WarmStart()
         self.used: set[int] = set()  # addresses: a tied parameter has several names
@@ -308,7 +344,8 @@ class _Maker:
             if template not in self.rules:
                 raise ValueError(self.lacking(name))
             rule = self.rules[template].replace("{}", layer or "")
-            self.report.new[name] = rule if rule in _WORDS else f"a copy of the source's {self.loaded.names[rule]}"
+            how = rule if rule in _WORDS else f"a copy of the source's {self.loaded.names[rule]}"
+            self.report.new[name] = how + self.left_out(ours)
             return self.apply(rule, name, empty)
         values, own_name = self.loaded.tensors[own], self.loaded.names[own]
         self.used.add(values.data_ptr())
@@ -333,6 +370,13 @@ class _Maker:
         source, config = self.loaded.config, self.model.config
         same_kind = "control." not in ours or source.memory_control == config.memory_control
         return own if same_kind and self.loaded.tensors[own].shape == empty.shape else None
+
+    def left_out(self, ours: str) -> str:
+        """That an ABC source has an optional part of its own, which does not fit; empty if it has none."""
+        if ours in HEAD_NAMES or ours not in self.loaded.tensors:
+            return ""
+        kind = f"{self.loaded.config.memory_control}, " if "control." in ours else ""
+        return f"; the source's own ({kind}{' x '.join(map(str, self.loaded.tensors[ours].shape))}) does not fit"
 
     def extend(self, table: Tensor, own_name: str) -> tuple[Tensor, str]:
         """The table of positions with our rows in front and `max_position_embeddings` behind, and what was done."""
@@ -420,8 +464,10 @@ def warm_start(
         control_init: for ABC's learned controls. `"attention"`, the default, starts every slot as the source's own
             attention (that of the first layer, where the layers share the control) from one of `memory_size` evenly
             spread positions; `"random"` as in a new model, which is the paper's way and takes far longer to recover.
-            Where the control weighs tokens otherwise than attention (relu, sigmoid), or the source's embeddings have no
-            learned positions and norm, it is random in any case; the report says which it was.
+            Where the control weighs tokens otherwise than attention (`mlp` with relu or sigmoid), or the source's
+            embeddings have no learned positions and norm, it starts at random; the report says which it was. The
+            trained control of an ABC source is kept where it fits: in kind and in shape, which for Linformer is that of
+            the longest input.
         seed: of what is drawn or initialised. Global random numbers go on as if nothing had been drawn.
         fields: of the new model's config: `memory_control`, `memory_size`, `projection_length`, `conv_kernel_size`,
             `num_projected_attention_heads` (other pack heads than the source's cut its queries and keys where they were
@@ -432,7 +478,8 @@ def warm_start(
 
     Raises:
         ValueError: A source that cannot be mapped or read; a field that is unknown or follows from the source; fewer
-            positions than the source's; `tie_kv=True` for Luna, since the source has two matrices.
+            positions than the source's; more slots than texts can have tokens, by far; a `control_init` that the
+            control cannot have; `tie_kv=True` for Luna, since the source has two matrices.
     """
     if control_init not in (None, "attention", "random"):
         raise ValueError(f"`control_init` is {control_init!r}, but must be 'attention' or 'random'.")
@@ -440,8 +487,8 @@ def warm_start(
         loaded = load_source(source)
         config = _target_config(model_class.config_class, loaded, max_length, fields)
         _check_pair(loaded, config)
-        if control_init and getattr(config, "memory_control", None) not in ("mlp", "linformer"):
-            raise ValueError("`control_init` is for ABC's learned controls, `mlp` and `linformer`. Leave it out.")
+        _check_control_init(loaded, config, control_init)
+        _check_slots(config)
         packed = None
         if hasattr(config, "projection_length"):
             packed = _embed_slots(loaded, _draw_slot_tokens(loaded, config.projection_length, slot_tokens, seed))
@@ -455,6 +502,8 @@ def warm_start(
         # What the source must have comes first: rules read it.
         named = sorted(model.named_parameters(), key=lambda item: maker.has_rule(item[0]))
         made = {name: maker.make(name, empty) for name, empty in named}
+    if control_init and not any("control." in name for name in maker.report.new):
+        raise ValueError("`control_init` has nothing to start: the source's own control is kept. Leave it out.")
     model.load_state_dict(made, strict=False, assign=True)
     model.tie_weights()
     model.to(loaded.embedding.device)  # buffers; the parameters are there

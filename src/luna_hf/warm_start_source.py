@@ -1,6 +1,8 @@
 """Sources of a warm start: encoders of RoBERTa's architecture, taken apart into parameters under one set of names."""
 
 import os
+import pickle
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import logging
+
+# A file that is cut off, empty, or something else altogether (a page of HTML, a pointer of Git LFS).
+_LOADING_ERRORS = (OSError, SafetensorError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 Source = str | os.PathLike | PreTrainedModel
 
@@ -109,31 +114,50 @@ def load_source(source: Source) -> LoadedSource:
             f"A source is a folder, a name on the Hub or a transformers model, not a {type(source).__name__}."
         )
     name = os.fspath(source)
-    _check_config(_read_config(name), name)
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"The config of {name} cannot be read ({_first_line(error)}).") from error
+    config = read_config(name)
     config.dtype = None  # the weights' own type is kept, whatever the config says
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing weights is replaced by ours
     try:
-        model, info = AutoModelForMaskedLM.from_pretrained(name, config=config, dtype="auto", output_loading_info=True)
-    except (OSError, SafetensorError, ValueError, RuntimeError, EOFError) as error:
+        # Weights of another shape are let pass here, since its own error does not name them.
+        model, info = AutoModelForMaskedLM.from_pretrained(
+            name, config=config, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except _LOADING_ERRORS as error:
         raise ValueError(
             f"The weights of {name} cannot be loaded ({_first_line(error)}). The folder must hold the whole file "
             "or files that `save_pretrained` wrote: copy or download it again."
         ) from error
     finally:
         logging.set_verbosity(verbosity)
+    if info["mismatched_keys"]:
+        first, has, wanted = min(info["mismatched_keys"])
+        others = len(info["mismatched_keys"]) - 1
+        raise ValueError(
+            f"{name}: {first} has the shape {tuple(has)} in the file, but {tuple(wanted)} by config.json"
+            f"{f' (and {others} more differ)' if others else ''}: files and config do not belong together."
+        )
     return _take_apart(model, name, set(info["missing_keys"]), sorted(info["unexpected_keys"]))
+
+
+def read_config(name: str) -> PreTrainedConfig:
+    """The config of a source, a folder or a name on the Hub.
+
+    Raises:
+        ValueError: It cannot be read, or is that of a model that cannot be mapped.
+    """
+    _check_config(_read_values(name), name)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"The config of {name} cannot be read ({_first_line(error)}).") from error
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _read_config(name: str) -> dict[str, Any]:
+def _read_values(name: str) -> dict[str, Any]:
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise ValueError(
             f"{name} is no checkpoint: it holds no config.json. Name a folder that `save_pretrained` wrote, or a "
@@ -143,6 +167,8 @@ def _read_config(name: str) -> dict[str, Any]:
         values, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError, HFValidationError, HfHubHTTPError) as error:
         reason = _first_line(error)
+        if os.path.isdir(name):
+            raise ValueError(f"The config.json of {name} cannot be read ({reason}).") from error
         raise ValueError(f"There is no model {name!r}, neither as a folder nor on the Hub ({reason}).") from error
     if not values:
         raise ValueError(f"There is no model {name!r}: neither a folder with a config.json, nor a name on the Hub.")
@@ -192,8 +218,9 @@ def _take_apart(model: PreTrainedModel, name: str, missing: set[str], ignored: l
     """The parameters of a model, without those that its files did not hold.
 
     Raises:
-        ValueError: A part of the encoder, or of the head, is not there.
+        ValueError: A part of the encoder, or of the head, is not there; layers that the config does not count.
     """
+    _check_layers(model.config.num_hidden_layers, [*dict(model.named_parameters()), *ignored], name)
     layout, prefix = LAYOUTS[model.config.model_type], model.base_model_prefix + "."
     tensors, names = {}, {}
     for own, tensor in model.named_parameters(remove_duplicate=False):
@@ -221,6 +248,20 @@ def _take_apart(model: PreTrainedModel, name: str, missing: set[str], ignored: l
         ignored = [*ignored, *(own for own, tensor in parts.items() if tensor.data_ptr() != embedding)]
         tensors = {own: tensor for own, tensor in tensors.items() if own not in head}
     return LoadedSource(model.config, layout, tensors, names, ignored)
+
+
+def _check_layers(count: int, names: list[str], name: str) -> None:
+    """Refuse layers beyond those of the config: they were trained, and would be dropped.
+
+    Raises:
+        ValueError: How many there are, and how many the config says.
+    """
+    found = [int(match[1]) for own in names if (match := re.search(r"\bencoder\.layer\.(\d+)\.", own))]
+    if max(found, default=0) >= count:
+        raise ValueError(
+            f"{name} has {max(found) + 1} layers, but {count} by `num_hidden_layers` of its config: files and config "
+            "do not belong together."
+        )
 
 
 def _any_bias(layout: Layout, tensors: dict[str, Tensor]) -> bool:
