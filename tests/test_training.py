@@ -24,6 +24,7 @@ from tiny_training import (
     pretrain_mlm,
     run,
     same_weights,
+    truncated,
     without_model_section,
     write_corpus,
 )
@@ -370,6 +371,18 @@ def test_a_mistake_leaves_the_earlier_run_alone(corpus, tmp_path):
     assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus, model__hidden_size=33)) == 2
     assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus, overwrite_output_dir="false")) == 2
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()} == before
+
+
+def test_damaged_weights_are_found_before_an_earlier_model_is_removed(corpus, tmp_path, capsys):
+    run(tmp_path / "keep", data=corpus)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "keep").iterdir() if path.is_file()}
+    damaged = truncated(tmp_path / "keep", tmp_path / "damaged")
+    for name in ("keep", "new"):
+        words = arguments(DEMO, tmp_path / name, data=corpus, model_name_or_path=damaged)
+        assert pretrain_mlm.main(without_model_section(words)) == 2
+        assert "error: The weights of" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "keep").iterdir() if path.is_file()} == before
+    assert not (tmp_path / "new").exists()
 
 
 def test_files_of_no_earlier_run_are_never_overwritten(corpus, tmp_path, capsys):

@@ -20,6 +20,7 @@ from tiny_training import (
     recipe,
     same_weights,
     transfer_attention,
+    truncated,
     weights,
     without_model_section,
     write_corpus,
@@ -27,6 +28,7 @@ from tiny_training import (
     write_teacher,
 )
 from transformers import (
+    AutoConfig,
     AutoModelForMaskedLM,
     AutoTokenizer,
     BertConfig,
@@ -37,6 +39,8 @@ from transformers import (
     GPT2LMHeadModel,
     RobertaConfig,
     RobertaForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from luna_hf import AbcForMaskedLM, LunaForMaskedLM
@@ -326,11 +330,17 @@ def test_a_control_without_parameters_has_nothing_to_fit(corpus, teacher, starts
         ({"teacher": "deep"}, "num_hidden_layers 3, but .* has 2"),
         ({"teacher": "words"}, "vocab_size 200, but .* has 300"),
         ({"teacher": "decoder"}, "decoder is a decoder"),
-        ({"teacher": "gpt2"}, "gpt2 is a gpt2 checkpoint. An encoder is needed"),
-        ({"teacher": "distil"}, "distilbert model, whose layers are not named as RoBERTa's"),
+        ({"teacher": "gpt2"}, "gpt2 is a gpt2 checkpoint. An encoder is needed: .*roberta, .*data2vec-text or bert"),
+        ({"teacher": "t5"}, "t5 is a t5 checkpoint. An encoder is needed: (?!.*modernbert).*data2vec-text or bert"),
+        ({"teacher": "distil"}, "distilbert checkpoint, whose layers are not named as RoBERTa's.*data2vec-text"),
         ({"teacher": "short"}, "`block_size` is 32, but `teacher` .*short takes at most 16 tokens"),
         ({"parameter_groups": "[{match: '', frozen_steps: 9}]"}, "every parameter .* is frozen for the whole run"),
         ({"parameter_groups": "[{match: lm_head}, {match: '', frozen_steps: 9}]"}, "could be trained is frozen"),
+        (
+            {"parameter_groups": "[{match: intermediate, learning_rate: 1.0e-4}]"},
+            "'intermediate' is in vain: the loss of this run depends on none .*intermediate.dense.*trained: abc",
+        ),
+        ({"parameter_groups": "[{match: attention.output.LayerNorm}]"}, "LayerNorm' is in vain: the loss"),
         ({"output_dir": "TEACHER"}, "is `teacher`, which would be overwritten"),
     ],
 )
@@ -349,6 +359,9 @@ def test_mistakes_are_told(corpus, teacher, starts, tmp_path, capsys, overrides,
         RobertaForMaskedLM(RobertaConfig(**{**shape, **others[name]})).save_pretrained(tmp_path / name)
     elif name == "gpt2":
         GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=20)).save_pretrained(tmp_path / name)
+    elif name == "t5":
+        config = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=20)
+        T5ForConditionalGeneration(config).save_pretrained(tmp_path / name)
     elif name == "distil":
         config = DistilBertConfig(vocab_size=300, dim=32, n_layers=2, n_heads=4, hidden_dim=64, pad_token_id=1)
         DistilBertForMaskedLM(config).save_pretrained(tmp_path / name)
@@ -362,7 +375,26 @@ def test_mistakes_are_told(corpus, teacher, starts, tmp_path, capsys, overrides,
     assert sorted(path.name for path in teacher.iterdir()) == before
 
 
+def test_types_that_are_named_as_teachers_can_be_one():
+    for model_type in re.split(", | or ", transfer_attention.TEACHERS):
+        transfer_attention.check_names(AutoConfig.for_model(model_type), model_type)
+
+
+@pytest.mark.parametrize("key", ["teacher", "model_name_or_path"])
+def test_damaged_weights_are_found_before_an_earlier_model_is_removed(corpus, teacher, starts, tmp_path, capsys, key):
+    options = {"max_steps": 1, "parameter_groups": "[]"}
+    folder = tmp_path / "keep"
+    assert transfer_attention.main(words(corpus, teacher, starts["abc"], folder, **options)) == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    damaged = truncated({"teacher": teacher, "model_name_or_path": starts["abc"]}[key], tmp_path / "damaged")
+    for target in (folder, tmp_path / "new"):
+        assert transfer_attention.main(words(corpus, teacher, starts["abc"], target, **{**options, key: damaged})) == 2
+        assert re.search("error: The weights of .*damaged cannot be loaded", capsys.readouterr().err)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before and len(before) > 5
+    assert not (tmp_path / "new").exists()
+
+
 def test_sharding_is_refused():
     accelerator = SimpleNamespace(distributed_type=transfer_attention.DistributedType.FSDP)
     with pytest.raises(recipe.UserError, match=r"does not run sharded \(FSDP\).*multi_gpu.yaml"):
-        transfer_attention.TransferObjective().make_module(None, None, accelerator, {})
+        transfer_attention.TransferObjective().make_module(None, None, accelerator)

@@ -86,7 +86,7 @@ def assign(names: Sequence[str], groups: Sequence[ParameterGroup]) -> dict[str, 
 def check_groups(
     names: Sequence[str], groups: Sequence[ParameterGroup], max_steps: int, trained: Sequence[str] | None = None
 ) -> None:
-    """Whether every group has parameters, and every update something to change.
+    """Whether every group has parameters that can be trained, and every update something to change.
 
     Args:
         names: all parameters of the model.
@@ -105,6 +105,17 @@ def check_groups(
             f"`parameter_groups`: every parameter that could be trained is frozen for {span}, which would change "
             "nothing. Lower a `frozen_steps`, or let `match` leave some parameters out."
         )
+    if trained is None:
+        return
+    for group in groups:
+        own = [name for name in names if owners[name] is group]
+        # One that is frozen for the whole run asks for no training, so nothing of it is in vain.
+        if group.frozen_steps < max_steps and not set(own) & set(trained):
+            raise UserError(
+                f"`parameter_groups`: `match` {group.match!r} is in vain: the loss of this run depends on none of its "
+                f"parameters ({own[0]}, ...), so they stay as they are. Leave the entry out, or match some that are "
+                f"trained: {trained[0]} ... {trained[-1]}."
+            )
 
 
 def parameter_groups(

@@ -33,6 +33,8 @@ _FROM_TOKENIZER = {
     "cls_token_id": "cls_token_id",
     "sep_token_id": "sep_token_id",
 }
+# For messages.
+_ENCODERS = f"{', '.join(FAMILIES)}, roberta, modernbert, or another that has a masked-LM head"
 # Attention backends that a recipe may choose; transformers' default is sdpa.
 _BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Types whose table of learned positions begins with the rows up to the pad's, and whose config counts them.
@@ -217,8 +219,12 @@ def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
             raise UserError(str(error)) from error
 
 
-def load_config(name_or_path: str) -> PreTrainedConfig:
+def load_config(name_or_path: str, choice: str = _ENCODERS) -> PreTrainedConfig:
     """The config of an encoder with a masked-LM head.
+
+    Args:
+        name_or_path: folder, or name on the Hub.
+        choice: the model types to name where another kind of model is found.
 
     Raises:
         UserError: No such folder or name, no config in it, or the config of another kind of model.
@@ -232,10 +238,7 @@ def load_config(name_or_path: str) -> PreTrainedConfig:
         reason = str(error).splitlines()[0]
         raise UserError(f"There is no model {name_or_path!r}, neither as a folder nor on the Hub ({reason})") from error
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
-        raise UserError(
-            f"{name_or_path} is a {config.model_type} checkpoint. An encoder is needed: {', '.join(FAMILIES)}, "
-            "roberta, modernbert, or another that has a masked-LM head."
-        )
+        raise UserError(f"{name_or_path} is a {config.model_type} checkpoint. An encoder is needed: {choice}.")
     return config
 
 

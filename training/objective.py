@@ -25,16 +25,15 @@ class Objective:
             UserError: The recipe cannot be run with this objective.
         """
 
-    def make_module(
-        self, model: PreTrainedModel, recipe: PretrainRecipe, accelerator: Accelerator, sample: dict[str, Tensor]
-    ) -> nn.Module:
+    def make_module(self, model: PreTrainedModel, recipe: PretrainRecipe, accelerator: Accelerator) -> nn.Module:
         """What is called with a batch and returns something with a `loss`; it holds the model that is trained.
+
+        Of a model from a checkpoint it is made before anything is written.
 
         Args:
             model: to be trained; the optimizer gets those of its parameters that still need a gradient.
             recipe: of the run.
             accelerator: says where it runs.
-            sample: a row with labels.
 
         Raises:
             UserError: The model does not fit the objective.

@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -130,7 +130,7 @@ def parameter_names(config: PreTrainedConfig) -> list[str]:
         return [name for name, _ in AutoModelForMaskedLM.from_config(config).named_parameters()]
 
 
-def make_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel, list[str]]:
+def make_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase | None) -> tuple[PreTrainedModel, list[str]]:
     """The model to train, new or from a checkpoint, and what the user should know about it.
 
     Raises:
@@ -142,6 +142,30 @@ def make_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> tu
             overrides.setdefault("sparse_prediction", True)
         return load_encoder(AutoModelForMaskedLM, recipe.model_name_or_path, length=recipe.block_size, **overrides)
     return AutoModelForMaskedLM.from_config(make_config(recipe.model, tokenizer, len(tokenizer))), []
+
+
+class Start(NamedTuple):
+    """A model before its first update: itself, what is called with a batch, and what the user should know about it."""
+
+    model: PreTrainedModel
+    module: torch.nn.Module
+    notes: list[str]
+
+
+def make_start(
+    recipe: PretrainRecipe,
+    objective: Objective,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Start:
+    """The model to train and what the objective needs, all of it read; `tokenizer` is for a new model.
+
+    Raises:
+        UserError: See `make_model` and `Objective.make_module`.
+    """
+    set_seed(recipe.seed)
+    model, notes = make_model(recipe, tokenizer)
+    return Start(model, objective.make_module(model, recipe, accelerator), notes)
 
 
 # ---- the run ----
@@ -202,6 +226,8 @@ def pretrain(recipe: PretrainRecipe, command: str, objective: Objective | None =
     check_model(recipe)
     corpus = open_corpus(recipe)
     accelerator.print(f"Read {corpus.description}.")
+    # Here a damaged file is found; a new model needs the tokenizer first. Every process reads for itself.
+    start = make_start(recipe, objective, accelerator) if recipe.model_name_or_path else None
     found = find_checkpoint(recipe, accelerator.print)
     folder = Path(recipe.output_dir)
     repository = reserve_repository(recipe) if recipe.push_to_hub and accelerator.is_main_process else None
@@ -212,7 +238,8 @@ def pretrain(recipe: PretrainRecipe, command: str, objective: Objective | None =
     text = prepare_text(recipe, corpus, tokenizer, accelerator)
 
     stop = StopRequest()
-    run, counters, parameters = prepare_run(recipe, objective, accelerator, plan, text, found, stop)
+    start = start or make_start(recipe, objective, accelerator, text.tokenizer)
+    run, counters, parameters = prepare_run(recipe, objective, accelerator, plan, text, start, found, stop)
     announce(recipe, accelerator, text, parameters, plan, counters)
     with stop:  # before and after training a signal loses nothing, and does what it always does
         last = train(run, counters)
@@ -237,12 +264,12 @@ def prepare_run(
     accelerator: Accelerator,
     plan: Plan,
     text: PreparedText,
+    start: Start,
     found: Path | None,
     stop: StopRequest,
 ) -> tuple[Run, Counters, int]:
     """Model, optimizer and schedule, new or from a checkpoint: the run, where it stands, and the parameter count."""
-    set_seed(recipe.seed)
-    model, notes = make_model(recipe, text.tokenizer)
+    model, module, notes = start
     if recipe.model_name_or_path and not recipe.validation:
         notes.append(
             "The held-out documents are drawn anew: if the checkpoint was trained on this text, it has seen them. Name "
@@ -252,7 +279,6 @@ def prepare_run(
         accelerator.print(note)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     sample = {name: tensor.unsqueeze(0) for name, tensor in text.held_out[0].items()}
-    module = objective.make_module(model, recipe, accelerator, sample)
     flops_per_token = objective.flops_per_token(module, sample)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

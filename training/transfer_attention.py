@@ -36,11 +36,14 @@ from throughput import forward_flops
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
+from luna_hf import FAMILIES
 from luna_hf.configuration_base import EncoderConfig
 
 # What a converted model has and its teacher has not: ABC's control, Luna's pack attention and packed sequence, the
 # convolution of every family.
 NEW_PARAMETERS = "control|convolution|pack"
+# Types with RoBERTa's module names, for messages; `check_names` looks at the modules.
+TEACHERS = f"{', '.join(FAMILIES)}, roberta, xlm-roberta, camembert, data2vec-text or bert"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,9 +229,16 @@ def check_names(config: PreTrainedConfig, name: str) -> None:
         found = []
     if not found:
         raise UserError(
-            f"`teacher` {name} is a {config.model_type} model, whose layers are not named as RoBERTa's. Name a "
-            "roberta, xlm-roberta, camembert or bert checkpoint, or one of luna_hf."
+            f"`teacher` {name} is a {config.model_type} checkpoint, whose layers are not named as RoBERTa's. "
+            f"An encoder is needed: {TEACHERS}."
         )
+
+
+def plain_row(config: PreTrainedConfig, length: int) -> dict[str, Tensor]:
+    """A row (1, length) without padding, to see with what the error depends on."""
+    token = next(token for token in range(config.vocab_size) if token != config.pad_token_id)
+    ids = torch.full((1, length), token)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def freeze_unused(module: AttentionTransfer, sample: dict[str, Tensor]) -> list[str]:
@@ -255,9 +265,9 @@ class TransferObjective(Objective):
     """The relative squared error of the student's attention."""
 
     def check(self, recipe: TransferRecipe) -> None:
-        """See `check_pair`, `check_names`, `check_groups`; and a model whose attention has nothing new to train."""
+        """See `check_pair`, `check_names`; and a model whose attention has nothing new to train."""
         student = load_config(recipe.model_name_or_path)
-        teacher = load_config(recipe.teacher)
+        teacher = load_config(recipe.teacher, TEACHERS)
         check_pair(student, teacher, recipe)
         check_names(teacher, recipe.teacher)
         names = pretrain_mlm.parameter_names(student)
@@ -268,11 +278,9 @@ class TransferObjective(Objective):
                 "so there is nothing new to fit. Convert with `--conv-kernel-size`, or with a control that is learned "
                 "(mlp, linformer); or leave this stage out; or fit all of its attention (`--parameter_groups []`)."
             )
-        attention = [name for name in names if re.search(rf"\.attention\.|{NEW_PARAMETERS}", name)]
-        check_groups(names, recipe.groups, recipe.max_steps, attention)
 
     def make_module(
-        self, model: PreTrainedModel, recipe: TransferRecipe, accelerator: Accelerator, sample: dict[str, Tensor]
+        self, model: PreTrainedModel, recipe: TransferRecipe, accelerator: Accelerator
     ) -> AttentionTransfer:
         """Student and teacher."""
         if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
@@ -281,7 +289,7 @@ class TransferObjective(Objective):
                 "of layers. Launch with training/accelerate/multi_gpu.yaml."
             )
         module = AttentionTransfer(model, load_encoder(AutoModelForMaskedLM, recipe.teacher)[0].base_model)
-        trained = freeze_unused(module, sample)
+        trained = freeze_unused(module, plain_row(model.config, recipe.block_size))
         names = [name for name, _ in model.named_parameters()]
         check_groups(names, recipe.groups, recipe.max_steps, trained)
         return module
