@@ -10,6 +10,7 @@ import yaml
 from tiny_training import (
     DEMO,
     RECIPES,
+    ROOT,
     SHRINK,
     TRANSFERS,
     arguments,
@@ -121,12 +122,41 @@ def test_continued_recipes_have_roberta_s_optimisation_and_a_rate_for_what_is_ne
     assert loaded.max_steps * loaded.global_batch_tokens == pytest.approx(tokens, rel=0.02)
     (new,) = loaded.groups
     assert new.learning_rate > loaded.learning_rate and new.frozen_steps == 0
-    config = AbcConfig() if name.startswith("abc") else LunaConfig(tie_kv=False)
-    names = pretrain_mlm.parameter_names(config)
-    owned = {key for key, group in groups.assign(names, loaded.groups).items() if group}
-    roberta = set(pretrain_mlm.parameter_names(RobertaConfig()))
-    unmatched = {key.partition(".")[2] for key in set(names) - owned}
-    assert unmatched <= {key.partition(".")[2] for key in roberta}  # all that RoBERTa has not is in the group
+    roberta = {key.partition(".")[2] for key in pretrain_mlm.parameter_names(RobertaConfig())}
+    for taps in (0, 3):
+        options = {"conv_kernel_size": taps} if taps else {}
+        config = AbcConfig(**options) if name.startswith("abc") else LunaConfig(tie_kv=False, **options)
+        names = pretrain_mlm.parameter_names(config)
+        owned = {key for key, group in groups.assign(names, loaded.groups).items() if group}
+        assert any("convolution" in key for key in names) == bool(taps)
+        unmatched = {key.partition(".")[2] for key in set(names) - owned}
+        assert unmatched <= roberta  # all that RoBERTa has not is in the group
+
+
+@pytest.mark.parametrize("path", TRANSFERS, ids=lambda path: path.stem)
+def test_transfer_recipes_begin_with_what_is_new_and_at_base_size_all_of_attention_follows(path):
+    loaded = transfer_attention.read_recipe(path, [])
+    new, others = loaded.groups
+    assert new.frozen_steps == 0 and others.match == ""
+    if path.stem == "tiny":
+        assert others.frozen_steps >= loaded.max_steps and others.learning_rate is None  # no rate of what never moves
+    else:
+        assert 0 < others.frozen_steps <= loaded.max_steps / 2 and others.learning_rate < loaded.learning_rate
+
+
+def test_the_benchmarks_recipes_have_the_order_of_the_others():
+    scripts = {"swap": pretrain_mlm, "learning": pretrain_mlm, "swap_transfer": transfer_attention}
+    for name, script in scripts.items():
+        path = ROOT / "benchmarks" / f"{name}.yaml"
+        kind = transfer_attention.TransferRecipe if script is transfer_attention else pretrain_mlm.PretrainRecipe
+        keys = re.findall(r"^(\w+):", path.read_text(), re.MULTILINE)
+        assert keys == [field.name for field in dataclasses.fields(kind)], name
+
+
+def test_lines_of_recipes_fit_a_page():
+    paths = [*(ROOT / "training" / "recipes").rglob("*.yaml"), *(ROOT / "benchmarks").glob("*.yaml")]
+    long = [(path.name, line) for path in paths for line in path.read_text().splitlines() if len(line) > 120]
+    assert len(paths) > 15 and long == []
 
 
 @pytest.mark.parametrize(
