@@ -8,18 +8,23 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from string import Template
 from typing import Any, NoReturn
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+from next_steps import next_steps
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, logging
 
 from luna_hf import AbcConfig, AbcForMaskedLM, LunaConfig, LunaForMaskedLM
 from luna_hf.memory_control import ACTIVATIONS, CONTROLS
 from luna_hf.warm_start import WarmStart, warm_start
+from luna_hf.warm_start_source import read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "model_cards" / "converted.md"
@@ -46,6 +51,7 @@ class Conversion:
     model_class: type[PreTrainedModel]
     config_class: type[PreTrainedConfig]
     own: tuple[str, ...]  # fields of the config that are options
+    size: str  # the field that counts the slots
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Declare the family's own options, named after fields of its config."""
@@ -59,8 +65,19 @@ class Conversion:
         """
         raise NotImplementedError
 
-    def note(self, model: PreTrainedModel, source: str) -> str:
-        """What to know about the converted model, in a sentence."""
+    def check(self, options: argparse.Namespace, source: PreTrainedConfig) -> None:
+        """Refuse options that would change nothing.
+
+        Raises:
+            UserError: An option, and what it is for.
+        """
+
+    def is_alike(self, source: PreTrainedConfig, config: PreTrainedConfig, made: WarmStart) -> bool:
+        """Whether the converted model attends as the source does."""
+        return False
+
+    def note(self, source: PreTrainedConfig, config: PreTrainedConfig, made: WarmStart, name: str) -> str:
+        """What to know about the converted model, in a sentence; `name` is the source's."""
         raise NotImplementedError
 
 
@@ -73,22 +90,32 @@ class AbcConversion(Conversion):
         *("memory_control", "memory_size", "control_activation", "share_control", "control_seed"),
         *("cluster_iterations", "conv_kernel_size"),
     )
+    size = "memory_size"
+    # Options that some controls have no use for.
+    controls = {
+        "memory_size": tuple(control for control in CONTROLS if control != "full"),
+        "control_activation": ("mlp",),
+        "share_control": ("mlp", "linformer", "random"),
+        "control_init": ("mlp", "linformer"),
+        "control_seed": ("random",),
+        "cluster_iterations": ("cluster",),
+    }
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Declare the family's own options, named after fields of its config."""
         add = parser.add_argument
-        add("--memory-control", choices=CONTROLS, default="mlp", help="how the memory is written (default: mlp)")
-        add("--memory-size", type=int, metavar="M", default=64, help="slots of every head (default: 64)")
+        add("--memory-control", choices=CONTROLS, help=f"how the memory is written {_default('mlp')}")
+        add("--memory-size", type=int, metavar="M", help=f"of all but full: slots of every head {_default('64')}")
         add(
             "--control-activation",
             choices=ACTIVATIONS,
-            default="exp",
-            help="of mlp; relu and sigmoid are the paper's ablations (default: exp)",
+            help="of mlp; relu and sigmoid are the paper's ablations, and start at random " + _default("exp"),
         )
         add(
             "--control-per-layer",
             dest="share_control",
             action="store_false",
+            default=None,
             help="of mlp, linformer and random: a control for every layer, not one for all",
         )
         add(
@@ -97,22 +124,59 @@ class AbcConversion(Conversion):
             help="of mlp and linformer: start as the source's own attention from evenly spread positions, or at random "
             "as in the paper (default: attention)",
         )
-        add("--control-seed", type=int, metavar="N", default=0, help="of random: chooses the slots (default: 0)")
-        add("--cluster-iterations", type=int, metavar="N", default=2, help="of cluster: steps of k-means (default: 2)")
+        add("--control-seed", type=int, metavar="N", help=f"of random: chooses the slots {_default('0')}")
+        add("--cluster-iterations", type=int, metavar="N", help=f"of cluster: steps of k-means {_default('2')}")
+
+    def check(self, options: argparse.Namespace, source: PreTrainedConfig) -> None:
+        """Refuse options that would change nothing.
+
+        Raises:
+            UserError: An option, and the controls it is for.
+        """
+        control = options.memory_control or getattr(source, "memory_control", self.config_class().memory_control)
+        for name, controls in self.controls.items():
+            if getattr(options, name) is not None and control not in controls:
+                raise UserError(
+                    f"{_flag(name)} is an option of {_listed(controls)}, and without effect on {control}: leave it out."
+                )
 
     def extra(self, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         """How the control starts."""
         return {} if options.control_init is None else {"control_init": options.control_init}
 
-    def note(self, model: PreTrainedModel, source: str) -> str:
-        """What to know about the converted model, in a sentence."""
-        config = model.config
-        if config.memory_control == "full":
-            return f"It attends to all tokens (`full`), so it computes what {source} computes."
-        return (
-            f"Its attention reads {config.memory_size} slots a head (`{config.memory_control}`) where that of {source} "
-            "read all tokens: it has to be trained on before use."
-        )
+    def is_alike(self, source: PreTrainedConfig, config: PreTrainedConfig, made: WarmStart) -> bool:
+        """Whether the converted model attends as the source does."""
+        if "full" in (theirs := getattr(source, "memory_control", "full"), config.memory_control):
+            return theirs == config.memory_control
+        fields = [name for name in self.own if name != "conv_kernel_size"]  # a new one is zero
+        same = all(getattr(source, name) == getattr(config, name) for name in fields)
+        return same and not any("control." in name for name in made.new)
+
+    def note(self, source: PreTrainedConfig, config: PreTrainedConfig, made: WarmStart, name: str) -> str:
+        """What to know about the converted model, in a sentence; `name` is the source's."""
+        reads, before = _reads(config), _reads(source)
+        if self.is_alike(source, config, made):
+            return f"Its attention reads {reads}, as that of {name}, so it computes what {name} computes."
+        if reads == before:
+            return f"Its attention reads {reads}, by another control than {name}: it has to be trained on before use."
+        return f"Its attention reads {reads} where that of {name} read {before}: it has to be trained on before use."
+
+
+def _reads(config: PreTrainedConfig) -> str:
+    control = getattr(config, "memory_control", "full")
+    return "all tokens" if control == "full" else f"{config.memory_size} slots a head (`{control}`)"
+
+
+def _default(value: str) -> str:
+    return f"(default: {value}, or an ABC source's own)"
+
+
+def _flag(name: str) -> str:
+    return "--control-per-layer" if name == "share_control" else f"--{name.replace('_', '-')}"
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 class LunaConversion(Conversion):
@@ -121,6 +185,7 @@ class LunaConversion(Conversion):
     script, recipe = "roberta_to_luna.py", "luna"
     model_class, config_class = LunaForMaskedLM, LunaConfig
     own = ("projection_length", "num_projected_attention_heads", "conv_kernel_size")
+    size = "projection_length"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Declare the family's own options, named after fields of its config."""
@@ -129,7 +194,6 @@ class LunaConversion(Conversion):
             "--projection-length",
             type=int,
             metavar="L",
-            default=128,
             help="slots of the packed sequence (default: 128)",
         )
         add(
@@ -163,10 +227,10 @@ class LunaConversion(Conversion):
             raise UserError(f"--text {options.text} cannot be read as UTF-8 text ({error}).") from error
         return {"slot_tokens": tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]}
 
-    def note(self, model: PreTrainedModel, source: str) -> str:
-        """What to know about the converted model, in a sentence."""
+    def note(self, source: PreTrainedConfig, config: PreTrainedConfig, made: WarmStart, name: str) -> str:
+        """What to know about the converted model, in a sentence; `name` is the source's."""
         return (
-            f"Its tokens read {model.config.projection_length} packed slots where those of {source} read all tokens: "
+            f"Its tokens read {config.projection_length} packed slots where those of {name} read {_reads(source)}: "
             "it has to be trained on before use."
         )
 
@@ -206,9 +270,8 @@ def parse(conversion: Conversion, description: str, words: list[str] | None) -> 
         "--conv-kernel-size",
         type=int,
         metavar="K",
-        default=0,
-        help="add a convolution of K taps beside every attention, which starts as zero; odd, for example 5 (default: "
-        "none)",
+        help="add a convolution of K taps beside every attention, which starts as zero; odd, for example 5 "
+        + _default("none"),
     )
     add("--seed", type=int, metavar="N", default=0, help="of everything that is new (default: 0)")
     add("--overwrite", action="store_true", help="replace TARGET if an earlier conversion wrote it")
@@ -221,10 +284,7 @@ def command(conversion: Conversion, options: argparse.Namespace) -> str:
     for name, value in sorted(vars(options).items()):
         if name in ("source", "target", "overwrite") or value is None:
             continue
-        if name == "share_control":
-            parts += [] if value else ["--control-per-layer"]
-        else:
-            parts += [f"--{name.replace('_', '-')}", portable(str(value))]
+        parts += [_flag(name)] if name == "share_control" else [_flag(name), portable(str(value))]
     return shlex.join(["python", f"conversion/{conversion.script}", *parts])
 
 
@@ -300,7 +360,12 @@ def source_card(source: str) -> ModelCardData:
 
 
 def make_card(
-    conversion: Conversion, options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, notes: list[str]
+    conversion: Conversion,
+    options: argparse.Namespace,
+    source_config: PreTrainedConfig,
+    model: PreTrainedModel,
+    made: WarmStart,
+    notes: list[str],
 ) -> str:
     """Fill `model_cards/converted.md`."""
     source, known = portable(options.source), source_card(options.source)
@@ -325,7 +390,7 @@ def make_card(
         model_type=model.config.model_type,
         parameters=f"{model.num_parameters():,}",
         source=source,
-        note=conversion.note(model, f"`{source}`"),
+        note=conversion.note(source_config, model.config, made, f"`{source}`"),
         longest=f"{model.config.max_position_embeddings:,}",
         license_note=license_note,
         notes="".join(f"- {note}\n" for note in notes),
@@ -338,7 +403,7 @@ def make_card(
 
 
 def check_target(target: Path, source: str, overwrite: bool) -> None:
-    """Refuse a folder that holds anything but an earlier conversion that may be replaced.
+    """Refuse a folder that holds anything but an earlier conversion that may be replaced, or that cannot be replaced.
 
     Raises:
         UserError: What it holds, and what to do.
@@ -347,6 +412,10 @@ def check_target(target: Path, source: str, overwrite: bool) -> None:
         raise UserError(f"TARGET {target} is a file. Name a folder.")
     if Path(source).exists() and target.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
         raise UserError(f"TARGET {target} is SOURCE, or holds it. Name another folder.")
+    if target.resolve() == Path.cwd():
+        raise UserError(
+            f"TARGET {target} is the folder that this runs in, which cannot be replaced. Name another folder."
+        )
     present = sorted(target.iterdir()) if target.exists() else []
     if not present:
         return
@@ -368,6 +437,7 @@ def write(target: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
     Raises:
         UserError: The disk does not take it.
     """
+    target = target.resolve()  # what a link leads to is replaced, not the link
     unfinished, earlier = (target.parent / f".{target.name}.{word}-{os.getpid()}" for word in ("unfinished", "earlier"))
     try:
         unfinished.mkdir(parents=True)
@@ -397,8 +467,13 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
         UserError: Something in the options, in the source or at the target that the user can mend.
     """
     check_target(options.target, options.source, options.overwrite)
+    try:
+        source_config = read_config(options.source)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    conversion.check(options, source_config)
     tokenizer = load_tokenizer(options.source)
-    own = {name: getattr(options, name) for name in conversion.own}
+    own = {name: value for name in conversion.own if (value := getattr(options, name)) is not None}
     try:
         model, made = warm_start(
             conversion.model_class,
@@ -410,53 +485,59 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
         )
     except (ValueError, StrictDataclassError) as error:
         raise UserError(str(error)) from error
-    notes = []
-    if tokenizer is None:
-        notes.append("The source has no tokenizer files: put the tokenizer's beside the model.")
-    else:
+    if tokenizer is not None:
         check_tokenizer(tokenizer, model.config, options.source)
         tokenizer.model_max_length = model.config.max_position_embeddings
-    if "lm_head.dense.weight" in made.new:
-        notes.append("The source has no masked-LM head: the new one is untrained.")
-    write(options.target, model, tokenizer, make_card(conversion, options, model, made, notes))
+    notes = make_notes(conversion, model, made, tokenizer)
+    card = make_card(conversion, options, source_config, model, made, notes)
+    write(options.target, model, tokenizer, card)
     print("\n".join([*made.lines(), "", *(f"Note: {note}" for note in notes)]))
     longest = model.config.max_position_embeddings
     print(f"Written to {options.target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
-    print("\n".join([conversion.note(model, options.source), *next_steps(conversion, options, model)]))
+    print(conversion.note(source_config, model.config, made, options.source))
+    alike, names = conversion.is_alike(source_config, model.config, made), dict(model.named_parameters())
+    for line in next_steps(conversion.recipe, options.source, str(options.target), names, made.new, alike):
+        print(line)
 
 
-def next_steps(conversion: Conversion, options: argparse.Namespace, model: PreTrainedModel) -> list[str]:
-    """The commands that train the converted model on."""
-    if getattr(model.config, "memory_control", None) == "full":
-        return []
-    target, fitted = str(options.target), f"{options.target}-fitted"
-    words = [
-        *(
-            "python",
-            "training/transfer_attention.py",
-            f"training/recipes/transfer_attention/{conversion.recipe}-base.yaml",
-        ),
-        *("--teacher", options.source, "--model_name_or_path", target, "--output_dir", fitted),
-    ]
-    continued = [
-        *(
-            "python",
-            "training/pretrain_mlm.py",
-            f"training/recipes/pretrain_mlm/{conversion.recipe}-base-continue.yaml",
-        ),
-        *("--model_name_or_path", fitted, "--output_dir", f"{target}-continued"),
-    ]
-    return [
-        "Next, fit what is new to the source's attention, then go on with masked words (`--data` names your text):",
-        f"  {shlex.join(words)}",
-        f"  {shlex.join(continued)}",
-    ]
+def make_notes(
+    conversion: Conversion, model: PreTrainedModel, made: WarmStart, tokenizer: PreTrainedTokenizerBase | None
+) -> list[str]:
+    """What the user should know besides, for the card and the terminal."""
+    notes, config = [], model.config
+    if tokenizer is None:
+        notes.append("The source has no tokenizer files: put the tokenizer's beside the model.")
+    if "lm_head.dense.weight" in made.new:
+        notes.append("The source has no masked-LM head: the new one is untrained.")
+    slots, longest = getattr(config, conversion.size), config.max_position_embeddings
+    if slots > longest and getattr(config, "memory_control", None) != "full":
+        notes.append(
+            f"`{conversion.size}` is {slots:,}, but inputs are at most {longest:,} tokens long: the memory costs more "
+            "than attention to all of them."
+        )
+    return notes
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """No bars while files are read and written, which takes seconds; those of downloads stay."""
+    shown, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    if downloads:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def main(conversion: Conversion, description: str, words: list[str] | None = None) -> int:
     """Run a script; 0, or 2 for something the user can mend."""
     try:
-        convert(conversion, parse(conversion, description, words))
+        options = parse(conversion, description, words)
+        with without_progress_bars():
+            convert(conversion, options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

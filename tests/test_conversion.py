@@ -54,8 +54,12 @@ for folder in sys.argv[3:]:
 """
 
 
+def convert(family, source, target, *words):
+    return from_roberta.main(CONVERSIONS[family], "", [str(source), str(target), *map(str, words)])
+
+
 def run(family, source, target, *words):
-    return from_roberta.main(CONVERSIONS[family], "", [str(source), str(target), *SLOTS[family], *map(str, words)])
+    return convert(family, source, target, *SLOTS[family], *words)
 
 
 def save_roberta(folder, model_class=RobertaForMaskedLM, tokenizer=True, **fields):
@@ -132,7 +136,7 @@ def test_pipelines_with_and_without_the_package(converted, source, tmp_path):
 
 
 def test_full_control_equals_the_source(source, tmp_path, capsys):
-    assert run("abc", source, tmp_path / "full", "--memory-control", "full") == 0
+    assert convert("abc", source, tmp_path / "full", "--memory-control", "full") == 0
     said = capsys.readouterr().out
     assert f"it computes what {source} computes" in said and "new: 0 parameters" in said and "Next" not in said
     batch = padded_batch([12, 7])
@@ -237,6 +241,7 @@ def start(*words, **options):
 def test_the_script_for_abc(source, tmp_path):
     done = start(ROOT / "conversion" / "roberta_to_abc.py", source, "new", "--memory-size", 8, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert not done.stderr  # no progress bars
     assert (tmp_path / "new" / "model.safetensors").is_file() and "abc.control.weight" in done.stdout
 
 
@@ -263,15 +268,19 @@ def base_like(tmp_path_factory):
     """A folder with a RoBERTa of as many layers and positions as the base model, but narrow."""
     folder = tmp_path_factory.mktemp("readme")
     fields = {"num_hidden_layers": 12, "max_position_embeddings": 514, "intermediate_size": 8}
-    save_roberta(folder / "roberta-base", **fields)
-    (folder / "texts").mkdir()
-    (folder / "texts" / "some.txt").write_text("\n".join(SENTENCES))
+    save_roberta(folder / "FacebookAI" / "roberta-base", **fields)
     return folder
 
 
 def test_the_commands_of_the_readme_print_what_it_says(base_like, monkeypatch, capsys):
     monkeypatch.chdir(base_like)
-    commands = re.findall(r"^    python conversion/roberta_to_(abc|luna)\.py (.*)$", README, re.MULTILINE)
+    text = README.replace("\\\n", "")
+    commands = re.findall(r"^    python conversion/roberta_to_(abc|luna)\.py (.*)$", text, re.MULTILINE)
+    # The same commands as in the main README.
+    main = " ".join((ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", "").split())
+    assert all(
+        f"python conversion/roberta_to_{family}.py {' '.join(words.split())}" in main for family, words in commands
+    )
     assert [family for family, _ in commands] == ["abc", "luna"]
     (shown,) = re.findall(r"```\n(copied.*?)```", README, re.DOTALL)
     printed = []
@@ -306,6 +315,26 @@ def refused(capsys, family, source, target, *words):
         ("abc", ["--conv-kernel-size", "4"], "odd number"),
         ("abc", ["--max-length", "10"], "`max_length` is 10, but the source has positions for 64 tokens"),
         ("abc", ["--projection-length", "8"], "unrecognized arguments: --projection-length 8 .see --help"),
+        ("abc", ["--memory-size", "20000000000"], "is 20,000,000,000, but inputs are at most 64 tokens long"),
+        ("abc", ["--memory-control", "full"], "--memory-size is an option of mlp, .*, and without effect on full"),
+        ("abc", ["--control-seed", "0"], "--control-seed is an option of random, and without effect on mlp: leave"),
+        ("abc", ["--cluster-iterations", "3"], "--cluster-iterations is an option of cluster,"),
+        (
+            "abc",
+            ["--memory-control", "linformer", "--control-activation", "exp"],
+            "--control-activation is an option of mlp, and without effect on linformer",
+        ),
+        (
+            "abc",
+            ["--memory-control", "dilated", "--control-per-layer"],
+            "--control-per-layer is an option of mlp, linformer and random, and without effect on dilated",
+        ),
+        ("abc", ["--memory-control", "cluster", "--control-init", "random"], "--control-init is an option of mlp and"),
+        (
+            "abc",
+            ["--control-activation", "relu", "--control-init", "attention"],
+            "cannot be 'attention': `control_activation` 'relu'",
+        ),
         ("luna", ["--projection-length", "0"], "`projection_length` is 0"),
         ("luna", ["--num-projected-attention-heads", "5"], "not a multiple"),
         ("luna", ["--text", "nowhere.txt"], "--text nowhere.txt cannot be read"),
@@ -332,6 +361,16 @@ def test_a_tokenizer_of_another_model(capsys, tmp_path):
     assert "tokens, but the model 100" in refused(capsys, "abc", tmp_path / "small", tmp_path / "new")
     save_roberta(tmp_path / "pad", pad_token_id=3)
     assert "pads with token 1, but the model takes token 3" in refused(capsys, "abc", tmp_path / "pad", tmp_path / "n")
+
+
+def test_the_config_is_read_before_the_tokenizer(capsys, tmp_path):
+    save_roberta(tmp_path / "source")
+    (tmp_path / "source" / "config.json").write_text("{")
+    assert "config.json of" in refused(capsys, "abc", tmp_path / "source", tmp_path / "new")
+    save_roberta(tmp_path / "layers")
+    config = json.loads((tmp_path / "layers" / "config.json").read_text())
+    (tmp_path / "layers" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": "three"}))
+    assert "The config of" in refused(capsys, "abc", tmp_path / "layers", tmp_path / "new")
 
 
 @pytest.mark.parametrize("damage", ["broken", "without-vocabulary"])
@@ -371,6 +410,22 @@ def test_targets(capsys, source, tmp_path):
     assert "is a file" in refused(capsys, "abc", source, source / "config.json")
     assert "is SOURCE, or holds it" in refused(capsys, "abc", source, source, "--overwrite")
     assert "is SOURCE, or holds it" in refused(capsys, "abc", source, source.parent)
+
+
+def test_a_target_that_is_a_link_stays_one(source, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for words in ([], ["--overwrite"]):
+        assert run("abc", source, tmp_path / "link", *words) == 0
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").is_file()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_the_folder_it_runs_in_is_no_target(capsys, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for target in (".", tmp_path):
+        assert "the folder that this runs in" in refused(capsys, "abc", source, target)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_conversion_leaves_nothing(capsys, source, tmp_path, monkeypatch):
