@@ -3,8 +3,8 @@
 import shlex
 from collections.abc import Collection
 
-# Where the only new thing is a convolution; the recipes' own groups are for a control or a packed sequence.
-CONVOLUTION = "[{match: convolution, learning_rate: 2e-3}]"
+# What the groups of the recipes match.
+GROUPED = ("control.", "pack", "convolution")
 
 
 def next_steps(
@@ -25,17 +25,15 @@ def next_steps(
     """
     if alike and not new:
         return []
-    to_train = new if alike else names
-    has_memory = any("control." in name or "pack" in name for name in to_train)
-    has_convolution = any("convolution" in name for name in to_train)
-    fits = not alike and (has_memory or has_convolution)
+    has_groups = any(part in name for name in (new if alike else names) for part in GROUPED)
+    fits = has_groups and not alike
     start = f"{target}-fitted" if fits else target
     words = [
         *("python", "training/pretrain_mlm.py", f"training/recipes/pretrain_mlm/{family}-base-continue.yaml"),
         *("--model_name_or_path", start, "--output_dir", f"{target}-continued"),
     ]
-    if not has_memory:
-        words += ["--parameter_groups", CONVOLUTION if has_convolution else "[]"]
+    if not has_groups:
+        words += ["--parameter_groups", "[]"]
     if not fits:
         return ["Next, go on with masked words (`--data` names your text):", f"  {shlex.join(words)}"]
     transfer = [
