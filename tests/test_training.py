@@ -385,6 +385,17 @@ def test_damaged_weights_are_found_before_an_earlier_model_is_removed(corpus, tm
     assert not (tmp_path / "new").exists()
 
 
+def test_a_sentence_that_is_too_long_for_a_known_tokenizer_is_told_before_the_folder_is_made(corpus, tmp_path, capsys):
+    start, options = tmp_path / "start", {"data": corpus, "fill_mask": f"['{'word ' * 99}<mask>']"}
+    run(start, data=corpus)
+    words = without_model_section(arguments(DEMO, tmp_path / "new", model_name_or_path=start, **options))
+    new = arguments(DEMO, tmp_path / "new", tokenizer=start, **options)
+    for own in (words, new):
+        assert pretrain_mlm.main(own) == 2
+        assert "but the model takes 64: 'word word" in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
+
+
 def test_files_of_no_earlier_run_are_never_overwritten(corpus, tmp_path, capsys):
     (tmp_path / "README.md").write_text("somebody's own")
     assert pretrain_mlm.main(arguments(DEMO, tmp_path, data=corpus)) == 2

@@ -107,11 +107,13 @@ def check_model(recipe: PretrainRecipe) -> None:
     """Raise the errors of the recipe's model before anything is read or written.
 
     Raises:
-        UserError: See `models` and `groups`; or blocks that are longer than a new model's positions.
+        UserError: See `models`, `groups` and `check_tokenizer`; or blocks that are longer than a new model's
+            positions.
     """
     if recipe.model_name_or_path:
         config = load_config(recipe.model_name_or_path)
-        load_tokenizer(recipe.tokenizer or recipe.model_name_or_path, config)
+        tokenizer = load_tokenizer(recipe.tokenizer or recipe.model_name_or_path, config)
+        check_tokenizer(tokenizer, recipe.fill_mask, max(recipe.block_size, longest_input(config)))
         check_groups(parameter_names(config), recipe.groups, recipe.max_steps)
         return
     tokenizer = load_tokenizer(recipe.tokenizer) if recipe.tokenizer else None
@@ -121,7 +123,25 @@ def check_model(recipe: PretrainRecipe) -> None:
             f"`block_size` is {recipe.block_size}, but the model takes at most {longest_input(config)} tokens. Lower "
             f"`block_size`, or raise `model.max_position_embeddings` (now {config.max_position_embeddings})."
         )
+    if tokenizer:
+        check_tokenizer(tokenizer, recipe.fill_mask, longest_input(config))
     check_groups(parameter_names(config), recipe.groups, recipe.max_steps)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, sentences: list[str], longest: int) -> None:
+    """Whether words can be masked, and the sentences of `fill_mask` have at most `longest` tokens.
+
+    Raises:
+        UserError: Not so.
+    """
+    if tokenizer.mask_token is None:
+        raise UserError("The tokenizer has no mask token, which masked language modelling needs.")
+    for sentence in sentences:
+        length = len(tokenizer(with_mask(sentence, tokenizer), verbose=False).input_ids)
+        if length > longest:
+            raise UserError(
+                f"A sentence of `fill_mask` has {length} tokens, but the model takes {longest}: {sentence!r}"
+            )
 
 
 def parameter_names(config: PreTrainedConfig) -> list[str]:
@@ -177,7 +197,7 @@ def make_tokenizer(
     """Train or load the tokenizer, and save it in `folder`; a resumed run reads it from there.
 
     Raises:
-        UserError: It has no mask token, or a sentence of `fill_mask` is too long.
+        UserError: See `check_tokenizer`.
     """
     if accelerator.is_main_process and not resumed:
         if recipe.train_tokenizer:
@@ -195,13 +215,7 @@ def make_tokenizer(
         tokenizer.save_pretrained(folder)
     accelerator.wait_for_everyone()
     tokenizer = load_tokenizer(str(folder))
-    if tokenizer.mask_token is None:
-        raise UserError("The tokenizer has no mask token, which masked language modelling needs.")
-    for sentence in recipe.fill_mask:
-        length = len(tokenizer(with_mask(sentence, tokenizer), verbose=False).input_ids)
-        limit = tokenizer.model_max_length
-        if length > limit:
-            raise UserError(f"A sentence of `fill_mask` has {length} tokens, but the model takes {limit}: {sentence!r}")
+    check_tokenizer(tokenizer, recipe.fill_mask, tokenizer.model_max_length)  # one that was trained has just been made
     return tokenizer
 
 
