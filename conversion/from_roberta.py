@@ -136,8 +136,10 @@ class AbcConversion(Conversion):
         control = options.memory_control or getattr(source, "memory_control", self.config_class().memory_control)
         for name, controls in self.controls.items():
             if getattr(options, name) is not None and control not in controls:
+                whose = "" if options.memory_control else " (--memory-control chooses another)"
                 raise UserError(
-                    f"{_flag(name)} is an option of {_listed(controls)}, and without effect on {control}: leave it out."
+                    f"{_flag(name)} is an option of {_listed(controls)}, and without effect on {control}{whose}: leave "
+                    "it out."
                 )
 
     def extra(self, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import torch
-from helpers import SENTENCES, tiny_model, tiny_tokenizer
+from helpers import ROOT, SENTENCES, tiny_model, tiny_tokenizer
 from test_conversion import convert, run, save_roberta
 from tiny_training import pretrain_mlm, transfer_attention
 from transformers import AutoModelForMaskedLM, RobertaModel
@@ -61,7 +61,7 @@ def test_the_next_commands_can_run(source, tmp_path, capsys, monkeypatch, contro
     family = "luna" if control == "luna" else "abc"
     assert convert(family, source, target, *options, *size, *(["--conv-kernel-size", taps] if taps else [])) == 0
     said = capsys.readouterr().out
-    monkeypatch.chdir(pretrain_mlm.__file__.rsplit("/training/", 1)[0])
+    monkeypatch.chdir(ROOT)
     found = recipes(said, target)
     scripts, starts = [script for script, _ in found], [recipe.model_name_or_path for _, recipe in found]
     if control in (*LEARNED, "luna") or (taps and control != "full"):
@@ -129,6 +129,17 @@ def test_a_longer_linformer_starts_anew_and_says_so(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "; the source's own (linformer, 36 x 64) does not fit" in said and "by another control than" in said
     assert [script for script, _ in recipes(said, tmp_path / "new")] == FIRST
+
+
+@pytest.mark.parametrize("recipe", ["transfer_attention/tiny.yaml", "pretrain_mlm/abc-tiny-continue.yaml"])
+def test_the_command_of_the_tiny_recipes(tmp_path, monkeypatch, recipe):
+    head = (ROOT / "training" / "recipes" / recipe).read_text().replace("\\\n#", "")
+    (words,) = re.findall(r"python conversion/roberta_to_abc\.py (.*)", head)
+    save_abc(tmp_path / "outputs" / "full-tiny", memory_control="full", conv_kernel_size=5)
+    monkeypatch.chdir(tmp_path)
+    assert convert("abc", *shlex.split(words)) == 0
+    config = config_of(tmp_path / "outputs" / "abc-tiny-start")
+    assert (config["memory_control"], config["memory_size"], config["conv_kernel_size"]) == ("mlp", 16, 5)
 
 
 def test_luna_keeps_the_convolution(tmp_path):
