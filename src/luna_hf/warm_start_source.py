@@ -124,8 +124,11 @@ def load_source(source: Source) -> LoadedSource:
             name, config=config, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
         )
     except _LOADING_ERRORS as error:
+        # Torch's own words advise to load a file that is no pickle without its safeguard.
+        is_pickle = not isinstance(error, pickle.UnpicklingError)
+        reason = _first_line(error) if is_pickle else "a file is damaged, or holds something else than weights"
         raise ValueError(
-            f"The weights of {name} cannot be loaded ({_first_line(error)}). The folder must hold the whole file "
+            f"The weights of {name} cannot be loaded ({reason}). The folder must hold the whole file "
             "or files that `save_pretrained` wrote: copy or download it again."
         ) from error
     finally:
