@@ -84,11 +84,29 @@ def test_abc_speed_figures():
             f"{models[name]['peak_memory_bytes'] / 2**20:.0f}" for name in ("abc-mlp-64", "abc-mlp-128", "roberta")
         ]
         assert cells.split(" | ") == expected, length
+    text = " ".join(README.split())
     (row,) = result("encoder-forward-1-layer-eager-cpu-float32")["lengths"]
-    ratios = [row["models"][f"abc-mlp-{size}"]["speed_over"]["roberta-eager"]["median"] for size in (64, 128)]
-    assert f"Against unfused attention on this CPU it is {ratios[0]:.2f} and {ratios[1]:.2f} times" in " ".join(
-        README.split()
-    )
+    ratios = speeds(row, "roberta-eager")
+    assert f"Against unfused attention on this CPU it is {ratios} times" in text
+    growth = [forward["growth"]["exponents"][f"abc-mlp-{size}"]["median"] for size in (64, 128)]
+    assert f"to the power {growth[0]:.2f} (64 slots) and {growth[1]:.2f} (128) from 2K to 16K" in text
+    assert f"from about {round(forward['wins']['abc-mlp-128']['roberta']):,} tokens on" in text
+    (row,) = result("encoder-mlm_step-4-layer-abc-cpu-float32")["lengths"]
+    assert f"A masked-LM step of 4 layers at 512 tokens is {speeds(row)} times as fast" in text
+    (row,) = result("encoder-forward-1-layer-abc-cpu-bfloat16")["lengths"]
+    assert f"ABC is {speeds(row)} times as fast as RoBERTa at 4,096 tokens" in text
+    padded = [
+        model["padded_over_unpadded"]["median"]
+        for row in result("encoder-forward-2-layer-padding-abc-cpu-float32")["lengths"]
+        for name, model in row["models"].items()
+        if name.startswith("abc")
+    ]
+    assert f"a padded batch costs {min(padded):.2f} to {max(padded):.2f} times an unpadded one" in text
+
+
+def speeds(row, peer="roberta"):
+    """Speed of ABC with 64 and with 128 slots over a peer's."""
+    return " and ".join(f"{row['models'][f'abc-mlp-{size}']['speed_over'][peer]['median']:.2f}" for size in (64, 128))
 
 
 def test_speed_figures():
