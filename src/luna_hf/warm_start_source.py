@@ -125,8 +125,8 @@ def load_source(source: Source) -> LoadedSource:
         )
     except _LOADING_ERRORS as error:
         # Torch's own words advise to load a file that is no pickle without its safeguard.
-        is_pickle = not isinstance(error, pickle.UnpicklingError)
-        reason = _first_line(error) if is_pickle else "a file is damaged, or holds something else than weights"
+        is_garbage = isinstance(error, pickle.UnpicklingError)
+        reason = "a file is damaged, or holds something else than weights" if is_garbage else _first_line(error)
         raise ValueError(
             f"The weights of {name} cannot be loaded ({reason}). The folder must hold the whole file "
             "or files that `save_pretrained` wrote: copy or download it again."
