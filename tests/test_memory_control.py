@@ -8,6 +8,7 @@ from helpers import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from luna_hf import memory_control
 from luna_hf.attention_abc import _WRITERS
 from luna_hf.memory_control import (
     ACTIVATIONS,
@@ -374,3 +375,13 @@ def test_a_window_multiplies_only_with_its_neighbourhood(control):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         attention(states, *model.begin(states, None))
     assert counter.get_total_flops() == 3 * 2 * length * width**2 + 2 * 2 * length * (2 * m - 1) * width
+
+
+def test_clusters_are_found_in_blocks_of_tokens(monkeypatch):
+    """The blocks of a CPU are no boundary: membership is that of all tokens at once."""
+    torch.manual_seed(0)
+    key = torch.randn(2, 3, 29, 4)
+    ranks, lengths = memory_control.token_ranks(None, 29, key.device), memory_control.row_lengths(None, 29, key.device)
+    whole = memory_control.cluster_slots(key, ranks, lengths, None, 5, iterations=3)
+    monkeypatch.setattr(memory_control, "_NEAREST_TOKENS", 8)
+    assert torch.equal(memory_control.cluster_slots(key, ranks, lengths, None, 5, iterations=3), whole)

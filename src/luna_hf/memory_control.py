@@ -16,9 +16,13 @@ row, so that no strategy sees padding, wherever it stands. Every mask is boolean
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils import is_tracing
 from transformers.utils.generic import maybe_autocast
 
 from .functional import masked_softmax
+
+# Tokens compared with the centroids at a time on a CPU: so many products stay in cache, whatever the length.
+_NEAREST_TOKENS = 1024
 
 CONTROLS = (
     "mlp",
@@ -184,9 +188,12 @@ def cluster_slots(key: Tensor, ranks: Tensor, lengths: Tensor, keep: Tensor | No
 
 
 def _nearest(key: Tensor, centroids: Tensor) -> Tensor:
-    # |k - c|^2 without |k|^2, which is the same for all centroids.
-    distance = centroids.square().sum(-1).unsqueeze(-2) - 2 * torch.matmul(key, centroids.transpose(-1, -2))
-    return distance.argmin(-1)
+    # Least |k - c|^2 is greatest k . c - |c|^2 / 2: |k|^2 is the same for all centroids.
+    half_norms = centroids.square().sum(-1).unsqueeze(-2) / 2
+    whole = key.device.type != "cpu" or is_tracing(key)
+    blocks = [key] if whole else key.split(_NEAREST_TOKENS, dim=2)
+    nearness = (torch.matmul(block, centroids.transpose(-1, -2)).sub_(half_norms) for block in blocks)
+    return torch.cat([near.argmax(-1) for near in nearness], dim=-1)
 
 
 def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
