@@ -104,6 +104,21 @@ def test_abc_speed_figures():
     assert f"a padded batch costs {min(padded):.2f} to {max(padded):.2f} times an unpadded one" in text
 
 
+def test_figures_of_the_other_controls():
+    measured = result("encoder-forward-1-layer-controls-cpu-float32")
+    rows = {row["length"]: row["models"] for row in measured["lengths"]}
+    names = [name for name in rows[2048] if name.startswith("abc-") and name not in ("abc-mlp-64", "abc-full")]
+    assert len(names) == 7
+    said = []
+    for length in (2048, 16384):
+        ratios = [rows[length][name]["speed_over"]["roberta"]["median"] for name in names]
+        said.append(f"{min(ratios):.2f} to {max(ratios):.2f} times")
+    text = " ".join(README.split())
+    assert f"{said[0]} as fast as RoBERTa at 2,048 tokens and {said[1]} at 16,384" in text
+    growth = max(measured["growth"]["exponents"][name]["median"] for name in [*names, "abc-mlp-64"])
+    assert f"no exponent is above {growth:.2f}" in text
+
+
 def speeds(row, peer="roberta"):
     """Speed of ABC with 64 and with 128 slots over a peer's."""
     return " and ".join(f"{row['models'][f'abc-mlp-{size}']['speed_over'][peer]['median']:.2f}" for size in (64, 128))
