@@ -259,10 +259,11 @@ def test_autocast_stays_near_float32(family, kind, precision):
     expected, expected_loss, expected_gradient = step()
     with torch.autocast("cpu", dtype=dtype):
         output, loss, gradient = step()
+    # The head of multiple choice may add up larger terms to next to nothing.
+    least = 0.1 if kind == "choice" else 0.0
     for name in ("logits", "start_logits", "last_hidden_state"):
         if name in expected:
-            # A head may add up larger terms to next to nothing.
-            assert relative_error(output[name], expected[name], least=0.1) < bound
+            assert relative_error(output[name], expected[name], least) < bound
     assert relative_error(loss, expected_loss) < bound
     assert gradient.isfinite().all()
     # Errors of the backward pass add to those of the forward pass, and a gradient is a small difference: that of
