@@ -4,29 +4,33 @@ The model itself is made by `luna_hf.warm_start`; here stand the command line, t
 """
 
 import argparse
-import os
 import shlex
-import shutil
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from string import Template
-from typing import Any, NoReturn
+from typing import Any
 
+from common import (
+    ROOT,
+    Parser,
+    UserError,
+    check_target,
+    find,
+    portable,
+    run_script,
+    save,
+    writing,
+)
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import StrictDataclassError
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from next_steps import next_steps
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
 from luna_hf import AbcConfig, AbcForMaskedLM, LunaConfig, LunaForMaskedLM
 from luna_hf.memory_control import ACTIVATIONS, CONTROLS
 from luna_hf.warm_start import WarmStart, warm_start
 from luna_hf.warm_start_source import read_config
 
-ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "model_cards" / "converted.md"
 # Of a text, this much is read for Luna's packed sequence: far more than it has slots.
 TEXT_CHARACTERS = 1_000_000
@@ -34,10 +38,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "sentencepiece.bpe.model"),
     *("spiece.model", "special_tokens_map.json"),
 )
-
-
-class UserError(ValueError):
-    """Something the user can mend; printed without a traceback."""
 
 
 # ---- what the two families differ in ----
@@ -240,18 +240,13 @@ class LunaConversion(Conversion):
 # ---- the command line ----
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
 def parse(conversion: Conversion, description: str, words: list[str] | None) -> argparse.Namespace:
     """The options of a script, whose help begins with `description`.
 
     Raises:
         UserError: A word that is no option, or a value of another type.
     """
-    parser = _Parser(
+    parser = Parser(
         prog=f"python conversion/{conversion.script}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -290,22 +285,7 @@ def command(conversion: Conversion, options: argparse.Namespace) -> str:
     return shlex.join(["python", f"conversion/{conversion.script}", *parts])
 
 
-def portable(text: str) -> str:
-    """A path without the machine it is on: relative to the repository if inside it, else its last part."""
-    path = Path(text)
-    if not path.is_absolute():
-        return text
-    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-
-
 # ---- tokenizer and card ----
-
-
-def find(source: str, name: str) -> str | None:
-    """The path of a file of a folder or Hub name; `None` if it is not there."""
-    return cached_file(
-        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-    )
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
@@ -401,64 +381,6 @@ def make_card(
     )
 
 
-# ---- the folder ----
-
-
-def check_target(target: Path, source: str, overwrite: bool) -> None:
-    """Refuse a folder that holds anything but an earlier conversion that may be replaced, or that cannot be replaced.
-
-    Raises:
-        UserError: What it holds, and what to do.
-    """
-    if target.exists() and not target.is_dir():
-        raise UserError(f"TARGET {target} is a file. Name a folder.")
-    if Path(source).exists() and target.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
-        raise UserError(f"TARGET {target} is SOURCE, or holds it. Name another folder.")
-    if target.resolve() == Path.cwd():
-        raise UserError(
-            f"TARGET {target} is the folder that this runs in, which cannot be replaced. Name another folder."
-        )
-    present = sorted(target.iterdir()) if target.exists() else []
-    if not present:
-        return
-    card = target / "README.md"
-    converted = card.is_file() and "conversion/roberta_to_" in card.read_text(encoding="utf-8", errors="replace")
-    if not converted or any(path.is_dir() for path in present):
-        raise UserError(
-            f"TARGET {target} holds files that no conversion wrote ({present[0].name}). Name another folder."
-        )
-    if not overwrite:
-        raise UserError(
-            f"TARGET {target} holds an earlier conversion. Name another folder, or replace it (--overwrite)."
-        )
-
-
-def write(target: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, card: str) -> None:
-    """Write the checkpoint beside its place and move it there when it is complete.
-
-    Raises:
-        UserError: The disk does not take it.
-    """
-    target = target.resolve()  # what a link leads to is replaced, not the link
-    unfinished, earlier = (target.parent / f".{target.name}.{word}-{os.getpid()}" for word in ("unfinished", "earlier"))
-    try:
-        unfinished.mkdir(parents=True)
-        model.save_pretrained(unfinished)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(unfinished)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
-        if target.exists():
-            target.rename(earlier)
-        unfinished.rename(target)
-    except OSError as error:
-        raise UserError(f"TARGET {target} cannot be written ({error.strerror or error}).") from error
-    finally:
-        if earlier.exists() and not target.exists():
-            earlier.rename(target)
-        for leftover in (unfinished, earlier):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
 # ---- all of it ----
 
 
@@ -492,7 +414,8 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
         tokenizer.model_max_length = model.config.max_position_embeddings
     notes = make_notes(conversion, model, made, tokenizer)
     card = make_card(conversion, options, source_config, model, made, notes)
-    write(options.target, model, tokenizer, card)
+    with writing(options.target) as folder:
+        save(folder, model, tokenizer, card)
     print("\n".join([*made.lines(), "", *(f"Note: {note}" for note in notes)]))
     longest = model.config.max_position_embeddings
     print(f"Written to {options.target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
@@ -520,27 +443,6 @@ def make_notes(
     return notes
 
 
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """No bars while files are read and written, which takes seconds; those of downloads stay."""
-    shown, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    logging.disable_progress_bar()
-    if downloads:
-        enable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def main(conversion: Conversion, description: str, words: list[str] | None = None) -> int:
     """Run a script; 0, or 2 for something the user can mend."""
-    try:
-        options = parse(conversion, description, words)
-        with without_progress_bars():
-            convert(conversion, options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_script(lambda: convert(conversion, parse(conversion, description, words)))

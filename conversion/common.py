@@ -1,0 +1,137 @@
+"""What the conversion scripts share: errors for the user, the command line, files of the Hub, and the target folder."""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file, logging
+
+ROOT = Path(__file__).resolve().parent.parent
+# By this a card is known as one that a conversion wrote.
+CARD_MARK = "python conversion/"
+
+
+class UserError(ValueError):
+    """Something the user can mend; printed without a traceback."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are a `UserError`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the complaint."""
+        raise UserError(f"{message} (see --help)")
+
+
+def portable(text: str) -> str:
+    """A path without the machine it is on: relative to the repository if inside it, else its last part."""
+    path = Path(text)
+    if not path.is_absolute():
+        return text
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
+def find(source: str, name: str) -> str | None:
+    """The path of a file of a folder or Hub name; `None` if it is not there."""
+    return cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+
+
+# ---- the target folder ----
+
+
+def check_target(target: Path, source: str, overwrite: bool) -> None:
+    """Refuse a folder that holds anything but an earlier conversion that may be replaced, or that cannot be replaced.
+
+    Raises:
+        UserError: What it holds, and what to do.
+    """
+    if target.exists() and not target.is_dir():
+        raise UserError(f"TARGET {target} is a file. Name a folder.")
+    if Path(source).exists() and target.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
+        raise UserError(f"TARGET {target} is SOURCE, or holds it. Name another folder.")
+    if target.resolve() == Path.cwd():
+        raise UserError(
+            f"TARGET {target} is the folder that this runs in, which cannot be replaced. Name another folder."
+        )
+    present = sorted(target.iterdir()) if target.exists() else []
+    if not present:
+        return
+    card = target / "README.md"
+    converted = card.is_file() and CARD_MARK in card.read_text(encoding="utf-8", errors="replace")
+    if not converted or any(path.is_dir() for path in present):
+        raise UserError(
+            f"TARGET {target} holds files that no conversion wrote ({present[0].name}). Name another folder."
+        )
+    if not overwrite:
+        raise UserError(
+            f"TARGET {target} holds an earlier conversion. Name another folder, or replace it (--overwrite)."
+        )
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[Path]:
+    """A folder beside the target to write to, which takes the target's place when all went well.
+
+    Raises:
+        UserError: The disk does not take it.
+    """
+    target = target.resolve()  # what a link leads to is replaced, not the link
+    unfinished, earlier = (target.parent / f".{target.name}.{word}-{os.getpid()}" for word in ("unfinished", "earlier"))
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if target.exists():
+            target.rename(earlier)
+        unfinished.rename(target)
+    except OSError as error:
+        raise UserError(f"TARGET {target} cannot be written ({error.strerror or error}).") from error
+    finally:
+        if earlier.exists() and not target.exists():
+            earlier.rename(target)
+        for leftover in (unfinished, earlier):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, card: str) -> None:
+    """Write weights, config, code, tokenizer and card."""
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+# ---- running a script ----
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """No bars while files are read and written, which takes seconds; those of downloads stay."""
+    shown, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    if downloads:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def run_script(script: Callable[[], None]) -> int:
+    """Run what a script does; its exit status: 0, or 2 for something the user can mend."""
+    try:
+        with without_progress_bars():
+            script()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
