@@ -1,0 +1,380 @@
+"""Opens a checkpoint of the authors' fairseq code: the file in an archive or a folder, its tensors, its arguments.
+
+A checkpoint is a pickle, and a pickle can run code. Only tensors, plain values and `argparse.Namespace` are read from
+it; anything else is refused with its name.
+"""
+
+import argparse
+import dataclasses
+import pickle
+import re
+import shutil
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from common import UserError
+from torch import Tensor
+
+# Names of a model file, in the order in which they are preferred.
+MODEL_NAMES = ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
+# Files beside it that matter; `input0` and `label` are folders of fairseq's binarized tasks.
+DICTIONARY, LABELS = "dict.txt", "label/dict.txt"
+BPE_NAMES = ("encoder.json", "vocab.bpe", "vocab.json", "merges.txt")
+NORM = re.compile(r"(layer_norm|layernorm)\.weight$")
+HEADS = "classification_heads."
+ROBERTA = (
+    "It is a RoBERTa checkpoint, not one of Luna. transformers has RoBERTa's models and tokenizer ready "
+    "(FacebookAI/roberta-base on the Hub), and conversion/roberta_to_luna.py makes a Luna from them."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The authors' arguments that a model depends on, under their names and with their defaults."""
+
+    arch: str | None = None
+    task: str | None = None
+    criterion: str | None = None
+    encoder_attention_heads: int = 12
+    activation_fn: str = "gelu"
+    pooler_activation_fn: str = "tanh"
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    activation_dropout: float = 0.0
+    pooler_dropout: float = 0.0
+    fix_projection_length: bool = False
+    untie_weights_luna: bool = False
+    regression_target: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Original:
+    """A checkpoint of the authors' code.
+
+    Args:
+        name: file name, with that of its archive or folder.
+        weights: tensors as stored, under names that all begin with `encoder.` or `classification_heads.`.
+        options: the arguments it was trained with.
+        assumed: options that the file does not have, so that the authors' defaults stand for them.
+        norm_offset: what has to be added to the weight of every LayerNorm: 0, or 1 where the file holds `weight - 1`.
+        norm_mean: the median over the norms of the mean of their weights, as stored.
+        norm_detected: whether the offset was found out, and not given.
+        left_out: entries of the file besides the tensors and the arguments.
+        dictionary, labels, bpe: `dict.txt`, `label/dict.txt`, and the folder of GPT-2's files, if they are there.
+    """
+
+    name: str
+    weights: dict[str, Tensor]
+    options: Options
+    assumed: tuple[str, ...] = ()
+    norm_offset: float = 0.0
+    norm_mean: float = 1.0
+    norm_detected: bool = True
+    left_out: tuple[str, ...] = ()
+    dictionary: Path | None = None
+    labels: Path | None = None
+    bpe: Path | None = None
+
+
+def layers(weights: Mapping[str, Tensor]) -> int:
+    """Number of layers."""
+    found = {int(match[1]) for name in weights if (match := re.search(r"sentence_encoder\.layers\.(\d+)\.", name))}
+    if found != set(range(len(found))):
+        raise UserError(f"The layers of the checkpoint are numbered {sorted(found)}: some are missing.")
+    return len(found)
+
+
+def heads(weights: Mapping[str, Tensor]) -> list[str]:
+    """Names of the classification heads, in the order of the file."""
+    return list(dict.fromkeys(name.split(".")[1] for name in weights if name.startswith(HEADS)))
+
+
+@contextmanager
+def open_original(
+    source: Path,
+    checkpoint: str | None = None,
+    layer_norm: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Iterator[Original]:
+    """Open an archive (.zip, .tar, .tar.gz), a folder, or a checkpoint file.
+
+    Args:
+        source: where it is.
+        checkpoint: which of several model files, by its name.
+        layer_norm: what the file holds of a LayerNorm: `"plain"` weights, or `"offset"` for weights less 1. Found out
+            unless given.
+        overrides: arguments of the authors that take the place of those in the file.
+
+    Raises:
+        UserError: It is missing, damaged, ambiguous, or not a Luna; the message names the fix.
+    """
+    if not source.exists():
+        raise UserError(f"There is no {source}. SOURCE is an archive, a folder, or a checkpoint file.")
+    with tempfile.TemporaryDirectory(prefix="luna-") as unpacked:
+        if source.is_dir():
+            folder, model = source, _choose(_listed(source), checkpoint, source)
+        elif _is_checkpoint(source):
+            folder, model = source.parent, source.name
+        else:
+            folder = Path(unpacked)
+            model = _unpack(source, folder, checkpoint)
+        label = model if source.is_file() and folder == source.parent else f"{source.name}/{model}"
+        yield read(folder, model, label, layer_norm, overrides)
+
+
+def read(
+    folder: Path, model: str, name: str, layer_norm: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> Original:
+    """The checkpoint in a file of a folder; see `open_original`.
+
+    Raises:
+        UserError: As there.
+    """
+    state = _load(folder / model, name)
+    weights = official_names(_tensors(state, name), name)
+    options, assumed = _options(state, weights, overrides or {})
+    offset, mean = _norm_offset(weights, layer_norm)
+    beside = [(folder / model).parent, folder]
+    bpe = next((place for place in beside if any((place / file).is_file() for file in BPE_NAMES)), None)
+    return Original(
+        name=name,
+        weights=weights,
+        options=options,
+        assumed=assumed,
+        norm_offset=offset,
+        norm_mean=mean,
+        norm_detected=layer_norm is None,
+        left_out=tuple(str(key) for key in state if key not in ("model", "args", "cfg")) if "model" in state else (),
+        dictionary=_beside(beside, DICTIONARY, f"input0/{DICTIONARY}"),
+        labels=_beside(beside, LABELS),
+        bpe=bpe,
+    )
+
+
+def _beside(places: list[Path], *names: str) -> Path | None:
+    return next((place / name for place in places for name in names if (place / name).is_file()), None)
+
+
+# ---- finding the file ----
+
+
+def _listed(folder: Path) -> list[str]:
+    """Files of a folder and of the folders in it."""
+    paths = [*folder.iterdir(), *(path for inner in folder.iterdir() if inner.is_dir() for path in inner.iterdir())]
+    return sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file())
+
+
+def _choose(names: list[str], checkpoint: str | None, source: Path) -> str:
+    """The model file among the files of an archive or a folder."""
+    models = [name for name in names if name.endswith(".pt") and not _is_junk(name)]
+    if checkpoint is not None:
+        found = [name for name in models if checkpoint in (name, PurePosixPath(name).name)]
+    else:
+        by_name = ([name for name in models if PurePosixPath(name).name == known] for known in MODEL_NAMES)
+        found = next((names for names in by_name if names), models)
+    if len(found) == 1:
+        return found[0]
+    if not models:
+        if any(PurePosixPath(name).name == "config.json" for name in names):
+            raise UserError(f"{source} is a checkpoint of transformers, which needs no conversion: load it from there.")
+        raise UserError(f"{source} holds no checkpoint ({', '.join(MODEL_NAMES)} or another .pt file).")
+    what = f"no checkpoint {checkpoint}" if checkpoint and not found else "several checkpoints"
+    raise UserError(f"{source} holds {what}: {', '.join(found or models)}. Choose one with --checkpoint NAME.")
+
+
+def _is_junk(name: str) -> bool:
+    """What macOS puts into archives."""
+    return "__MACOSX" in name or PurePosixPath(name).name.startswith("._")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a file is a checkpoint itself and not an archive with one in it; newer ones are zip files, too."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return any(PurePosixPath(name).name == "data.pkl" for name in archive.namelist())
+    return path.suffix == ".pt"
+
+
+def _unpack(source: Path, folder: Path, checkpoint: str | None) -> str:
+    """Unpack the model file of an archive, and the small files beside it; the model's name."""
+    try:
+        if zipfile.is_zipfile(source):
+            with zipfile.ZipFile(source) as archive:
+                return _unpack_members(archive.namelist(), archive.open, source, folder, checkpoint)
+        if tarfile.is_tarfile(source):
+            with tarfile.open(source) as archive:
+                names = [member.name for member in archive if member.isfile()]
+                return _unpack_members(names, archive.extractfile, source, folder, checkpoint)
+    except (zipfile.BadZipFile, tarfile.ReadError, EOFError, zlib.error) as error:
+        raise UserError(f"{source} is damaged or cut short ({error}). Download it again.") from error
+    with open(source, "rb") as file:
+        start = file.read(64).lstrip().lower()
+    if start.startswith((b"<!doctype", b"<html")):
+        raise UserError(
+            f"{source} is a web page and no archive: the site asked for a confirmation. Download it in a browser."
+        )
+    raise UserError(
+        f"{source} is no archive that can be read: it is cut short, or neither .zip nor .tar.gz. Download it again."
+    )
+
+
+def _unpack_members(
+    names: list[str], opener: Callable[[str], Any], source: Path, folder: Path, checkpoint: str | None
+) -> str:
+    model = _choose(names, checkpoint, source)
+    small = (DICTIONARY, *BPE_NAMES)
+    for name in names:
+        if name != model and (PurePosixPath(name).name not in small or _is_junk(name)):
+            continue
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{source} holds a file outside itself ({name}): do not use it.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with opener(name) as packed, open(path, "wb") as file:
+            shutil.copyfileobj(packed, file, 1 << 20)
+    return model
+
+
+# ---- reading it ----
+
+
+def _load(path: Path, name: str) -> dict[str, Any]:
+    """The pickle, with nothing in it but tensors, plain values and `argparse.Namespace`."""
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            # Newer files are mapped: of a file with the optimizer's state, only the weights are then read.
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        if match := re.search(r"GLOBAL (\S+)", str(error)):
+            raise UserError(
+                f"{name} was not read: it wants to run `{match[1]}`, and a pickle that runs code can do anything. Only "
+                "tensors, plain values and argparse.Namespace are read. If you trust the file, load it where it was "
+                "made and save its `args` and `model` alone."
+            ) from error
+        raise UserError(f"{name} is damaged, or no checkpoint of PyTorch. Download or copy it again.") from error
+    # What a file that is cut short raises depends on where it is cut.
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
+        raise UserError(f"{name} is damaged or cut short ({reason}). Download or copy it again.") from error
+    if not isinstance(state, dict):
+        raise UserError(f"{name} holds {type(state).__name__} and no checkpoint of fairseq.")
+    return state
+
+
+def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+    """The model's state: the entry `model`, or the whole file."""
+    model = state.get("model", state)
+    if not isinstance(model, dict) or not any(isinstance(value, Tensor) for value in model.values()):
+        raise UserError(f"{name} holds no tensors under `model`: it is no checkpoint of fairseq.")
+    odd = [str(key) for key, value in model.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
+    if odd:
+        raise UserError(f"{name} holds things that are no tensors under `model`: {', '.join(odd[:5])}.")
+    return model
+
+
+def official_names(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors under their full names: `encoder.` put before them where it is absent or called `decoder.`.
+
+    Raises:
+        UserError: It is not a masked language model of Luna.
+    """
+    inner = next((key for key in weights if re.fullmatch(r"(.*\.)?embed_tokens\.weight", key)), None)
+    places = {
+        "encoder.sentence_encoder.": "encoder.",
+        "decoder.sentence_encoder.": "decoder.",
+        "sentence_encoder.": "",
+        "": "",
+    }
+    prefix = None if inner is None else inner.removesuffix("embed_tokens.weight")
+    if prefix is None or prefix not in places:
+        raise UserError(f"{name} is not a masked language model of Luna ({_some(weights)}).")
+    if f"{prefix}projected_embeddings" not in weights:
+        is_roberta = any(re.search(r"layers\.\d+\.self_attn\.(in_proj|k_proj)", key) for key in weights)
+        raise UserError(f"{name} has no packed sequence (`projected_embeddings`). " + (ROBERTA if is_roberta else ""))
+    named = {}
+    for key, value in weights.items():
+        if key.startswith(HEADS):
+            full = key
+        elif prefix == "" and not key.startswith("lm_head."):
+            full = f"encoder.sentence_encoder.{key}"
+        else:
+            full = f"encoder.{key.removeprefix(places[prefix])}"
+        if full in named:
+            raise UserError(f"{name} holds `{full}` twice, with and without a prefix.")
+        named[full] = value
+    return named
+
+
+def _some(weights: Mapping[str, Tensor]) -> str:
+    names = list(weights)
+    return f"its tensors are {', '.join(names[:3])}, ..." if len(names) > 3 else f"its tensors are {', '.join(names)}"
+
+
+def _options(
+    state: Mapping[str, Any], weights: Mapping[str, Tensor], overrides: Mapping[str, Any]
+) -> tuple[Options, tuple[str, ...]]:
+    """The arguments, and the names of those for which a default stands."""
+    fields = {field.name: field for field in dataclasses.fields(Options)}
+    if unknown := sorted(set(overrides) - set(fields)):
+        raise UserError(f"--override knows no argument {', '.join(unknown)}. It knows {', '.join(sorted(fields))}.")
+    given = _arguments(state)
+    arch = str(given.get("arch") or "")
+    # The only default that a tensor does not tell and that the authors' large models set otherwise.
+    defaults = {"encoder_attention_heads": 16} if "large" in arch else {}
+    present = {name: given[name] for name in fields if given.get(name) is not None}
+    values = {**defaults, **present, **overrides}
+    for name, value in values.items():
+        kind = type(fields[name].default)
+        if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            values[name] = kind(value)
+        elif kind is not type(None) and not isinstance(value, kind):
+            raise UserError(f"The argument `{name}` is {value!r}, and should be of the type {kind.__name__}.")
+    # Of the others, absence is what older versions of the code write for "no".
+    telling = ("encoder_attention_heads", "activation_fn", "pooler_activation_fn", "fix_projection_length")
+    assumed = tuple(name for name in telling if name not in present and name not in overrides)
+    return Options(**values), assumed
+
+
+def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name: the namespace `args` of older files, or the sections of `cfg` in newer ones."""
+    if state.get("args") is not None:
+        return _plain(state["args"])
+    sections = _plain(state.get("cfg") or {})
+    arguments: dict[str, Any] = {}
+    for section, choice in (("task", "task"), ("criterion", "criterion"), ("model", "arch")):
+        values = _plain(sections.get(section) or {})
+        arguments |= {name: value for name, value in values.items() if name != "_name"}
+        if values.get("_name"):
+            arguments.setdefault(choice, values["_name"])
+    return arguments
+
+
+def _plain(values: Any) -> dict[str, Any]:
+    if isinstance(values, argparse.Namespace):
+        return vars(values)
+    if isinstance(values, dict):
+        return values
+    raise UserError(f"The arguments of the checkpoint are a {type(values).__name__}, which is not read.")
+
+
+def _norm_offset(weights: Mapping[str, Tensor], layer_norm: str | None) -> tuple[float, float]:
+    """What to add to the weights of the norms, and the median of their means as stored."""
+    means = [tensor.double().mean() for name, tensor in weights.items() if NORM.search(name)]
+    if not means:
+        raise UserError("The checkpoint has no LayerNorm: it is not a masked language model of Luna.")
+    median = torch.stack(means).median().item()
+    if layer_norm is None and not abs(median - 0.5) > 0.1:
+        raise UserError(
+            f"It cannot be told whether the file holds the weights of the LayerNorms or these less 1: the median of "
+            f"their means is {median:.2f}. Files from before 2023 hold the weights: --layer-norm plain; else "
+            "--layer-norm offset."
+        )
+    offset = median < 0.5 if layer_norm is None else layer_norm == "offset"
+    return float(offset), median
