@@ -1,0 +1,271 @@
+"""Tiny checkpoints of the authors' fairseq code in every layout in which they are found, for the conversion's tests."""
+
+import argparse
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpt2_files import small_gpt2_folder
+from official_luna import FIXTURES, Fixture
+from torch import Tensor
+
+GENUINE = FIXTURES / "luna_fairseq_checkpoint"
+MIXED_HEADS = ("cls_classification_head", "pooling_classification_head", "attention_classification_head")
+TASKS = {
+    "masked_lm": {"criterion": "masked_lm"},
+    "sentence_prediction": {"criterion": "sentence_prediction", "regression_target": False},
+    "sentence_ranking": {"criterion": "sentence_ranking", "num_classes": 2},
+}
+# The section of the newer `cfg` in which an argument stands; the others stand in that of the model.
+TASK_ARGUMENTS = ("data", "num_classes", "mask_prob", "tokens_per_sample")
+CRITERION_ARGUMENTS = ("regression_target",)
+
+
+def tiny_arguments(**changes: Any) -> dict[str, Any]:
+    """Arguments of a tiny model under the authors' names; a change to `None` leaves one out of a file."""
+    arguments = {
+        "arch": "luna_base_tied_512",
+        "task": "masked_lm",
+        "data": "data-bin/corpus",
+        "tokens_per_sample": 20,
+        "mask_prob": 0.15,
+        "encoder_layers": 2,
+        "encoder_embed_dim": 16,
+        "encoder_ffn_embed_dim": 24,
+        "encoder_attention_heads": 2,
+        "max_positions": 20,
+        "projection_length": 4,
+        "fix_projection_length": False,
+        "untie_luna_kv": False,
+        "untie_weights_luna": False,
+        "activation_fn": "gelu",
+        "pooler_activation_fn": "tanh",
+        "dropout": 0.1,
+        "attention_dropout": 0.1,
+        "activation_dropout": 0.0,
+        "pooler_dropout": 0.0,
+    }
+    arguments |= TASKS[changes.get("task") or "masked_lm"] | changes
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def official_shapes(
+    arguments: Mapping[str, Any], vocab_size: int, heads: Mapping[str, int] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the authors' masked language model.
+
+    Args:
+        arguments: its sizes; see `tiny_arguments`.
+        vocab_size: rows of the embedding.
+        heads: number of outputs of each classification head, by its name.
+    """
+    width, inner = arguments["encoder_embed_dim"], arguments["encoder_ffn_embed_dim"]
+    linears: dict[str, tuple[int, int]] = {}
+    norms = []
+    keys = ("pk_proj", "pv_proj", "k_proj", "v_proj") if arguments["untie_luna_kv"] else ("pc_proj", "c_proj")
+    for layer in range(arguments["encoder_layers"]):
+        place = f"encoder.sentence_encoder.layers.{layer}."
+        linears |= {f"{place}self_attn.{name}": (width, width) for name in ("pq_proj", "q_proj", *keys, "out_proj")}
+        linears |= {f"{place}fc1": (inner, width), f"{place}fc2": (width, inner)}
+        norms += [f"{place}{name}" for name in ("self_attn_layer_norm", "self_atten_proj_layer_norm")]
+        norms += [f"{place}final_layer_norm"]
+    norms += [f"encoder.sentence_encoder.{name}" for name in ("emb_layer_norm", "proj_emb_layer_norm")]
+    linears["encoder.lm_head.dense"] = (width, width)
+    norms.append("encoder.lm_head.layer_norm")
+    for name, classes in (heads or {}).items():
+        place = f"classification_heads.{name}."
+        linears |= {f"{place}dense": (width, width), f"{place}out_proj": (classes, width)}
+        if name == "pooling_classification_head":
+            linears[f"{place}in_proj"] = (width, width)
+        if name == "attention_classification_head":
+            linears |= {f"{place}attn.{part}_proj": (width, width) for part in ("q", "k", "v", "out")}
+            norms.append(f"{place}layernorm")
+    return {
+        "encoder.sentence_encoder.projected_embeddings": (arguments["projection_length"], width),
+        "encoder.sentence_encoder.embed_tokens.weight": (vocab_size, width),
+        "encoder.sentence_encoder.embed_positions.weight": (arguments["max_positions"] + 2, width),
+        "encoder.lm_head.weight": (vocab_size, width),
+        "encoder.lm_head.bias": (vocab_size,),
+        **{f"{name}.weight": shape for name, shape in linears.items()},
+        **{f"{name}.bias": shape[:1] for name, shape in linears.items()},
+        **{f"{name}.{kind}": (width,) for name in norms for kind in ("weight", "bias")},
+    }
+
+
+def random_weights(
+    arguments: Mapping[str, Any], vocab_size: int = 60, heads: Mapping[str, int] | None = None, seed: int = 0
+) -> dict[str, Tensor]:
+    """Random weights of a tiny model, under the official names; see `official_shapes`.
+
+    The output layer is the token embedding unless `untie_weights_luna`. LayerNorm weights are near 1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in official_shapes(arguments, vocab_size, heads).items():
+        drawn = torch.randn(shape, generator=generator)
+        is_norm = "norm" in name and name.endswith("weight")
+        weights[name] = 1 + 0.2 * drawn if is_norm else drawn * shape[-1] ** -0.5 if len(shape) > 1 else 0.3 * drawn
+    if not arguments["untie_weights_luna"]:
+        weights["encoder.lm_head.weight"] = weights["encoder.sentence_encoder.embed_tokens.weight"].clone()
+    return weights
+
+
+def fixture_weights(name: str, heads: tuple[str, ...] = MIXED_HEADS) -> dict[str, Tensor]:
+    """Weights of a `luna_mlm` fixture under the official names, with some of its classification heads."""
+    weights = Fixture("luna_mlm", name).weights()
+    return {
+        key: value
+        for key, value in weights.items()
+        if not key.startswith("classification_heads.") or key.split(".")[1] in heads
+    }
+
+
+def fixture_arguments(name: str, **changes: Any) -> dict[str, Any]:
+    """The arguments of a `luna_mlm` fixture, with changes; `None` leaves one out."""
+    arguments = dict(Fixture("luna_mlm", name).config["args"])
+    kind = "untied" if arguments["untie_luna_kv"] else "tied"
+    task = changes.get("task") or "masked_lm"
+    arguments |= {"arch": f"luna_base_{kind}_512", "task": task} | TASKS[task] | changes
+    # What the fixture itself says is None stays.
+    return {name: value for name, value in arguments.items() if value is not None or name not in changes}
+
+
+def write_dictionary(path: Path, vocab_size: int) -> Path:
+    """A dict.txt for an embedding of so many rows; its last two symbols are fillers, as in the authors' files."""
+    lines = vocab_size - 5  # <s> <pad> </s> <unk> and <mask> are not in the file
+    symbols = [*map(str, range(lines - 2)), "madeupword0000", "madeupword0001"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{symbol} {1000 - place}\n" for place, symbol in enumerate(symbols)))
+    return path
+
+
+def write_labels(folder: Path, labels: tuple[str, ...]) -> Path:
+    """The label/dict.txt of a finetuned model, with the fillers that fairseq adds."""
+    (folder / "label").mkdir(parents=True, exist_ok=True)
+    path = folder / "label" / "dict.txt"
+    path.write_text("".join(f"{label} 10\n" for label in labels) + "madeupword0000 0\nmadeupword0001 0\n")
+    return path
+
+
+def make_state(
+    weights: Mapping[str, Tensor],
+    arguments: Mapping[str, Any],
+    *,
+    form: str = "namespace",
+    prefix: str = "encoder.sentence_encoder.",
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """What a checkpoint file holds.
+
+    Args:
+        weights: under the official names.
+        arguments: the authors' arguments.
+        form: where these stand: `"namespace"` or `"dict"` (both under `args`), `"cfg"` (sections, as in newer files),
+            `"none"` (the file has none), or `"bare"` (the file is nothing but the tensors).
+        prefix: what the names of the encoder begin with: also `"decoder.sentence_encoder."`, `"sentence_encoder."`,
+            and `""`.
+        dtype: to cast to.
+    """
+    model = {
+        _renamed(name, prefix): value.clone() if dtype is None else value.to(dtype) for name, value in weights.items()
+    }
+    if form == "bare":
+        return model
+    history = [{"criterion_name": "MaskedLmLoss", "optimizer_name": "FairseqAdam", "num_updates": 4}]
+    state = {"args": None, "model": model, "optimizer_history": history, "extra_state": {"val_loss": 9.7}}
+    if form == "namespace":
+        state["args"] = argparse.Namespace(**arguments)
+    elif form == "dict":
+        state["args"] = dict(arguments)
+    elif form == "cfg":
+        state["cfg"] = _sections(arguments)
+    else:
+        assert form == "none", form
+    return state
+
+
+def _renamed(name: str, prefix: str) -> str:
+    if name.startswith("encoder.sentence_encoder."):
+        return prefix + name.removeprefix("encoder.sentence_encoder.")
+    if name.startswith("encoder."):
+        return prefix.removesuffix("sentence_encoder.") + name.removeprefix("encoder.")
+    return name
+
+
+def _sections(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    sections: dict[str, Any] = {
+        "model": {"_name": arguments["arch"]},
+        "task": {"_name": arguments["task"]},
+        "criterion": {"_name": arguments["criterion"]},
+    }
+    for name, value in arguments.items():
+        if name not in ("arch", "task", "criterion"):
+            section = "task" if name in TASK_ARGUMENTS else "criterion" if name in CRITERION_ARGUMENTS else "model"
+            sections[section][name] = value
+    return sections
+
+
+def write_fairseq(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    arguments: Mapping[str, Any],
+    *,
+    file: str = "model.pt",
+    legacy: bool = False,
+    dictionary: bool = True,
+    bpe: bool = True,
+    labels: tuple[str, ...] = (),
+    extra: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Path:
+    """A folder with a checkpoint, its dictionary and, so that no test asks the Hub, the files of GPT-2's BPE.
+
+    Args:
+        folder: made if need be.
+        weights, arguments, options: see `make_state`.
+        file: name of the checkpoint.
+        legacy: whether it is written as PyTorch did before 1.6, which is no zip file.
+        dictionary, bpe: whether there is a dict.txt, and the first merges of GPT-2.
+        labels: of label/dict.txt, if there is to be one.
+        extra: further entries of the checkpoint.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = make_state(weights, arguments, **options) | dict(extra or {})
+    torch.save(state, folder / file, _use_new_zipfile_serialization=not legacy)
+    rows = next(len(value) for name, value in weights.items() if name.endswith("embed_tokens.weight"))
+    if dictionary:
+        write_dictionary(folder / "dict.txt", rows)
+    if bpe:
+        small_gpt2_folder(folder)
+    if labels:
+        write_labels(folder, labels)
+    return folder
+
+
+def write_fixture(folder: Path, name: str, heads: tuple[str, ...] = MIXED_HEADS, **options: Any) -> Path:
+    """A folder with the model of a `luna_mlm` fixture; options of `write_fairseq`, and `changes` to its arguments."""
+    arguments = fixture_arguments(name, **options.pop("changes", {}))
+    return write_fairseq(folder, fixture_weights(name, heads), arguments, **options)
+
+
+def write_tiny(
+    folder: Path, *, vocab_size: int = 60, heads: Mapping[str, int] | None = None, seed: int = 0, **options: Any
+) -> Path:
+    """A folder with a random tiny model; options of `write_fairseq`, and `changes` to its arguments."""
+    arguments = tiny_arguments(**options.pop("changes", {}))
+    return write_fairseq(folder, random_weights(arguments, vocab_size, heads, seed), arguments, **options)
+
+
+def genuine_folder(folder: Path, name: str) -> Path:
+    """A copy of a genuine checkpoint (`tied` or `untied`) and its dictionary, with the files of GPT-2's BPE."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ("model.pt", "dict.txt"):
+        shutil.copy(GENUINE / name / file, folder / file)
+    return small_gpt2_folder(folder)
+
+
+def write_archive(folder: Path, kind: str = "zip") -> Path:
+    """Pack a folder as the published archives are: with the folder's name before the files. `kind`: zip, tar, gztar."""
+    return Path(shutil.make_archive(str(folder), kind, root_dir=folder.parent, base_dir=folder.name))
