@@ -1,7 +1,8 @@
-"""The authors' parameter names and options, translated to ours, for the parity tests."""
+"""The authors' fixtures under our names and options, by way of the converter that users run."""
 
+import dataclasses
 import json
-import re
+import sys
 from pathlib import Path
 
 import torch
@@ -9,51 +10,13 @@ from safetensors.torch import load_file
 
 from luna_hf import LunaConfig
 
-FIXTURES = Path(__file__).parent / "fixtures"
+sys.path.insert(0, str(Path(__file__).parent.parent / "conversion"))  # the scripts import their siblings plainly
 
-ATTENTION = {
-    "pq_proj": "pack.query",
-    "pc_proj": "pack.key_value",
-    "pk_proj": "pack.key",
-    "pv_proj": "pack.value",
-    "q_proj": "query",
-    "c_proj": "key_value",
-    "k_proj": "key",
-    "v_proj": "value",
-}
-ENCODER = {
-    "projected_embeddings": "packed_embeddings.weight",
-    "embed_tokens.weight": "embeddings.word_embeddings.weight",
-    "embed_positions.weight": "embeddings.position_embeddings.weight",
-    "segment_embeddings.weight": "embeddings.token_type_embeddings.weight",
-    "emb_layer_norm": "embeddings.LayerNorm",
-    "proj_emb_layer_norm": "packed_embeddings.LayerNorm",
-    "layer_norm": "encoder.final_layer_norm",
-    "proj_layer_norm": "packed_layer_norm",
-    # Buffers that the constructor recomputes.
-    "projected_positions": None,
-    "embed_positions._float_tensor": None,
-}
-LAYER = {
-    **{f"self_attn.{theirs}": f"attention.self.{ours}" for theirs, ours in ATTENTION.items()},
-    "self_attn.out_proj": "attention.output.dense",
-    "self_attn_layer_norm": "attention.output.LayerNorm",
-    "self_atten_proj_layer_norm": "attention.self.packed_layer_norm",
-    "fc1": "intermediate.dense",
-    "fc2": "output.dense",
-    "final_layer_norm": "output.LayerNorm",
-}
-LM_HEAD = {"dense": "dense", "layer_norm": "layer_norm"}
-CLASSIFIER = {
-    "dense": "classifier.dense",
-    "out_proj": "classifier.out_proj",
-    "in_proj": "pooling.in_proj",
-    "attn.q_proj": "pooling.query",
-    "attn.k_proj": "pooling.key",
-    "attn.v_proj": "pooling.value",
-    "attn.out_proj": "pooling.output",
-    "layernorm": "pooling.LayerNorm",
-}
+from fairseq_checkpoint import Options, Original
+from fairseq_config import Head, make_config
+from fairseq_names import ATTENTION, THEIR_ENCODER, to_ours
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 class Fixture:
@@ -83,39 +46,25 @@ class Fixture:
         return self.meta["max_abs_diff_float32_vs_float64"][case]
 
 
-def translate(weights: dict[str, torch.Tensor], names: dict[str, str | None], prefix: str = "") -> dict:
-    """Rename by table: an exact name, or a module name followed by `.weight` or `.bias`. Unknown names are an error."""
-    translated = {}
-    for name, tensor in weights.items():
-        module, _, kind = name.rpartition(".")
-        if name in names:
-            target = names[name]
-        elif module in names:
-            target = f"{names[module]}.{kind}"
-        else:
-            raise KeyError(name)
-        if target is not None:
-            translated[prefix + target] = tensor
-    return translated
-
-
 def encoder_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of the authors' sentence encoder under the names of `LunaModel`."""
-    translated = translate({n: t for n, t in weights.items() if not n.startswith("layers.")}, ENCODER)
-    for name, tensor in weights.items():
-        if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
-            translated |= translate({match[2]: tensor}, LAYER, f"encoder.layer.{match[1]}.")
-    return translated
+    return to_ours({THEIR_ENCODER + name: tensor for name, tensor in weights.items()}, None).tensors
+
+
+def attention_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of the authors' attention alone under the names of `LunaSelfAttention`."""
+    return {f"{ATTENTION[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}": t for name, t in weights.items()}
 
 
 def mlm_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of the authors' masked language model under the names of `LunaForMaskedLM`."""
-    encoder = part(weights, "encoder.sentence_encoder.")
-    head = part(weights, "encoder.lm_head.")
-    decoder = {"lm_head.decoder.weight": head.pop("weight"), "lm_head.bias": head["bias"]}
-    decoder["lm_head.decoder.bias"] = head.pop("bias")
-    ours = {f"luna.{n}": t for n, t in encoder_weights(encoder).items()}
-    return ours | translate(head, LM_HEAD, "lm_head.") | decoder
+    ours = to_ours(weights, "lm_head").tensors
+    return {**ours, "lm_head.decoder.bias": ours["lm_head.bias"]}
+
+
+def head_weights(weights: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
+    """Weights of the authors' model with a classification head under the names of `LunaForSequenceClassification`."""
+    return to_ours(weights, head).tensors
 
 
 def part(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -123,25 +72,21 @@ def part(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tenso
     return {n.removeprefix(prefix): t for n, t in weights.items() if n.startswith(prefix)}
 
 
+def original_of(fixture: Fixture) -> Original:
+    """A `luna_mlm` fixture as a checkpoint that has been opened."""
+    known = {field.name for field in dataclasses.fields(Options)}
+    options = Options(**{name: value for name, value in fixture.config["args"].items() if name in known})
+    return Original("fixture", fixture.weights(), options)
+
+
 def mlm_config(fixture: Fixture, **overrides) -> LunaConfig:
-    """Our configuration for a `luna_mlm` fixture."""
-    args = fixture.config["args"]
-    return LunaConfig(
-        vocab_size=fixture.config["vocab_size"],
-        hidden_size=args["encoder_embed_dim"],
-        num_hidden_layers=args["encoder_layers"],
-        num_attention_heads=args["encoder_attention_heads"],
-        intermediate_size=args["encoder_ffn_embed_dim"],
-        projection_length=args["projection_length"],
-        dynamic_projection=not args["fix_projection_length"],
-        tie_kv=not args["untie_luna_kv"],
-        max_position_embeddings=args["max_positions"],
-        hidden_act=args["activation_fn"],
-        classifier_activation=args["pooler_activation_fn"],
-        tie_word_embeddings=not args["untie_weights_luna"],
-        pad_token_id=fixture.config["padding_idx"],
-        **overrides,
-    )
+    """Our configuration for a `luna_mlm` fixture with its masked-LM head."""
+    return LunaConfig(**{**make_config(original_of(fixture), Head("lm_head", "masked_lm")).to_diff_dict(), **overrides})
+
+
+def classifier_config(fixture: Fixture, head: str) -> LunaConfig:
+    """Our configuration for a `luna_mlm` fixture with one of its classification heads."""
+    return make_config(original_of(fixture), Head(head, "classification"))
 
 
 def sentence_encoder_config(fixture: Fixture) -> LunaConfig:

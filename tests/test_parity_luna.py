@@ -9,15 +9,15 @@ float32, say, moves our differences by up to 14 %. So a quarter above the record
 import pytest
 import torch
 from official_luna import (
-    ATTENTION,
-    CLASSIFIER,
     Fixture,
+    attention_weights,
+    classifier_config,
     encoder_weights,
+    head_weights,
     mlm_config,
     mlm_weights,
     part,
     sentence_encoder_config,
-    translate,
 )
 
 from luna_hf import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaModel
@@ -94,8 +94,7 @@ def assert_states_near(fixture, case, outputs, prefix_last, num_layers, atol):
 def test_masked_lm(name, case, dtype, implementation):
     fixture = Fixture("luna_mlm", name)
     config = mlm_config(fixture)
-    weights = {n: t for n, t in fixture.weights().items() if not n.startswith("classification_heads")}
-    model = prepare(LunaForMaskedLM(config), mlm_weights(weights), dtype, implementation)
+    model = prepare(LunaForMaskedLM(config), mlm_weights(fixture.weights()), dtype, implementation)
     tokens = fixture.input(case, "tokens").long()
     atol = tolerance(fixture, case, dtype)
     with torch.no_grad():
@@ -110,8 +109,7 @@ def test_masked_lm(name, case, dtype, implementation):
 def test_sparse_prediction_gives_the_authors_masked_logits(name, dtype):
     fixture, case = Fixture("luna_mlm", name), "case0"
     config = mlm_config(fixture, sparse_prediction=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    weights = {n: t for n, t in fixture.weights().items() if not n.startswith("classification_heads")}
-    model = prepare(LunaForMaskedLM(config), mlm_weights(weights), dtype, "eager").train()
+    model = prepare(LunaForMaskedLM(config), mlm_weights(fixture.weights()), dtype, "eager").train()
     tokens, masked = fixture.input(case, "tokens").long(), fixture.output(case, "masked_tokens").bool()
     logits = model(tokens, labels=tokens.masked_fill(~masked, -100)).logits
     assert_near(
@@ -124,15 +122,9 @@ def test_sparse_prediction_gives_the_authors_masked_logits(name, dtype):
 @pytest.mark.parametrize(("name", "case"), cases("luna_mlm", MLM))
 def test_classification_heads(name, case, dtype, implementation, head):
     fixture = Fixture("luna_mlm", name)
-    options, weights = fixture.config["heads"][head], fixture.weights()
-    config = mlm_config(
-        fixture,
-        num_labels=options["num_classes"],
-        classifier_hidden_size=options["inner_dim"],
-        classifier_pooling=HEADS[head],
-    )
-    ours = {f"luna.{n}": t for n, t in encoder_weights(part(weights, "encoder.sentence_encoder.")).items()}
-    ours |= translate(part(weights, f"classification_heads.{head}."), CLASSIFIER)
+    config = classifier_config(fixture, head)
+    assert config.classifier_pooling == HEADS[head]
+    ours = head_weights(fixture.weights(), head)
     model = prepare(LunaForSequenceClassification(config), ours, dtype, implementation)
     with torch.no_grad():
         logits = model(fixture.input(case, "tokens").long()).logits
@@ -173,7 +165,7 @@ def test_attention(name, case, dtype, implementation):
     )
     out_proj = part(weights, "out_proj.")
     attention = LunaSelfAttention(config)
-    ours = translate({n: t for n, t in weights.items() if not n.startswith("out_proj")}, ATTENTION)
+    ours = attention_weights({n: t for n, t in weights.items() if not n.startswith("out_proj")})
     missing, unexpected = attention.load_state_dict(ours, strict=False)
     assert set(missing) == {"packed_layer_norm.weight", "packed_layer_norm.bias"} and not unexpected
     attention = attention.to(dtype).eval()
