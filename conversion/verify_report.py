@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 TOLERANCE = 1e-5
+# In float64, where a right model differs by its last digits only.
+EXACT = 1e-9
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,17 @@ class Report:
 
     Args:
         rows: one for every layer and stream, and one for the head, in the order of the computation.
-        problems: what kept the two from being compared; then there may be no rows.
+        problems: what kept the two from being compared; then there are no rows.
         inputs: what was put through both, for example "4 rows of 1, 64, 128 and 160 tokens".
         precision: of both sides.
+        exact: the largest difference with the model in float64, measured where float32 is above the tolerance.
     """
 
     rows: list[Row]
     problems: list[str]
     inputs: str = ""
     precision: str = ""
+    exact: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -53,6 +57,11 @@ class Report:
     def largest(self) -> float:
         """The largest difference; NaN if any is."""
         return largest([row.difference for row in self.rows])
+
+    @property
+    def rounding(self) -> bool:
+        """Whether the two are the same function, and what is above the tolerance is the rounding of float32."""
+        return not self.problems and self.exact is not None and self.exact <= EXACT
 
     def summary(self) -> str:
         """One sentence."""
@@ -67,6 +76,7 @@ class Report:
         return (
             f"Not equal to the original: first at {first.name}, where the difference is {first.difference:.1e} and "
             f"{TOLERANCE:.0e} is allowed."
+            + (f" It is rounding: in float64 the largest difference is {self.exact:.1e}." if self.rounding else "")
         )
 
     def lines(self) -> list[str]:
