@@ -29,6 +29,7 @@ from .modeling_luna import (
     LunaModelOutput,
     LunaPreTrainedModel,
 )
+from .tokenization_fairseq import FairseqBpeTokenizer
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "AbcForTokenClassification",
     "AbcModel",
     "AbcPreTrainedModel",
+    "FairseqBpeTokenizer",
     "LunaConfig",
     "LunaForMaskedLM",
     "LunaForMultipleChoice",

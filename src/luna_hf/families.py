@@ -38,6 +38,7 @@ from .modeling_luna import (
     LunaForTokenClassification,
     LunaModel,
 )
+from .tokenization_fairseq import FairseqBpeTokenizer
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,12 @@ FAMILIES: dict[str, Family] = {
 
 def register() -> None:
     """Make every family known to the Auto classes, and its code part of what `save_pretrained` writes."""
+    FairseqBpeTokenizer.register_for_auto_class("AutoTokenizer")
     for model_type, family in FAMILIES.items():
         AutoConfig.register(model_type, family.config, exist_ok=True)
-        AutoTokenizer.register(family.config, RobertaTokenizer, exist_ok=True)
+        # Both are known by their names from now on; the last is what a folder gets that names none.
+        for tokenizer_class in (FairseqBpeTokenizer, RobertaTokenizer):
+            AutoTokenizer.register(family.config, tokenizer_class, exist_ok=True)
         family.config.register_for_auto_class()
         auto_classes = {
             AutoModel: family.base_model,
