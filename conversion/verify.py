@@ -135,9 +135,18 @@ def compare(folder: Path, original: Original, head: str | None = None) -> Report
     """
     model, problems = load(folder)
     head = choose_head(model, original, head)
-    problems += size_problems(model.config, original)
+    try:
+        problems += size_problems(model.config, original)
+    except KeyError as error:
+        raise UserError(f"{original.name} has no tensor {error}.") from error
     if problems:
         return Report([], problems)
+    their_heads = original.options.encoder_attention_heads
+    if their_heads < 1 or model.config.hidden_size % their_heads:
+        raise UserError(
+            f"{original.name} has {their_heads} attention heads by its arguments, which do not divide its width "
+            f"{model.config.hidden_size}. Give the right number: --override encoder_attention_heads=N."
+        )
     lengths = choose_lengths(model.config.projection_length, model.config.max_position_embeddings)
     rows = random_rows(original, lengths)
     compared = compare_all(model, original, rows, head)
@@ -169,6 +178,8 @@ def compare_all(model: PreTrainedModel, original: Original, rows: list[Tensor], 
         return Report([], [str(error)])
     except KeyError as error:
         raise UserError(f"{original.name} has no tensor {error}.") from error
+    except ValueError as error:  # an activation that the authors do not have
+        raise UserError(f"{original.name}: {error}") from error
     return Report(comparison.rows(), [])
 
 

@@ -444,8 +444,16 @@ def test_head_that_cannot_be_told(copy_of):
     assert [row.name for row in report.rows if not row.ok] == [HEADS[0]]
 
 
-def test_incomplete_original(converted):
+@pytest.mark.parametrize("name", ["layers.1.fc2.bias", "embed_positions.weight"])
+def test_incomplete_original(converted, name):
     original = mlm_original("tied_dynamic")
-    weights = {n: t for n, t in original.weights.items() if n != f"{ENCODER}layers.1.fc2.bias"}
-    with pytest.raises(UserError, match=r"no tensor .*layers\.1\.fc2\.bias"):
+    weights = {n: t for n, t in original.weights.items() if n != ENCODER + name}
+    with pytest.raises(UserError, match=f"no tensor .*{name}"):
         verify.compare(converted("tied_dynamic"), dataclasses.replace(original, weights=weights))
+
+
+def test_arguments_that_cannot_be(converted):
+    with pytest.raises(UserError, match=r"5 attention heads .* width 48"):
+        verify.compare(converted("tied_dynamic"), mlm_original("tied_dynamic", encoder_attention_heads=5))
+    with pytest.raises(UserError, match=r"tied_dynamic: .* no activation 'swish'"):
+        verify.compare(converted("tied_dynamic"), mlm_original("tied_dynamic", activation_fn="swish"))
