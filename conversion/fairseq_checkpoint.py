@@ -194,26 +194,38 @@ def _is_junk(name: str) -> bool:
     return "__MACOSX" in name or PurePosixPath(name).name.startswith("._")
 
 
+def _is_zip(path: Path) -> bool:
+    """By its first bytes: `zipfile.is_zipfile` also takes a tar archive with a zip file at its end for one."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
 def _is_checkpoint(path: Path) -> bool:
     """Whether a file is a checkpoint itself and not an archive with one in it; newer ones are zip files, too."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            return any(PurePosixPath(name).name == "data.pkl" for name in archive.namelist())
-    return path.suffix == ".pt"
+    if path.suffix == ".pt" or not _is_zip(path):
+        return path.suffix == ".pt"
+    with _damage_told(path), zipfile.ZipFile(path) as archive:
+        return any(PurePosixPath(name).name == "data.pkl" for name in archive.namelist())
+
+
+@contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} is damaged or cut short ({error}). Download it again.") from error
 
 
 def _unpack(source: Path, folder: Path, checkpoint: str | None) -> str:
     """Unpack the model file of an archive, and the small files beside it; the model's name."""
-    try:
-        if zipfile.is_zipfile(source):
+    with _damage_told(source):
+        if _is_zip(source):
             with zipfile.ZipFile(source) as archive:
                 return _unpack_members(archive.namelist(), archive.open, source, folder, checkpoint)
         if tarfile.is_tarfile(source):
             with tarfile.open(source) as archive:
                 names = [member.name for member in archive if member.isfile()]
                 return _unpack_members(names, archive.extractfile, source, folder, checkpoint)
-    except (zipfile.BadZipFile, tarfile.ReadError, EOFError, zlib.error) as error:
-        raise UserError(f"{source} is damaged or cut short ({error}). Download it again.") from error
     with open(source, "rb") as file:
         start = file.read(64).lstrip().lower()
     if start.startswith((b"<!doctype", b"<html")):
@@ -250,7 +262,7 @@ def _load(path: Path, name: str) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             # Newer files are mapped: of a file with the optimizer's state, only the weights are then read.
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except pickle.UnpicklingError as error:
         if match := re.search(r"GLOBAL (\S+)", str(error)):
             raise UserError(

@@ -2,19 +2,15 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-
-from luna_hf import LunaConfig
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "conversion"))  # the scripts import their siblings plainly
-
 from fairseq_checkpoint import Options, Original
 from fairseq_config import Head, make_config
 from fairseq_names import ATTENTION, THEIR_ENCODER, to_ours
+from safetensors.torch import load_file
+
+from luna_hf import LunaConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
