@@ -188,13 +188,12 @@ def _is_regression(config: PreTrainedConfig) -> bool:
     kind, outputs = config.problem_type, config.num_labels
     if kind == "multi_label_classification":
         raise UserError(f"`problem_type` is {kind!r}: the authors' heads choose one class, or give a number.")
-    regression = kind == "regression" or (kind is None and outputs == 1)
-    if regression != (outputs == 1):
+    if kind == "regression" and outputs > 1:
         raise UserError(
-            f"`problem_type` is {kind!r}, and `num_labels` is {outputs}: the authors' heads choose among several "
-            "classes, or give one number."
+            f"`problem_type` is {kind!r}, and `num_labels` is {outputs}: a regression head of the authors gives one "
+            "number."
         )
-    return regression
+    return outputs == 1
 
 
 def label_names(model: PreTrainedModel) -> list[str]:
