@@ -1,0 +1,93 @@
+"""What README.md and conversion/README.md show of the authors' checkpoints is what the scripts print."""
+
+import re
+import shlex
+
+import fairseq_luna
+import luna_to_fairseq
+import pytest
+import torch
+import verify
+from fairseq_checkpoint import open_original
+from gpt2_files import gpt2_folder, roberta_dictionary
+from helpers import ROOT
+from tiny_fairseq import GENUINE, make_state, official_shapes, small_gpt2_folder, tiny_arguments, write_archive
+from transformers import AutoModelForMaskedLM
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONVERSION = (ROOT / "conversion" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def base_archive(tmp_path_factory):
+    """An archive of the published model's shape, every tensor of which is one number: small, but of full size."""
+    folder = tmp_path_factory.mktemp("base") / "luna.base.tied"
+    folder.mkdir()
+    sizes = {"encoder_layers": 12, "encoder_embed_dim": 768, "encoder_ffn_embed_dim": 3072}
+    arguments = tiny_arguments(**sizes, encoder_attention_heads=12, max_positions=512, projection_length=128)
+    shapes = official_shapes(arguments, 50265)
+    weights = {name: torch.full((1,), 0.02).expand(shape) for name, shape in shapes.items()}
+    weights |= {name: torch.ones(1).expand(weights[name].shape) for name in weights if name.endswith("norm.weight")}
+    state = make_state({}, arguments)
+    torch.save({**state, "model": weights}, folder / "model.pt")
+    roberta_dictionary(folder / "dict.txt")
+    gpt2_folder(folder)
+    return write_archive(folder)
+
+
+def test_the_first_lines_for_the_published_archive(base_archive, monkeypatch, tmp_path):
+    monkeypatch.chdir(base_archive.parent)
+    (command,) = re.findall(r"^    python (conversion/fairseq_luna.py luna.base.*)$", README, re.MULTILINE)
+    assert f"    python {command}\n" in CONVERSION
+    options = fairseq_luna.parse(shlex.split(command)[1:])
+    with open_original(options.source) as original:
+        head = fairseq_luna.choose_head(original, options)
+        model, translated = fairseq_luna.make_model(original, head, None)
+        tokenizer = fairseq_luna.make_tokenizer(original.dictionary, options, original.bpe, 50265, 512)[1]
+        lines = fairseq_luna.describe(original, head, model, translated, tokenizer)
+    for readme in (README, CONVERSION):
+        (shown,) = re.findall(r"```\n(Read luna\.base.*?)```", readme, re.DOTALL)
+        assert shown.splitlines() == lines
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The command of conversion/README.md for the tiny genuine file; GPT-2's files come from a folder, not the Hub."""
+    folder = tmp_path_factory.mktemp("tiny")
+    bpe = small_gpt2_folder(folder / "bpe")
+    (command,) = re.findall(r"^    python conversion/fairseq_luna.py (tests/.*)$", CONVERSION, re.MULTILINE)
+    source, target = shlex.split(command)
+    assert fairseq_luna.main([str(ROOT / source), str(folder / target), "--gpt2-bpe", str(bpe)]) == 0
+    return folder, folder / target
+
+
+def test_the_table_of_verify(tiny, capsys):
+    assert verify.main([str(tiny[1]), str(GENUINE / "tied")]) == 0
+    (shown,) = re.findall(r"```\n( +tokens +packed\n.*?)```", CONVERSION, re.DOTALL)
+    printed = capsys.readouterr().out
+    # The last digits depend on the machine, what stands where does not.
+    pattern = re.sub(r"\d\\\.\de\\-\d\d", lambda _: r"\d\.\de-\d\d", re.escape(shown))
+    assert "e-07" not in pattern and re.search(pattern, printed)
+
+
+def test_the_way_back(tiny, monkeypatch):
+    folder, _ = tiny
+    (command,) = re.findall(r"^    python conversion/luna_to_fairseq.py (.*)$", CONVERSION, re.MULTILINE)
+    monkeypatch.chdir(folder)
+    words = [word.replace("luna-base-tied", "luna-tiny") for word in shlex.split(command)]
+    assert luna_to_fairseq.main(words) == 0
+    assert {path.name for path in (folder / words[1]).iterdir()} >= {
+        "model.pt",
+        "dict.txt",
+        "encoder.json",
+        "vocab.bpe",
+    }
+
+
+def test_the_example_of_the_readme(tiny, monkeypatch):
+    folder, target = tiny
+    (code,) = re.findall(r"```python\n([^`]*outputs/luna-base-tied.*?)```", README, re.DOTALL)
+    monkeypatch.chdir(folder)
+    scope = {}
+    exec(code.replace("luna-base-tied", "luna-tiny"), scope)
+    assert isinstance(scope["fill_mask"].model, type(AutoModelForMaskedLM.from_pretrained(target)))
