@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, logging
 
 ROOT = Path(__file__).resolve().parent.parent
 # By this a card is known as one that a conversion wrote.
 CARD_MARK = "python conversion/"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "sentencepiece.bpe.model"),
+    *("spiece.model", "special_tokens_map.json"),
+)
 
 
 class UserError(ValueError):
@@ -45,6 +49,32 @@ def find(source: str, name: str) -> str | None:
     )
 
 
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder or Hub name; `None` if it has none.
+
+    Raises:
+        UserError: It has files of a tokenizer that cannot be read, or too few of them.
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        tokenizer, reason = AutoTokenizer.from_pretrained(source), "its vocabulary is missing"
+    except Exception as error:  # tokenizer files fail in many ways, all of them the user's to mend
+        tokenizer, reason = None, (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    finally:
+        logging.set_verbosity(verbosity)
+    # Without files, transformers makes an empty one.
+    if tokenizer is not None and len(tokenizer) > len(tokenizer.all_special_ids):
+        return tokenizer
+    try:
+        present = [name for name in TOKENIZER_FILES if find(source, name)]
+    except (OSError, ValueError):  # no such source, which loading the model says better
+        return None
+    if present:
+        raise UserError(f"The tokenizer at {source} ({present[0]}) cannot be read: {reason}.")
+    return None
+
+
 # ---- the target folder ----
 
 
@@ -67,9 +97,11 @@ def check_target(target: Path, source: str, overwrite: bool) -> None:
         return
     card = target / "README.md"
     converted = card.is_file() and CARD_MARK in card.read_text(encoding="utf-8", errors="replace")
-    if not converted or any(path.is_dir() for path in present):
+    # The only folder that a conversion writes is that of a classifier's labels, for fairseq.
+    foreign = [path for path in present if path.is_dir() and path.name != "label"] if converted else present
+    if foreign:
         raise UserError(
-            f"TARGET {target} holds files that no conversion wrote ({present[0].name}). Name another folder."
+            f"TARGET {target} holds files that no conversion wrote ({foreign[0].name}). Name another folder."
         )
     if not overwrite:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Our configuration for a checkpoint of the authors, and the authors' arguments for a model of ours.
+"""Our configuration for a checkpoint of the authors.
 
 What the shapes and names of the tensors tell is taken from them; the rest from the arguments.
 """

@@ -15,6 +15,7 @@ from common import (
     UserError,
     check_target,
     find,
+    load_tokenizer,
     portable,
     run_script,
     save,
@@ -23,8 +24,7 @@ from common import (
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import StrictDataclassError
 from next_steps import next_steps
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import AbcConfig, AbcForMaskedLM, LunaConfig, LunaForMaskedLM
 from luna_hf.memory_control import ACTIVATIONS, CONTROLS
@@ -34,10 +34,6 @@ from luna_hf.warm_start_source import read_config
 TEMPLATE = ROOT / "model_cards" / "converted.md"
 # Of a text, this much is read for Luna's packed sequence: far more than it has slots.
 TEXT_CHARACTERS = 1_000_000
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "sentencepiece.bpe.model"),
-    *("spiece.model", "special_tokens_map.json"),
-)
 
 
 # ---- what the two families differ in ----
@@ -286,32 +282,6 @@ def command(conversion: Conversion, options: argparse.Namespace) -> str:
 
 
 # ---- tokenizer and card ----
-
-
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder or Hub name; `None` if it has none.
-
-    Raises:
-        UserError: It has files of a tokenizer that cannot be read, or too few of them.
-    """
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        tokenizer, reason = AutoTokenizer.from_pretrained(source), "its vocabulary is missing"
-    except Exception as error:  # tokenizer files fail in many ways, all of them the user's to mend
-        tokenizer, reason = None, (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-    finally:
-        logging.set_verbosity(verbosity)
-    # Without files, transformers makes an empty one.
-    if tokenizer is not None and len(tokenizer) > len(tokenizer.all_special_ids):
-        return tokenizer
-    try:
-        present = [name for name in TOKENIZER_FILES if find(source, name)]
-    except (OSError, ValueError):  # no such source, which loading the model says better
-        return None
-    if present:
-        raise UserError(f"The tokenizer at {source} ({present[0]}) cannot be read: {reason}.")
-    return None
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, source: str) -> None:

@@ -17,7 +17,7 @@ from string import Template
 from typing import Any
 
 import torch
-from common import Parser, UserError, check_target, find, portable, run_script, writing
+from common import Parser, UserError, check_target, find, load_tokenizer, portable, run_script, writing
 from fairseq_arguments import (
     CHOICES,
     DEFAULT_HEAD,
@@ -31,7 +31,6 @@ from fairseq_arguments import (
 from fairseq_checkpoint import DICTIONARY, HEADS, LABELS, NORM
 from fairseq_names import OUR_ALIASES, THEIR_LM_HEAD, to_theirs
 from fairseq_tokenizer import export_tokenizer
-from from_roberta import load_tokenizer
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor

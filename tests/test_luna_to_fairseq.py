@@ -325,6 +325,16 @@ def test_earlier_conversion_is_replaced_on_request(tmp_path, capsys):
     assert torch.equal(read(back / "model.pt")["model"]["encoder.lm_head.bias"], random_model(seed=1).lm_head.bias)
 
 
+def test_an_earlier_conversion_with_labels_is_replaced_but_nothing_else(tmp_path, capsys):
+    random_model("sequence", id2label={0: "no", 1: "yes"}).save_pretrained(tmp_path / "ours")
+    back = to_fairseq(tmp_path / "ours", tmp_path / "back")
+    random_model("sequence", id2label={0: "yes", 1: "no"}).save_pretrained(tmp_path / "ours")
+    to_fairseq(tmp_path / "ours", back, "--overwrite")
+    assert (back / "label" / "dict.txt").read_text() == "yes 0\nno 0\n"
+    (back / "thesis").mkdir()
+    assert "no conversion wrote (thesis)" in refused(capsys, tmp_path / "ours", back, "--overwrite")
+
+
 # ---- what is refused ----
 
 
