@@ -17,7 +17,10 @@ import torch
 from gpt2_files import MASKED, TEXTS, gpt2_folder, random_texts, roberta_dictionary, small_gpt2_folder
 from helpers import ROOT, tiny_config, tiny_tokenizer
 from reference.gpt2_bpe import FairseqEncoder, Gpt2Bpe
-from transformers import AutoTokenizer, GPT2Tokenizer, RobertaTokenizer
+from tokenizers.models import BPE, WordLevel
+from tokenizers.normalizers import NFC
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Tokenizer, RobertaTokenizer
 
 from luna_hf import FairseqBpeTokenizer
 
@@ -67,7 +70,7 @@ def dictionaries(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizers(dictionaries, bpe):
-    return {name: build_tokenizer(read_dictionary(path), bpe, 64) for name, path in dictionaries.items()}
+    return {name: build_tokenizer(read_dictionary(path), bpe, 65) for name, path in dictionaries.items()}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +145,7 @@ def test_special_tokens_and_length(tokenizers, dictionaries, kind):
     assert [tokenizer.cls_token_id, tokenizer.pad_token_id, tokenizer.sep_token_id] == [0, 1, 2]
     assert [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id] == [0, 2, 3]
     assert tokenizer.mask_token_id == symbols.index("<mask>") == len(symbols) - 1
-    assert tokenizer.model_max_length == 64 and tokenizer.is_fast
+    assert tokenizer.model_max_length == 65 and tokenizer.is_fast
     assert sorted(tokenizer.get_vocab().values()) == list(range(len(symbols)))
     assert tokenizer.vocab == tokenizer.get_vocab()
 
@@ -264,6 +267,8 @@ def test_decoding(tokenizers, dictionaries, bpe, kind):
     assert tokenizer.convert_ids_to_tokens(beyond) == [None] * 3
     assert tokenizer.convert_ids_to_tokens(beyond[0]) is None
     assert tokenizer.decode([5, *beyond, 6]) == tokenizer.decode([5, 6])
+    assert tokenizer.decode(5) == tokenizer.decode([5]) and tokenizer.decode(beyond[0]) == ""
+    assert tokenizer.decode(tokenizer(text)) == tokenizer.decode(ids(tokenizer, text))
 
 
 # ---- saving ----
@@ -280,7 +285,7 @@ def test_loading_with_the_package_asks_for_no_flag(tokenizers, tmp_path, kind, w
     assert type(loaded) is type(tokenizer)
     assert ids(loaded, BATCH) == ids(tokenizer, BATCH) and len(loaded) == len(tokenizer)
     assert ids(loaded, "the <mask> of<mask>") == ids(tokenizer, "the <mask> of<mask>")
-    assert loaded.model_max_length == 64 and loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.model_max_length == 65 and loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.decode([9, 3, 10]) == tokenizer.decode([9, 3, 10])
 
 
@@ -431,6 +436,14 @@ def test_export_of_a_tokenizer_that_never_was_in_fairseq(tmp_path):
         assert ids(tokenizer, text) == ids(again, text) == fairseq.encode(text)
 
 
+TAG = [("<", "s"), ("<s", ">")]
+
+
+def altered(tokenizer, part, value):
+    setattr(tokenizer.backend_tokenizer, part, value)
+    return tokenizer
+
+
 def roberta_like(small, names=("<s>", "<pad>", "</s>", "<unk>"), last=("<mask>",), drop=(), merges=None, **options):
     tokens = [*names, *(token for token in small.from_text() if token not in drop), *last]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -448,7 +461,16 @@ def roberta_like(small, names=("<s>", "<pad>", "</s>", "<unk>"), last=("<mask>",
         (lambda s: roberta_like(s, drop=("!",), merges=[]), "no token for the byte '!'"),
         (lambda s: roberta_like(s, add_prefix_space=True), "blank before every text"),
         (lambda s: GPT2Tokenizer(vocab={"a": 0}, merges=[]), r"has '<s>' nowhere, and 'a' at 0"),
-        (lambda s: AutoTokenizer.from_pretrained, "does not cut texts"),
+        (lambda s: ByT5Tokenizer(), "does not cut texts"),
+        (lambda s: altered(roberta_like(s), "pre_tokenizer", Whitespace()), "does not cut texts"),
+        (lambda s: altered(roberta_like(s), "normalizer", NFC()), "does not cut texts"),
+        (lambda s: altered(roberta_like(s), "model", BPE({"a": 0}, [], dropout=0.1)), "does not cut texts"),
+        (lambda s: altered(roberta_like(s), "model", WordLevel({"a": 0}, "a")), "does not cut texts"),
+        (lambda s: roberta_like(bpe_from_merges(TAG), drop=("<s>",), merges=TAG), "special token '<s>' from text"),
+        (
+            lambda s: RobertaTokenizer(vocab={**roberta_like(s).get_vocab(), "madeupword0000": 700}, merges=s.merges),
+            "no token with the id 661",
+        ),
     ],
 )
 def test_export_refuses_what_fairseq_cannot_express(small, tmp_path, make, message):

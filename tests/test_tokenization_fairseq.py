@@ -92,7 +92,7 @@ def test_added_tokens_follow_the_vocabulary(tokenizer):
     missing = tokenizer.missing_tokens
     assert tokenizer.add_tokens(["[E1]", "[E2]"]) == 2
     assert tokenizer.add_special_tokens({"extra_special_tokens": [AddedToken("[S]", lstrip=True, special=True)]}) == 1
-    assert tokenizer.add_tokens(["[E1]"]) == 0
+    assert tokenizer.add_tokens(["[E1]", ""]) == 0
     assert len(tokenizer) == 297 and tokenizer.vocab_size == 294 and tokenizer.missing_tokens == missing
     assert tokenizer.convert_tokens_to_ids(["[E1]", "[E2]", "[S]", "<mask>"]) == [294, 295, 296, 293]
     assert ids(tokenizer, "the[E2] of [S]<mask>") == [0, *ids(tokenizer, "the")[1:-1], 295, 9, 296, 293, 2]

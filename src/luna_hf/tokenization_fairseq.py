@@ -4,6 +4,7 @@ fairseq cuts a text by every merge of the BPE and then looks the pieces up in a 
 training text had. Any other piece is `<unk>`. A BPE of the `tokenizers` library needs an id for every piece.
 """
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,9 +17,9 @@ class FairseqBpeTokenizer(RobertaTokenizer):
     """`RobertaTokenizer` over a vocabulary that lacks some pieces: where a text has one of them, its id is that of
     `<unk>`.
 
-    Inside, the missing pieces have the ids from `len(tokenizer)` upwards, which no method takes or gives. The library's
-    own objects show them: `backend_tokenizer`, and the `encodings` of a result (but not its `input_ids`). `tokenize`
-    gives the pieces by name, also those that are missing.
+    Inside, the missing pieces have the ids from `len(tokenizer)` upwards, which no method takes or gives. Only objects
+    of the `tokenizers` library show them: `backend_tokenizer`, the `encodings` of a result (but not its `input_ids`),
+    and what that library itself makes of tokenizer.json. `tokenize` gives the pieces by name, also the missing ones.
 
     Special tokens that stand in a text as words (`<s>`, `<mask>`) are special, as in every tokenizer of transformers;
     to fairseq they are text, for which `split_special_tokens=True` is the option here.
@@ -138,10 +139,10 @@ class FairseqBpeTokenizer(RobertaTokenizer):
         missing = sorted(pieces.keys() - known.keys() - set(new), key=pieces.__getitem__)
         order = [*sorted(known, key=known.__getitem__), *new, *missing]
         self.missing_tokens = len(missing)
-        self._vocab = {token: index for index, token in enumerate(order)}
+        merges = json.loads(self._tokenizer.to_str())["model"]["merges"]
         self._tokenizer.model = BPE(
-            vocab=self._vocab,
-            merges=self._merges,
+            vocab={token: index for index, token in enumerate(order)},
+            merges=[tuple(merge) for merge in merges],
             continuing_subword_prefix="",
             end_of_word_suffix="",
             fuse_unk=False,
