@@ -191,8 +191,9 @@ def build_tokenizer(symbols: list[str], bpe: Bpe, max_length: int) -> RobertaTok
     """A tokenizer that gives a text the ids that fairseq gives it.
 
     `<s> a </s>`, and `<s> a </s></s> b </s>` for pairs. `<mask>` takes the blanks before it, as where fairseq fills
-    masks (it also drops those at the end of such a text, which are kept here). Elsewhere special tokens that stand in a
-    text as words are text to fairseq; here they are with `split_special_tokens=True`.
+    masks (it also drops those at the end of such a text, and counts the control characters U+001C to U+001F among them:
+    both are kept here). Elsewhere special tokens that stand in a text as words are text to fairseq; here they are with
+    `split_special_tokens=True`.
 
     Args:
         symbols: what `read_dictionary` gives.

@@ -124,6 +124,15 @@ def test_a_mask_takes_the_blanks_before_it(tokenizers, references, kind, text):
     assert ids(tokenizers[kind], text) == references[kind].encode_masked(text)
 
 
+@kinds
+@pytest.mark.parametrize(("text", "kept"), [("A <mask>  ", "  "), ("A\x1c<mask>", "\x1c")])
+def test_blanks_that_only_fairseq_drops_beside_a_mask(tokenizers, references, kind, text, kept):
+    reference = references[kind]
+    assert ids(tokenizers[kind], text) != reference.encode_masked(text)
+    without = [row for row in ids(tokenizers[kind], text) if row not in reference.words(kept)]
+    assert without == [row for row in reference.encode_masked(text) if row not in reference.words(kept)]
+
+
 def test_known_ids(tokenizers):
     assert ids(tokenizers["complete"], "Hello world") == [0, 31414, 232, 2]
     assert ids(tokenizers["complete"], " Hello world!") == [0, 20920, 232, 328, 2]
