@@ -3,10 +3,13 @@
 import argparse
 import os
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
@@ -114,18 +117,24 @@ def writing(target: Path) -> Iterator[Path]:
     """A folder beside the target to write to, which takes the target's place when all went well.
 
     Raises:
-        UserError: The disk does not take it.
+        UserError: The disk does not take it, or another run was faster.
     """
     target = target.resolve()  # what a link leads to is replaced, not the link
     unfinished, earlier = (target.parent / f".{target.name}.{word}-{os.getpid()}" for word in ("unfinished", "earlier"))
+    was_free = _is_free(target)
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
+        if was_free and not _is_free(target):
+            raise UserError(f"TARGET {target} was written by another run in the meantime. Name another folder.")
         if target.exists():
             target.rename(earlier)
         unfinished.rename(target)
-    except OSError as error:
-        raise UserError(f"TARGET {target} cannot be written ({error.strerror or error}).") from error
+    except Exception as error:
+        if not is_of_disk(error):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"TARGET {target} cannot be written ({reason}).") from error
     finally:
         if earlier.exists() and not target.exists():
             earlier.rename(target)
@@ -133,12 +142,24 @@ def writing(target: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
+def _is_free(target: Path) -> bool:
+    return not target.exists() or not any(target.iterdir())
+
+
+def is_of_disk(error: Exception) -> bool:
+    """Whether a disk is the cause; the libraries in Rust say so in words only."""
+    return isinstance(error, OSError) or "(os error" in str(error)
+
+
 def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, card: str) -> None:
     """Write weights, config, code, tokenizer and card."""
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    readme = folder / "README.md"
+    readme.write_text(card, encoding="utf-8")
+    for path in folder.glob("*.safetensors"):
+        shutil.copymode(readme, path)  # safetensors lets the owner alone read its files
 
 
 # ---- running a script ----
@@ -158,12 +179,32 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def run_script(script: Callable[[], None]) -> int:
-    """Run what a script does; its exit status: 0, or 2 for something the user can mend."""
+@contextmanager
+def _termination_cleans_up() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that unfinished folders and unpacked archives go."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
     try:
-        with without_progress_bars():
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_script(script: Callable[[], None]) -> int:
+    """Run what a script does; its exit status: 0, 2 for something the user can mend, 130 after Ctrl-C."""
+    try:
+        with without_progress_bars(), _termination_cleans_up():
             script()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 130
     return 0

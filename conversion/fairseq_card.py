@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
+import torch
 from common import ROOT
 from fairseq_checkpoint import Original
 from fairseq_config import Head
@@ -19,7 +20,13 @@ PUBLISHED = {
     ("tied", "160 GB"): ("94.3", "91.5", "91.2", "71.50", "61.48"),
     ("untied", "160 GB"): ("94.6", "92.2", "91.3", "72.25", "62.08"),
 }
-TAGS = {"masked_lm": "fill-mask", "classification": "text-classification", "regression": "text-classification"}
+TAGS = {
+    "masked_lm": "fill-mask",
+    "encoder": "feature-extraction",
+    "classification": "text-classification",
+    "regression": "text-classification",
+    "ranking": "multiple-choice",
+}
 AUTO_CLASSES = {
     "masked_lm": "AutoModelForMaskedLM",
     "encoder": "AutoModel",
@@ -34,6 +41,14 @@ TITLES = {
     "regression": "A model that gives a score to a sequence",
     "ranking": "A model that scores the answers of multiple-choice questions",
 }
+HALF_NOTE = Template(
+    "\n\nThe weights are stored in $dtype, and transformers loads them so, which is for inference. To train on, load "
+    "them with `dtype=torch.float32`: an optimizer that works on half precision loses small steps, or ends in NaN."
+)
+TOKENIZER_CARD = Template(
+    "---\n$metadata\n---\n\n# $name\n\nA tokenizer, converted from a dictionary of fairseq over GPT-2's byte-level "
+    "BPE: $kind.\n\n- Command: `$command`\n"
+)
 
 
 def make_card(
@@ -50,13 +65,14 @@ def make_card(
         facts: what was found and done, a line each.
     """
     config = model.config
+    published = is_published_shape(config)
     metadata = ModelCardData(
+        language="en" if published else None,
         library_name="transformers",
         pipeline_tag=TAGS.get(head.kind),
         tags=["luna", "linear-attention", "custom_code", "fairseq"],
         model_name=name,
     )
-    published = is_published_shape(config)
     who = "the authors of Luna, or with their code" if published else "someone with the code of Luna's authors"
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         metadata=metadata.to_yaml(),
@@ -65,7 +81,8 @@ def make_card(
         trainer=who,
         original=original.name,
         usage=_usage(name, head),
-        inputs=_inputs(config, head),
+        inputs=_inputs(config, head, original.options.task),
+        half_note=HALF_NOTE.substitute(dtype=str(model.dtype).removeprefix("torch.")) if is_half(model) else "",
         published_note=_published_note(config, head, published),
         published="\n".join(
             f"| Luna-128, key and value {kv} | {text} | {' | '.join(scores)} |"
@@ -74,6 +91,17 @@ def make_card(
         command=command,
         facts="\n".join(f"- {fact}" for fact in facts),
     )
+
+
+def make_tokenizer_card(name: str, command: str, kind: str) -> str:
+    """The card of a tokenizer that was converted alone; `kind` says in a few words what it is."""
+    metadata = ModelCardData(library_name="transformers", tags=["fairseq"], model_name=name)
+    return TOKENIZER_CARD.substitute(metadata=metadata.to_yaml(), name=name, command=command, kind=kind)
+
+
+def is_half(model: PreTrainedModel) -> bool:
+    """Whether the weights are stored in 16 bits, which an optimizer should not work on."""
+    return model.dtype in (torch.float16, torch.bfloat16)
 
 
 def is_published_shape(config: LunaConfig) -> bool:
@@ -103,12 +131,16 @@ def _published_note(config: LunaConfig, head: Head, published: bool) -> str:
     return f"{figures} They are those of the authors' runs, and not of this finetuned checkpoint."
 
 
-def _inputs(config: LunaConfig, head: Head) -> str:
+def _inputs(config: LunaConfig, head: Head, task: str | None) -> str:
     longest = f"Inputs are at most {config.max_position_embeddings:,} tokens long"
     layout = {
         "classification": "A pair of texts is given as such: `tokenizer(first, second)`",
         "regression": "A pair of texts is given as such: `tokenizer(first, second)`",
-        "ranking": "Each row is question and answer, then the passage as second text, if there is one",
+        "ranking": (
+            'Each row is one text, `tokenizer("Q: the question</s>A: an answer")`'
+            if task == "commonsense_qa"
+            else "Each row is question and answer in one text, and the passage as second text"
+        ),
     }.get(head.kind)
     labels = (
         ""
@@ -121,6 +153,13 @@ def _inputs(config: LunaConfig, head: Head) -> str:
 
 
 def _usage(name: str, head: Head) -> str:
+    if task := {"classification": "text-classification", "regression": "text-classification"}.get(head.kind):
+        return (
+            "from transformers import pipeline\n\n"
+            "# The name of this repository on the Hub, or the folder that holds this card.\n"
+            f'classify = pipeline("{task}", "{name}", trust_remote_code=True)\n'
+            'classify({"text": "A first text.", "text_pair": "A second one, if the task has pairs."})'
+        )
     if head.kind == "masked_lm":
         return (
             "from transformers import pipeline\n\n"

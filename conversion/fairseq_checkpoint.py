@@ -6,6 +6,9 @@ it; anything else is refused with its name.
 
 import argparse
 import dataclasses
+import errno
+import lzma
+import os
 import pickle
 import re
 import shutil
@@ -26,6 +29,7 @@ from torch import Tensor
 MODEL_NAMES = ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
 # Files beside it that matter; `input0` and `label` are folders of fairseq's binarized tasks.
 DICTIONARY, LABELS = "dict.txt", "label/dict.txt"
+DICTIONARIES = (DICTIONARY, f"input0/{DICTIONARY}")
 BPE_NAMES = ("encoder.json", "vocab.bpe", "vocab.json", "merges.txt")
 NORM = re.compile(r"(layer_norm|layernorm)\.weight$")
 HEADS = "classification_heads."
@@ -117,15 +121,17 @@ def open_original(
     """
     if not source.exists():
         raise UserError(f"There is no {source}. SOURCE is an archive, a folder, or a checkpoint file.")
+    if not os.access(source, os.R_OK | os.X_OK if source.is_dir() else os.R_OK):
+        raise UserError(f"{source} cannot be read: you have no permission to.")
     with tempfile.TemporaryDirectory(prefix="luna-") as unpacked:
         if source.is_dir():
             folder, model = source, _choose(_listed(source), checkpoint, source)
         elif _is_checkpoint(source):
-            folder, model = source.parent, source.name
+            folder, model = source.parent, _choose([source.name], checkpoint, source)
         else:
             folder = Path(unpacked)
             model = _unpack(source, folder, checkpoint)
-        label = model if source.is_file() and folder == source.parent else f"{source.name}/{model}"
+        label = model if source.is_file() and folder == source.parent else f"{source.resolve().name}/{model}"
         yield read(folder, model, label, layer_norm, overrides)
 
 
@@ -152,7 +158,7 @@ def read(
         norm_mean=mean,
         norm_detected=layer_norm is None,
         left_out=tuple(str(key) for key in state if key not in ("model", "args", "cfg")) if "model" in state else (),
-        dictionary=_beside(beside, DICTIONARY, f"input0/{DICTIONARY}"),
+        dictionary=_beside(beside, *DICTIONARIES),
         labels=_beside(beside, LABELS),
         bpe=bpe,
     )
@@ -182,11 +188,23 @@ def _choose(names: list[str], checkpoint: str | None, source: Path) -> str:
     if len(found) == 1:
         return found[0]
     if not models:
-        if any(PurePosixPath(name).name == "config.json" for name in names):
-            raise UserError(f"{source} is a checkpoint of transformers, which needs no conversion: load it from there.")
-        raise UserError(f"{source} holds no checkpoint ({', '.join(MODEL_NAMES)} or another .pt file).")
+        raise UserError(_nothing_found(names, source))
     what = f"no checkpoint {checkpoint}" if checkpoint and not found else "several checkpoints"
     raise UserError(f"{source} holds {what}: {', '.join(found or models)}. Choose one with --checkpoint NAME.")
+
+
+def _nothing_found(names: list[str], source: Path) -> str:
+    if any(PurePosixPath(name).name == "config.json" for name in names):
+        return (
+            f"{source} is a checkpoint of transformers and not one of fairseq. It needs no conversion; verify.py takes "
+            "it as its first argument."
+        )
+    message = f"{source} holds no checkpoint ({', '.join(MODEL_NAMES)} or another .pt file), nor do the folders in it."
+    archives = [name for name in names if name.endswith((".zip", ".tar", ".tar.gz", ".tgz"))]
+    deeper = [path.parent.relative_to(source).as_posix() for path in source.rglob("*.pt")] if source.is_dir() else []
+    if found := [*archives, *dict.fromkeys(sorted(deeper))]:
+        message += f" But there is {', '.join(found[:3])}: name that as SOURCE."
+    return message
 
 
 def _is_junk(name: str) -> bool:
@@ -212,7 +230,9 @@ def _is_checkpoint(path: Path) -> bool:
 def _damage_told(path: Path) -> Iterator[None]:
     try:
         yield
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
+    except (RuntimeError, NotImplementedError) as error:  # a password, a rare compression
+        raise UserError(f"{path} cannot be unpacked here ({error}). Unpack it and name the folder.") from error
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, KeyError, OSError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"{path} is damaged or cut short ({error}). Download it again.") from error
 
 
@@ -225,7 +245,12 @@ def _unpack(source: Path, folder: Path, checkpoint: str | None) -> str:
         if tarfile.is_tarfile(source):
             with tarfile.open(source) as archive:
                 names = [member.name for member in archive if member.isfile()]
-                return _unpack_members(names, archive.extractfile, source, folder, checkpoint)
+                model = _unpack_members(names, archive.extractfile, source, folder, checkpoint)
+                while archive.fileobj.read(1 << 20):  # a compressed stream has its checksum at the end
+                    pass
+                return model
+    if source.suffix == ".txt":
+        raise UserError(f"{source} is no archive and no checkpoint. Name the folder it is in.")
     with open(source, "rb") as file:
         start = file.read(64).lstrip().lower()
     if start.startswith((b"<!doctype", b"<html")):
@@ -249,8 +274,16 @@ def _unpack_members(
         if not path.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{source} holds a file outside itself ({name}): do not use it.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with opener(name) as packed, open(path, "wb") as file:
-            shutil.copyfileobj(packed, file, 1 << 20)
+        try:
+            with opener(name) as packed, open(path, "wb") as file:
+                shutil.copyfileobj(packed, file, 1 << 20)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            raise UserError(
+                f"{source} cannot be unpacked in {folder.parent} ({error.strerror or error}). Set the variable TMPDIR "
+                "to a folder with more room, or unpack it yourself and name the folder."
+            ) from error
     return model
 
 
@@ -259,18 +292,26 @@ def _unpack_members(
 
 def _load(path: Path, name: str) -> dict[str, Any]:
     """The pickle, with nothing in it but tensors, plain values and `argparse.Namespace`."""
+    _check_sums(path, name)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             # Newer files are mapped: of a file with the optimizer's state, only the weights are then read.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except pickle.UnpicklingError as error:
         if match := re.search(r"GLOBAL (\S+)", str(error)):
+            plain = "`cfg`, made plain by OmegaConf.to_container," if "omegaconf" in match[1] else "`args`"
             raise UserError(
                 f"{name} was not read: it wants to run `{match[1]}`, and a pickle that runs code can do anything. Only "
                 "tensors, plain values and argparse.Namespace are read. If you trust the file, load it where it was "
-                "made and save its `args` and `model` alone."
+                f"made and save its {plain} and `model` alone."
             ) from error
-        raise UserError(f"{name} is damaged, or no checkpoint of PyTorch. Download or copy it again.") from error
+        raise UserError(
+            f"{name} is nothing that PyTorch wrote: it is damaged, or a pickle with other instructions, which are not "
+            "run. Download or copy it again; or load it where it was made, if you trust it, and save it again with "
+            "torch.save."
+        ) from error
+    except PermissionError as error:
+        raise UserError(f"{name} cannot be read: you have no permission to.") from error
     # What a file that is cut short raises depends on where it is cut.
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
@@ -278,6 +319,14 @@ def _load(path: Path, name: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise UserError(f"{name} holds {type(state).__name__} and no checkpoint of fairseq.")
     return state
+
+
+def _check_sums(path: Path, name: str) -> None:
+    """Refuse a zip file with a record that is not what its checksum says, which PyTorch does not look at."""
+    if os.access(path, os.R_OK) and _is_zip(path):
+        with _damage_told(Path(name)), zipfile.ZipFile(path) as archive:
+            if (record := archive.testzip()) is not None:
+                raise UserError(f"{name} is damaged (in its record {record}). Download or copy it again.")
 
 
 def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Tensor]:
@@ -288,6 +337,9 @@ def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Tensor]:
     odd = [str(key) for key, value in model.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
     if odd:
         raise UserError(f"{name} holds things that are no tensors under `model`: {', '.join(odd[:5])}.")
+    odd = [key for key, value in model.items() if not value.is_floating_point() or value.layout != torch.strided]
+    if odd:
+        raise UserError(f"{name} holds tensors of integers, or sparse ones, as no Luna does: {', '.join(odd[:5])}.")
     return model
 
 
@@ -344,9 +396,9 @@ def _options(
     values = {**defaults, **present, **overrides}
     for name, value in values.items():
         kind = type(fields[name].default)
-        if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if kind in (int, float) and type(value) in (int, float) and kind(value) == value:
             values[name] = kind(value)
-        elif kind is not type(None) and not isinstance(value, kind):
+        elif kind is not type(None) and type(value) is not kind:
             raise UserError(f"The argument `{name}` is {value!r}, and should be of the type {kind.__name__}.")
     # Of the others, absence is what older versions of the code write for "no".
     telling = ("encoder_attention_heads", "activation_fn", "pooler_activation_fn", "fix_projection_length")

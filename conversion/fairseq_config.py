@@ -28,6 +28,7 @@ ACTIVATIONS = {
 }
 # Which vector a classification head reads follows from its name.
 POOLINGS = {"pooling_classification_head": "packed_max", "attention_classification_head": "packed_attention"}
+SHAPED = ("embed_tokens.weight", "embed_positions.weight", "projected_embeddings", "layers.0.fc1.weight")
 RANKING = ("sentence_ranking", "commonsense_qa")
 HEAD_TYPES = ("classification", "regression", "ranking")
 
@@ -60,12 +61,12 @@ def classes(weights: Mapping[str, Tensor], name: str) -> int:
     """Number of outputs of a classification head.
 
     Raises:
-        UserError: The head has no output layer.
+        UserError: The head lacks a layer.
     """
-    output = weights.get(f"{HEADS}{name}.out_proj.weight")
-    if output is None:
-        raise UserError(f"The head {name} has no output layer (`out_proj.weight`).")
-    return output.shape[0]
+    for part in ("dense.weight", "out_proj.weight"):
+        if f"{HEADS}{name}.{part}" not in weights:
+            raise UserError(f"The head {name} is not whole: it has no `{part}`.")
+    return weights[f"{HEADS}{name}.out_proj.weight"].shape[0]
 
 
 def make_config(original: Original, head: Head) -> LunaConfig:
@@ -108,6 +109,9 @@ def _check_kind(encoder: Mapping[str, Tensor]) -> None:
     """Refuse encoders that the authors' masked language model never is."""
     required = ("embed_positions.weight", "emb_layer_norm.weight", "layers.0.fc1.weight")
     missing = [name for name in required if name not in encoder]
+    flat = [name for name in SHAPED if name in encoder and encoder[name].ndim != 2]
+    if flat:
+        raise UserError(f"The checkpoint is damaged: {', '.join(flat)} should have rows and columns.")
     foreign = [name for name in ("layer_norm.weight", "segment_embeddings.weight") if name in encoder]
     if missing or foreign:
         what = f"it lacks {', '.join(missing)}" if missing else f"it has {', '.join(foreign)}"

@@ -11,12 +11,13 @@ import argparse
 import shlex
 import sys
 from collections import Counter
+from functools import reduce
 from pathlib import Path
 
 import torch
 from common import Parser, UserError, check_target, portable, run_script, save, writing
-from fairseq_card import AUTO_CLASSES, make_card, target_name
-from fairseq_checkpoint import Original, heads, open_original
+from fairseq_card import AUTO_CLASSES, is_half, make_card, make_tokenizer_card, target_name
+from fairseq_checkpoint import BPE_NAMES, DICTIONARIES, Original, heads, open_original
 from fairseq_config import HEAD_TYPES, POOLINGS, RANKING, UNK, Head, classes, is_tied, make_config
 from fairseq_names import EMBEDDING, THEIR_LM_HEAD, TIED, Translated, to_ours
 from fairseq_tokenizer import build_tokenizer, is_roberta, read_bpe, read_dictionary
@@ -149,7 +150,14 @@ def _classifier(original: Original, name: str, options: argparse.Namespace) -> H
     if count > 1:
         if options.head_type not in (None, "classification"):
             raise UserError(f"The head {name} has {count} outputs: it is no head for {options.head_type}.")
-        return Head(name, "classification", _labels(options.labels or original.labels, count))
+        given = None if options.labels is None else _labels(options.labels)
+        if given is not None and len(given) != count:
+            raise UserError(
+                f"--labels {options.labels} names {len(given)} classes ({', '.join(given[:5])}), but the head {name} "
+                f"has {count} outputs."
+            )
+        found = given or (_labels(original.labels) if original.labels else ())
+        return Head(name, "classification", found if len(found) == count else ())
     kind = options.head_type
     if kind == "classification":
         raise UserError(f"The head {name} has one output, so it does not choose among classes.")
@@ -165,28 +173,29 @@ def _classifier(original: Original, name: str, options: argparse.Namespace) -> H
     return Head(name, kind)
 
 
-def _labels(path: Path | None, count: int) -> tuple[str, ...]:
-    """Names of the classes: the first lines of fairseq's label dictionary, in whose order the outputs stand."""
-    if path is None:
-        return ()
+def _labels(path: Path) -> tuple[str, ...]:
+    """Names of the classes: the first lines of fairseq's label dictionary, in whose order the outputs stand.
+
+    Raises:
+        UserError: The file cannot be read, or is no such dictionary.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--labels {path} cannot be read ({error}).") from error
+        raise UserError(f"The dictionary of the classes, {path}, cannot be read ({error}).") from error
     names = tuple(line.rpartition(" ")[0] for line in lines if not line.startswith("madeupword"))
-    if len(names) != count or len(set(names)) != count or not all(names):
-        raise UserError(
-            f"{path} names {len(names)} classes ({', '.join(names[:5])}), but the head has {count} outputs. Name "
-            "another file with --labels."
-        )
+    if not names or len(set(names)) != len(names) or not all(names):
+        raise UserError(f"{path} is no dictionary of classes: it should have a line for each, its name and a count.")
     return names
 
 
 # ---- model and tokenizer ----
 
 
-def make_model(original: Original, head: Head, dtype: str | None) -> tuple[PreTrainedModel, Translated]:
+def make_model(original: Original, head: Head) -> tuple[PreTrainedModel, Translated]:
     """Our model with the checkpoint's weights, and what became of its tensors.
+
+    It has the checkpoint's type, but float32 where that is half precision and 1 is added to the weights of the norms.
 
     Raises:
         UserError: The tensors do not make a complete model.
@@ -205,25 +214,51 @@ def make_model(original: Original, head: Head, dtype: str | None) -> tuple[PreTr
     if missing or foreign or wrong:
         kinds = (("lacks", missing), ("has besides", foreign), ("has in another shape", wrong))
         what = "; ".join(f"{verb} {', '.join(names[:3])}" for verb, names in kinds if names)
-        raise UserError(f"{original.name} does not fit its own shape (under our names, it {what}): it is damaged.")
+        raise UserError(
+            f"{original.name} does not make a whole model (under our names, it {what}): it is damaged, or not of the "
+            "authors' code."
+        )
     model.load_state_dict(state, assign=True)
     model.tie_weights()
-    return model.to(DTYPES[dtype] if dtype else widest(original)).eval(), translated
+    dtype = widest(original)
+    return model.to(torch.promote_types(dtype, torch.float32) if original.norm_offset else dtype).eval(), translated
 
 
 def widest(original: Original) -> torch.dtype:
     """The checkpoint's type; of several, the one that holds them all."""
-    dtype = torch.float16
     types = {tensor.dtype for tensor in original.weights.values() if tensor.is_floating_point()}
-    for number, kind in enumerate(sorted(types, key=str)):
-        dtype = kind if number == 0 else torch.promote_types(dtype, kind)
-    return dtype
+    return reduce(torch.promote_types, types)
+
+
+def find_dictionary(given: Path | None, found: Path | None, beside: str) -> Path:
+    """The dictionary: that of --dict, or the one that was found beside `beside`.
+
+    Raises:
+        UserError: There is none.
+    """
+    if given is not None and given.is_dir():
+        found = next((given / name for name in DICTIONARIES if (given / name).is_file()), None)
+        beside = f"the folder {given}" if found is None else beside
+    elif given is not None:
+        return given
+    if found is None:
+        raise UserError(
+            f"There is no dict.txt in or beside {beside}. It holds the order of the tokens: copy it there from the "
+            "archive or from the training data, or name it with --dict FILE."
+        )
+    return found
 
 
 def make_tokenizer(
-    dictionary: Path, options: argparse.Namespace, bpe: Path | None, rows: int | None, longest: int | None
+    dictionary: Path, source: str, rows: int | None, longest: int | None
 ) -> tuple[PreTrainedTokenizerBase, str]:
     """The tokenizer of a dictionary, and what it is in a few words.
+
+    Args:
+        dictionary: dict.txt.
+        source: folder or Hub name with GPT-2's BPE.
+        rows: of the model's embedding, if there is a model.
+        longest: input of the model.
 
     Raises:
         UserError: The dictionary has not as many tokens as the embedding has rows, or the files cannot be read.
@@ -235,7 +270,6 @@ def make_tokenizer(
             f"embedding has {rows:,} rows: they do not belong together. Name the dictionary that the model was trained "
             "with: --dict FILE."
         )
-    source = options.gpt2_bpe or (str(bpe) if bpe else GPT2)
     tokenizer = build_tokenizer(symbols, read_bpe(source), longest)
     kind = "the ids of FacebookAI/roberta-base" if is_roberta(symbols) else "the ids of dict.txt"
     if type(tokenizer).__name__ == "FairseqBpeTokenizer":
@@ -256,36 +290,46 @@ def convert(options: argparse.Namespace) -> None:
     if options.tokenizer_only:
         convert_tokenizer(options)
         return
-    with open_original(options.source, options.checkpoint, options.layer_norm, options.overrides) as original:
+    opened = open_original(options.source, options.checkpoint, options.layer_norm, options.overrides)
+    # The target first: whether it can be written is known at once, and what cannot be is said before long work.
+    with writing(options.target) as folder, opened as original:
         head = choose_head(original, options)
-        model, translated = make_model(original, head, options.dtype)
-        dictionary = options.dict or original.dictionary
-        if dictionary is None:
-            raise UserError(
-                f"There is no dict.txt beside {original.name}. It holds the order of the tokens: copy it there from "
-                "the archive or from the training data, or name it with --dict FILE."
-            )
-        config = model.config
-        longest = config.max_position_embeddings
-        tokenizer, kind = make_tokenizer(dictionary, options, original.bpe, config.vocab_size, longest)
+        config = make_config(original, head)
+        dictionary = find_dictionary(options.dict, original.dictionary, original.name)
+        bpe = options.gpt2_bpe or (str(original.bpe) if original.bpe else GPT2)
+        tokenizer, kind = make_tokenizer(dictionary, bpe, config.vocab_size, config.max_position_embeddings)
+        model, translated = make_model(original, head)
         facts = describe(original, head, model, translated, kind)
         print("\n".join(facts), flush=True)
-        with writing(options.target) as folder:
-            save(folder, model, tokenizer, "")
-            report = compare(folder, original, head.part if head.kind in HEAD_TYPES else None)
-            if not (report.ok or report.rounding or rounds(original, model)):
-                lines = "\n".join(report.lines())
-                raise UserError(f"The converted model does not compute what the checkpoint does:\n{lines}")
-            facts.append(report.summary())
-            card = make_card(target_name(options.target), original, head, model, command(options), facts)
-            (folder / "README.md").write_text(card, encoding="utf-8")
-    print(facts[-1])
+        save(folder, model, tokenizer, "")
+        report = compare(folder, original, head.part if head.kind in HEAD_TYPES else None)
+        if not (report.ok or report.rounding):
+            lines = "\n".join(report.lines())
+            raise UserError(f"The converted model does not compute what the checkpoint does:\n{lines}")
+        results = [report.summary()]
+        if (dtype := DTYPES.get(options.dtype, widest(original))) != model.dtype:
+            results.append(cast(model, dtype, "as asked" if options.dtype else "the checkpoint's type"))
+        card = make_card(target_name(options.target), original, head, model, command(options), [*facts, *results])
+        save(folder, model, tokenizer, card)
+    print("\n".join(results))
     print(f"Written to {options.target}: load it with {AUTO_CLASSES[head.kind]}.from_pretrained.")
+    if is_half(model):
+        print(f"It is stored in {name_of(model.dtype)}. To train it, load it with dtype=torch.float32.")
 
 
-def rounds(original: Original, model: PreTrainedModel) -> bool:
-    """Whether the type that was asked for holds the checkpoint's numbers only roughly."""
-    return torch.promote_types(widest(original), model.dtype) != model.dtype
+def cast(model: PreTrainedModel, dtype: torch.dtype, why: str) -> str:
+    """Change the type of a model, and say what that does and why it is done."""
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    model.to(dtype)
+    wide = torch.float64
+    changed = [name for name, new in model.named_parameters() if not torch.equal(before[name].to(wide), new.to(wide))]
+    how = f"{len(changed)} of {len(before)} tensors are rounded" if changed else "no number changes"
+    return f"Then written in {name_of(dtype)}, {why}: {how}."
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`float16` for `torch.float16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def describe(
@@ -293,15 +337,13 @@ def describe(
 ) -> list[str]:
     """What was found in the checkpoint and what became of it, a line each."""
     config, options = model.config, original.options
-    types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in original.weights.values())
-    dtype = str(model.dtype).removeprefix("torch.")
+    types = Counter(name_of(tensor.dtype) for tensor in original.weights.values())
     norm = "weights less 1, to which 1 was added" if original.norm_offset else "plain weights"
     why = "found out" if original.norm_detected else "as told"
     lines = [
         f"Read {original.name} ({', '.join(types)}; arguments of {options.arch or 'an unnamed architecture'})",
-        f"Model: {type(model).__name__}, {model.num_parameters():,} parameters in {dtype}"
-        + (" (rounded, as asked)" if rounds(original, model) else "")
-        + f"; {config.num_hidden_layers} layers of width {config.hidden_size}, {config.num_attention_heads} heads, "
+        f"Model: {type(model).__name__}, {model.num_parameters():,} parameters in {name_of(model.dtype)}; "
+        f"{config.num_hidden_layers} layers of width {config.hidden_size}, {config.num_attention_heads} heads, "
         f"{config.projection_length} slots ({'dynamic' if config.dynamic_projection else 'fixed'} projection), key and "
         f"value {'tied' if config.tie_kv else 'untied'}, {config.max_position_embeddings:,} positions",
         f"LayerNorm: {norm} ({why}; the median of their means is {original.norm_mean:.2f})",
@@ -311,6 +353,8 @@ def describe(
     if head.part not in (None, "lm_head"):
         names = ", ".join(config.id2label.values()) if head.kind == "classification" else head.kind
         lines.append(f"Head: {head.part} ({_describe(original, head.part)}; {names})")
+    if original.labels and head.kind == "classification" and not head.labels:
+        lines.append("Classes: label/dict.txt does not have as many as the head has outputs, so they have no names")
     if original.left_out:
         lines.append(f"Left out: {', '.join(original.left_out)}")
     if original.assumed:
@@ -325,18 +369,27 @@ def convert_tokenizer(options: argparse.Namespace) -> None:
     """Write the tokenizer of a dictionary, unless transformers has it ready.
 
     Raises:
-        UserError: It is RoBERTa's, or there is no dictionary.
+        UserError: It is RoBERTa's, there is no dictionary, or an option is one of models.
     """
+    for name in ("checkpoint", "head", "head_type", "labels", "layer_norm", "dtype"):
+        if getattr(options, name) is not None or options.override:
+            flag = name.replace("_", "-") if getattr(options, name) is not None else "override"
+            raise UserError(f"--{flag} is without effect on a tokenizer alone: leave it out.")
     source = options.source
-    dictionary = options.dict or (source if source.is_file() else source / "dict.txt")
+    given = options.dict or (source if source.is_dir() or source.suffix == ".txt" else None)
+    dictionary = find_dictionary(given, None, f"{source} (a folder with dict.txt, or that file)")
     if is_roberta(read_dictionary(dictionary)):
         raise UserError(
             f"{portable(str(dictionary))} is RoBERTa's own dictionary, whose tokenizer transformers has ready: "
             'AutoTokenizer.from_pretrained("FacebookAI/roberta-base").'
         )
-    tokenizer, kind = make_tokenizer(dictionary, options, None, None, None)
+    beside = dictionary.parent
+    bpe = options.gpt2_bpe or (str(beside) if any((beside / name).is_file() for name in BPE_NAMES) else GPT2)
     with writing(options.target) as folder:
+        tokenizer, kind = make_tokenizer(dictionary, bpe, None, None)
         tokenizer.save_pretrained(folder)
+        card = make_tokenizer_card(target_name(options.target), command(options), kind)
+        (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"Tokenizer: {kind}")
     print(f"Written to {options.target}: load it with AutoTokenizer.from_pretrained.")
 

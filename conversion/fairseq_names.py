@@ -123,7 +123,7 @@ def to_ours(weights: Mapping[str, Tensor], part: str | None, norm_offset: float 
     Args:
         weights: under their full names (see `fairseq_checkpoint.official_names`).
         part: what the model has on its encoder: `"lm_head"`, a classification head's name, or `None`.
-        norm_offset: added to the weight of every LayerNorm.
+        norm_offset: added to the weight of every LayerNorm, which is then in float32 at least.
 
     Raises:
         UserError: A name that stands in no table.
@@ -172,7 +172,7 @@ def to_theirs(tensors: Mapping[str, Tensor], part: str | None, norm_offset: floa
         except KeyError:
             unknown.append(name)
             continue
-        theirs[full] = _shifted(full, tensor, -norm_offset)
+        theirs[full] = _shifted(full, tensor, -norm_offset).to(tensor.dtype)
     if unknown:
         raise UserError(f"The authors' code has no counterpart of {', '.join(unknown[:5])}.")
     return theirs
@@ -181,4 +181,5 @@ def to_theirs(tensors: Mapping[str, Tensor], part: str | None, norm_offset: floa
 def _shifted(name: str, tensor: Tensor, offset: float) -> Tensor:
     if not offset or not NORM.search(name):
         return tensor
-    return (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + offset).to(tensor.dtype)
+    # Half precision has fewer digits for 1 + w than for a small w.
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + offset

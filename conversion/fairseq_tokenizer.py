@@ -6,14 +6,16 @@ whose symbols are these ids in decimal, gives the rows of the model. A piece who
 
 import hashlib
 import json
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import UserError, find
+from common import UserError
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase, RobertaTokenizer
+from transformers.utils import cached_file
 
 from luna_hf import FairseqBpeTokenizer
 
@@ -73,7 +75,7 @@ def read_dictionary(path: Path) -> list[str]:
         UserError: The file cannot be read, or a line of it is not one of a dictionary over GPT-2's BPE.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # some editors put a mark in front
             lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
@@ -136,19 +138,33 @@ def read_bpe(source: str) -> Bpe:
 
 
 def _bpe_files(source: str) -> tuple[str, str]:
-    try:
-        for names in BPE_FILES:
-            paths = [find(source, name) for name in names]
-            if all(paths):
-                return paths[0], paths[1]
-        reason = "is no such folder" if not Path(source).exists() else "does not have them"
-    except (OSError, ValueError):  # neither a folder nor a name that the Hub has
-        reason = "is neither a folder nor a name on the Hub"
+    if Path(source).exists():
+        for vocab, merges in ((Path(source) / a, Path(source) / b) for a, b in BPE_FILES):
+            if vocab.is_file() and merges.is_file():
+                return str(vocab), str(merges)
+        reason = f"the folder {source} does not have them"
+    else:
+        try:
+            return _bpe_from_hub(source)
+        except (OSError, ValueError) as error:
+            reason = f"{source} is no folder, and from the Hub it cannot be had ({str(error).splitlines()[0]})"
     raise UserError(
         f"The dictionary is one over GPT-2's BPE, whose files are needed, vocab.json and merges.txt (encoder.json and "
-        f"vocab.bpe to fairseq), but {source} {reason}, or cannot be reached. Download the two files and name their "
-        "folder: --gpt2-bpe FOLDER."
+        f"vocab.bpe to fairseq), but {reason}. Download the two files and name their folder: --gpt2-bpe FOLDER."
     )
+
+
+def _bpe_from_hub(name: str) -> tuple[str, str]:
+    print(f"GPT-2's BPE files: from {name} on the Hub", flush=True)
+    # A Hub that cannot be reached is tried again and again, with a warning each time; the error says it once.
+    retries = logging.getLogger("huggingface_hub.utils._http")
+    level = retries.level
+    retries.setLevel(logging.ERROR)
+    try:
+        vocab, merges = (cached_file(name, file) for file in BPE_FILES[0])
+    finally:
+        retries.setLevel(level)
+    return vocab, merges
 
 
 def _read_tokens(path: str) -> list[str]:

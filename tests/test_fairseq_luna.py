@@ -1,6 +1,7 @@
 """The converter of the authors' checkpoints: every layout of file, arguments, names and heads gives their numbers."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -266,6 +267,20 @@ def test_the_only_head_is_taken_and_what_is_unused_is_listed(tmp_path, capsys):
     assert "have no names" not in card
 
 
+def test_labels_of_another_head_are_left_out(tmp_path, capsys):
+    source = write_tiny(tmp_path / "source", heads={"sentence_classification_head": 2}, labels=("a", "b", "c"))
+    assert LunaConfig.from_pretrained(convert(source, tmp_path / "out")).id2label == {0: "LABEL_0", 1: "LABEL_1"}
+    assert "label/dict.txt does not have as many" in capsys.readouterr().out
+
+
+def test_the_card_has_the_layout_of_the_task(tmp_path):
+    heads = {"sentence_classification_head": 1}
+    for task, layout in (("commonsense_qa", "Q: the question</s>A: an answer"), ("sentence_ranking", "the passage")):
+        source = write_tiny(tmp_path / task, heads=heads, changes={"task": task})
+        card = (convert(source, tmp_path / f"{task}-out") / "README.md").read_text()
+        assert layout in card and "pipeline_tag: multiple-choice" in card
+
+
 def test_labels_without_names_are_said(tmp_path):
     source = write_tiny(tmp_path / "source", heads={"sentence_classification_head": 2})
     folder = convert(source, tmp_path / "out")
@@ -386,6 +401,23 @@ def test_norms_stored_less_one(told, tmp_path, capsys):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-6), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_stored_less_one_in_half_precision(dtype, tmp_path, capsys):
+    """They have more digits than 1 + w has in that type: compared in float32, then rounded, unless float32 is asked."""
+    arguments = tiny_arguments()
+    weights = {name: tensor.to(dtype) for name, tensor in less_one(random_weights(arguments)).items()}
+    source = write_fairseq(tmp_path / "source", weights, arguments)
+    folder = convert(source, tmp_path / "half")
+    assert re.search(r"the checkpoint's type: [1-9]\d* of \d+ tensors are rounded", capsys.readouterr().out)
+    assert stored_types(folder) == {str(dtype).removeprefix("torch.")}
+    model = LunaForMaskedLM.from_pretrained(convert(source, tmp_path / "wide", "--dtype", "float32"))
+    for stored, ours in (
+        ("encoder.lm_head.layer_norm.weight", model.lm_head.layer_norm.weight),
+        ("encoder.sentence_encoder.proj_emb_layer_norm.weight", model.luna.packed_embeddings.LayerNorm.weight),
+    ):
+        assert torch.equal(ours, weights[stored].float() + 1)
+
+
 def test_norms_that_do_not_tell(tmp_path, capsys):
     arguments = tiny_arguments()
     halved = {n: t / 2 if fairseq_names.NORM.search(n) else t for n, t in random_weights(arguments).items()}
@@ -401,11 +433,24 @@ def test_norms_that_do_not_tell(tmp_path, capsys):
 
 
 def test_another_type_if_asked(tmp_path, capsys):
+    """The result is compared with the original before it is rounded."""
     source = genuine_folder(tmp_path / "source", "untied")
     folder = convert(source, tmp_path / "wide", "--dtype", "float32")
-    assert stored_types(folder) == {"float32"} and "rounded" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert stored_types(folder) == {"float32"} and "written in float32, as asked: no number changes" in printed
+    assert "stored in" not in printed and "dtype=torch.float32" not in (folder / "README.md").read_text()
     folder = convert(genuine_folder(tmp_path / "single", "tied"), tmp_path / "narrow", "--dtype", "bfloat16")
-    assert stored_types(folder) == {"bfloat16"} and "bfloat16 (rounded, as asked)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert stored_types(folder) == {"bfloat16"} and re.search(
+        r"in bfloat16, as asked: \d+ of \d+ tensors are rounded", printed
+    )
+    assert "Equal to the original" in printed and "Equal to the original" in (folder / "README.md").read_text()
+
+
+def test_half_precision_is_said_to_be_for_inference(tmp_path, capsys):
+    folder = convert(genuine_folder(tmp_path / "source", "untied"), tmp_path / "out")
+    assert "stored in float16. To train it, load it with dtype=torch.float32" in capsys.readouterr().out
+    assert "`dtype=torch.float32`" in (folder / "README.md").read_text()
 
 
 def test_mixed_types_become_the_wider(tmp_path):
@@ -438,6 +483,12 @@ def write_tiny_with_heads(folder, changes):
     """Without the argument for the heads: `None` takes it out of the file."""
     arguments = tiny_arguments(**changes)
     return write_fairseq(folder, random_weights(arguments), arguments)
+
+
+def test_the_folder_one_is_in(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(write_tiny(tmp_path / "luna.tiny"))
+    convert(".", tmp_path / "out")
+    assert "Read luna.tiny/model.pt" in capsys.readouterr().out
 
 
 def test_a_checkpoint_file_and_one_of_several(tmp_path, capsys):
@@ -480,14 +531,37 @@ def test_the_binarized_task_has_its_dictionary_in_a_folder(tmp_path):
     convert(source, tmp_path / "out")
 
 
-def test_a_tokenizer_alone(tmp_path, capsys):
+@pytest.mark.parametrize("place", ["folder", "file", "input0", "elsewhere"])
+def test_a_tokenizer_alone(place, tmp_path, capsys):
     source = genuine_folder(tmp_path / "source", "tied")
     (source / "model.pt").unlink()
-    convert(source, tmp_path / "out", "--tokenizer-only", "--gpt2-bpe", source)
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
-    assert not (tmp_path / "out" / "config.json").exists()
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 294
+    words = ["--tokenizer-only", "--gpt2-bpe", source]
+    if place == "input0":
+        (source / "input0").mkdir()
+        (source / "dict.txt").rename(source / "input0" / "dict.txt")
+    elif place == "elsewhere":
+        (source / "dict.txt").rename(tmp_path / "dict.txt")
+        words += ["--dict", tmp_path]
+    folder = convert(source / "dict.txt" if place == "file" else source, tmp_path / "out", *words)
     assert "Tokenizer: 294 tokens" in capsys.readouterr().out
+    assert not (folder / "config.json").exists() and ModelCard.load(folder / "README.md").data.tags == ["fairseq"]
+    assert len(AutoTokenizer.from_pretrained(folder)) == 294
+    convert(source / "dict.txt" if place == "file" else source, folder, *words, "--overwrite")
+
+
+def test_a_dictionary_with_a_byte_order_mark_and_windows_line_ends(tmp_path):
+    source = genuine_folder(tmp_path / "source", "tied")
+    plain = AutoTokenizer.from_pretrained(convert(source, tmp_path / "plain")).get_vocab()
+    text = (source / "dict.txt").read_text()
+    (source / "dict.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert AutoTokenizer.from_pretrained(convert(source, tmp_path / "marked")).get_vocab() == plain
+
+
+def test_a_folder_for_the_dictionary(tmp_path):
+    source = write_tiny(tmp_path / "source")
+    (tmp_path / "data-bin" / "input0").mkdir(parents=True)
+    (source / "dict.txt").rename(tmp_path / "data-bin" / "input0" / "dict.txt")
+    convert(source, tmp_path / "out", "--dict", tmp_path / "data-bin")
 
 
 def test_overwrite_replaces_a_conversion_only(tmp_path, capsys):

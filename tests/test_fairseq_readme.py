@@ -42,8 +42,8 @@ def test_the_first_lines_for_the_published_archive(base_archive, monkeypatch, tm
     options = fairseq_luna.parse(shlex.split(command)[1:])
     with open_original(options.source) as original:
         head = fairseq_luna.choose_head(original, options)
-        model, translated = fairseq_luna.make_model(original, head, None)
-        tokenizer = fairseq_luna.make_tokenizer(original.dictionary, options, original.bpe, 50265, 512)[1]
+        model, translated = fairseq_luna.make_model(original, head)
+        tokenizer = fairseq_luna.make_tokenizer(original.dictionary, str(original.bpe), 50265, 512)[1]
         lines = fairseq_luna.describe(original, head, model, translated, tokenizer)
     for readme in (README, CONVERSION):
         (shown,) = re.findall(r"```\n(Read luna\.base.*?)```", readme, re.DOTALL)

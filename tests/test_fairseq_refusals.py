@@ -2,7 +2,10 @@
 
 import argparse
 import io
+import os
 import pickle
+import shutil
+import sys
 import tarfile
 import zipfile
 
@@ -77,10 +80,27 @@ def test_a_class_that_is_not_known(tmp_path, refused):
     assert "test_fairseq_refusals.Unknown`" in refused(save(tmp_path / "source" / "model.pt", state).parent)
 
 
+def test_what_omegaconf_leaves(tmp_path, refused, monkeypatch):
+    """Some revisions of fairseq store their `cfg` as an object; by its name the fix is told."""
+    monkeypatch.setattr(Unknown, "__module__", "omegaconf.dictconfig")
+    for name in ("omegaconf", "omegaconf.dictconfig"):
+        monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
+    arguments = tiny_arguments()
+    state = {**make_state(random_weights(arguments), arguments), "args": None, "cfg": Unknown()}
+    assert "OmegaConf.to_container" in refused(save(tmp_path / "source" / "model.pt", state).parent)
+
+
+def test_instructions_of_newer_pickles(tmp_path, refused):
+    arguments = tiny_arguments()
+    (tmp_path / "source").mkdir()
+    torch.save(make_state(random_weights(arguments), arguments), tmp_path / "source" / "model.pt", pickle_protocol=4)
+    assert "save it again with torch.save" in refused(tmp_path / "source")
+
+
 def test_a_plain_pickle(tmp_path, refused):
     path = tmp_path / "model.pt"
     path.write_bytes(pickle.dumps({"model": 1}))
-    assert "model.pt is damaged" in refused(path)
+    assert "model.pt is nothing that PyTorch wrote" in refused(path)
 
 
 # ---- damaged files ----
@@ -115,6 +135,51 @@ def test_a_checkpoint_that_is_cut_short(share, legacy, tmp_path, refused):
     assert "source/model.pt is damaged" in message and "again" in message
 
 
+def flipped(content, place):
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("form", ["zip", "gztar", "checkpoint"])
+def test_a_wrong_bit_anywhere(form, tmp_path, refused):
+    """In the weights, where only the checksums of the file show it."""
+    source = write_tiny(tmp_path / "luna.tiny")
+    path = source / "model.pt" if form == "checkpoint" else write_archive(source, form)
+    content = path.read_bytes()
+    for place in range(len(content) // 7, len(content), len(content) // 7):
+        path.write_bytes(flipped(content, place))
+        if fairseq_luna.main([str(path), str(tmp_path / "out")]) == 0:  # a byte that means nothing, such as a date
+            assert form != "gztar"
+            intact = write_tiny(tmp_path / "intact")
+            assert fairseq_luna.main([str(intact), str(tmp_path / "expected")]) == 0
+            expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
+            assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
+            shutil.rmtree(tmp_path / "out")
+            shutil.rmtree(tmp_path / "expected")
+        else:
+            path.write_bytes(flipped(content, place))
+            message = refused(path)
+            assert "again" in message or "damaged" in message
+
+
+def test_a_stretch_that_is_missing(tmp_path, refused):
+    archive = write_archive(write_tiny(tmp_path / "luna.tiny"))
+    content = archive.read_bytes()
+    archive.write_bytes(content[:4000] + content[5000:])
+    assert "damaged" in refused(archive)
+
+
+def test_a_compression_that_python_does_not_have(tmp_path, refused):
+    archive = write_archive(write_tiny(tmp_path / "luna.tiny"))
+    content = bytearray(archive.read_bytes())
+    for start in (b"PK\x03\x04", b"PK\x01\x02"):  # the number of the method in both headers: 9 is Deflate64
+        at = content.find(start)
+        while at >= 0:
+            content[at + (8 if start[2] == 3 else 10)] = 9
+            at = content.find(start, at + 4)
+    archive.write_bytes(content)
+    assert "Unpack it and name the folder" in refused(archive)
+
+
 def test_a_web_page_instead_of_the_archive(tmp_path, refused):
     page = tmp_path / "luna.base.tied.zip"
     page.write_text("<!DOCTYPE html><html><title>Virus scan warning</title></html>")
@@ -124,7 +189,7 @@ def test_a_web_page_instead_of_the_archive(tmp_path, refused):
 def test_a_pointer_of_git_lfs(tmp_path, refused):
     source = write_tiny(tmp_path / "source")
     (source / "model.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 12\n")
-    assert "damaged, or no checkpoint" in refused(source)
+    assert "is nothing that PyTorch wrote: it is damaged" in refused(source)
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
@@ -145,6 +210,11 @@ def test_an_archive_that_reaches_outside(kind, tmp_path, refused):
 # ---- not what it should be ----
 
 
+def test_another_name_than_that_of_the_file(tmp_path, refused):
+    source = write_tiny(tmp_path / "source")
+    assert "no checkpoint other.pt: model.pt" in refused(source / "model.pt", "--checkpoint", "other.pt")
+
+
 def test_a_missing_source(tmp_path, refused):
     assert "There is no" in refused(tmp_path / "nothing")
 
@@ -152,6 +222,32 @@ def test_a_missing_source(tmp_path, refused):
 def test_a_folder_without_a_checkpoint(tmp_path, refused):
     (tmp_path / "empty").mkdir()
     assert "holds no checkpoint (model.pt" in refused(tmp_path / "empty")
+
+
+def test_a_checkpoint_further_down_or_packed(tmp_path, refused):
+    write_archive(write_tiny(tmp_path / "one" / "two" / "three" / "luna.tiny"))
+    assert "But there is two/three/luna.tiny: name that" in refused(tmp_path / "one")
+    (tmp_path / "one" / "two" / "three" / "luna.tiny" / "model.pt").unlink()
+    assert "But there is luna.tiny.zip: name that" in refused(tmp_path / "one" / "two" / "three")
+
+
+def test_a_dictionary_as_source(tmp_path, refused):
+    source = write_tiny(tmp_path / "source")
+    assert "Name the folder it is in" in refused(source / "dict.txt")
+
+
+def test_files_without_permission(tmp_path, refused, monkeypatch):
+    """Simulated, because root may read everything."""
+    source = write_tiny(tmp_path / "source")
+
+    def forbidden(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", forbidden)
+        assert "source/model.pt cannot be read: you have no permission" in refused(source)
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    assert "source cannot be read: you have no permission" in refused(source)
 
 
 def test_a_checkpoint_of_transformers(tmp_path, refused):
@@ -209,6 +305,9 @@ LAYER = f"{ENCODER}layers.1."
             lambda w: w.update({"encoder.sentence_encoder.layer_norm.weight": torch.ones(16)}),
             "it has layer_norm.weight",
         ),
+        (lambda w: w.update({f"{ENCODER}embed_tokens.weight": torch.zeros(60)}), "should have rows and columns"),
+        (lambda w: w.update({f"{LAYER}fc1.bias": torch.zeros(24).long()}), "tensors of integers, or sparse"),
+        (lambda w: w.update({f"{LAYER}fc1.bias": torch.zeros(24).to_sparse()}), "tensors of integers, or sparse"),
         (lambda w: w.pop(f"{ENCODER}embed_positions.weight"), "it lacks embed_positions.weight"),
         (lambda w: w.update({"decoder.lm_head.bias": torch.zeros(60)}), "encoder.decoder.lm_head.bias"),
     ],
@@ -217,9 +316,11 @@ def test_tensors_that_do_not_fit(change, message, tmp_path, refused):
     assert message in refused(altered(tmp_path, change))
 
 
-def test_a_head_without_its_output(tmp_path, refused):
-    name = "classification_heads.cls_classification_head.out_proj.weight"
-    assert "has no output layer" in refused(altered(tmp_path, lambda w: w.pop(name), heads={name.split(".")[1]: 2}))
+@pytest.mark.parametrize("layer", ["dense", "out_proj"])
+def test_a_head_without_a_layer(layer, tmp_path, refused):
+    head = "cls_classification_head"
+    name = f"classification_heads.{head}.{layer}.weight"
+    assert f"it has no `{layer}.weight`" in refused(altered(tmp_path, lambda w: w.pop(name), heads={head: 2}))
 
 
 # ---- dictionary ----
@@ -227,7 +328,7 @@ def test_a_head_without_its_output(tmp_path, refused):
 
 def test_no_dictionary(tmp_path, refused):
     message = refused(write_tiny(tmp_path / "source", dictionary=False))
-    assert "no dict.txt beside source/model.pt" in message and "--dict FILE" in message
+    assert "no dict.txt in or beside source/model.pt" in message and "--dict FILE" in message
 
 
 @pytest.mark.parametrize("change", [-1, 1])
@@ -258,6 +359,7 @@ def test_roberta_s_own_tokenizer_is_not_rebuilt(tmp_path, refused):
     [
         (["--override", "heads=3"], "knows no argument heads"),
         (["--override", "dropout"], "not of the form NAME=VALUE"),
+        (["--override", "encoder_attention_heads=4.5"], "should be of the type int"),
         (["--override", "encoder_attention_heads=two"], "should be of the type int"),
         (["--override", "encoder_attention_heads=3"], "do not divide the width 16"),
         (["--override", "activation_fn=swish"], "known are gelu"),
@@ -290,11 +392,26 @@ def test_a_type_that_the_head_is_not(tmp_path, refused):
     assert "has 2 outputs" in refused(source, "--head-type", "ranking")
 
 
-@pytest.mark.parametrize("labels", [("a",), ("a", "b", "c"), ("a", "a")])
-def test_labels_that_do_not_fit(labels, tmp_path, refused):
-    source = write_tiny(tmp_path / "source", heads={"sentence_classification_head": 2}, labels=labels)
-    assert "--labels" in refused(source)
+def test_labels_that_do_not_fit(tmp_path, refused):
+    source = write_tiny(tmp_path / "source", heads={"sentence_classification_head": 2}, labels=("a", "a"))
+    assert "is no dictionary of classes" in refused(source)
     assert "cannot be read" in refused(source, "--labels", tmp_path / "nothing.txt")
+    (tmp_path / "labels.txt").write_text("a 1\nb 1\nc 1\n")
+    assert "names 3 classes (a, b, c), but the head" in refused(source, "--labels", tmp_path / "labels.txt")
+
+
+@pytest.mark.parametrize(
+    "words", [["--head", "x"], ["--dtype", "float16"], ["--layer-norm", "plain"], ["--override", "dropout=0.1"]]
+)
+def test_options_of_models_with_a_tokenizer_alone(words, tmp_path, refused):
+    source = write_tiny(tmp_path / "source")
+    assert f"{words[0]} is without effect on a tokenizer alone" in refused(source, "--tokenizer-only", *words)
+
+
+def test_a_tokenizer_alone_without_a_dictionary(tmp_path, refused):
+    archive = write_archive(write_tiny(tmp_path / "luna.tiny"))
+    message = refused(archive, "--tokenizer-only")
+    assert "no dict.txt" in message and "a folder with dict.txt, or that file" in message
 
 
 # ---- the target ----

@@ -17,6 +17,7 @@ TASKS = {
     "masked_lm": {"criterion": "masked_lm"},
     "sentence_prediction": {"criterion": "sentence_prediction", "regression_target": False},
     "sentence_ranking": {"criterion": "sentence_ranking", "num_classes": 2},
+    "commonsense_qa": {"criterion": "sentence_ranking", "num_classes": 5},
 }
 # The section of the newer `cfg` in which an argument stands; the others stand in that of the model.
 TASK_ARGUMENTS = ("data", "num_classes", "mask_prob", "tokens_per_sample")
