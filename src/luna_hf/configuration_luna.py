@@ -21,8 +21,8 @@ class LunaConfig(EncoderConfig):
         num_projected_attention_heads (`int`, *optional*):
             Heads of the pack attention; `None` takes `num_attention_heads`. Must divide `hidden_size`.
         tie_kv (`bool`, defaults to `True`):
-            Whether key and value share one matrix, in pack and in unpack (the paper's 132 M model; `False` is the
-            147 M one).
+            Whether key and value share one matrix, in pack and in unpack (132 M parameters at base size; without
+            sharing 146 M, which the paper gives as 147 M).
         dynamic_projection (`bool`, defaults to `True`):
             Whether a row with fewer tokens than slots uses only as many slots as it has tokens. `False` always uses
             all.
