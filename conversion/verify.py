@@ -17,21 +17,38 @@ A .safetensors file of what the authors' code gave: `<case>.input.tokens` (b, n)
 `.px_padding_mask` (b, l) are true at padding, and absent where nothing is padded. What the original computes at padding
 has no meaning and is not compared.
 
-MODEL runs in float32, whatever it is stored in. A difference is the largest one in a layer's states, divided by their
-largest magnitude where that is above 1, because float32 keeps 7 digits of large numbers, too. Exit status: 0 where none
-is above 1e-5; 1 where one is, or is not a number, or where the sizes differ; 2 where the two cannot be compared. Where
-one is above 1e-5, a second run with MODEL in float64 tells whether that is no more than rounding.
+MODEL runs in float32, whatever it is stored in. For every layer and stream the largest difference is printed, as it is
+and not relative to anything, and 1e-5 is allowed. float32 keeps 7 digits, so that a right model can be above that, too,
+where numbers are large or attention is sharp. What then decides depends on ORIGINAL:
+
+The authors' checkpoint: a second run has MODEL in float64, too. All of it has to agree to 1e-9 there (times the largest
+number of a layer where that is above 1). If it does, what is above 1e-5 is float32's rounding, and the two are equal;
+the table has the differences of both runs and the largest numbers. If it does not, they are not equal.
+
+A file of outputs: its numbers are rounded already, so that float64 tells nothing. The limit of a layer is 1e-5 times
+its largest number where that is above 1, and stands beside the difference. An error that is smaller than this is not
+found, and a right model with sharp attention can be above it: where there is a checkpoint, compare with that.
+
+Before that, config.json is compared with the tensors and arguments of a checkpoint, and with what is always so in the
+authors' code, such as LayerNorm's epsilon. A field that contradicts them is named, and no numbers are compared.
+
+Exit status: 0 where the two are equal, 1 where they are not, 2 where they cannot be compared.
 """
 
 import argparse
 import ast
+import dataclasses
+import json
+import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import Parser, UserError, run_script
-from fairseq_checkpoint import Original, heads, layers, open_original
+from fairseq_checkpoint import NORM, Original, heads, open_original
 from fairseq_reference import PADDING_ID, embed_tokens, encode, run
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -46,6 +63,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import logging
+from verify_config import config_problems, constant_problems
 from verify_report import Comparison, Mismatch, Report, counted, layer_name, listed
 
 import luna_hf  # noqa: F401  (registers the models with the Auto classes)
@@ -66,8 +84,8 @@ CLASSIFIERS = ("LunaForSequenceClassification", "LunaForMultipleChoice")
 # ---- our model ----
 
 
-def load(folder: Path) -> tuple[PreTrainedModel, list[str]]:
-    """The model of a folder in float32 and eval mode, and what is wrong with its weights.
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, list[str]]:
+    """The model of a folder in a type and in eval mode, and what is wrong with its weights.
 
     Raises:
         UserError: There is none, it cannot be read, or it is not a model that the authors have.
@@ -88,7 +106,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, list[str]]:
     logging.set_verbosity_error()  # what it would warn of is a problem here
     try:
         model, info = CLASSES[name].from_pretrained(
-            folder, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+            folder, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"The weights of {folder} cannot be read: {error}") from error
@@ -133,72 +151,87 @@ def compare(folder: Path, original: Original, head: str | None = None) -> Report
     Raises:
         UserError: They cannot be compared.
     """
-    model, problems = load(folder)
+    model, weight_problems = load(folder)
     head = choose_head(model, original, head)
-    try:
-        problems += size_problems(model.config, original)
-    except KeyError as error:
-        raise UserError(f"{original.name} has no tensor {error}.") from error
-    if problems:
+    with _incomplete_told(original):
+        check_attention_heads(original)
+        problems = config_problems(model.config, original, head, type(model).__name__ == "LunaForMaskedLM")
+    if problems := problems + weight_problems:
         return Report([], problems)
-    their_heads = original.options.encoder_attention_heads
-    if their_heads < 1 or model.config.hidden_size % their_heads:
-        raise UserError(
-            f"{original.name} has {their_heads} attention heads by its arguments, which do not divide its width "
-            f"{model.config.hidden_size}. Give the right number: --override encoder_attention_heads=N."
-        )
     lengths = choose_lengths(model.config.projection_length, model.config.max_position_embeddings)
     rows = random_rows(original, lengths)
-    compared = compare_all(model, original, rows, head)
-    exact = None
-    if not compared.ok and not compared.problems:
-        # Sharp attention can magnify the rounding of float32 above any tolerance; float64 tells that from an error.
-        exact = compare_all(model.double(), original, rows, head).largest
     stored = _type_name(original.weights["encoder.sentence_encoder.embed_tokens.weight"])
-    return Report(
-        compared.rows,
-        compared.problems,
-        f"{counted(len(lengths), 'row')} of {listed(lengths)} random tokens, and every embedding",
-        f"model: float32, the rows as one padded batch; original: float64 from {stored}, row by row",
-        exact,
+    theirs = their_states(model, original, rows, head)
+    report = dataclasses.replace(
+        compare_all(model, original, rows, theirs, head),
+        inputs=f"{counted(len(lengths), 'row')} of {listed(lengths)} random tokens, and every embedding",
+        precision=f"model: float32, the rows as one padded batch; original: float64 from {stored}, row by row",
     )
+    if report.problems or report.ok or not math.isfinite(report.largest):
+        return report
+    # Large numbers or sharp attention can bring float32's rounding above any limit; float64 tells it from an error.
+    del model  # two of them would need twice the memory
+    model, _ = load(folder, torch.float64)
+    if original.norm_offset:
+        original = with_plain_norms(original)
+        theirs = their_states(model, original, rows, head)
+    return report.with_exact(compare_all(model, original, rows, theirs, head).rows)
 
 
-def compare_all(model: PreTrainedModel, original: Original, rows: list[Tensor], head: str | None) -> Report:
-    """Rows of ids and all embeddings, with the model in whatever type it is.
+def check_attention_heads(original: Original) -> None:
+    """Refuse a number of heads that cannot be.
 
     Raises:
-        UserError: The original is incomplete.
+        UserError: It does not divide the width.
     """
+    count = original.options.encoder_attention_heads
+    width = original.weights["encoder.sentence_encoder.embed_tokens.weight"].shape[1]
+    if count < 1 or width % count:
+        raise UserError(
+            f"{original.name} has {count} attention heads by its arguments, which do not divide its width {width}. "
+            "Give the right number: --override encoder_attention_heads=N."
+        )
+
+
+def with_plain_norms(original: Original) -> Original:
+    """The same with the weights of the LayerNorms as a converted model can hold them.
+
+    Where the file has them less 1, adding that to float32 rounds, which float64 would show.
+    """
+    if not original.norm_offset:
+        return original
+    plain = {
+        name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + original.norm_offset
+        for name, tensor in original.weights.items()
+        if NORM.search(name)
+    }
+    return dataclasses.replace(original, weights={**original.weights, **plain}, norm_offset=0.0)
+
+
+@contextmanager
+def _incomplete_told(original: Original) -> Iterator[None]:
+    """Say it of the original where a tensor is missing, or where it has an activation that the authors do not have."""
+    try:
+        yield
+    except UserError:
+        raise
+    except KeyError as error:
+        raise UserError(f"{original.name} has no tensor {error}.") from error
+    except ValueError as error:
+        raise UserError(f"{original.name}: {error}") from error
+
+
+def compare_all(
+    model: PreTrainedModel, original: Original, rows: list[Tensor], theirs: list[dict[str, Tensor]], head: str | None
+) -> Report:
+    """Rows of ids and all embeddings, with the model in whatever type it is."""
     comparison = Comparison()
     try:
-        compare_rows(comparison, model, original, rows, head)
+        compare_rows(comparison, model, rows, theirs, head)
         compare_embeddings(comparison, model, original)
     except Mismatch as error:
         return Report([], [str(error)])
-    except KeyError as error:
-        raise UserError(f"{original.name} has no tensor {error}.") from error
-    except ValueError as error:  # an activation that the authors do not have
-        raise UserError(f"{original.name}: {error}") from error
     return Report(comparison.rows(), [])
-
-
-def size_problems(config: PreTrainedConfig, original: Original) -> list[str]:
-    """In what the sizes of the model differ from those of the stored tensors."""
-    weights, prefix = original.weights, "encoder.sentence_encoder."
-    theirs = {
-        "vocab_size": weights[f"{prefix}embed_tokens.weight"].shape[0],
-        "hidden_size": weights[f"{prefix}embed_tokens.weight"].shape[1],
-        "num_hidden_layers": layers(weights),
-        "intermediate_size": weights[f"{prefix}layers.0.fc1.weight"].shape[0],
-        "projection_length": weights[f"{prefix}projected_embeddings"].shape[0],
-        "max_position_embeddings": weights[f"{prefix}embed_positions.weight"].shape[0] - PADDING_ID - 1,
-    }
-    return [
-        f"`{name}` is {getattr(config, name)}, but {size} in the original"
-        for name, size in theirs.items()
-        if getattr(config, name) != size
-    ]
 
 
 def choose_head(model: PreTrainedModel, original: Original, head: str | None) -> str | None:
@@ -256,9 +289,13 @@ def usable_ids(original: Original) -> Tensor:
 
 
 def compare_rows(
-    comparison: Comparison, model: PreTrainedModel, original: Original, rows: list[Tensor], head: str | None
+    comparison: Comparison,
+    model: PreTrainedModel,
+    rows: list[Tensor],
+    their_rows: list[dict[str, Tensor]],
+    head: str | None,
 ) -> None:
-    """Ours on all rows at once, padded to the longest; theirs row by row.
+    """Ours on all rows at once, padded to the longest; theirs row by row (`their_states`).
 
     Raises:
         Mismatch: States of different shapes.
@@ -266,8 +303,7 @@ def compare_rows(
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING_ID)
     keep = tokens != PADDING_ID
     hidden, packed, logits = states_of(model, tokens, keep)
-    for b, row in enumerate(rows):
-        theirs = their_states(model, original, row, head)
+    for b, (row, theirs) in enumerate(zip(rows, their_rows, strict=True)):
         for i in range(len(hidden)):
             comparison.add(layer_name(i), "tokens", hidden[i][b, : len(row)], theirs[f"hidden.{i}.x"])
             px = theirs[f"hidden.{i}.px"]
@@ -278,11 +314,17 @@ def compare_rows(
             comparison.add("logits", "", logits[b, : len(row)], theirs["logits"])
 
 
-def their_states(model: PreTrainedModel, original: Original, row: Tensor, head: str | None) -> dict[str, Tensor]:
-    """The reference on one row, without the masked-LM head where our model has none."""
-    if head is None and type(model).__name__ == "LunaModel":
-        return encode(original, row)
-    return run(original, row, head)
+def their_states(
+    model: PreTrainedModel, original: Original, rows: list[Tensor], head: str | None
+) -> list[dict[str, Tensor]]:
+    """The reference on each row, without the masked-LM head where our model has none.
+
+    Raises:
+        UserError: The original is incomplete.
+    """
+    encoder_only = head is None and type(model).__name__ == "LunaModel"
+    with _incomplete_told(original):
+        return [encode(original, row) if encoder_only else run(original, row, head) for row in rows]
 
 
 @torch.no_grad()
@@ -322,9 +364,9 @@ def compare_outputs(folder: Path, file: Path, head: str | None = None) -> Report
         if len(names) > 1:
             raise UserError(f"{file} has outputs of the heads {', '.join(names)}: choose one (--head).")
         head = names[0]
-    if problems:
+    if problems := constant_problems(model.config, head) + problems:
         return Report([], problems)
-    comparison, lengths = Comparison(), []
+    comparison, lengths = Comparison(relative=True), []
     for case in cases:
         given = {n.removeprefix(f"{case}."): t for n, t in tensors.items() if n.startswith(f"{case}.")}
         try:
@@ -339,6 +381,7 @@ def compare_outputs(folder: Path, file: Path, head: str | None = None) -> Report
         [],
         f"{batches} with {rows} of {listed(sorted(set(lengths)))} tokens",
         f"model: float32; original: outputs in {_type_name(tensors[f'{cases[0]}.output.hidden.0.x'])}",
+        relative=True,
     )
 
 
@@ -456,12 +499,35 @@ def parse_override(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def check_order(model: Path, original: Path) -> None:
+    """Refuse arguments in the wrong order.
+
+    Raises:
+        UserError: ORIGINAL is a model of transformers, and MODEL is there, but none.
+    """
+    if model.exists() and not is_converted(model) and is_converted(original):
+        raise UserError(
+            f"MODEL comes first and ORIGINAL second, but {original} is the converted model: "
+            f"python conversion/verify.py {original} {model}"
+        )
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether it is a folder with a config of transformers; the authors' config.json names no type of model."""
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(fields, dict) and "model_type" in fields
+
+
 def verify(options: argparse.Namespace) -> Report:
     """Compare, and print the table.
 
     Raises:
         UserError: They cannot be compared.
     """
+    check_order(options.model, options.original)
     if options.original.suffix == ".safetensors":
         for name in ("checkpoint", "layer_norm", "override"):
             if getattr(options, name):

@@ -13,6 +13,7 @@ from gpt2_files import gpt2_folder, roberta_dictionary
 from helpers import ROOT
 from tiny_fairseq import GENUINE, make_state, official_shapes, small_gpt2_folder, tiny_arguments, write_archive
 from transformers import AutoModelForMaskedLM
+from verify_report import Report, Row
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONVERSION = (ROOT / "conversion" / "README.md").read_text(encoding="utf-8")
@@ -61,13 +62,31 @@ def tiny(tmp_path_factory):
     return folder, folder / target
 
 
-def test_the_table_of_verify(tiny, capsys):
-    assert verify.main([str(tiny[1]), str(GENUINE / "tied")]) == 0
+def test_the_table_of_verify(tiny, tmp_path, capsys):
+    assert str((GENUINE / "untied").relative_to(ROOT)) in CONVERSION
+    words = [str(GENUINE / "untied"), str(tmp_path / "untied"), "--gpt2-bpe", str(tiny[0] / "bpe")]
+    assert fairseq_luna.main(words) == 0
+    assert verify.main([words[1], words[0]]) == 0
     (shown,) = re.findall(r"```\n( +tokens +packed\n.*?)```", CONVERSION, re.DOTALL)
     printed = capsys.readouterr().out
     # The last digits depend on the machine, what stands where does not.
     pattern = re.sub(r"\d\\\.\de\\-\d\d", lambda _: r"\d\.\de-\d\d", re.escape(shown))
     assert "e-07" not in pattern and re.search(pattern, printed)
+
+
+def test_the_table_of_verify_with_rounding():
+    (shown,) = re.findall(r"```\n( +tokens +float64 .*?)```", CONVERSION, re.DOTALL)
+    _, last, logits = ([float(word) for word in line.split() if "." in word] for line in shown.splitlines())
+    rows = [
+        Row("layer 12", "tokens", last[0], last[2], exact=last[1]),
+        Row("layer 12", "packed", last[3], last[5], exact=last[4]),
+        Row("logits", "", logits[0], logits[2], exact=logits[1]),
+    ]
+    report = Report([Row("embedding", "tokens", 0.0, exact=0.0), *rows], [])
+    assert report.ok and report.rounding
+    printed = report.lines()
+    header = next(line for line in printed if "tokens" in line)
+    assert shown.splitlines() == [header, *(line for line in printed if line.startswith(("layer 12", "logits")))]
 
 
 def test_the_way_back(tiny, monkeypatch):
