@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging import ERROR, getLogger
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -76,6 +77,18 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
     if present:
         raise UserError(f"The tokenizer at {source} ({present[0]}) cannot be read: {reason}.")
     return None
+
+
+@contextmanager
+def without_retry_warnings() -> Iterator[None]:
+    """A Hub that cannot be reached is asked again and again, with a warning each time; the error says it once."""
+    requests = getLogger("huggingface_hub.utils._http")
+    level = requests.level
+    requests.setLevel(ERROR)
+    try:
+        yield
+    finally:
+        requests.setLevel(level)
 
 
 # ---- the target folder ----

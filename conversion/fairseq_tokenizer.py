@@ -6,13 +6,12 @@ whose symbols are these ids in decimal, gives the rows of the model. A piece who
 
 import hashlib
 import json
-import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import UserError
+from common import UserError, without_retry_warnings
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase, RobertaTokenizer
 from transformers.utils import cached_file
@@ -147,7 +146,7 @@ def _bpe_files(source: str) -> tuple[str, str]:
         try:
             return _bpe_from_hub(source)
         except (OSError, ValueError) as error:
-            reason = f"{source} is no folder, and from the Hub it cannot be had ({str(error).splitlines()[0]})"
+            reason = f"there is no folder {source}, nor can they be had of that name ({str(error).splitlines()[0]})"
     raise UserError(
         f"The dictionary is one over GPT-2's BPE, whose files are needed, vocab.json and merges.txt (encoder.json and "
         f"vocab.bpe to fairseq), but {reason}. Download the two files and name their folder: --gpt2-bpe FOLDER."
@@ -156,14 +155,8 @@ def _bpe_files(source: str) -> tuple[str, str]:
 
 def _bpe_from_hub(name: str) -> tuple[str, str]:
     print(f"GPT-2's BPE files: from {name} on the Hub", flush=True)
-    # A Hub that cannot be reached is tried again and again, with a warning each time; the error says it once.
-    retries = logging.getLogger("huggingface_hub.utils._http")
-    level = retries.level
-    retries.setLevel(logging.ERROR)
-    try:
+    with without_retry_warnings():
         vocab, merges = (cached_file(name, file) for file in BPE_FILES[0])
-    finally:
-        retries.setLevel(level)
     return vocab, merges
 
 

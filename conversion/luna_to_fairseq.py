@@ -9,6 +9,7 @@ bitwise, in its type. What the authors' model cannot express is refused.
 
 import argparse
 import pickle
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -17,7 +18,17 @@ from string import Template
 from typing import Any
 
 import torch
-from common import Parser, UserError, check_target, find, load_tokenizer, portable, run_script, writing
+from common import (
+    Parser,
+    UserError,
+    check_target,
+    find,
+    load_tokenizer,
+    portable,
+    run_script,
+    without_retry_warnings,
+    writing,
+)
 from fairseq_arguments import (
     CHOICES,
     DEFAULT_HEAD,
@@ -157,10 +168,14 @@ def _read_config(source: str) -> LunaConfig:
         raise UserError(f"MODEL {source} is a file. Name the folder that `save_pretrained` wrote.")
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise UserError(f"MODEL {source} holds no config.json: it is no model of transformers.")
+    if not Path(source).exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise UserError(f"There is no folder {source}, and it is no name on the Hub, which has an owner: owner/name.")
     try:
-        values, _ = PreTrainedConfig.get_config_dict(source)
+        with without_retry_warnings():
+            values, _ = PreTrainedConfig.get_config_dict(source)
     except (OSError, ValueError, HFValidationError, HfHubHTTPError) as error:
-        what = f"The config.json of {source} cannot be read" if Path(source).is_dir() else f"There is no model {source}"
+        no_such = f"There is no folder {source}, and no model of that name can be had"
+        what = f"The config.json of {source} cannot be read" if Path(source).is_dir() else no_such
         raise UserError(f"{what} ({_first_line(error)}).") from error
     if values.get("model_type") != LunaConfig.model_type:
         raise UserError(
