@@ -16,7 +16,8 @@ from tiny_fairseq import write_archive, write_tiny
 
 # A conversion that says when it has begun to write, and then takes its time.
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may have been told to ignore it
 sys.path.insert(0, sys.argv[1])
 import fairseq_luna
 
