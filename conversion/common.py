@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging import ERROR, getLogger
 from pathlib import Path
 from types import FrameType
@@ -114,7 +114,7 @@ def check_target(target: Path, source: str, overwrite: bool) -> None:
     card = target / "README.md"
     converted = card.is_file() and CARD_MARK in card.read_text(encoding="utf-8", errors="replace")
     # The only folder that a conversion writes is that of a classifier's labels, for fairseq.
-    foreign = [path for path in present if path.is_dir() and path.name != "label"] if converted else present
+    foreign = [path for path in present if path.is_dir() and not _is_labels(path)] if converted else present
     if foreign:
         raise UserError(
             f"TARGET {target} holds files that no conversion wrote ({foreign[0].name}). Name another folder."
@@ -123,6 +123,10 @@ def check_target(target: Path, source: str, overwrite: bool) -> None:
         raise UserError(
             f"TARGET {target} holds an earlier conversion. Name another folder, or replace it (--overwrite)."
         )
+
+
+def _is_labels(folder: Path) -> bool:
+    return folder.name == "label" and [path.name for path in folder.iterdir()] == ["dict.txt"]
 
 
 @contextmanager
@@ -135,6 +139,7 @@ def writing(target: Path) -> Iterator[Path]:
     target = target.resolve()  # what a link leads to is replaced, not the link
     unfinished, earlier = (target.parent / f".{target.name}.{word}-{os.getpid()}" for word in ("unfinished", "earlier"))
     was_free = _is_free(target)
+    made = [parent for parent in target.parents if not parent.exists()]
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
@@ -144,7 +149,7 @@ def writing(target: Path) -> Iterator[Path]:
             target.rename(earlier)
         unfinished.rename(target)
     except Exception as error:
-        if not is_of_disk(error):
+        if isinstance(error, UserError) or not is_of_disk(error):
             raise
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"TARGET {target} cannot be written ({reason}).") from error
@@ -153,6 +158,9 @@ def writing(target: Path) -> Iterator[Path]:
             earlier.rename(target)
         for leftover in (unfinished, earlier):
             shutil.rmtree(leftover, ignore_errors=True)
+        for parent in made if not target.exists() else ():
+            with suppress(OSError):  # something else may be in it by now
+                parent.rmdir()
 
 
 def _is_free(target: Path) -> bool:
@@ -197,6 +205,7 @@ def _termination_cleans_up() -> Iterator[None]:
     """Let SIGTERM unwind the stack, so that unfinished folders and unpacked archives go."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
+        print("terminated: nothing was written", file=sys.stderr)
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
@@ -216,6 +225,9 @@ def run_script(script: Callable[[], None]) -> int:
             script()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except PermissionError as error:
+        print(f"error: {error.filename} cannot be used: you have no permission to.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)

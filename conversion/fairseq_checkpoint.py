@@ -14,6 +14,7 @@ import re
 import shutil
 import tarfile
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ MODEL_NAMES = ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
 DICTIONARY, LABELS = "dict.txt", "label/dict.txt"
 DICTIONARIES = (DICTIONARY, f"input0/{DICTIONARY}")
 BPE_NAMES = ("encoder.json", "vocab.bpe", "vocab.json", "merges.txt")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NORM = re.compile(r"(layer_norm|layernorm)\.weight$")
 HEADS = "classification_heads."
 ROBERTA = (
@@ -119,20 +121,41 @@ def open_original(
     Raises:
         UserError: It is missing, damaged, ambiguous, or not a Luna; the message names the fix.
     """
+    try:
+        place = tempfile.TemporaryDirectory(prefix="luna-")
+    except OSError as error:
+        raise UserError(
+            f"There is no room for temporary files ({error.strerror or error}). Set the variable TMPDIR to a folder "
+            "that can be written."
+        ) from error
+    with place as unpacked:
+        try:
+            original = _open(source, Path(unpacked), checkpoint, layer_norm, overrides)
+        except OSError as error:
+            raise UserError(f"{error.filename or source} cannot be read ({error.strerror or error}).") from error
+        yield original
+
+
+def _open(
+    source: Path,
+    unpacked: Path,
+    checkpoint: str | None,
+    layer_norm: str | None,
+    overrides: Mapping[str, Any] | None,
+) -> Original:
     if not source.exists():
         raise UserError(f"There is no {source}. SOURCE is an archive, a folder, or a checkpoint file.")
     if not os.access(source, os.R_OK | os.X_OK if source.is_dir() else os.R_OK):
         raise UserError(f"{source} cannot be read: you have no permission to.")
-    with tempfile.TemporaryDirectory(prefix="luna-") as unpacked:
-        if source.is_dir():
-            folder, model = source, _choose(_listed(source), checkpoint, source)
-        elif _is_checkpoint(source):
-            folder, model = source.parent, _choose([source.name], checkpoint, source)
-        else:
-            folder = Path(unpacked)
-            model = _unpack(source, folder, checkpoint)
-        label = model if source.is_file() and folder == source.parent else f"{source.resolve().name}/{model}"
-        yield read(folder, model, label, layer_norm, overrides)
+    if source.is_dir():
+        model = _choose(_listed(source), checkpoint, source)
+        return read(source, model, f"{source.resolve().name}/{model}", layer_norm, overrides)
+    if not _is_checkpoint(source):
+        model = _unpack(source, unpacked, checkpoint)
+        return read(unpacked, model, f"{source.name}/{model}", layer_norm, overrides)
+    if checkpoint not in (None, source.name):
+        raise UserError(f"SOURCE is the checkpoint {source.name}, and --checkpoint names {checkpoint}: leave it out.")
+    return read(source.parent, source.name, source.name, layer_norm, overrides)
 
 
 def read(
@@ -172,8 +195,9 @@ def _beside(places: list[Path], *names: str) -> Path | None:
 
 
 def _listed(folder: Path) -> list[str]:
-    """Files of a folder and of the folders in it."""
-    paths = [*folder.iterdir(), *(path for inner in folder.iterdir() if inner.is_dir() for path in inner.iterdir())]
+    """Files of a folder and of the folders in it that may be read."""
+    inner = [path for path in folder.iterdir() if path.is_dir() and os.access(path, os.R_OK | os.X_OK)]
+    paths = [*folder.iterdir(), *(path for place in inner for path in place.iterdir())]
     return sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file())
 
 
@@ -203,7 +227,7 @@ def _nothing_found(names: list[str], source: Path) -> str:
     archives = [name for name in names if name.endswith((".zip", ".tar", ".tar.gz", ".tgz"))]
     deeper = [path.parent.relative_to(source).as_posix() for path in source.rglob("*.pt")] if source.is_dir() else []
     if found := [*archives, *dict.fromkeys(sorted(deeper))]:
-        message += f" But there is {', '.join(found[:3])}: name that as SOURCE."
+        message += f" But there is {', '.join(found[:3])}: name {'that' if len(found) == 1 else 'one'} as SOURCE."
     return message
 
 
@@ -294,8 +318,9 @@ def _load(path: Path, name: str) -> dict[str, Any]:
     """The pickle, with nothing in it but tensors, plain values and `argparse.Namespace`."""
     _check_sums(path, name)
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            # Newer files are mapped: of a file with the optimizer's state, only the weights are then read.
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of the pickle's protocol; the error says it
+            # Newer files are mapped: of a file with the optimizer's state, only the weights then need memory.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except pickle.UnpicklingError as error:
         if match := re.search(r"GLOBAL (\S+)", str(error)):
@@ -306,8 +331,8 @@ def _load(path: Path, name: str) -> dict[str, Any]:
                 f"made and save its {plain} and `model` alone."
             ) from error
         raise UserError(
-            f"{name} is nothing that PyTorch wrote: it is damaged, or a pickle with other instructions, which are not "
-            "run. Download or copy it again; or load it where it was made, if you trust it, and save it again with "
+            f"{name} is damaged, or a pickle with instructions that are not read here, as those of newer protocols. "
+            "Download or copy it again; or load it where it was made, if you trust it, and save it again with "
             "torch.save."
         ) from error
     except PermissionError as error:
@@ -326,7 +351,9 @@ def _check_sums(path: Path, name: str) -> None:
     if os.access(path, os.R_OK) and _is_zip(path):
         with _damage_told(Path(name)), zipfile.ZipFile(path) as archive:
             if (record := archive.testzip()) is not None:
-                raise UserError(f"{name} is damaged (in its record {record}). Download or copy it again.")
+                raise UserError(
+                    f"{name} is damaged (in its record {record}, by its checksum). Download or copy it again."
+                )
 
 
 def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Tensor]:
@@ -337,9 +364,11 @@ def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Tensor]:
     odd = [str(key) for key, value in model.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
     if odd:
         raise UserError(f"{name} holds things that are no tensors under `model`: {', '.join(odd[:5])}.")
-    odd = [key for key, value in model.items() if not value.is_floating_point() or value.layout != torch.strided]
+    odd = [key for key, value in model.items() if value.dtype not in DTYPES or value.layout != torch.strided]
     if odd:
-        raise UserError(f"{name} holds tensors of integers, or sparse ones, as no Luna does: {', '.join(odd[:5])}.")
+        raise UserError(
+            f"{name} holds tensors of a type that no Luna has (integers, 8 bits, sparse): {', '.join(odd[:5])}."
+        )
     return model
 
 
@@ -396,7 +425,7 @@ def _options(
     values = {**defaults, **present, **overrides}
     for name, value in values.items():
         kind = type(fields[name].default)
-        if kind in (int, float) and type(value) in (int, float) and kind(value) == value:
+        if kind in (int, float) and type(value) in (int, float) and _is_whole_as(kind, value):
             values[name] = kind(value)
         elif kind is not type(None) and type(value) is not kind:
             raise UserError(f"The argument `{name}` is {value!r}, and should be of the type {kind.__name__}.")
@@ -404,6 +433,13 @@ def _options(
     telling = ("encoder_attention_heads", "activation_fn", "pooler_activation_fn", "fix_projection_length")
     assumed = tuple(name for name in telling if name not in present and name not in overrides)
     return Options(**values), assumed
+
+
+def _is_whole_as(kind: type, value: float) -> bool:
+    try:
+        return kind(value) == value
+    except (OverflowError, ValueError):  # infinity and what is no number, as int
+        return False
 
 
 def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:

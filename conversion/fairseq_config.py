@@ -64,8 +64,9 @@ def classes(weights: Mapping[str, Tensor], name: str) -> int:
         UserError: The head lacks a layer.
     """
     for part in ("dense.weight", "out_proj.weight"):
-        if f"{HEADS}{name}.{part}" not in weights:
-            raise UserError(f"The head {name} is not whole: it has no `{part}`.")
+        layer = weights.get(f"{HEADS}{name}.{part}")
+        if layer is None or layer.ndim != 2 or not len(layer):
+            raise UserError(f"The head {name} is not whole: it has no `{part}`, or none with rows and columns.")
     return weights[f"{HEADS}{name}.out_proj.weight"].shape[0]
 
 

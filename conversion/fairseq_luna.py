@@ -185,7 +185,10 @@ def _labels(path: Path) -> tuple[str, ...]:
         raise UserError(f"The dictionary of the classes, {path}, cannot be read ({error}).") from error
     names = tuple(line.rpartition(" ")[0] for line in lines if not line.startswith("madeupword"))
     if not names or len(set(names)) != len(names) or not all(names):
-        raise UserError(f"{path} is no dictionary of classes: it should have a line for each, its name and a count.")
+        raise UserError(
+            f"{path} is no dictionary of classes, with a line for each: its name and a count. Name another: "
+            "--labels FILE."
+        )
     return names
 
 
@@ -376,8 +379,9 @@ def convert_tokenizer(options: argparse.Namespace) -> None:
             flag = name.replace("_", "-") if getattr(options, name) is not None else "override"
             raise UserError(f"--{flag} is without effect on a tokenizer alone: leave it out.")
     source = options.source
-    given = options.dict or (source if source.is_dir() or source.suffix == ".txt" else None)
-    dictionary = find_dictionary(given, None, f"{source} (a folder with dict.txt, or that file)")
+    if not source.is_dir() and source.suffix != ".txt":
+        raise UserError(f"With --tokenizer-only, SOURCE is a folder with dict.txt, or that file; {source} is neither.")
+    dictionary = find_dictionary(options.dict or source, None, str(source))
     if is_roberta(read_dictionary(dictionary)):
         raise UserError(
             f"{portable(str(dictionary))} is RoBERTa's own dictionary, whose tokenizer transformers has ready: "

@@ -7,6 +7,7 @@ whose symbols are these ids in decimal, gives the rows of the model. A piece who
 import hashlib
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,8 @@ def _bpe_files(source: str) -> tuple[str, str]:
         try:
             return _bpe_from_hub(source)
         except (OSError, ValueError) as error:
-            reason = f"there is no folder {source}, nor can they be had of that name ({str(error).splitlines()[0]})"
+            cause = str(error).splitlines()[0].rstrip(".")
+            reason = f"there is no folder {source}, nor can they be had of that name ({cause})"
     raise UserError(
         f"The dictionary is one over GPT-2's BPE, whose files are needed, vocab.json and merges.txt (encoder.json and "
         f"vocab.bpe to fairseq), but {reason}. Download the two files and name their folder: --gpt2-bpe FOLDER."
@@ -154,7 +156,9 @@ def _bpe_files(source: str) -> tuple[str, str]:
 
 
 def _bpe_from_hub(name: str) -> tuple[str, str]:
-    print(f"GPT-2's BPE files: from {name} on the Hub", flush=True)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ValueError("and it is no name on the Hub")
+    print(f"GPT-2's BPE files: from {name} on the Hub", file=sys.stderr, flush=True)
     with without_retry_warnings():
         vocab, merges = (cached_file(name, file) for file in BPE_FILES[0])
     return vocab, merges

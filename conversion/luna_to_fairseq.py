@@ -168,7 +168,8 @@ def _read_config(source: str) -> LunaConfig:
         raise UserError(f"MODEL {source} is a file. Name the folder that `save_pretrained` wrote.")
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise UserError(f"MODEL {source} holds no config.json: it is no model of transformers.")
-    if not Path(source).exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not Path(source).parent.exists()
+    if not Path(source).exists() and not is_name:
         raise UserError(f"There is no folder {source}, and it is no name on the Hub, which has an owner: owner/name.")
     try:
         with without_retry_warnings():

@@ -78,6 +78,7 @@ CLASSES = {
     "LunaForSequenceClassification": AutoModelForSequenceClassification,
     "LunaForMultipleChoice": AutoModelForMultipleChoice,
 }
+HALF = (torch.float16, torch.bfloat16)
 CLASSIFIERS = ("LunaForSequenceClassification", "LunaForMultipleChoice")
 
 
@@ -158,14 +159,15 @@ def compare(folder: Path, original: Original, head: str | None = None) -> Report
         problems = config_problems(model.config, original, head, type(model).__name__ == "LunaForMaskedLM")
     if problems := problems + weight_problems:
         return Report([], problems)
+    stored = _type_name(original.weights["encoder.sentence_encoder.embed_tokens.weight"])
+    original, rounded = rounded_as_stored(original, folder)
     lengths = choose_lengths(model.config.projection_length, model.config.max_position_embeddings)
     rows = random_rows(original, lengths)
-    stored = _type_name(original.weights["encoder.sentence_encoder.embed_tokens.weight"])
     theirs = their_states(model, original, rows, head)
     report = dataclasses.replace(
         compare_all(model, original, rows, theirs, head),
         inputs=f"{counted(len(lengths), 'row')} of {listed(lengths)} random tokens, and every embedding",
-        precision=f"model: float32, the rows as one padded batch; original: float64 from {stored}, row by row",
+        precision=f"model: float32, the rows as one padded batch; original: float64 from {stored}{rounded}, row by row",
     )
     if report.problems or report.ok or not math.isfinite(report.largest):
         return report
@@ -191,6 +193,23 @@ def check_attention_heads(original: Original) -> None:
             f"{original.name} has {count} attention heads by its arguments, which do not divide its width {width}. "
             "Give the right number: --override encoder_attention_heads=N."
         )
+
+
+def rounded_as_stored(original: Original, folder: Path) -> tuple[Original, str]:
+    """The original with its tensors rounded to the type that a model is stored in, and what was done, in words.
+
+    That a model of half precision was rounded from more digits, as asked or where 1 is added to a norm, is no error.
+    """
+    dtype = AutoConfig.from_pretrained(folder).dtype
+    plain = with_plain_norms(original)
+    if not isinstance(dtype, torch.dtype) or dtype not in HALF:
+        return original, ""
+    weights = {name: tensor.to(dtype) for name, tensor in plain.weights.items()}
+    changed = sum(not torch.equal(weights[name].double(), plain.weights[name].double()) for name in weights)
+    if not changed:
+        return original, ""
+    told = f" rounded to {_type_name(next(iter(weights.values())))}, as the model is stored ({changed} tensors change)"
+    return dataclasses.replace(original, weights=weights, norm_offset=0.0), told
 
 
 def with_plain_norms(original: Original) -> Original:

@@ -37,6 +37,11 @@ class Row:
         return f"{self.layer}, {self.stream}" if self.stream else self.layer
 
     @property
+    def exact_limit(self) -> float:
+        """What is allowed in float64."""
+        return EXACT * max(1.0, self.magnitude)
+
+    @property
     def within(self) -> bool:
         """Whether the difference in float32 is not above the limit; never where it is no number, or infinite."""
         return math.isfinite(self.difference) and self.difference <= self.limit
@@ -46,7 +51,7 @@ class Row:
         """Whether the two are equal here: in float64 where that was measured, else in float32."""
         if self.exact is None or not math.isfinite(self.difference):
             return self.within
-        return self.exact <= EXACT * max(1.0, self.magnitude)
+        return self.exact <= self.exact_limit
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,10 @@ class Report:
         above = [row for row in self.rows if not row.within]
         order = list(dict.fromkeys(row.layer for row in self.rows))
         where = ranges([order.index(name) for name in dict.fromkeys(row.layer for row in above)], order)
+        near = max(self.rows, key=lambda row: row.exact / row.exact_limit)
         return (
-            f"in float64 the largest difference is {self.exact:.1e}, where {EXACT:.0e} is allowed. In float32 it is "
+            f"in float64 no difference is above its limit; the nearest to it is {near.name}, {near.exact:.1e}, where "
+            f"{near.exact_limit:.0e} is allowed. In float32 the largest is "
             f"{self.largest:.1e}: what is above {TOLERANCE:.0e} ({where}, with numbers of up to "
             f"{largest([row.magnitude for row in above]):.3g}) is its rounding."
         )

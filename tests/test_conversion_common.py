@@ -31,8 +31,11 @@ sys.exit(fairseq_luna.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)])
-def test_a_run_that_is_stopped_leaves_nothing(number, status, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [(signal.SIGTERM, 128 + signal.SIGTERM, "terminated"), (signal.SIGINT, 130, "interrupted")],
+)
+def test_a_run_that_is_stopped_leaves_nothing(number, status, said, tmp_path):
     source, temporary = write_archive(write_tiny(tmp_path / "source" / "luna.tiny")), tmp_path / "temporary"
     temporary.mkdir()
     words = [sys.executable, "-c", SLOW, str(ROOT / "conversion"), str(source), str(tmp_path / "out")]
@@ -45,7 +48,7 @@ def test_a_run_that_is_stopped_leaves_nothing(number, status, tmp_path):
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status
-    assert "Traceback" not in errors
+    assert errors.splitlines()[-1] == f"{said}: nothing was written" and "Traceback" not in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "temporary"]
     assert not list(temporary.glob("luna-*"))
 
@@ -74,8 +77,10 @@ def test_a_full_disk(error, tmp_path):
 
 
 def test_errors_of_ours_are_not_the_disk_s(tmp_path):
-    with pytest.raises(ZeroDivisionError), writing(tmp_path / "out"):
+    with pytest.raises(ZeroDivisionError), writing(tmp_path / "new" / "folders" / "out"):
         raise ZeroDivisionError
+    with pytest.raises(UserError, match=r"^of the source"), writing(tmp_path / "new" / "folders" / "out"):
+        raise UserError("of the source (os error 5)")
     assert not list(tmp_path.iterdir())
 
 
@@ -129,7 +134,7 @@ def test_the_hub_is_asked_once(tmp_path, capsys, monkeypatch):
     assert fairseq_luna.main([str(source), str(tmp_path / "out")]) == 2
     assert time.monotonic() - started < 10 and asked == ["vocab.json"]
     captured = capsys.readouterr()
-    assert "from openai-community/gpt2 on the Hub" in captured.out
+    assert "from openai-community/gpt2 on the Hub" in captured.err and not captured.out
     assert "(We couldn't connect to the Hub)" in captured.err and "--gpt2-bpe FOLDER" in captured.err
 
 

@@ -4,11 +4,13 @@ import argparse
 import io
 import os
 import pickle
+import re
 import shutil
 import sys
 import tarfile
 import zipfile
 
+import fairseq_checkpoint
 import fairseq_luna
 import fairseq_names
 import pytest
@@ -35,7 +37,7 @@ def refused(tmp_path, capsys):
         assert fairseq_luna.main([str(source), str(tmp_path / "out"), *map(str, words)]) == 2
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out.*"))
         captured = capsys.readouterr()
-        assert captured.err.startswith("error: ") and "Traceback" not in captured.err
+        assert re.search("^error: ", captured.err, re.MULTILINE) and "Traceback" not in captured.err
         return captured.err
 
     return run
@@ -100,7 +102,7 @@ def test_instructions_of_newer_pickles(tmp_path, refused):
 def test_a_plain_pickle(tmp_path, refused):
     path = tmp_path / "model.pt"
     path.write_bytes(pickle.dumps({"model": 1}))
-    assert "model.pt is nothing that PyTorch wrote" in refused(path)
+    assert "model.pt is damaged, or a pickle with instructions" in refused(path)
 
 
 # ---- damaged files ----
@@ -189,7 +191,7 @@ def test_a_web_page_instead_of_the_archive(tmp_path, refused):
 def test_a_pointer_of_git_lfs(tmp_path, refused):
     source = write_tiny(tmp_path / "source")
     (source / "model.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 12\n")
-    assert "is nothing that PyTorch wrote: it is damaged" in refused(source)
+    assert "is damaged, or a pickle" in refused(source)
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
@@ -212,7 +214,7 @@ def test_an_archive_that_reaches_outside(kind, tmp_path, refused):
 
 def test_another_name_than_that_of_the_file(tmp_path, refused):
     source = write_tiny(tmp_path / "source")
-    assert "no checkpoint other.pt: model.pt" in refused(source / "model.pt", "--checkpoint", "other.pt")
+    assert "--checkpoint names other.pt: leave it out" in refused(source / "model.pt", "--checkpoint", "other.pt")
 
 
 def test_a_missing_source(tmp_path, refused):
@@ -246,6 +248,9 @@ def test_files_without_permission(tmp_path, refused, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", forbidden)
         assert "source/model.pt cannot be read: you have no permission" in refused(source)
+    with monkeypatch.context() as patch:
+        patch.setattr(fairseq_checkpoint, "_listed", forbidden)
+        assert "source cannot be read (Permission denied)" in refused(source)
     monkeypatch.setattr(os, "access", lambda *args: False)
     assert "source cannot be read: you have no permission" in refused(source)
 
@@ -306,8 +311,9 @@ LAYER = f"{ENCODER}layers.1."
             "it has layer_norm.weight",
         ),
         (lambda w: w.update({f"{ENCODER}embed_tokens.weight": torch.zeros(60)}), "should have rows and columns"),
-        (lambda w: w.update({f"{LAYER}fc1.bias": torch.zeros(24).long()}), "tensors of integers, or sparse"),
-        (lambda w: w.update({f"{LAYER}fc1.bias": torch.zeros(24).to_sparse()}), "tensors of integers, or sparse"),
+        (lambda w: w.update({f"{LAYER}fc1.bias": torch.zeros(24).long()}), "a type that no Luna has"),
+        (lambda w: w.update({f"{LAYER}fc1.bias": torch.zeros(24).to_sparse()}), "a type that no Luna has"),
+        (lambda w: w.update({f"{LAYER}fc1.bias": torch.zeros(24).to(torch.float8_e4m3fn)}), "a type that no Luna has"),
         (lambda w: w.pop(f"{ENCODER}embed_positions.weight"), "it lacks embed_positions.weight"),
         (lambda w: w.update({"decoder.lm_head.bias": torch.zeros(60)}), "encoder.decoder.lm_head.bias"),
     ],
@@ -321,6 +327,8 @@ def test_a_head_without_a_layer(layer, tmp_path, refused):
     head = "cls_classification_head"
     name = f"classification_heads.{head}.{layer}.weight"
     assert f"it has no `{layer}.weight`" in refused(altered(tmp_path, lambda w: w.pop(name), heads={head: 2}))
+    flat = altered(tmp_path, lambda w: w.update({name: torch.tensor(1.0)}), heads={head: 2})
+    assert f"it has no `{layer}.weight`" in refused(flat)
 
 
 # ---- dictionary ----
@@ -359,6 +367,7 @@ def test_roberta_s_own_tokenizer_is_not_rebuilt(tmp_path, refused):
     [
         (["--override", "heads=3"], "knows no argument heads"),
         (["--override", "dropout"], "not of the form NAME=VALUE"),
+        (["--override", "encoder_attention_heads=1e999"], "should be of the type int"),
         (["--override", "encoder_attention_heads=4.5"], "should be of the type int"),
         (["--override", "encoder_attention_heads=two"], "should be of the type int"),
         (["--override", "encoder_attention_heads=3"], "do not divide the width 16"),
@@ -411,7 +420,9 @@ def test_options_of_models_with_a_tokenizer_alone(words, tmp_path, refused):
 def test_a_tokenizer_alone_without_a_dictionary(tmp_path, refused):
     archive = write_archive(write_tiny(tmp_path / "luna.tiny"))
     message = refused(archive, "--tokenizer-only")
-    assert "no dict.txt" in message and "a folder with dict.txt, or that file" in message
+    assert "SOURCE is a folder with dict.txt, or that file" in message
+    (tmp_path / "empty").mkdir()
+    assert "no dict.txt in or beside the folder" in refused(tmp_path / "empty", "--tokenizer-only")
 
 
 # ---- the target ----

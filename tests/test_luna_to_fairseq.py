@@ -331,6 +331,9 @@ def test_an_earlier_conversion_with_labels_is_replaced_but_nothing_else(tmp_path
     random_model("sequence", id2label={0: "yes", 1: "no"}).save_pretrained(tmp_path / "ours")
     to_fairseq(tmp_path / "ours", back, "--overwrite")
     assert (back / "label" / "dict.txt").read_text() == "yes 0\nno 0\n"
+    (back / "label" / "mine.txt").write_text("mine")
+    assert "no conversion wrote (label)" in refused(capsys, tmp_path / "ours", back, "--overwrite")
+    (back / "label" / "mine.txt").unlink()
     (back / "thesis").mkdir()
     assert "no conversion wrote (thesis)" in refused(capsys, tmp_path / "ours", back, "--overwrite")
 
