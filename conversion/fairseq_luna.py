@@ -20,7 +20,7 @@ from fairseq_card import AUTO_CLASSES, is_half, make_card, make_tokenizer_card, 
 from fairseq_checkpoint import BPE_NAMES, DICTIONARIES, Original, heads, open_original
 from fairseq_config import HEAD_TYPES, POOLINGS, RANKING, UNK, Head, classes, is_tied, make_config
 from fairseq_names import EMBEDDING, THEIR_LM_HEAD, TIED, Translated, to_ours
-from fairseq_tokenizer import build_tokenizer, is_roberta, read_bpe, read_dictionary
+from fairseq_tokenizer import build_tokenizer, is_roberta, read_bpe, read_dictionary, write_vocabulary
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verify import compare, parse_override
 
@@ -305,6 +305,7 @@ def convert(options: argparse.Namespace) -> None:
         facts = describe(original, head, model, translated, kind)
         print("\n".join(facts), flush=True)
         save(folder, model, tokenizer, "")
+        write_vocabulary(tokenizer, folder)
         report = compare(folder, original, head.part if head.kind in HEAD_TYPES else None)
         if not report.ok:
             lines = "\n".join(report.lines())
@@ -392,6 +393,7 @@ def convert_tokenizer(options: argparse.Namespace) -> None:
     with writing(options.target) as folder:
         tokenizer, kind = make_tokenizer(dictionary, bpe, None, None)
         tokenizer.save_pretrained(folder)
+        write_vocabulary(tokenizer, folder)
         card = make_tokenizer_card(target_name(options.target), command(options), kind)
         (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"Tokenizer: {kind}")

@@ -252,6 +252,22 @@ def _token_of(symbol: str, bpe: Bpe) -> str:
     return bpe.tokens[int(symbol)]
 
 
+def write_vocabulary(tokenizer: RobertaTokenizer, folder: Path) -> None:
+    """Write vocab.json (fairseq's ids) and merges.txt, which other programs read; transformers reads tokenizer.json.
+
+    Pieces that the dictionary lacks have no id in vocab.json, and the merges that make them are in merges.txt.
+    """
+    vocab = tokenizer.get_vocab()
+    ordered = {token: vocab[token] for token in sorted(vocab, key=vocab.__getitem__)}
+    (folder / "vocab.json").write_text(json.dumps(ordered, ensure_ascii=False), encoding="utf-8")
+    _write_merges(_merges_of(tokenizer), folder / "merges.txt")
+
+
+def _write_merges(merges: list[tuple[str, str]], path: Path) -> None:
+    lines = "".join(f"{left} {right}\n" for left, right in merges)
+    path.write_text(f"#version: 0.2\n{lines}", encoding="utf-8")
+
+
 # ---- to fairseq ----
 
 
@@ -285,8 +301,7 @@ def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         lines.pop()  # fairseq adds it
     (folder / "dict.txt").write_text("".join(lines), encoding="utf-8")
     (folder / "encoder.json").write_text(json.dumps(ids), encoding="utf-8")
-    merges = "".join(f"{left} {right}\n" for left, right in bpe.merges)
-    (folder / "vocab.bpe").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
+    _write_merges(bpe.merges, folder / "vocab.bpe")
 
 
 def _merges_of(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:

@@ -117,6 +117,11 @@ def test_the_tokenizer_has_the_expected_ids(genuine):
     expected = json.loads((FIXTURES / "luna_fairseq_checkpoint" / name / "config.json").read_text())["token_to_id"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == len(expected) and tokenizer.model_max_length == 40
+    bpe = json.loads((source.with_suffix("") / "vocab.json").read_text())
+    symbols = {token: str(index) for token, index in bpe.items() if str(index) in expected}
+    written = json.loads((folder / "vocab.json").read_text())
+    assert {symbols.get(token, token): index for token, index in written.items()} == expected
+    assert (folder / "merges.txt").read_text() == (source.with_suffix("") / "merges.txt").read_text()
     reference = FairseqEncoder(Gpt2Bpe(source.with_suffix("")), list(expected)[4:])
     for text in ("Hello world", " the and of\tto in a", "naïve café 12", "", "it's a test of the thing"):
         assert tokenizer(text)["input_ids"] == reference.encode(text)

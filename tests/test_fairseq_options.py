@@ -239,7 +239,11 @@ def test_a_complete_dictionary_needs_no_class_of_ours(tmp_path):
     """With all of the BPE's tokens, the tokenizer is transformers' own."""
     source = write_tiny(tmp_path / "source", vocab_size=5 + 256 + 400 + 2)
     folder = convert(source, tmp_path / "out")
-    assert type(AutoTokenizer.from_pretrained(folder)) is RobertaTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert type(tokenizer) is RobertaTokenizer
+    from_files = RobertaTokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
+    text = " naïve text, with\tthe\n unusual  ☃ in it"
+    assert from_files(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert "auto_map" not in json.loads((folder / "tokenizer_config.json").read_text())
 
 
