@@ -313,8 +313,9 @@ def convert(options: argparse.Namespace) -> None:
         results = [report.summary()]
         if (dtype := DTYPES.get(options.dtype, widest(original))) != model.dtype:
             results.append(cast(model, dtype, "as asked" if options.dtype else "the checkpoint's type"))
+            save(folder, model, tokenizer, "")
         card = make_card(target_name(options.target), original, head, model, command(options), [*facts, *results])
-        save(folder, model, tokenizer, card)
+        (folder / "README.md").write_text(card, encoding="utf-8")
     print("\n".join(results))
     print(f"Written to {options.target}: load it with {AUTO_CLASSES[head.kind]}.from_pretrained.")
     if is_half(model):
