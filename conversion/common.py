@@ -227,7 +227,7 @@ def run_script(script: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except PermissionError as error:
-        print(f"error: {error.filename} cannot be used: you have no permission to.", file=sys.stderr)
+        print(f"error: {error.filename or error} cannot be used: you have no permission to.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)

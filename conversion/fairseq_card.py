@@ -69,7 +69,7 @@ def make_card(
     metadata = ModelCardData(
         language="en" if published else None,
         library_name="transformers",
-        pipeline_tag=TAGS.get(head.kind),
+        pipeline_tag=TAGS[head.kind],
         tags=["luna", "linear-attention", "custom_code", "fairseq"],
         model_name=name,
     )
@@ -142,18 +142,16 @@ def _inputs(config: LunaConfig, head: Head, task: str | None) -> str:
             else "Each row is question and answer in one text, and the passage as second text"
         ),
     }.get(head.kind)
-    labels = (
-        ""
-        if head.kind != "classification" or head.labels
-        else (
-            " The classes have no names: their order is that of the `label/dict.txt` that the model was trained with."
+    sentences = [longest] + ([layout] if layout else [])
+    if head.kind == "classification" and not head.labels:
+        sentences.append(
+            "The classes have no names: their order is that of the `label/dict.txt` that the model was trained with"
         )
-    )
-    return f"{longest}. {layout}.{labels}" if layout else f"{longest}."
+    return ". ".join(sentences) + "."
 
 
 def _usage(name: str, head: Head) -> str:
-    if task := {"classification": "text-classification", "regression": "text-classification"}.get(head.kind):
+    if (task := TAGS[head.kind]) == "text-classification":
         return (
             "from transformers import pipeline\n\n"
             "# The name of this repository on the Hub, or the folder that holds this card.\n"

@@ -33,6 +33,11 @@ DICTIONARY, LABELS = "dict.txt", "label/dict.txt"
 DICTIONARIES = (DICTIONARY, f"input0/{DICTIONARY}")
 BPE_NAMES = ("encoder.json", "vocab.bpe", "vocab.json", "merges.txt")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Arguments whose absence is worth a word: of the other options, it is what files hold for "no".
+TELLING = (
+    *("encoder_attention_heads", "activation_fn", "pooler_activation_fn", "fix_projection_length"),
+    *("dropout", "attention_dropout", "activation_dropout", "pooler_dropout"),
+)
 NORM = re.compile(r"(layer_norm|layernorm)\.weight$")
 HEADS = "classification_heads."
 ROBERTA = (
@@ -168,7 +173,7 @@ def read(
     """
     state = _load(folder / model, name)
     weights = official_names(_tensors(state, name), name)
-    options, assumed = _options(state, weights, overrides or {})
+    options, assumed = _options(state, overrides or {})
     offset, mean = _norm_offset(weights, layer_norm)
     beside = [(folder / model).parent, folder]
     bpe = next((place for place in beside if any((place / file).is_file() for file in BPE_NAMES)), None)
@@ -390,7 +395,8 @@ def official_names(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor
         raise UserError(f"{name} is not a masked language model of Luna ({_some(weights)}).")
     if f"{prefix}projected_embeddings" not in weights:
         is_roberta = any(re.search(r"layers\.\d+\.self_attn\.(in_proj|k_proj)", key) for key in weights)
-        raise UserError(f"{name} has no packed sequence (`projected_embeddings`). " + (ROBERTA if is_roberta else ""))
+        what = ROBERTA if is_roberta else "It is not a Luna, and cannot be converted."
+        raise UserError(f"{name} has no packed sequence (`projected_embeddings`). {what}")
     named = {}
     for key, value in weights.items():
         if key.startswith(HEADS):
@@ -410,9 +416,7 @@ def _some(weights: Mapping[str, Tensor]) -> str:
     return f"its tensors are {', '.join(names[:3])}, ..." if len(names) > 3 else f"its tensors are {', '.join(names)}"
 
 
-def _options(
-    state: Mapping[str, Any], weights: Mapping[str, Tensor], overrides: Mapping[str, Any]
-) -> tuple[Options, tuple[str, ...]]:
+def _options(state: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Options, tuple[str, ...]]:
     """The arguments, and the names of those for which a default stands."""
     fields = {field.name: field for field in dataclasses.fields(Options)}
     if unknown := sorted(set(overrides) - set(fields)):
@@ -429,9 +433,7 @@ def _options(
             values[name] = kind(value)
         elif kind is not type(None) and type(value) is not kind:
             raise UserError(f"The argument `{name}` is {value!r}, and should be of the type {kind.__name__}.")
-    # Of the others, absence is what older versions of the code write for "no".
-    telling = ("encoder_attention_heads", "activation_fn", "pooler_activation_fn", "fix_projection_length")
-    assumed = tuple(name for name in telling if name not in present and name not in overrides)
+    assumed = tuple(name for name in TELLING if name not in present and name not in overrides)
     return Options(**values), assumed
 
 

@@ -114,7 +114,7 @@ def test_without_arguments_the_defaults_are_said(form, tmp_path, capsys):
     assert "12 attention heads (not in the file" in capsys.readouterr().err
     convert(source, tmp_path / "out", "--override", "encoder_attention_heads=2", "--override", "activation_fn=relu")
     printed = capsys.readouterr().out
-    assert "authors' defaults: pooler_activation_fn tanh, fix_projection_length False" in printed
+    assert "authors' defaults: pooler_activation_fn tanh, fix_projection_length False, dropout 0.1, atten" in printed
     config = LunaConfig.from_pretrained(tmp_path / "out")
     assert config.num_attention_heads == 2 and config.hidden_act == "relu"
 

@@ -275,6 +275,12 @@ def test_a_roberta_checkpoint(prefix, attention, tmp_path, refused):
     assert "FacebookAI/roberta-base" in message
 
 
+def test_another_sentence_encoder(tmp_path, refused):
+    model = {"encoder.sentence_encoder.embed_tokens.weight": torch.zeros(60, 8)}
+    message = refused(save(tmp_path / "source" / "model.pt", {"model": model}).parent)
+    assert "no packed sequence" in message and "is not a Luna" in message and "RoBERTa" not in message
+
+
 def test_a_translation_model(tmp_path, refused):
     model = {"encoder.embed_tokens.weight": torch.zeros(9, 4), "decoder.embed_tokens.weight": torch.zeros(9, 4)}
     message = refused(save(tmp_path / "source" / "model.pt", {"model": model}).parent)
