@@ -11,6 +11,7 @@ from .configuration_abc import AbcConfig
 from .configuration_luna import LunaConfig
 from .families import FAMILIES, register
 from .modeling_abc import (
+    AbcForCausalLM,
     AbcForMaskedLM,
     AbcForMultipleChoice,
     AbcForQuestionAnswering,
@@ -20,6 +21,7 @@ from .modeling_abc import (
     AbcPreTrainedModel,
 )
 from .modeling_luna import (
+    LunaForCausalLM,
     LunaForMaskedLM,
     LunaForMultipleChoice,
     LunaForQuestionAnswering,
@@ -29,6 +31,7 @@ from .modeling_luna import (
     LunaModelOutput,
     LunaPreTrainedModel,
 )
+from .state import MemoryCache
 from .tokenization_fairseq import FairseqBpeTokenizer
 
 __version__ = "0.1.0"
@@ -36,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FAMILIES",
     "AbcConfig",
+    "AbcForCausalLM",
     "AbcForMaskedLM",
     "AbcForMultipleChoice",
     "AbcForQuestionAnswering",
@@ -45,6 +49,7 @@ __all__ = [
     "AbcPreTrainedModel",
     "FairseqBpeTokenizer",
     "LunaConfig",
+    "LunaForCausalLM",
     "LunaForMaskedLM",
     "LunaForMultipleChoice",
     "LunaForQuestionAnswering",
@@ -53,6 +58,7 @@ __all__ = [
     "LunaModel",
     "LunaModelOutput",
     "LunaPreTrainedModel",
+    "MemoryCache",
 ]
 
 register()

@@ -3,13 +3,13 @@
 from huggingface_hub.dataclasses import strict
 
 from .configuration_base import EncoderConfig
-from .memory_control import ACTIVATIONS, CONTROLS
+from .memory_control import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS
 
 
 @strict
 class AbcConfig(EncoderConfig):
     r"""
-    Configuration of the ABC encoder. The defaults are the paper's base model with a memory of 64 (12 layers, width 768,
+    Configuration of the ABC models. The defaults are the paper's base model with a memory of 64 (12 layers, width 768,
     learned control, its matrix shared by all layers).
 
     Besides the fields of all encoders (see `EncoderConfig`):
@@ -22,7 +22,8 @@ class AbcConfig(EncoderConfig):
             `memory_size` tokens around each token, itself among them), `"dilated"` (appendix A.4; the same among every
             other token), `"local_to_global"` (appendix A.1; tokens spread evenly over the text) and `"compressive"`
             (appendix A.3; means of neighbouring tokens). `"full"` is softmax attention to all tokens, in quadratic
-            time, to compare with.
+            time, to compare with. A decoder has `"mlp"`, `"linformer"` (tokens beyond the matrix meet its columns again
+            from the first), `"random"` or `"sliding_window"` (the last `memory_size` tokens).
         memory_size (`int`, defaults to 64):
             Number of slots `m` of every head. A row with fewer tokens than slots leaves slots empty where a token
             writes into one slot only; nobody reads those. `"full"` has no use for it.
@@ -58,6 +59,9 @@ class AbcConfig(EncoderConfig):
         """Check every field; runs at construction and again when the config is saved."""
         super().validate_values()
         self._require("memory_control", lambda value: value in CONTROLS, f"one of {', '.join(CONTROLS)}")
+        if self.is_decoder:
+            causal = f"one of {', '.join(CAUSAL_CONTROLS)} in a causal model"
+            self._require("memory_control", lambda value: value in CAUSAL_CONTROLS, causal)
         self._require("memory_size", lambda value: value >= 1, "at least 1 (the paper has 64 and 128)")
         self._require("control_activation", lambda value: value in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")
         self._require("control_seed", lambda value: value >= 0, "at least 0")

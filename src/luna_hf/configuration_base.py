@@ -1,5 +1,6 @@
 """Configuration fields, validation and messages that every family of the zoo shares."""
 
+import copy
 import difflib
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ _LIBRARY_KEYWORDS = {
 @strict
 class EncoderConfig(PreTrainedConfig):
     r"""
-    Fields shared by all encoders of the zoo. Use a family's own class (for example `LunaConfig`), not this one.
+    Fields shared by all models of the zoo. Use a family's own class (for example `LunaConfig`), not this one.
 
     Args:
         vocab_size (`int`, defaults to 50265):
@@ -52,9 +53,12 @@ class EncoderConfig(PreTrainedConfig):
         max_position_embeddings (`int`, defaults to 512):
             The longest input in tokens. The position table has `max_position_embeddings + pad_token_id + 1` rows,
             because positions start at `pad_token_id + 1` as in RoBERTa (whose own field counts those rows in).
-        position_embedding_type (`str`, defaults to `"learned"`):
-            `"learned"`, or `"sinusoidal"` (fixed; embeddings are then scaled by `sqrt(hidden_size)` before the
-            positions are added).
+            A decoder takes texts of any length, and has no such table.
+        position_embedding_type (`str`, *optional*):
+            `"learned"` (what `None` gives an encoder); `"sinusoidal"` (fixed; embeddings are then scaled by
+            `sqrt(hidden_size)` before the positions are added); or, in decoders only, `"rotary"` (what `None` gives a
+            decoder; queries and keys are turned by angles that grow with the position). Decoders have no learned
+            positions, which would end.
         type_vocab_size (`int`, defaults to 0):
             Number of segment (token type) embeddings; 0 for none.
         embedding_layer_norm (`bool`, defaults to `True`):
@@ -67,7 +71,8 @@ class EncoderConfig(PreTrainedConfig):
             Standard deviation of the normal initialisation of matrices, embeddings and convolutions.
         conv_kernel_size (`int`, defaults to 0):
             0 for the paper's model. An odd `k` adds a depthwise convolution of `k` taps over the unpadded token states
-            to the attention output of every layer, before the residual.
+            to the attention output of every layer, before the residual; in a decoder over the token itself and the
+            `k - 1` before it.
         sparse_prediction (`bool`, defaults to `False`):
             In training, apply the masked-LM head only where there is a label. The loss and the gradients are those of
             the dense head; `logits` then has the shape `(number of labels, vocab_size)`.
@@ -84,6 +89,10 @@ class EncoderConfig(PreTrainedConfig):
             Special tokens, as in RoBERTa.
         tie_word_embeddings (`bool`, defaults to `True`):
             Whether the masked-LM output layer shares its matrix with the token embedding.
+        is_decoder (`bool`, defaults to `False`):
+            Whether the layers are causal. `...ForCausalLM` sets it by itself, see `as_decoder`.
+        use_cache (`bool`, defaults to `True`):
+            Of decoders: whether a forward pass outside training returns its state.
         chunk_size_feed_forward (`int`, defaults to 0):
             Number of rows that the feed-forward network treats at a time. 0: all at once in training, and in blocks
             that keep memory below that of the attention in inference.
@@ -104,7 +113,7 @@ class EncoderConfig(PreTrainedConfig):
     attention_probs_dropout_prob: float | int = 0.1
     activation_dropout: float | int = 0.0
     max_position_embeddings: int = 512
-    position_embedding_type: str = "learned"
+    position_embedding_type: str | None = None
     type_vocab_size: int = 0
     embedding_layer_norm: bool = True
     norm_first: bool = False
@@ -120,9 +129,13 @@ class EncoderConfig(PreTrainedConfig):
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = True
+    is_decoder: bool = False
+    use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
+        if self.position_embedding_type is None:
+            self.position_embedding_type = "rotary" if self.is_decoder else "learned"
         self.validate_values()
         super().__post_init__(**kwargs)
 
@@ -142,8 +155,14 @@ class EncoderConfig(PreTrainedConfig):
         self._require("chunk_size_feed_forward", lambda value: value >= 0, "0 (automatic) or more")
         self._require("classifier_hidden_size", lambda value: value is None or value >= 1, "None or at least 1")
         self._require("conv_kernel_size", lambda k: k == 0 or (k > 0 and k % 2 == 1), "0 (none) or an odd number, as 5")
-        self._require("position_embedding_type", lambda v: v in ("learned", "sinusoidal"), "'learned' or 'sinusoidal'")
+        positions = ("rotary", "sinusoidal") if self.is_decoder else ("learned", "sinusoidal")
+        kind = "a decoder" if self.is_decoder else "an encoder"
+        self._require("position_embedding_type", lambda v: v in positions, f"{' or '.join(positions)} in {kind}")
         self._require_divides("num_attention_heads")
+        if self.position_embedding_type == "rotary":
+            head_size = self.hidden_size // self.num_attention_heads
+            even = "such that heads have an even size, for rotary positions"
+            self._require("num_attention_heads", lambda _: head_size % 2 == 0, even)
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"):
             self._require(name, lambda p: 0 <= p < 1, "a probability in [0, 1)")
         self._require("classifier_dropout", lambda p: p is None or 0 <= p < 1, "None or a probability in [0, 1)")
@@ -152,6 +171,23 @@ class EncoderConfig(PreTrainedConfig):
         poolings = self.classifier_poolings()
         self._require("classifier_pooling", lambda v: v in poolings, f"one of {', '.join(poolings)}")
         self._require("pad_token_id", lambda v: 0 <= v < self.vocab_size, f"in [0, vocab_size={self.vocab_size})")
+
+    def as_decoder(self) -> "EncoderConfig":
+        """The config of a causal model of the same size: itself if it is one, else a copy with `is_decoder=True`.
+
+        Learned positions, which would end, become rotary ones.
+
+        Raises:
+            ValueError: A field has a value that no causal model of the family can have.
+        """
+        if self.is_decoder:
+            return self
+        config = copy.deepcopy(self)
+        config.is_decoder = True
+        if config.position_embedding_type == "learned":
+            config.position_embedding_type = "rotary"
+        config.validate_values()
+        return config
 
     def _require(self, name: str, accepts: Callable[[Any], bool], allowed: str) -> None:
         value = getattr(self, name)

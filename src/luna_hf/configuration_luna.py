@@ -10,7 +10,7 @@ from .configuration_base import EncoderConfig
 @strict
 class LunaConfig(EncoderConfig):
     r"""
-    Configuration of the Luna encoder. The defaults are the paper's base model (12 layers, width 768, packed sequence
+    Configuration of the Luna models. The defaults are the paper's base model (12 layers, width 768, packed sequence
     of 128, tied key and value).
 
     Besides the fields of all encoders (see `EncoderConfig`):
@@ -19,13 +19,17 @@ class LunaConfig(EncoderConfig):
         projection_length (`int`, defaults to 128):
             Number of slots `l` of the packed sequence P.
         num_projected_attention_heads (`int`, *optional*):
-            Heads of the pack attention; `None` takes `num_attention_heads`. Must divide `hidden_size`.
+            Heads of the pack attention; `None` takes `num_attention_heads`. Must divide `hidden_size`. A decoder has
+            one number of heads.
         tie_kv (`bool`, defaults to `True`):
             Whether key and value share one matrix, in pack and in unpack (132 M parameters at base size; without
             sharing 146 M, which the paper gives as 147 M).
         dynamic_projection (`bool`, defaults to `True`):
             Whether a row with fewer tokens than slots uses only as many slots as it has tokens. `False` always uses
-            all.
+            all, and so does a decoder.
+        pack_activation (`str`, defaults to `"softplus"`):
+            Of decoders, whose pack attention has no softmax: `"softplus"` (log2(1 + 2^x), the authors'), or `"elu"`
+            (elu(x) + 1).
         classifier_pooling (`str`, defaults to `"cls"`):
             `"cls"` and `"mean"` read the token states. `"packed_max"` (the authors' head: projection, maximum),
             `"packed_mean"` (the paper's text) and `"packed_attention"` (attention of `<s>` over P) read the packed
@@ -50,6 +54,7 @@ class LunaConfig(EncoderConfig):
     num_projected_attention_heads: int | None = None
     tie_kv: bool = True
     dynamic_projection: bool = True
+    pack_activation: str = "softplus"
 
     @classmethod
     def classifier_poolings(cls) -> tuple[str, ...]:
@@ -63,6 +68,10 @@ class LunaConfig(EncoderConfig):
         self._require("num_projected_attention_heads", lambda value: value is None or value >= 1, "None or at least 1")
         if self.num_projected_attention_heads is not None:
             self._require_divides("num_projected_attention_heads")
+        self._require("pack_activation", lambda value: value in ("softplus", "elu"), "'softplus' or 'elu'")
+        if self.is_decoder:
+            heads, allowed = self.num_attention_heads, "None: pack and unpack of a decoder have the same heads"
+            self._require("num_projected_attention_heads", lambda value: value in (None, heads), allowed)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "LunaConfig":

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForPreTraining,
@@ -23,6 +24,7 @@ from .configuration_abc import AbcConfig
 from .configuration_base import EncoderConfig
 from .configuration_luna import LunaConfig
 from .modeling_abc import (
+    AbcForCausalLM,
     AbcForMaskedLM,
     AbcForMultipleChoice,
     AbcForQuestionAnswering,
@@ -31,6 +33,7 @@ from .modeling_abc import (
     AbcModel,
 )
 from .modeling_luna import (
+    LunaForCausalLM,
     LunaForMaskedLM,
     LunaForMultipleChoice,
     LunaForQuestionAnswering,
@@ -49,11 +52,12 @@ class Family:
     attention: type[nn.Module]
     base_model: type[PreTrainedModel]
     masked_lm: type[PreTrainedModel]
+    causal_lm: type[PreTrainedModel]
     heads: dict[type, type[PreTrainedModel]]
 
     @property
     def models(self) -> tuple[type[PreTrainedModel], ...]:
-        """Every model class of the family, the base model first."""
+        """Every encoder class of the family, the base model first."""
         return (self.base_model, self.masked_lm, *self.heads.values())
 
 
@@ -63,6 +67,7 @@ FAMILIES: dict[str, Family] = {
         attention=LunaSelfAttention,
         base_model=LunaModel,
         masked_lm=LunaForMaskedLM,
+        causal_lm=LunaForCausalLM,
         heads={
             AutoModelForSequenceClassification: LunaForSequenceClassification,
             AutoModelForMultipleChoice: LunaForMultipleChoice,
@@ -75,6 +80,7 @@ FAMILIES: dict[str, Family] = {
         attention=AbcSelfAttention,
         base_model=AbcModel,
         masked_lm=AbcForMaskedLM,
+        causal_lm=AbcForCausalLM,
         heads={
             AutoModelForSequenceClassification: AbcForSequenceClassification,
             AutoModelForMultipleChoice: AbcForMultipleChoice,
@@ -98,6 +104,7 @@ def register() -> None:
             AutoModel: family.base_model,
             AutoModelForPreTraining: family.masked_lm,
             AutoModelForMaskedLM: family.masked_lm,
+            AutoModelForCausalLM: family.causal_lm,
             **family.heads,
         }
         for auto_class, model_class in auto_classes.items():

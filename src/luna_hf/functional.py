@@ -1,7 +1,7 @@
-"""Pure functions that the families share: heads, masked softmax attention, packed slots, pooling, convolution.
+"""Pure functions that the families share: heads, softmax attention, causal scan, positions, pooling, convolution.
 
-Shape letters: b batch, h heads, n tokens, q queries, k keys, l slots, d width, c head size. Every mask is boolean with
-True = keep. Nothing here holds parameters or reads a configuration.
+Shape letters: b batch, h heads, n tokens, q queries, k keys, l slots, d width, c head size; p and r any sizes. Every
+mask is boolean with True = keep. Nothing here holds parameters or reads a configuration.
 """
 
 from typing import Any
@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils import is_tracing
+from transformers.utils.generic import maybe_autocast
+
+# Tokens of a step of the causal scan: the products inside a chunk cost as much as those with the state.
+SCAN_CHUNK = 64
 
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
@@ -58,6 +63,105 @@ def masked_softmax(logits: Tensor, keep: Tensor | None) -> Tensor:
     return weights.masked_fill(~keep, 0.0).to(logits.dtype)
 
 
+def causal_scan(
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    state: Tensor | None = None,
+    keep: Tensor | None = None,
+    chunk_size: int = SCAN_CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """The causal running sum `out_t = x_t (state + sum_{j<=t} y_j^T z_j)`, in time and memory linear in n.
+
+    Linear attention, Luna's causal average (paper, section 3.3) and the memory of ABC are this operator. Computed in
+    float32 at least, whatever the types of the inputs: sums of half precision stop growing.
+
+    Args:
+        x, y: (b, h, n, p).
+        z: (b, h, n, r).
+        state: (b, h, p, r) sum over earlier tokens; none by default.
+        keep: (b, n) boolean; other tokens add nothing (what they read is what the sum holds at their place).
+        chunk_size: tokens that are treated at a time; the result is the same for all.
+
+    Returns:
+        Outputs (b, h, n, r) in the type of `x`, and the state after the last token (b, h, p, r).
+    """
+    if keep is not None:
+        padding = ~keep[:, None, :, None]
+        y, z = y.masked_fill(padding, 0.0), z.masked_fill(padding, 0.0)
+    precise = torch.promote_types(x.dtype, torch.float32)
+    if state is None:
+        state = x.new_zeros(*x.shape[:2], x.shape[-1], z.shape[-1], dtype=precise)
+    with maybe_autocast(x.device.type, enabled=False):
+        if scans_in_a_loop(x) or x.shape[2] <= chunk_size:
+            out, state = _scan_in_a_loop(x, y, z, state, chunk_size)
+        else:
+            out, state = _scan_at_once(*(part.to(precise) for part in (x, y, z)), state, chunk_size)
+    return out.to(x.dtype), state
+
+
+def scans_in_a_loop(states: Tensor) -> bool:
+    """Whether chunks are best treated one after the other: on a CPU they stay in cache; graphs want no loop."""
+    return states.device.type == "cpu" and not is_tracing(states)
+
+
+def _scan_in_a_loop(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    heads, outputs = x.shape[:2], []
+    state = state.flatten(0, 1)
+    # One split a tensor: its backward is one concatenation, that of slices a tensor of full length each.
+    for chunk in zip(*(states.split(chunk_size, dim=2) for states in (x, y, z)), strict=True):
+        out, state = scan_chunk(*(states.flatten(0, 1).to(state.dtype) for states in chunk), state)
+        outputs.append(out.unflatten(0, heads))
+    return torch.cat(outputs, dim=2), state.unflatten(0, heads)
+
+
+def scan_chunk(x: Tensor, y: Tensor, z: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One chunk of `causal_scan`: (b h, n, p), (b h, n, p), (b h, n, r) and the state (b h, p, r) before it."""
+    after = torch.baddbmm(state, y.transpose(1, 2), z)
+    if x.shape[1] == 1:  # decoding: the only token reads what it has written
+        return torch.bmm(x, after), after
+    within = torch.bmm(x, y.transpose(1, 2)).tril_()
+    return torch.baddbmm(torch.bmm(within, z), x, state), after
+
+
+def _scan_at_once(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    length = x.shape[2]
+    x, y, z = (to_chunks(states, chunk_size) for states in (x, y, z))  # (b, h, chunks, chunk_size, ...)
+    sums = torch.matmul(y.transpose(-1, -2), z).cumsum(2)
+    before = torch.cat([state.unsqueeze(2), state.unsqueeze(2) + sums[:, :, :-1]], dim=2)
+    within = torch.matmul(x, y.transpose(-1, -2)).tril()
+    out = torch.matmul(within, z) + torch.matmul(x, before)
+    return out.flatten(2, 3)[:, :, :length], state + sums[:, :, -1]
+
+
+def to_chunks(states: Tensor, chunk_size: int) -> Tensor:
+    """(b, h, n, c) to (b, h, chunks, chunk_size, c), zeros behind the end."""
+    padded = F.pad(states, (0, 0, 0, -states.shape[2] % chunk_size))
+    return padded.unflatten(2, (-1, chunk_size))
+
+
+def rotary_angles(positions: Tensor, size: int, base: float = 10000.0) -> Tensor:
+    """Angles of rotary positions (Su et al. 2021, RoFormer, equation 15): (b, n) to (b, n, size / 2), float32."""
+    frequencies = base ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
+    return positions.unsqueeze(-1) * frequencies
+
+
+def rotate(states: Tensor, angles: Tensor) -> Tensor:
+    """Rotary positions: entry i and entry i + c / 2 of a head turn by the i-th angle of their token.
+
+    Args:
+        states: (b, h, n, c).
+        angles: (b or 1, n, c / 2).
+
+    Returns:
+        (b, h, n, c) in the type of `states`; products of two rotated states depend on the distance of their tokens.
+    """
+    angles = angles.unsqueeze(1)
+    cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
 def valid_slots(keep: Tensor, num_slots: int) -> Tensor:
     """Dynamic projection: a row with fewer tokens than slots uses as many slots as it has tokens.
 
@@ -94,14 +198,20 @@ def sinusoids(num_positions: int, dim: int, padding_idx: int | None = None) -> T
     Returns:
         (num_positions, dim).
     """
-    half = dim // 2
-    # In float64 up to the end: in float32 the error of an angle grows with the position.
-    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / max(half - 1, 1))
-    angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies  # (positions, half)
-    table = F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, dim - 2 * half))
+    table = sinusoids_at(torch.arange(num_positions), dim)
     if padding_idx is not None:
         table[padding_idx] = 0.0
-    return table.float()
+    return table
+
+
+def sinusoids_at(positions: Tensor, dim: int) -> Tensor:
+    """Rows of that table for any positions: (...) long to (..., dim) float32."""
+    half = dim // 2
+    # In float64 up to the end, where there is one: in float32 the error of an angle grows with the position.
+    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
+    exponents = -torch.arange(half, dtype=dtype, device=positions.device) / max(half - 1, 1)
+    angles = positions.unsqueeze(-1) * 10000.0**exponents  # (..., half)
+    return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, dim - 2 * half)).float()
 
 
 def repeat_positions(table: Tensor, first: int, length: int) -> Tensor:
@@ -140,6 +250,20 @@ def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = 
     padding = (0, weight.shape[-1] // 2)
     out = F.conv2d(image, weight[:, None, None, :], padding=padding, groups=weight.shape[0])
     return out.squeeze(2).transpose(1, 2)
+
+
+def causal_convolution(states: Tensor, weight: Tensor) -> Tensor:
+    """Every channel's own convolution over the token itself and the taps - 1 tokens before it.
+
+    Args:
+        states: (b, taps - 1 + n, d), what was before the first token in front.
+        weight: (d, taps); the last tap meets the token itself.
+
+    Returns:
+        (b, n, d).
+    """
+    image = states.transpose(1, 2).unsqueeze(2)  # as above
+    return F.conv2d(image, weight[:, None, None, :], groups=weight.shape[0]).squeeze(2).transpose(1, 2)
 
 
 def first_kept(states: Tensor, keep: Tensor | None) -> Tensor:

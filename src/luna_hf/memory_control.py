@@ -35,6 +35,8 @@ CONTROLS = (
     "compressive",
     "full",
 )
+# Those that write from left to right, with a state of constant size.
+CAUSAL_CONTROLS = ("mlp", "linformer", "random", "sliding_window")
 ACTIVATIONS = ("exp", "relu", "sigmoid")
 
 
@@ -228,17 +230,20 @@ def slot_counts(slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Te
 # ---- windows: tokens enter and leave the memory ----
 
 
-def window_reach(window: int) -> tuple[int, int]:
+def window_reach(window: int, causal: bool = False) -> tuple[int, int]:
     """Tokens before and after a token that its window of that many tokens (itself among them) holds."""
-    return window // 2, (window - 1) // 2
+    return (window - 1, 0) if causal else (window // 2, (window - 1) // 2)
 
 
-def to_windows(query: Tensor, key: Tensor, value: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def to_windows(
+    query: Tensor, key: Tensor, value: Tensor, window: int, causal: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Cut a sequence in blocks of queries, each with all the keys and values that a window of it reaches.
 
     Args:
         query, key, value: (b, h, n, c).
         window: m, tokens that a query may attend to.
+        causal: whether it ends with the query.
 
     Returns:
         Queries (b * blocks, h, m, c), keys and values (b * blocks, h, 2 m - 1, c), zeros beyond the ends.
@@ -247,7 +252,7 @@ def to_windows(query: Tensor, key: Tensor, value: Tensor, window: int) -> tuple[
     blocks = _number_of_blocks(length, window)
     query = F.pad(query.transpose(1, 2), (0, 0, 0, 0, 0, blocks * window - length))
     query = query.flatten(0, 1).unflatten(0, (query.shape[0] * blocks, window))
-    key, value = (_blocks_of_keys(states.transpose(1, 2), window) for states in (key, value))
+    key, value = (_blocks_of_keys(states.transpose(1, 2), window, causal) for states in (key, value))
     return tuple(states.transpose(1, 2) for states in (query, key, value))
 
 
@@ -255,11 +260,11 @@ def _number_of_blocks(length: int, window: int) -> int:
     return (length + window - 1) // window
 
 
-def _blocks_of_keys(states: Tensor, window: int) -> Tensor:
+def _blocks_of_keys(states: Tensor, window: int, causal: bool) -> Tensor:
     """What the windows of every block reach: (b, n, ...) to (b * blocks, 2 m - 1, ...), zeros beyond the ends."""
     # No dimension is the number of blocks alone: a graph would be made again for a length of one block.
     batch, length = states.shape[:2]
-    before, _ = window_reach(window)
+    before, _ = window_reach(window, causal)
     blocks = _number_of_blocks(length, window)
     pads = (0, 0) * (states.dim() - 2) + (before, (blocks + 1) * window - before - length)
     block = torch.arange(batch * blocks, device=states.device)
@@ -269,10 +274,10 @@ def _blocks_of_keys(states: Tensor, window: int) -> Tensor:
     return rows.unflatten(0, (batch * blocks, 2 * window - 1))
 
 
-def window_mask(keep: Tensor | None, length: int, window: int, device: torch.device) -> Tensor:
+def window_mask(keep: Tensor | None, length: int, window: int, device: torch.device, causal: bool = False) -> Tensor:
     """Which keys of `to_windows` a query may attend to: (b * blocks, 1, m, 2 m - 1) boolean; b is 1 without `keep`."""
     keep = torch.ones(1, length, dtype=torch.bool, device=device) if keep is None else keep
-    real = _blocks_of_keys(keep, window)  # (b * blocks, 2 m - 1)
+    real = _blocks_of_keys(keep, window, causal)  # (b * blocks, 2 m - 1)
     # Query i of a block has its window from key i on.
     offset = torch.arange(2 * window - 1, device=device) - torch.arange(window, device=device)[:, None]
     band = (offset >= 0) & (offset < window)

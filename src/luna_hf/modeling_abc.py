@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.modeling_outputs import (
     BaseModelOutput,
+    BaseModelOutputWithPast,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
@@ -23,6 +25,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_abc import AbcControl, AbcMasks, AbcSelfAttention, has_control
+from .attention_abc_causal import AbcCausalSelfAttention
 from .attention_base import make_key_mask
 from .configuration_abc import AbcConfig
 from .memory_control import row_lengths, token_ranks
@@ -33,6 +36,7 @@ from .modeling_base import (
     EncoderPreTrainedModel,
     EncoderStack,
 )
+from .modeling_decoder import CausalLMMixin, DecoderModelMixin
 from .modeling_heads import (
     MaskedLMMixin,
     MultipleChoiceMixin,
@@ -40,6 +44,7 @@ from .modeling_heads import (
     SequenceClassificationMixin,
     TokenClassificationMixin,
 )
+from .state import MemoryCache
 from .warm_start import warm_start
 from .warm_start_source import Source
 
@@ -50,12 +55,18 @@ class AbcLayer(EncoderLayer):
     attention_class = AbcSelfAttention
 
 
+class AbcDecoderLayer(AbcLayer):
+    """One layer of a decoder: causal bounded-memory attention and feed-forward."""
+
+    attention_class = AbcCausalSelfAttention
+
+
 class AbcPreTrainedModel(EncoderPreTrainedModel):
     """What all ABC models share."""
 
     config: AbcConfig
     base_model_prefix = "abc"
-    _no_split_modules = ["EncoderEmbeddings", "AbcControl", "AbcLayer"]
+    _no_split_modules = ["EncoderEmbeddings", "AbcControl", "AbcLayer", "AbcDecoderLayer"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -68,6 +79,7 @@ class AbcPreTrainedModel(EncoderPreTrainedModel):
         "AutoConfig": "configuration_abc.AbcConfig",
         "AutoModel": "modeling_abc.AbcModel",
         "AutoModelForMaskedLM": "modeling_abc.AbcForMaskedLM",
+        "AutoModelForCausalLM": "modeling_abc.AbcForCausalLM",
         "AutoModelForSequenceClassification": "modeling_abc.AbcForSequenceClassification",
         "AutoModelForMultipleChoice": "modeling_abc.AbcForMultipleChoice",
         "AutoModelForTokenClassification": "modeling_abc.AbcForTokenClassification",
@@ -85,16 +97,15 @@ class AbcPreTrainedModel(EncoderPreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=deviation)
 
 
-class AbcModel(EncoderModelMixin, AbcPreTrainedModel):
-    """The ABC encoder: token states, without a head."""
+class AbcModel(EncoderModelMixin, DecoderModelMixin, AbcPreTrainedModel):
+    """ABC without a head: the encoder, or the decoder (`config.is_decoder`)."""
 
     def __init__(self, config: AbcConfig) -> None:
         super().__init__(config)
         self.embeddings = EncoderEmbeddings(config)
         self.control = AbcControl(config) if has_control(config) and config.share_control else None
-        self.encoder = EncoderStack(config, AbcLayer)
-        for index, layer in enumerate(self.encoder.layer):
-            layer.attention.self.layer_index = index
+        self.encoder = EncoderStack(config, AbcDecoderLayer if config.is_decoder else AbcLayer)
+        self.number_layers()
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -107,8 +118,10 @@ class AbcModel(EncoderModelMixin, AbcPreTrainedModel):
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
+        past_key_values: MemoryCache | None = None,
+        use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutput:
+    ) -> BaseModelOutput | BaseModelOutputWithPast:
         """
         Args:
             input_ids: (b, n) token ids, or instead
@@ -122,10 +135,17 @@ class AbcModel(EncoderModelMixin, AbcPreTrainedModel):
                 token reads: (b, h, n, m) over the slots, over the places of its window, or (b, h, n, n) of full
                 attention.
 
+        A decoder takes `past_key_values` and `use_cache` besides, and reads the others as `DecoderModelMixin.decode`
+        says.
+
         Raises:
             ValueError: Wrong shapes, no tokens, more than `max_position_embeddings`, a keyword without a meaning.
         """
-        self.check_inputs(input_ids, inputs_embeds, attention_mask, kwargs)
+        if self.config.is_decoder:
+            inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+            memory = None if self.control is None else self.control()
+            return self.decode(*inputs, past_key_values, use_cache, memory=memory, **kwargs)
+        self.check_inputs(input_ids, inputs_embeds, attention_mask, {**kwargs, "past_key_values": past_key_values})
         keep = self.tokens_to_keep(input_ids, attention_mask)
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
         memory, masks = self.begin(hidden_states, keep)
@@ -180,6 +200,15 @@ class AbcForMaskedLM(MaskedLMMixin, AbcPreTrainedModel):
         model, made = warm_start(cls, source, max_length=max_length, seed=seed, **fields)
         made.warn()
         return model
+
+
+class AbcForCausalLM(CausalLMMixin, AbcPreTrainedModel, GenerationMixin):
+    """ABC with a causal language-modelling head: a decoder that generates with a state of constant size."""
+
+    base_model_class = AbcModel
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _tied_weights_keys = {"lm_head.weight": "abc.embeddings.word_embeddings.weight"}
 
 
 class AbcForSequenceClassification(SequenceClassificationMixin, AbcPreTrainedModel):

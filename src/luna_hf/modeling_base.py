@@ -20,7 +20,9 @@ from transformers.utils import is_tracing
 
 from .attention_base import Linear
 from .configuration_base import EncoderConfig
-from .functional import depthwise_convolution, sinusoids, token_positions
+from .functional import causal_convolution, depthwise_convolution, sinusoids, sinusoids_at, token_positions
+from .memory_control import move_to_ranks, token_ranks
+from .state import CausalContext
 
 # Rows of the feed-forward network treated at a time in inference, by device type: its inner states are the largest
 # tensors of the model, and on a CPU blocks of this size stay in cache.
@@ -31,7 +33,7 @@ _FEED_FORWARD_ROWS_DEFAULT = 16384
 _INPUT_NAMES = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels"]
 _REFUSED_KEYWORDS = {
     "head_mask": "transformers 5 has no head masks.",
-    "encoder_hidden_states": "the model is an encoder without cross-attention.",
+    "encoder_hidden_states": "the model has no cross-attention.",
     "past_key_values": "the model is an encoder and keeps no cache.",
     **dict.fromkeys(
         ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
@@ -65,6 +67,18 @@ class SinusoidalPositions(nn.Module):
         return nn.functional.embedding(position_ids, self.table)
 
 
+class EndlessSinusoids(nn.Module):
+    """The same sinusoids without a table, from position 0 on, for decoders."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """(b, n) to (b, n, d)."""
+        return sinusoids_at(position_ids, self.dim)
+
+
 class EncoderEmbeddings(nn.Module):
     """Token, position and segment embeddings, LayerNorm, dropout; padded tokens become zero."""
 
@@ -75,11 +89,14 @@ class EncoderEmbeddings(nn.Module):
         self.padding_idx = padding_idx
         self.max_position_embeddings = config.max_position_embeddings
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_idx)
+        self.scale = math.sqrt(width) if config.position_embedding_type == "sinusoidal" else 1.0
         if config.position_embedding_type == "learned":
-            self.scale = 1.0
             self.position_embeddings = nn.Embedding(num_positions, width, padding_idx=padding_idx)
+        elif config.position_embedding_type == "rotary":  # the attention turns queries and keys
+            self.position_embeddings = None
+        elif config.is_decoder:
+            self.position_embeddings = EndlessSinusoids(width)
         else:
-            self.scale = math.sqrt(width)
             self.position_embeddings = SinusoidalPositions(num_positions, width, padding_idx)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         self.LayerNorm = (
@@ -98,11 +115,12 @@ class EncoderEmbeddings(nn.Module):
         """(b, n) ids, or (b, n, d) embeddings, to (b, n, d) states."""
         tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         length = tokens.shape[1]
-        if position_ids is None:
+        if position_ids is None and self.position_embeddings is not None:
             every = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if keep is None else keep
             position_ids = token_positions(every, self.padding_idx)
         states = tokens * self.scale if self.scale != 1.0 else tokens
-        states = states + self.position_embeddings(position_ids).to(states.dtype)
+        if self.position_embeddings is not None:
+            states = states + self.position_embeddings(position_ids).to(states.dtype)
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
                 token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
@@ -126,9 +144,34 @@ class DepthwiseConvolution(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.hidden_size, config.conv_kernel_size))
 
-    def forward(self, states: Tensor, keep: Tensor | None) -> Tensor:
+    def forward(self, states: Tensor, keep: Tensor | None, masks: Any) -> Tensor:
         """(b, n, d) to (b, n, d)."""
         return depthwise_convolution(states, self.weight, keep)
+
+
+class CausalConvolution(DepthwiseConvolution):
+    """The same over the token itself and those before it, whose states are kept while decoding."""
+
+    layer_index = 0  # the model numbers its layers
+
+    def forward(self, states: Tensor, keep: Tensor | None, masks: CausalContext) -> Tensor:
+        """(b, n, d) to (b, n, d)."""
+        cache = masks.layer_cache(self.layer_index)
+        before = None if cache is None else cache.states.get("convolution")
+        ranks = None
+        if keep is not None:
+            # Without padding between them: moved to the front, the real tokens are the first ones.
+            ranks = token_ranks(keep, states.shape[1], keep.device)
+            states = move_to_ranks(states.unsqueeze(1), ranks, keep).squeeze(1)
+        if before is None:
+            before = states.new_zeros(states.shape[0], self.weight.shape[-1] - 1, states.shape[-1])
+        seen = torch.cat([before.to(states.dtype), states], dim=1)
+        out = causal_convolution(seen, self.weight)
+        if cache is not None:  # last, since it is written where `before` was read from
+            places = states.shape[1] if keep is None else keep.sum(1, keepdim=True)
+            places = (places + torch.arange(before.shape[1], device=seen.device)).expand(seen.shape[0], -1)
+            cache.write(convolution=seen.gather(1, places.unsqueeze(-1).expand(-1, -1, seen.shape[-1])))
+        return out if ranks is None else out.gather(1, ranks.unsqueeze(-1).expand(out.shape))
 
 
 class SubLayerOutput(nn.Module):
@@ -166,7 +209,8 @@ class AttentionBlock(nn.Module):
         self.norm_first = config.norm_first
         self.self = attention_class(config)
         self.output = SubLayerOutput(config, config.hidden_size)
-        self.convolution = DepthwiseConvolution(config) if config.conv_kernel_size else None
+        convolution_class = CausalConvolution if config.is_decoder else DepthwiseConvolution
+        self.convolution = convolution_class(config) if config.conv_kernel_size else None
 
     def forward(
         self, hidden_states: Tensor, memory: Tensor | None, masks: Any, keep: Tensor | None, **kwargs: Any
@@ -184,7 +228,7 @@ class AttentionBlock(nn.Module):
         mixed, memory, _ = self.self(states, memory, masks, **kwargs)
         mixed = self.output.dense(mixed)
         if self.convolution is not None:
-            mixed = mixed + self.convolution(states, keep)
+            mixed = mixed + self.convolution(states, keep, masks)
         return mixed, memory
 
 
@@ -287,7 +331,7 @@ class EncoderModelMixin:
         attention_mask: Tensor | None,
         keywords: dict[str, Any],
     ) -> None:
-        """Refuse what would be computed wrongly or silently ignored.
+        """Refuse what an encoder would compute wrongly or silently ignore.
 
         Args:
             input_ids, inputs_embeds, attention_mask: as given to the model.
@@ -297,6 +341,21 @@ class EncoderModelMixin:
             ValueError: Not exactly one kind of input; an empty or too long one; a mask that is not (batch, length); a
                 keyword that is misspelt, or that asks for what the model does not do.
         """
+        self.check_keywords(keywords)
+        length, limit = self.check_shapes(input_ids, inputs_embeds, attention_mask), self.config.max_position_embeddings
+        if length > limit:
+            raise ValueError(
+                f"The input is {length} tokens long, but the model takes at most {limit} "
+                f"(`max_position_embeddings`). Truncate it (`tokenizer(..., truncation=True, max_length={limit})`) "
+                "or use a model with more positions."
+            )
+
+    def check_keywords(self, keywords: dict[str, Any]) -> None:
+        """Refuse keywords that are misspelt, or that ask for what the model does not do.
+
+        Raises:
+            ValueError: There is one.
+        """
         outputs = ("return_dict", *(f"output_{name}" for name in self._can_record_outputs))
         for name, value in keywords.items():
             if name in _REFUSED_KEYWORDS and value is not None:
@@ -304,25 +363,37 @@ class EncoderModelMixin:
             meant = _closest_input(name, outputs)
             if meant:
                 raise ValueError(f"There is no input `{name}`. Did you mean `{meant}`?")
+
+    def check_shapes(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        with_past: bool = False,
+    ) -> int:
+        """The length of the input; with a past, the mask may begin before it.
+
+        Raises:
+            ValueError: Not exactly one kind of input, an empty one, or a mask that does not fit.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
         if len(shape) != 2:
             raise ValueError(f"`input_ids` must have the shape (batch, length), but it is {tuple(shape)}.")
-        length, limit = shape[1], self.config.max_position_embeddings
-        if length == 0:
+        if shape[1] == 0:
             raise ValueError("The input has no tokens (length 0).")
-        if length > limit:
-            raise ValueError(
-                f"The input is {length} tokens long, but the model takes at most {limit} "
-                f"(`max_position_embeddings`). Truncate it (`tokenizer(..., truncation=True, max_length={limit})`) "
-                "or use a model with more positions."
+        fits = attention_mask is None or attention_mask.shape == shape
+        if with_past and not fits:
+            fits = (
+                attention_mask.dim() == 2 and attention_mask.shape[0] == shape[0] and attention_mask.shape[1] > shape[1]
             )
-        if attention_mask is not None and attention_mask.shape != shape:
+        if not fits:
             raise ValueError(
                 f"`attention_mask` must have the shape {tuple(shape)} (batch, length), with 1 for tokens and 0 for "
                 f"padding, but it is {tuple(attention_mask.shape)}. Masks between pairs of tokens have no meaning here."
             )
+        return shape[1]
 
     def tokens_to_keep(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
         """(b, n) boolean, True for tokens; `None` if nothing is padded.

@@ -131,10 +131,16 @@ class HeadMixin:
 
     base_model_class: type[nn.Module]
     output_class: type[ModelOutput]
+    is_causal_head = False
     # The Trainer passes `num_items_in_batch` and leaves the division to the loss; every loss here does it.
     accepts_loss_kwargs = True
 
     def __init__(self, config: EncoderConfig) -> None:
+        if config.is_decoder and not self.is_causal_head:
+            raise ValueError(
+                f"{type(self).__name__} reads both sides of a token, but the config is a causal model's "
+                f"(`is_decoder`). Load it with AutoModelForCausalLM, or its trunk with AutoModel."
+            )
         super().__init__(config)
         # Here and not in `make_output`: torch.compile cannot trace `fields`.
         self.output_fields = tuple(field.name for field in fields(self.output_class))

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
     MaskedLMOutput,
     ModelOutput,
     MultipleChoiceModelOutput,
@@ -27,6 +29,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_base import Linear, attend, make_key_mask
 from .attention_luna import LunaMasks, LunaPackAttention, LunaSelfAttention
+from .attention_luna_causal import LunaCausalPack, LunaCausalSelfAttention
 from .configuration_luna import LunaConfig
 from .functional import first_kept, join_streams, masked_max, masked_mean, valid_slots
 from .modeling_base import (
@@ -38,6 +41,7 @@ from .modeling_base import (
     SinusoidalPositions,
     drop_if_full,
 )
+from .modeling_decoder import CausalLMMixin, DecoderModelMixin
 from .modeling_heads import (
     MaskedLMMixin,
     MultipleChoiceMixin,
@@ -46,6 +50,7 @@ from .modeling_heads import (
     TokenClassificationMixin,
     TokenPooling,
 )
+from .state import MemoryCache
 from .warm_start import warm_start
 from .warm_start_source import Source
 
@@ -145,19 +150,28 @@ class LunaLayer(EncoderLayer):
     attention_class = LunaSelfAttention
 
 
+class LunaDecoderLayer(LunaLayer):
+    """One layer of a decoder: causal attention, feed-forward."""
+
+    attention_class = LunaCausalSelfAttention
+
+
 class LunaPreTrainedModel(EncoderPreTrainedModel):
     """What all Luna models share."""
 
     config: LunaConfig
     base_model_prefix = "luna"
-    _no_split_modules = ["EncoderEmbeddings", "LunaPackedEmbeddings", "LunaLayer"]
+    _no_split_modules = ["EncoderEmbeddings", "LunaPackedEmbeddings", "LunaLayer", "LunaDecoderLayer"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_record_outputs = {
         "hidden_states": LunaLayer,
-        "attentions": OutputRecorder(LunaSelfAttention, index=2),
+        "attentions": [
+            OutputRecorder(LunaSelfAttention, index=2),
+            OutputRecorder(LunaCausalSelfAttention, index=2),
+        ],
         "packed_hidden_states": [OutputRecorder(LunaPackedEmbeddings), OutputRecorder(LunaLayer, index=1)],
         "pack_attentions": OutputRecorder(LunaPackAttention, index=1),
     }
@@ -165,6 +179,7 @@ class LunaPreTrainedModel(EncoderPreTrainedModel):
         "AutoConfig": "configuration_luna.LunaConfig",
         "AutoModel": "modeling_luna.LunaModel",
         "AutoModelForMaskedLM": "modeling_luna.LunaForMaskedLM",
+        "AutoModelForCausalLM": "modeling_luna.LunaForCausalLM",
         "AutoModelForSequenceClassification": "modeling_luna.LunaForSequenceClassification",
         "AutoModelForMultipleChoice": "modeling_luna.LunaForMultipleChoice",
         "AutoModelForTokenClassification": "modeling_luna.LunaForTokenClassification",
@@ -176,18 +191,25 @@ class LunaPreTrainedModel(EncoderPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LunaPackedEmbeddings):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, LunaCausalPack):
+            # As large as token states after their LayerNorm: P has none here, and near zero all slots are the same.
+            init.normal_(module.slots, mean=0.0, std=1.0)
 
 
-class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
-    """The Luna encoder: token states and packed states, without a head."""
+class LunaModel(EncoderModelMixin, DecoderModelMixin, LunaPreTrainedModel):
+    """Luna without a head: the encoder, with token states and packed states; or the decoder (`config.is_decoder`)."""
 
     def __init__(self, config: LunaConfig) -> None:
         super().__init__(config)
         self.embeddings = EncoderEmbeddings(config)
-        self.packed_embeddings = LunaPackedEmbeddings(config)
-        self.encoder = EncoderStack(config, LunaLayer)
-        packed_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.packed_layer_norm = packed_norm if config.norm_first else nn.Identity()
+        if config.is_decoder:
+            self.encoder = EncoderStack(config, LunaDecoderLayer)
+            self.number_layers()
+        else:
+            self.packed_embeddings = LunaPackedEmbeddings(config)
+            self.encoder = EncoderStack(config, LunaLayer)
+            packed_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+            self.packed_layer_norm = packed_norm if config.norm_first else nn.Identity()
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -200,8 +222,10 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
+        past_key_values: MemoryCache | None = None,
+        use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> LunaModelOutput:
+    ) -> LunaModelOutput | BaseModelOutputWithPast:
         """
         Args:
             input_ids: (b, n) token ids, or instead
@@ -213,11 +237,17 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
             output_hidden_states, output_attentions, output_packed_hidden_states, output_pack_attentions, return_dict:
                 as keywords; see `LunaModelOutput`.
 
+        A decoder takes `past_key_values` and `use_cache` besides, and reads the others as `DecoderModelMixin.decode`
+        says.
+
         Raises:
             ValueError: Wrong shapes, no tokens, more than `max_position_embeddings`, a keyword without a meaning,
                 or pack maps from a backend that has none.
         """
-        self.check_inputs(input_ids, inputs_embeds, attention_mask, kwargs)
+        if self.config.is_decoder:
+            inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+            return self.decode(*inputs, past_key_values, use_cache, **kwargs)
+        self.check_inputs(input_ids, inputs_embeds, attention_mask, {**kwargs, "past_key_values": past_key_values})
         if kwargs.get("output_pack_attentions") and self.config._attn_implementation != "eager":
             raise ValueError(
                 "`output_pack_attentions` needs eager attention, but the model uses "
@@ -334,6 +364,15 @@ class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
         model, made = warm_start(cls, source, max_length=max_length, slot_tokens=slot_tokens, seed=seed, **fields)
         made.warn()
         return model
+
+
+class LunaForCausalLM(CausalLMMixin, LunaPreTrainedModel, GenerationMixin):
+    """Luna with a causal language-modelling head: a decoder that generates with a state of constant size."""
+
+    base_model_class = LunaModel
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _tied_weights_keys = {"lm_head.weight": "luna.embeddings.word_embeddings.weight"}
 
 
 class LunaForSequenceClassification(SequenceClassificationMixin, LunaPreTrainedModel):

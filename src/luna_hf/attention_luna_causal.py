@@ -1,0 +1,121 @@
+"""Luna's causal attention (Ma et al. 2021, section 3.3), as a decoder's self-attention.
+
+P knows nothing of the tokens (here it is a parameter of the layer). With f(x, y, z)_t = x_t sum_{j<=t} y_j^T z_j / t
+
+    A_pack   = omega(P W_pq (X W_pc)^T / sqrt(c))             softplus or elu + 1, no softmax
+    A_unpack = softmax(f(X W_q / sqrt(c), X W_k, A_pack))     over the slots
+    Y        = f(A_unpack, A_pack, X W_v) W_o
+
+which is a causal memory (`causal_memory.py`) written with A_pack and divided by the number of steps.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .attention_base import Linear, product
+from .causal_memory import attend_causal_memory
+from .configuration_luna import LunaConfig
+from .functional import rotate, split_heads
+from .state import CausalContext, MemoryCacheLayer, read_memory
+
+
+def pack_weights(pack_query: Tensor, pack_key: Tensor, activation: str) -> Tensor:
+    """A_pack = omega(pq . pc / sqrt(c)), non-negative; in float32 at least.
+
+    Args:
+        pack_query: (b or 1, h, l, c), P W_pq.
+        pack_key: (b, h, n, c), X W_pc.
+        activation: "softplus" with the authors' beta of ln 2, log2(1 + 2^x); or "elu", elu(x) + 1.
+
+    Returns:
+        (b, h, n, l).
+    """
+    logits = product(pack_key, (pack_query * pack_query.shape[-1] ** -0.5).transpose(-1, -2))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if activation == "elu":
+        return F.elu(logits) + 1.0
+    # The threshold is where PyTorch takes x for the result: exact in float64 as well.
+    return F.softplus(logits, beta=math.log(2.0), threshold=40.0)
+
+
+class LunaCausalPack(nn.Module):
+    """P of one layer, its query projection, and the key projection of the tokens."""
+
+    def __init__(self, config: LunaConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.slots = nn.Parameter(torch.empty(config.projection_length, width))
+        self.query, self.key = Linear(width, width), Linear(width, width)
+
+
+class LunaCausalSelfAttention(nn.Module):
+    """Pack and unpack from left to right. Projections have the names of `LunaSelfAttention`."""
+
+    def __init__(self, config: LunaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads = config.num_attention_heads
+        self.attention_dropout = config.attention_probs_dropout_prob
+        self.layer_index = 0  # the model numbers its layers
+        width = config.hidden_size
+        self.query = Linear(width, width)
+        if config.tie_kv:
+            self.key_value = Linear(width, width)
+        else:
+            self.key, self.value = Linear(width, width), Linear(width, width)
+        self.pack = LunaCausalPack(config)
+
+    def forward(
+        self, hidden_states: Tensor, memory: None, context: CausalContext, **kwargs: Any
+    ) -> tuple[Tensor, None, Tensor | None]:
+        """One attention.
+
+        Args:
+            hidden_states: (b, n, d) token states, already normed in a pre-norm model.
+            memory: nothing; P is the layer's own.
+            context: of the forward pass, with the cache that holds the state.
+
+        Returns:
+            Output before its projection (b, n, d), `memory`, and the unpack weights (b, h, n, l) with eager attention.
+        """
+        cache = context.layer_cache(self.layer_index)
+        query, key, value, pack_key = (split_heads(states, self.num_heads) for states in self.project(hidden_states))
+        if context.angles is not None:
+            query, key = rotate(query, context.angles), rotate(key, context.angles)
+        dropout = self.attention_dropout if self.training else 0.0
+        weights = pack_weights(self.pack_query(cache), pack_key, self.config.pack_activation)
+        output, read, state = attend_causal_memory(
+            query,
+            key,
+            value,
+            F.dropout(weights, dropout) if dropout else weights,
+            "steps",
+            memory=read_memory(cache),
+            keep=context.keep,
+            steps=context.steps,
+            dropout=dropout,
+            need_weights=self.config._attn_implementation == "eager",
+        )
+        if cache is not None:
+            cache.write(**state._asdict())
+        return output.transpose(1, 2).flatten(2), memory, read
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query, key and value of the unpack attention, and key of the pack attention: (b, n, d) each."""
+        if self.config.tie_kv:
+            key = value = self.key_value(hidden_states)
+        else:
+            key, value = self.key(hidden_states), self.value(hidden_states)
+        return self.query(hidden_states), key, value, self.pack.key(hidden_states)
+
+    def pack_query(self, cache: MemoryCacheLayer | None) -> Tensor:
+        """P W_pq by heads, (1, h, l, c); kept while decoding, where it would cost more than the rest of the layer."""
+        if cache is None or torch.is_grad_enabled():
+            return split_heads(self.pack.query(self.pack.slots).unsqueeze(0), self.num_heads)
+        if "pack_query" not in cache.constants:
+            cache.constants["pack_query"] = self.pack_query(None).contiguous()
+        return cache.constants["pack_query"]

@@ -1,0 +1,358 @@
+"""Attention to a memory of slots that is written from left to right: what Luna's causal attention and causal ABC share.
+
+Token j writes its key and its value into every slot with a weight w_j in R^m; token t reads the slots with softmax
+attention, after all tokens up to itself have written:
+
+    K_t = sum_{j<=t} w_j (x) k_j / N_t,  V_t = sum_{j<=t} w_j (x) v_j / N_t,  out_t = softmax(q_t K_t^T / sqrt(c)) V_t
+
+Both sums are the causal scan of `functional.py`, both in time and memory linear in n, with a state of constant size.
+Mechanisms differ in their weights and in the divisor N_t (`NORMALISERS`). All of it is computed in float32 at least.
+
+Shape letters: b batch, h heads, n tokens, m slots, c head size. Every mask is boolean with True = keep.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.utils import is_tracing
+from transformers.utils.generic import maybe_autocast
+
+from .functional import SCAN_CHUNK, causal_scan, masked_softmax, scan_chunk, scans_in_a_loop
+
+# What the sums of a slot are divided by, and which slots can be read:
+#   "steps"    the number of tokens so far (Luna, section 3.3: a causal mean)
+#   "none"     nothing (Linformer's weights)
+#   "written"  nothing, and slots that no token has written yet are not read (ABC-Random)
+#   "total"    the running sum of the slot's weights; unwritten slots are not read (ABC-MLP with relu)
+#   "softmax"  the weights are logits; their exponentials over the running sum of these (ABC-MLP, appendix B.1)
+NORMALISERS = ("steps", "none", "written", "total", "softmax")
+
+# How much a slot's running maximum may rise inside a chunk: exponentials are taken relative to its end, and those that
+# the first tokens need are above the smallest float32 by far.
+_LARGEST_RISE = 50.0
+# The peak before the first token: minus infinity, but for the NaN of a difference of two.
+_LOWEST = -1e30
+# Tokens of the smallest blocks of the tree.
+_LEAF = 8
+
+
+class CausalMemory(NamedTuple):
+    """The state after some tokens; everything that later ones need of them."""
+
+    key: Tensor  # (b, h, c, m) sum of k_j w_j
+    value: Tensor  # (b, h, m, c) sum of w_j v_j
+    total: Tensor | None = None  # (b, h, 1, m) sum of w_j, where the normaliser needs it
+    peak: Tensor | None = None  # (b, h, 1, m) of "softmax": all sums are in units of exp(peak), the largest logit
+
+
+def empty_memory(query: Tensor, value: Tensor, weights: Tensor, normaliser: str) -> CausalMemory:
+    """The state before the first token, for states and weights as in `attend_causal_memory`."""
+    (batch, heads, _, size), slots = query.shape, weights.shape[-1]
+    like = query.new_zeros((), dtype=torch.promote_types(query.dtype, torch.float32))
+    return CausalMemory(
+        key=like.new_zeros(batch, heads, size, slots),
+        value=like.new_zeros(batch, heads, slots, value.shape[-1]),
+        total=None if normaliser in ("steps", "none") else like.new_zeros(batch, heads, 1, slots),
+        peak=like.new_full((batch, heads, 1, slots), _LOWEST) if normaliser == "softmax" else None,
+    )
+
+
+class Reading(NamedTuple):
+    """How the slots are read, the same for every token."""
+
+    normaliser: str
+    slots: Tensor | None  # (b h, 1, m) slots that may be read
+    dropout: float
+    need_weights: bool
+
+
+def attend_causal_memory(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    normaliser: str,
+    memory: CausalMemory | None = None,
+    keep: Tensor | None = None,
+    steps: Tensor | None = None,
+    slots: Tensor | None = None,
+    dropout: float = 0.0,
+    need_weights: bool = False,
+    chunk_size: int = SCAN_CHUNK,
+) -> tuple[Tensor, Tensor | None, CausalMemory]:
+    """Write and read, from left to right.
+
+    Args:
+        query, key, value: (b, h, n, c).
+        weights: (b, h, n, m) what the tokens write with; with "softmax" their logits.
+        normaliser: one of `NORMALISERS`.
+        memory: state after earlier tokens; empty by default.
+        keep: (b, n) tokens that write; what padding reads is of no use, but finite.
+        steps: (b or 1, n) number of tokens so far, the token itself among them, at least 1; for "steps".
+        slots: (b, m) slots that may be read; all by default.
+        dropout: probability with which a read weight is dropped.
+        need_weights: whether to return the weights that the slots are read with.
+        chunk_size: tokens that are treated at a time; the result is the same for all.
+
+    Returns:
+        Outputs (b, h, n, c) in the type of `query`; the read weights (b, h, n, m), after dropout, or `None`; and the
+        state after the last token.
+    """
+    if memory is None:
+        memory = empty_memory(query, value, weights, normaliser)
+    batch, heads, length = query.shape[:3]
+    precise = memory.key.dtype
+    if keep is not None:
+        # Whatever stands at padding, even NaN, must reach neither a sum nor a gradient.
+        padding = ~keep[:, None, :, None]
+        key, value = key.masked_fill(padding, 0.0), value.masked_fill(padding, 0.0)
+        weights = weights.to(precise).masked_fill(padding, -torch.inf if normaliser == "softmax" else 0.0)
+    divisor = None if steps is None else steps.to(precise)[:, None, :, None].expand(batch, heads, length, 1)
+    slots = None if slots is None else slots[:, None, None, :].expand(-1, heads, 1, -1).flatten(0, 1)
+    reading = Reading(normaliser, slots, dropout, need_weights)
+    tokens = (query, key, value, weights)
+    with maybe_autocast(query.device.type, enabled=False):
+        if length > 1 and normaliser == "softmax" and is_tracing(query):
+            out, read, memory = _attend_in_a_tree(*tokens, memory, reading)
+        elif length > 1 and normaliser != "softmax" and not scans_in_a_loop(query):
+            out, read, memory = _attend_at_once(*tokens, memory, divisor, reading, chunk_size)
+        else:
+            out, read, memory = _attend_in_a_loop(*tokens, memory, divisor, reading, keep, chunk_size)
+    return out.to(query.dtype), read.to(query.dtype) if need_weights else None, memory
+
+
+# ---- chunk by chunk ----
+
+
+def _attend_in_a_loop(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    memory: CausalMemory,
+    divisor: Tensor | None,
+    reading: Reading,
+    keep: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor | None, CausalMemory]:
+    rows, length, precise = query.shape[:2], query.shape[2], memory.key.dtype
+    sizes = [min(chunk_size, length - first) for first in range(0, length, chunk_size)]
+    if reading.normaliser == "softmax" and length > 1:
+        sizes = _split_at_rises(weights.detach(), sizes, memory.peak[:, :, 0], keep)
+    state = CausalMemory(*(None if part is None else part.flatten(0, 1) for part in memory))
+    # One split a tensor: its backward is one concatenation, that of slices a tensor of full length each.
+    tokens = [states.split(sizes, 2) for states in (query, key, value, weights)]
+    divisors = [None] * len(sizes) if divisor is None else [part.flatten(0, 1) for part in divisor.split(sizes, 2)]
+    outputs, reads = [], []
+    for *chunk, divided_by in zip(*tokens, divisors, strict=True):
+        chunk = [states.flatten(0, 1).to(precise) for states in chunk]
+        out, read, state = _attend_chunk(*chunk, state, divided_by, reading)
+        # Tokens before heads, as the output projection reads them.
+        outputs.append(out.unflatten(0, rows).transpose(1, 2))
+        reads += [read.unflatten(0, rows)] if reading.need_weights else []
+    out, read = torch.cat(outputs, dim=1).transpose(1, 2), torch.cat(reads, dim=2) if reads else None
+    return out, read, CausalMemory(*(None if part is None else part.unflatten(0, rows) for part in state))
+
+
+def _attend_chunk(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    state: CausalMemory,
+    divisor: Tensor | None,
+    reading: Reading,
+) -> tuple[Tensor, Tensor, CausalMemory]:
+    """One chunk (b h, n, ...) of which nothing underflows; the state likewise."""
+    if reading.normaliser == "softmax":
+        # The peak cancels in every quotient, so it needs no gradient.
+        peak = torch.maximum(state.peak, weights.detach().amax(1, keepdim=True))
+        growth = (state.peak - peak).exp()
+        weights = (weights - peak).exp()
+        state = CausalMemory(state.key * growth, state.value * growth.transpose(1, 2), state.total * growth, peak)
+    readable = reading.slots
+    if state.total is not None:
+        totals = weights.cumsum(1) + state.total
+        state = state._replace(total=totals[:, -1:])
+        divisor, readable = _divisor(totals, reading)
+    logits, keys = scan_chunk(query * query.shape[-1] ** -0.5, key, weights, state.key)
+    read, divided = _read_weights(logits, divisor, readable, reading.dropout)
+    out, values = scan_chunk(divided, weights, value, state.value)
+    return out, read, state._replace(key=keys, value=values)
+
+
+def _divisor(totals: Tensor, reading: Reading) -> tuple[Tensor | None, Tensor | None]:
+    """What the sums are divided by, and which slots can be read, from the running sums of the weights."""
+    written = totals > 0
+    divisor = None if reading.normaliser == "written" else totals.masked_fill(~written, 1.0)
+    if reading.normaliser == "softmax":  # every token writes every slot
+        return divisor, reading.slots
+    return divisor, written if reading.slots is None else written & reading.slots
+
+
+def _read_weights(
+    logits: Tensor, divisor: Tensor | None, readable: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax over the slots, and the same divided by what the values' sums are divided by."""
+    read = masked_softmax(logits if divisor is None else logits / divisor, readable)
+    read = F.dropout(read, dropout) if dropout else read
+    return read, read if divisor is None else read / divisor
+
+
+def _split_at_rises(logits: Tensor, sizes: list[int], peak: Tensor, keep: Tensor | None) -> list[int]:
+    """Sizes of chunks in which no slot's running maximum rises too far; those given, but for extreme logits.
+
+    Args:
+        logits: (b, h, n, m), minus infinity at padding.
+        sizes: of chunks, which are halved where they have to be.
+        peak: (b, h, m) the running maximum before the first token.
+        keep: (b, n).
+    """
+    chunks = logits.split(sizes, 2)
+    ends = torch.stack([peak, *(chunk.amax(2) for chunk in chunks)]).cummax(0).values  # (1 + chunks, b, h, m)
+    if keep is None:
+        first = torch.stack([chunk[:, :, 0] for chunk in chunks])
+    else:
+        # What padding in front reads does not count; nor does a chunk of nothing else.
+        row = torch.arange(keep.shape[0], device=keep.device)
+        kept = keep.split(sizes, 1)
+        first = [chunk[row, :, real.int().argmax(1)] for chunk, real in zip(chunks, kept, strict=True)]
+        empty = torch.stack([~real.any(1) for real in kept])[..., None, None]
+        first = torch.stack(first).masked_fill(empty, torch.inf)
+    rises = ends[1:] - torch.maximum(ends[:-1], first) > _LARGEST_RISE
+    if not rises.any():
+        return sizes
+    split, start = [], 0
+    for index, size in enumerate(sizes):
+        if size > 1 and rises[index].any():
+            inside = slice(start, start + size)
+            part = None if keep is None else keep[:, inside]
+            split += _split_at_rises(logits[:, :, inside], [size // 2, size - size // 2], ends[index], part)
+        else:
+            split.append(size)
+        start += size
+    return split
+
+
+# ---- without a loop over the tokens: for graphs and accelerators ----
+
+
+def _attend_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    memory: CausalMemory,
+    divisor: Tensor | None,
+    reading: Reading,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, CausalMemory]:
+    precise, heads = memory.key.dtype, query.shape[1]
+    query, key, value, weights = (states.to(precise) for states in (query, key, value, weights))
+    readable = None if reading.slots is None else reading.slots.unflatten(0, (-1, heads))
+    if memory.total is not None:
+        totals = weights.cumsum(2) + memory.total
+        memory = memory._replace(total=totals[:, :, -1:])
+        divisor, readable = _divisor(totals, reading._replace(slots=readable))
+    logits, keys = causal_scan(query * query.shape[-1] ** -0.5, key, weights, memory.key, chunk_size=chunk_size)
+    read, divided = _read_weights(logits, divisor, readable, reading.dropout)
+    out, values = causal_scan(divided, weights, value, memory.value, chunk_size=chunk_size)
+    return out, read, memory._replace(key=keys, value=values)
+
+
+def _attend_in_a_tree(
+    query: Tensor, key: Tensor, value: Tensor, weights: Tensor, memory: CausalMemory, reading: Reading
+) -> tuple[Tensor, Tensor, CausalMemory]:
+    """The normaliser "softmax" without a branch on the data, in O(n log n).
+
+    A token's weight in what a later one reads is exp(s_j - z_t), with z the logarithm of the running sum. Taken apart
+    at a place between the two it has two factors of at most 1, and what underflows does not count: every second half
+    of a block of 16, 32, ... tokens reads the first half so. Inside blocks of 8 the weights are written out.
+    """
+    (batch, heads, length), precise = query.shape[:3], memory.key.dtype
+    levels = max(0, (-(-length // _LEAF) - 1).bit_length())
+    query, key, value, weights = (
+        F.pad(states.to(precise), (0, 0, 0, (_LEAF << levels) - length), value=fill)
+        for states, fill in ((query, 0.0), (key, 0.0), (value, 0.0), (weights, -torch.inf))
+    )
+    query = query * query.shape[-1] ** -0.5
+    # Differences of large logarithms: in float64 where there is one.
+    weights = weights.to(torch.float32 if query.device.type == "mps" else torch.float64)
+    before = memory.peak + memory.total.clamp(min=torch.finfo(precise).tiny).log()
+    log_totals = torch.cat([before.to(weights.dtype), weights], dim=2).logcumsumexp(2)[:, :, 1:]
+    blocks = [_Block(weights, log_totals, size, precise) for size in (_LEAF << level for level in range(levels))]
+    since = (memory.peak - log_totals).to(precise).exp()
+    leaves = _Leaves(weights, log_totals, precise)
+
+    logits = torch.matmul(query, memory.key) * since + leaves.sum_slots(query, key)
+    for block in blocks:
+        logits = logits + block.sum_slots(query, key)
+    readable = None if reading.slots is None else reading.slots.unflatten(0, (batch, heads))
+    read, _ = _read_weights(logits, None, readable, reading.dropout)
+    out = torch.matmul(read * since, memory.value) + leaves.sum_tokens(read, value)
+    for block in blocks:
+        out = out + block.sum_tokens(read, value)
+
+    peak = torch.maximum(memory.peak, weights.detach().amax(2, keepdim=True).to(precise))
+    growth, written = (memory.peak - peak).exp(), (weights - peak).to(precise).exp()
+    memory = CausalMemory(
+        key=memory.key * growth + torch.matmul(key.transpose(-1, -2), written),
+        value=memory.value * growth.transpose(-1, -2) + torch.matmul(written.transpose(-1, -2), value),
+        total=memory.total * growth + written.sum(2, keepdim=True),
+        peak=peak,
+    )
+    return out[:, :, :length], read[:, :, :length], memory
+
+
+class _Leaves:
+    """Tokens of one small block: the weights exp(s_j - z_t), j <= t, written out (b, h, blocks, t, j, m)."""
+
+    def __init__(self, logits: Tensor, log_totals: Tensor, precise: torch.dtype) -> None:
+        logits, log_totals = self.cut(logits), self.cut(log_totals)
+        later = torch.ones(_LEAF, _LEAF, dtype=torch.bool, device=logits.device).triu(1).unsqueeze(-1)
+        difference = (logits.unsqueeze(-3) - log_totals.unsqueeze(-2)).to(precise)
+        self.weights = difference.masked_fill(later, -torch.inf).exp()
+
+    @staticmethod
+    def cut(states: Tensor) -> Tensor:
+        return states.unflatten(2, (-1, _LEAF))
+
+    def sum_slots(self, query: Tensor, key: Tensor) -> Tensor:
+        """sum_j (q_t k_j) exp(s_j - z_t): (b, h, n, m)."""
+        products = torch.matmul(self.cut(query), self.cut(key).transpose(-1, -2))
+        return (products.unsqueeze(-1) * self.weights).sum(-2).flatten(2, 3)
+
+    def sum_tokens(self, read: Tensor, value: Tensor) -> Tensor:
+        """sum_j (p_t exp(s_j - z_t)) v_j: (b, h, n, c)."""
+        products = (self.cut(read).unsqueeze(-2) * self.weights).sum(-1)
+        return torch.matmul(products, self.cut(value)).flatten(2, 3)
+
+
+class _Block:
+    """The second halves of all blocks of twice `size` tokens, reading the first halves."""
+
+    def __init__(self, logits: Tensor, log_totals: Tensor, size: int, precise: torch.dtype) -> None:
+        self.size = size
+        middle = self.halves(log_totals)[0][..., -1:, :].detach()  # cancels in the product of the two factors
+        self.writes = (self.halves(logits)[0] - middle).to(precise).exp()
+        self.reads = (middle - self.halves(log_totals)[1]).to(precise).exp()
+
+    def halves(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Twice (b, h, blocks, size, ...)."""
+        return states.unflatten(2, (-1, 2, self.size)).unbind(3)
+
+    def join(self, second: Tensor) -> Tensor:
+        """(b, h, blocks, size, ...) to (b, h, n, ...), zeros for the first halves."""
+        return torch.stack([torch.zeros_like(second), second], dim=3).flatten(2, 4)
+
+    def sum_slots(self, query: Tensor, key: Tensor) -> Tensor:
+        """As `_Leaves.sum_slots`."""
+        state = torch.matmul(self.halves(key)[0].transpose(-1, -2), self.writes)
+        return self.join(torch.matmul(self.halves(query)[1], state) * self.reads)
+
+    def sum_tokens(self, read: Tensor, value: Tensor) -> Tensor:
+        """As `_Leaves.sum_tokens`."""
+        state = torch.matmul(self.writes.transpose(-1, -2), self.halves(value)[0])
+        return self.join(torch.matmul(self.halves(read)[1] * self.reads, state))

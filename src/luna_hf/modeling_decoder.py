@@ -1,0 +1,233 @@
+"""What the causal models of all families share: the trunk's forward pass with a state, the head, and what `generate` asks.
+
+A family's base model is a decoder where its config says so (`is_decoder`), and calls `decode`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple
+
+from .attention_base import Linear
+from .configuration_base import EncoderConfig
+from .functional import rotary_angles
+from .modeling_base import CausalConvolution
+from .modeling_heads import HeadMixin
+from .state import CausalContext, MemoryCache
+
+
+class DecoderModelMixin:
+    """What a family's base model does where its config is a decoder's."""
+
+    def number_layers(self) -> None:
+        """Tell the parts of every layer which of the cache's layers is theirs."""
+        for index, layer in enumerate(self.encoder.layer):
+            layer.attention.self.layer_index = index
+            if isinstance(layer.attention.convolution, CausalConvolution):
+                layer.attention.convolution.layer_index = index
+
+    def decode(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        past_key_values: MemoryCache | None,
+        use_cache: bool | None,
+        memory: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """The forward pass of a decoder.
+
+        Args:
+            input_ids: (b, n) token ids, or instead
+            inputs_embeds: (b, n, d) token embeddings.
+            attention_mask: (b, n), or (b, seen + n) with a state; 1 for tokens and 0 for padding on whichever side.
+                Without it every token counts, whatever its id.
+            token_type_ids: (b, n) segments, if the model has segment embeddings.
+            position_ids: (b, n) from 0; by default tokens are counted, without padding, from where the state ends.
+            past_key_values: the state after earlier tokens, or a new `MemoryCache`; it is brought up to date in place.
+            use_cache: whether to make a state if none is given, and to return it; by default `config.use_cache`. In
+                training none is made.
+            memory: what the family's layers take besides the tokens.
+
+        Raises:
+            ValueError: Wrong shapes, no tokens, a cache of another kind or size, a keyword without a meaning.
+        """
+        self.check_keywords(kwargs)
+        self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=past_key_values is not None)
+        use_cache = use_cache and (past_key_values is not None or not self.training)
+        first = input_ids if inputs_embeds is None else inputs_embeds
+        batch, length = first.shape[:2]
+        cache = self.open_cache(past_key_values, use_cache, batch)
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, -length:]
+        keep = self.given_mask(attention_mask)
+        context = self.make_context(keep, position_ids, cache, length, first.device)
+        positions = context.steps - 1 if position_ids is None else position_ids
+        hidden_states = self.embeddings(input_ids, inputs_embeds, positions, token_type_ids, keep)
+        hidden_states, _ = self.encoder(hidden_states, memory, context, keep, **kwargs)
+        if cache is not None:
+            tokens = length if keep is None else keep.sum(1)
+            cache.count((context.before[:, 0] + tokens).expand(batch), length)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache if use_cache else None)
+
+    def given_mask(self, attention_mask: Tensor | None) -> Tensor | None:
+        """(b, n) boolean, or `None` if nothing is padded."""
+        return None if attention_mask is None else self.tokens_to_keep(None, attention_mask)
+
+    def open_cache(self, past_key_values: Any, use_cache: bool, batch: int) -> MemoryCache | None:
+        """The cache to read and write, checked; a new one if a state is asked for and none is given."""
+        if past_key_values is None:
+            return MemoryCache(self.config) if use_cache else None
+        if not isinstance(past_key_values, MemoryCache):
+            raise ValueError(
+                f"`past_key_values` is a {type(past_key_values).__name__}, but the state of a {self.config.model_type} "
+                "model is a `luna_hf.MemoryCache`: leave it out, or make one with `MemoryCache(model.config)`."
+            )
+        if len(past_key_values) != self.config.num_hidden_layers:
+            raise ValueError(
+                f"The cache has {len(past_key_values)} layers, but the model {self.config.num_hidden_layers}: it is "
+                "another model's."
+            )
+        if past_key_values.batch_size not in (-1, batch):
+            raise ValueError(
+                f"The cache holds {past_key_values.batch_size} rows, but the input has {batch}. Use a cache for one "
+                "batch only, or change its rows (`batch_repeat_interleave`, `batch_select_indices`)."
+            )
+        return past_key_values
+
+    def make_context(
+        self,
+        keep: Tensor | None,
+        position_ids: Tensor | None,
+        cache: MemoryCache | None,
+        length: int,
+        device: torch.device,
+    ) -> CausalContext:
+        """What the layers know: counts of tokens, and angles of rotary positions."""
+        before = torch.zeros(1, dtype=torch.long, device=device) if cache is None else cache.tokens
+        before = torch.zeros(1, dtype=torch.long, device=device) if before is None else before.to(device)
+        before = before.unsqueeze(1)  # (b or 1, 1)
+        if keep is None:
+            steps = before + torch.arange(1, length + 1, device=device)
+        else:
+            steps = (before + keep.long().cumsum(1)).clamp(min=1)
+        angles = None
+        if self.config.position_embedding_type == "rotary":
+            size = self.config.hidden_size // self.config.num_attention_heads
+            angles = rotary_angles(steps - 1 if position_ids is None else position_ids, size)
+        return CausalContext(keep, before, steps, angles, cache)
+
+
+class CausalLMMixin(HeadMixin):
+    """Causal language modelling: an output layer, tied to the token embedding, and generation with a constant state."""
+
+    is_causal_head = True
+    _is_stateful = True  # the state cannot go back: no assisted generation
+    output_class = CausalLMOutputWithPast
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config.as_decoder())
+
+    def add_head(self, config: EncoderConfig) -> None:
+        """Create the head's modules."""
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: MemoryCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        shift_labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, past_key_values, inputs_embeds, use_cache: as the
+                base model, see `DecoderModelMixin.decode`.
+            labels: (b, n) the tokens themselves, each predicted from those before it; -100 where there is nothing to
+                predict.
+            logits_to_keep: number of last positions that get logits, 0 for all; or which (a tensor).
+            shift_labels: (b, n) instead of `labels`, what is to be predicted at each position.
+            num_items_in_batch: number of labels of the whole update; the loss is then a sum divided by it.
+
+        Returns:
+            `loss` if there are labels; `logits` (b, n, vocab_size); `past_key_values`, the state after the last token.
+        """
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None or shift_labels is not None:
+            loss = self.loss_function(
+                logits,
+                labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                shift_labels=shift_labels,
+            )
+        return self.make_output(outputs, loss=loss, logits=logits)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer, tied to the token embedding."""
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the output layer."""
+        self.lm_head = new_embeddings
+
+    # ---- what `generate` asks ----
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # not one of keys and values
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """A `MemoryCache`, unless one is given or none is wanted; it is static by nature."""
+        asked = generation_config.cache_implementation
+        if asked not in (None, "dynamic", "static"):
+            raise ValueError(
+                f"`cache_implementation` is {asked!r}, but the state of a {self.config.model_type} model is small and "
+                "of constant size: leave it out, or give 'static' to have the decoding step compiled."
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = MemoryCache(self.config, compileable=asked == "static")
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: EncoderConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Tensor | None:
+        """The mask of the new tokens: its shape does not grow, so a compiled step need not be compiled again."""
+        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
