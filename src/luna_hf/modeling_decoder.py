@@ -1,4 +1,4 @@
-"""What the causal models of all families share: the trunk's forward pass with a state, the head, and what `generate` asks.
+"""What the causal models of all families share: a forward pass with a state, the head, and what `generate` asks for.
 
 A family's base model is a decoder where its config says so (`is_decoder`), and calls `decode`.
 """
