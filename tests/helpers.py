@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from luna_hf import FAMILIES, LunaConfig
-from luna_hf.memory_control import CONTROLS
+from luna_hf.memory_control import CAUSAL_CONTROLS, CONTROLS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,6 +79,33 @@ FAMILY_POOLINGS = [
     (name, pooling) for name, family in FAMILIES.items() for pooling in family.config.classifier_poolings()
 ]
 
+# Options of causal models, as VARIANTS and OWN_VARIANTS: each optional part of the backbone, then a family's own.
+CAUSAL_VARIANTS = {
+    "default": {},
+    "prenorm-sinusoidal": VARIANTS["prenorm-sinusoidal"],
+    "convolution-segments-untied": VARIANTS["convolution-segments-untied"],
+}
+OWN_CAUSAL_VARIANTS = {
+    "luna": {
+        "elu": {"pack_activation": "elu"},
+        "untied-kv": {"tie_kv": False},
+        "elu-untied-kv-prenorm": {"pack_activation": "elu", "tie_kv": False, "norm_first": True},
+    },
+    "abc_memory": {
+        **{name.replace("_", "-"): {"memory_control": name} for name in CAUSAL_CONTROLS if name != "mlp"},
+        "mlp-of-each-layer": {"share_control": False},
+        "linformer-of-each-layer": {"memory_control": "linformer", "share_control": False},
+        "random-of-each-layer": {"memory_control": "random", "share_control": False},
+        "relu": {"control_activation": "relu"},
+        "sigmoid": {"control_activation": "sigmoid"},
+        "sliding-window-convolution": {"memory_control": "sliding_window", "conv_kernel_size": 3},
+    },
+}
+# (family, name of a causal variant), for parameters of tests.
+FAMILY_CAUSAL_VARIANTS = [
+    (family, name) for family in FAMILIES for name in (*CAUSAL_VARIANTS, *OWN_CAUSAL_VARIANTS[family])
+]
+
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog",
     "a packed sequence of fixed length reads every token",
@@ -101,6 +128,11 @@ def tiny_config(**overrides: Any) -> LunaConfig:
 def variants_of(model_type: str) -> dict[str, dict[str, Any]]:
     """Options of a family's variants by their names: those that every family has, and its own."""
     return {**VARIANTS, **OWN_VARIANTS[model_type]}
+
+
+def causal_variants_of(model_type: str) -> dict[str, dict[str, Any]]:
+    """Options of a family's causal variants by their names: those that every family has, and its own."""
+    return {**CAUSAL_VARIANTS, **OWN_CAUSAL_VARIANTS[model_type]}
 
 
 def code_name(model_type: str) -> str:
@@ -129,6 +161,15 @@ def randomise(model: nn.Module) -> None:
     """Add noise to all parameters, so that no test passes because a bias happens to be zero."""
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.05)
+
+
+def tiny_causal_model(model_type: str = "luna", seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A small causal model in eval mode with every parameter random; options as of the encoder's configuration."""
+    torch.manual_seed(seed)
+    config = tiny_config_for(model_type, is_decoder=True, **overrides)
+    model = FAMILIES[model_type].causal_lm(config).eval()
+    randomise(model)
+    return model
 
 
 def random_ids(batch: int, length: int, vocab_size: int = 120, seed: int = 0) -> torch.Tensor:
