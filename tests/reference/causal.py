@@ -1,0 +1,236 @@
+"""Causal attention to a memory, written out literally, token by token. Slow; shares no code with the package.
+
+Rows have no padding here: a padded row must equal the row alone. States have any leading dimensions (rows, heads), then
+tokens, then a size. Section and equation numbers: Luna is Ma et al. 2021 (arXiv 2106.01540), ABC is Peng et al. 2022
+(arXiv 2110.02488).
+"""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from .luna import gelu, key_value, layer_norm, linear
+
+
+def outer(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right for vectors (..., p) and (..., r): (..., p, r)."""
+    return left.unsqueeze(-1) * right.unsqueeze(-2)
+
+
+def apply(vector: Tensor, matrix: Tensor) -> Tensor:
+    """vector matrix, (..., p) and (..., p, r): (..., r)."""
+    return (vector.unsqueeze(-1) * matrix).sum(-2)
+
+
+def scan(x: Tensor, y: Tensor, z: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Luna eq. 8 without its 1/t: out_t = x_t (state + sum_{j<=t} y_j^T z_j), (..., n, r); and the last sum."""
+    total = torch.zeros_like(outer(y[..., 0, :], z[..., 0, :])) if state is None else state
+    outputs = []
+    for t in range(x.shape[-2]):
+        total = total + outer(y[..., t, :], z[..., t, :])
+        outputs.append(apply(x[..., t, :], total))
+    return torch.stack(outputs, dim=-2), total
+
+
+def softmax(logits: Tensor, used: Tensor | None = None) -> Tensor:
+    """Over the last dimension among the used entries; zeros where there are none."""
+    if used is None:
+        used = torch.ones_like(logits, dtype=torch.bool)
+    used = used.expand(logits.shape)
+    largest = torch.where(used, logits, -torch.inf).amax(-1, keepdim=True)
+    exponentials = torch.where(used, torch.exp(torch.where(used, logits - largest, 0.0)), 0.0)
+    total = exponentials.sum(-1, keepdim=True)
+    return exponentials / torch.where(total > 0, total, torch.ones_like(total))
+
+
+def read(query: Tensor, keys: Tensor, values: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """ABC eq. 4: one query (..., c) reads slots (..., m, c) and (..., m, c); the output, and the weights (..., m)."""
+    logits = (keys * query.unsqueeze(-2)).sum(-1) / math.sqrt(query.shape[-1])
+    weights = softmax(logits, used)
+    return apply(weights, values), weights
+
+
+def stack(steps: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Outputs and weights of all tokens."""
+    outputs, weights = zip(*steps, strict=True)
+    return torch.stack(outputs, dim=-2), torch.stack(weights, dim=-2)
+
+
+# ---- Luna, section 3.3 ----
+
+
+def omega(logits: Tensor, activation: str) -> Tensor:
+    """Softplus with beta = ln 2, which is log2(1 + 2^z); or elu + 1."""
+    if activation == "softplus":
+        return torch.logaddexp2(logits, torch.zeros_like(logits))
+    return torch.where(logits > 0, logits + 1, torch.exp(torch.where(logits > 0, 0.0, logits)))
+
+
+def luna(query: Tensor, key: Tensor, value: Tensor, pack: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """From A_pack (..., n, l): outputs (..., n, c) and A_unpack (..., n, l); `slots` (..., l) may be read."""
+    keys = values = torch.zeros_like(outer(pack[..., 0, :], key[..., 0, :]))
+    steps = []
+    for t in range(query.shape[-2]):
+        keys = keys + outer(pack[..., t, :], key[..., t, :])
+        values = values + outer(pack[..., t, :], value[..., t, :])
+        steps.append(read(query[..., t, :], keys / (t + 1), values / (t + 1), slots))
+    return stack(steps)
+
+
+# ---- ABC, section 2 and appendix B.1 ----
+
+
+def recurrence(query: Tensor, key: Tensor, value: Tensor, phi: Tensor, unwritten: bool) -> tuple[Tensor, Tensor]:
+    """Section 2: K~_t = K~_{t-1} + phi_t (x) k_t. `unwritten` tells whether slots without a token are read."""
+    keys = values = torch.zeros_like(outer(phi[..., 0, :], key[..., 0, :]))
+    steps = []
+    for t in range(query.shape[-2]):
+        keys = keys + outer(phi[..., t, :], key[..., t, :])
+        values = values + outer(phi[..., t, :], value[..., t, :])
+        used = None if unwritten else (phi[..., : t + 1, :] != 0).any(-2)
+        steps.append(read(query[..., t, :], keys, values, used))
+    return stack(steps)
+
+
+def linformer(query: Tensor, key: Tensor, value: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Section 3.1: phi_t is column t of a learned matrix (..., m, N), and column t - N from there on."""
+    columns = [matrix[..., t % matrix.shape[-1]] for t in range(query.shape[-2])]
+    return recurrence(query, key, value, torch.stack(columns, dim=-2), unwritten=True)
+
+
+def random(query: Tensor, key: Tensor, value: Tensor, slots: list[int], m: int) -> tuple[Tensor, Tensor]:
+    """Appendix A.2: phi_t = e_j, j being drawn for each t. Takes the draw."""
+    phi = torch.zeros(*query.shape[:-1], m, dtype=query.dtype)
+    for t, slot in enumerate(slots):
+        phi[..., t, slot] = 1
+    return recurrence(query, key, value, phi, unwritten=False)
+
+
+def mlp(query: Tensor, key: Tensor, value: Tensor, logits: Tensor, activation: str = "exp") -> tuple[Tensor, Tensor]:
+    """Eq. 7 with the sums of appendix B.1: token t reads sum_{j<=t} alpha_j (x) k_j / sum_{j<=t} alpha_j.
+
+    The quotients are taken anew for every t, from logarithms where there are, so that nothing overflows.
+    """
+    steps = []
+    for t in range(query.shape[-2]):
+        seen, used = logits[..., : t + 1, :], None
+        if activation == "relu":
+            alpha = torch.where(seen > 0, seen, 0.0)
+            total = alpha.sum(-2)
+            used = total > 0
+            phi = alpha / torch.where(used, total, torch.ones_like(total)).unsqueeze(-2)
+        else:
+            if activation == "sigmoid":
+                seen = -torch.logaddexp(torch.zeros_like(seen), -seen)
+            phi = softmax(seen.transpose(-1, -2)).transpose(-1, -2)
+        keys, values = ((phi.unsqueeze(-1) * states[..., : t + 1, :].unsqueeze(-2)).sum(-3) for states in (key, value))
+        steps.append(read(query[..., t, :], keys, values, used))
+    return stack(steps)
+
+
+def sliding_window(query: Tensor, key: Tensor, value: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Section 3.3: a queue of the last m tokens, the token itself the last of them; the weights are (..., n, m)."""
+    steps = []
+    for t in range(query.shape[-2]):
+        first = max(0, t + 1 - m)
+        out, weights = read(query[..., t, :], key[..., first : t + 1, :], value[..., first : t + 1, :])
+        empty = torch.zeros(*weights.shape[:-1], m - weights.shape[-1], dtype=weights.dtype)
+        steps.append((out, torch.cat([empty, weights], dim=-1)))
+    return stack(steps)
+
+
+# ---- a whole decoder ----
+
+
+def heads(states: Tensor, num_heads: int) -> Tensor:
+    """(n, d) to (h, n, c)."""
+    size = states.shape[-1] // num_heads
+    return torch.stack([states[:, h * size : (h + 1) * size] for h in range(num_heads)])
+
+
+def rotate(states: Tensor) -> Tensor:
+    """RoFormer eq. 15 for (h, n, c): entries i and i + c/2 of token t, as a complex number, times e^(i t theta_i)."""
+    half = states.shape[-1] // 2
+    turned = torch.empty_like(states)
+    for t in range(states.shape[-2]):
+        for i in range(half):
+            angle = t * 10000 ** (-2 * i / (2 * half))
+            a, b = states[:, t, i], states[:, t, i + half]
+            turned[:, t, i] = a * math.cos(angle) - b * math.sin(angle)
+            turned[:, t, i + half] = a * math.sin(angle) + b * math.cos(angle)
+    return turned
+
+
+def sinusoid(position: int, dim: int) -> list[float]:
+    """First half sines, second half cosines of position * 10000^(-i / (d/2 - 1))."""
+    angles = [position * 10000 ** (-i / (dim // 2 - 1)) for i in range(dim // 2)]
+    return [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+
+
+def convolution(taps: Tensor, states: Tensor) -> Tensor:
+    """out_t = sum_j w_j * x_{t + j - (k - 1)}, channel by channel, of (d, k) and (n, d); zeros come before."""
+    out = []
+    for t in range(states.shape[0]):
+        total = torch.zeros_like(states[0])
+        for j in range(taps.shape[1]):
+            source = t + j - (taps.shape[1] - 1)
+            if source >= 0:
+                total = total + taps[:, j] * states[source]
+        out.append(total)
+    return torch.stack(out)
+
+
+def attend(weights: dict, own: str, index: int, x: Tensor, config: SimpleNamespace) -> Tensor:
+    """The attention of one layer on (n, d), heads side by side, no output projection."""
+    keys, values = key_value(weights, own, x)
+    query, key, value = (
+        heads(part, config.num_attention_heads) for part in (linear(weights, f"{own}.query", x), keys, values)
+    )
+    if config.position_embedding_type == "rotary":
+        query, key = rotate(query), rotate(key)
+    if config.model_type == "luna":
+        pack_query = heads(
+            linear(weights, f"{own}.pack.query", weights[f"{own}.pack.slots"]), config.num_attention_heads
+        )
+        pack_key = heads(linear(weights, f"{own}.pack.key", x), config.num_attention_heads)
+        logits = pack_key @ pack_query.transpose(-1, -2) / math.sqrt(pack_key.shape[-1])
+        out, _ = luna(query, key, value, omega(logits, config.pack_activation))
+    elif config.memory_control == "sliding_window":
+        out, _ = sliding_window(query, key, value, config.memory_size)
+    elif config.memory_control == "random":
+        out, _ = random(query, key, value, config.draws[index][: x.shape[0]], config.memory_size)
+    else:
+        name = "control.weight" if config.share_control else f"{own}.control.weight"
+        matrix = weights[name].unflatten(0, (config.num_attention_heads, -1))  # (h, m, d or N)
+        if config.memory_control == "linformer":
+            out, _ = linformer(query, key, value, matrix)
+        else:
+            out, _ = mlp(query, key, value, x @ matrix.transpose(-1, -2), config.control_activation)
+    return torch.cat(list(out), dim=-1)
+
+
+def decode_row(weights: dict, token_ids: list[int], config: SimpleNamespace) -> Tensor:
+    """A causal model on one row: logits (n, vocab_size). Weights under the names of the base model, and `lm_head`."""
+    eps = config.layer_norm_eps
+    x = torch.stack([weights["embeddings.word_embeddings.weight"][i] for i in token_ids])
+    if config.position_embedding_type == "sinusoidal":
+        table = torch.tensor([sinusoid(t, x.shape[-1]) for t in range(x.shape[0])], dtype=x.dtype)
+        x = x * math.sqrt(x.shape[-1]) + table
+    if "embeddings.token_type_embeddings.weight" in weights:
+        x = x + weights["embeddings.token_type_embeddings.weight"][0]
+    x = layer_norm(weights, "embeddings.LayerNorm", x, eps)
+    for index in range(config.num_hidden_layers):
+        name = f"encoder.layer.{index}"
+        norm_a, norm_f = f"{name}.attention.output.LayerNorm", f"{name}.output.LayerNorm"
+        inner = layer_norm(weights, norm_a, x, eps) if config.norm_first else x
+        mixed = attend(weights, f"{name}.attention.self", index, inner, config)
+        mixed = linear(weights, f"{name}.attention.output.dense", mixed)
+        if f"{name}.attention.convolution.weight" in weights:
+            mixed = mixed + convolution(weights[f"{name}.attention.convolution.weight"], inner)
+        x = x + mixed if config.norm_first else layer_norm(weights, norm_a, x + mixed, eps)
+        inner = layer_norm(weights, norm_f, x, eps) if config.norm_first else x
+        inner = linear(weights, f"{name}.output.dense", gelu(linear(weights, f"{name}.intermediate.dense", inner)))
+        x = x + inner if config.norm_first else layer_norm(weights, norm_f, x + inner, eps)
+    return layer_norm(weights, "encoder.final_layer_norm", x, eps) @ weights["lm_head.weight"].T
