@@ -113,7 +113,10 @@ class AbcCausalSelfAttention(AbcSelfAttention):
             real = torch.ones(batch, length, dtype=torch.bool, device=query.device) if real is None else real
             filled = torch.arange(before, 0, -1, device=query.device) <= context.before  # (b or 1, m)
             real_queue = filled.expand(batch, -1)
-            key, value = (torch.cat(pair, dim=2) for pair in ((queue["key"], key), (queue["value"], value)))
+            key, value = (
+                torch.cat(pair, dim=2)
+                for pair in ((queue["key"].to(key.dtype), key), (queue["value"].to(key.dtype), value))
+            )
             cache.write(**newest(key, value, real, before))
             query, real = F.pad(query, (0, 0, before, 0)), torch.cat([real_queue, real], dim=1)
         output, weights = self.attend_window(query, key, value, real, **kwargs)
@@ -154,7 +157,7 @@ class AbcCausalSelfAttention(AbcSelfAttention):
 def push(queue: dict[str, Tensor], key: Tensor, value: Tensor, keep: Tensor | None) -> dict[str, Tensor]:
     """The queue (b, h, m, c) after one more token (b, h, 1, c), if that is none of padding (b, 1)."""
     pushed = {
-        name: torch.cat([queue[name][:, :, 1:], states.to(queue[name].dtype)], dim=2)
+        name: torch.cat([queue[name][:, :, 1:].to(states.dtype), states], dim=2)
         for name, states in (("key", key), ("value", value))
     }
     if keep is None:

@@ -102,6 +102,7 @@ class EncoderConfig(PreTrainedConfig):
     """
 
     model_type = "bounded_memory_encoder"
+    keys_to_ignore_at_inference = ["past_key_values"]  # a Trainer gathers all other outputs
 
     vocab_size: int = 50265
     hidden_size: int = 768
