@@ -29,9 +29,9 @@ from .functional import SCAN_CHUNK, causal_scan, masked_softmax, scan_chunk, sca
 #   "softmax"  the weights are logits; their exponentials over the running sum of these (ABC-MLP, appendix B.1)
 NORMALISERS = ("steps", "none", "written", "total", "softmax")
 
-# How much a slot's running maximum may rise inside a chunk: exponentials are taken relative to its end, and those that
-# the first tokens need are above the smallest float32 by far.
-_LARGEST_RISE = 50.0
+# How much a slot's running maximum may rise inside a chunk: exponentials are taken relative to its end, and the first
+# tokens divide by theirs, twice in the gradient. e^80 is below the largest float32.
+_LARGEST_RISE = 40.0
 # The peak before the first token: minus infinity, but for the NaN of a difference of two.
 _LOWEST = -1e30
 # Tokens of the smallest blocks of the tree.
@@ -280,8 +280,8 @@ def _attend_in_a_tree(
     query = query * query.shape[-1] ** -0.5
     # Differences of large logarithms: in float64 where there is one.
     weights = weights.to(torch.float32 if query.device.type == "mps" else torch.float64)
-    before = memory.peak + memory.total.clamp(min=torch.finfo(precise).tiny).log()
-    log_totals = torch.cat([before.to(weights.dtype), weights], dim=2).logcumsumexp(2)[:, :, 1:]
+    before = memory.peak + memory.total.clamp(min=torch.finfo(precise).tiny).to(weights.dtype).log()
+    log_totals = torch.cat([before, weights], dim=2).logcumsumexp(2)[:, :, 1:]
     blocks = [_Block(weights, log_totals, size, precise) for size in (_LEAF << level for level in range(levels))]
     since = (memory.peak - log_totals).to(precise).exp()
     leaves = _Leaves(weights, log_totals, precise)
