@@ -175,8 +175,8 @@ def test_sharded_training_resumes_exactly(posing, corpus, tmp_path, name):
     words = arguments(DEMO, tmp_path / "out", data=corpus, **OPTIONS)
     launch(name, posing, arguments(DEMO, tmp_path / "whole", data=corpus, **OPTIONS))
     dying = tmp_path / "dying.py"
-    kill = "save = pretrain_mlm.save_checkpoint\n"
-    kill += f"pretrain_mlm.save_checkpoint = lambda *a: (save(*a), os.kill(os.getpid(), {int(signal.SIGKILL)}))\n"
+    kill = "import pretraining\nsave = pretraining.save_checkpoint\n"
+    kill += f"pretraining.save_checkpoint = lambda *a: (save(*a), os.kill(os.getpid(), {int(signal.SIGKILL)}))\n"
     dying.write_text(posing.read_text().replace("sys.exit", kill + "sys.exit"))
     assert launch(name, dying, words).returncode != 0
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000003"]

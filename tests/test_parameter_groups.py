@@ -17,6 +17,7 @@ from tiny_training import (
     make_run,
     masked_rows,
     pretrain_mlm,
+    pretraining,
     recipe,
     run,
     same_weights,
@@ -167,7 +168,7 @@ def uninterrupted(corpus, tmp_path_factory):
 def test_killed_and_resumed_is_uninterrupted(corpus, tmp_path, monkeypatch, uninterrupted, steps):
     words = arguments(DEMO, tmp_path / "out", data=corpus, **{**OPTIONS, "save_steps": 1})
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        dies_at_call(patched, pretrain_mlm, "save_checkpoint", steps)
+        dies_at_call(patched, pretraining, "save_checkpoint", steps)
         pretrain_mlm.main(words)
     assert pretrain_mlm.main(words) == 0
     assert losses(tmp_path / "out") == losses(uninterrupted) and same_weights(tmp_path / "out", uninterrupted)
@@ -181,7 +182,7 @@ def test_the_recipe_of_the_card_has_the_groups_and_another_one_does_not_go_on(
     assert max(rates) <= 3e-3  # the main group's
     words = arguments(DEMO, tmp_path / "out", data=corpus, **OPTIONS)
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        dies_at_call(patched, pretrain_mlm, "save_checkpoint", 1)
+        dies_at_call(patched, pretraining, "save_checkpoint", 1)
         pretrain_mlm.main(words)
     assert pretrain_mlm.main([*words, "--parameter-groups", "[]"]) == 2
     assert "other values of parameter_groups" in capsys.readouterr().err

@@ -21,7 +21,9 @@ from tiny_training import (
     dies_at_call,
     loop,
     losses,
+    objective,
     pretrain_mlm,
+    pretraining,
     run,
     same_weights,
     truncated,
@@ -209,16 +211,16 @@ def uninterrupted(corpus, tmp_path_factory):
 
 
 MOMENTS = {
-    "the tokenizer is saved": (pretrain_mlm, "make_tokenizer", 1),
-    "the text is prepared": (pretrain_mlm, "prepare_text", 1),
+    "the tokenizer is saved": (pretraining, "make_tokenizer", 1),
+    "the text is prepared": (pretraining, "prepare_text", 1),
     "before the first checkpoint": (loop, "one_update", 1),
     "between checkpoints": (loop, "one_update", 5),
     "files of a checkpoint are written": (checkpoint, "_data_file", 2),
     "a checkpoint is complete under its other name": (checkpoint, "_seal", 2),
-    "a checkpoint is in place": (pretrain_mlm, "save_checkpoint", 2),
-    "the model is saved": (pretrain_mlm, "save_model", 1),
-    "the card is written": (pretrain_mlm, "make_card", 1),
-    "all but the checkpoints is done": (pretrain_mlm, "report", 1),
+    "a checkpoint is in place": (pretraining, "save_checkpoint", 2),
+    "the model is saved": (pretraining, "save_model", 1),
+    "the card is written": (objective, "make_card", 1),
+    "all but the checkpoints is done": (pretraining, "report", 1),
 }
 
 
@@ -497,7 +499,7 @@ def test_ctrl_c_outside_training_says_how_to_go_on(corpus, tmp_path, monkeypatch
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretrain_mlm, "prepare_text", interrupt)
+    monkeypatch.setattr(pretraining, "prepare_text", interrupt)
     assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus)) == 130
     assert "The same command goes on" in capsys.readouterr().err
 

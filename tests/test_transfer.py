@@ -17,6 +17,7 @@ from tiny_training import (
     loop,
     losses,
     pretrain_mlm,
+    pretraining,
     recipe,
     same_weights,
     transfer_attention,
@@ -278,7 +279,7 @@ def test_killed_and_resumed_is_uninterrupted(corpus, teacher, starts, tmp_path, 
     assert transfer_attention.main(words(corpus, teacher, starts["luna"], tmp_path / "whole", **options)) == 0
     own = words(corpus, teacher, starts["luna"], tmp_path / "out", **options)
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        dies_at_call(patched, pretrain_mlm, "save_checkpoint", call)
+        dies_at_call(patched, pretraining, "save_checkpoint", call)
         transfer_attention.main(own)
     assert transfer_attention.main(own) == 0
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")

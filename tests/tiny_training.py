@@ -23,8 +23,11 @@ import checkpoint
 import data
 import groups
 import loop
+import objective
+import pretrain_clm
 import pretrain_mlm
 import pretrain_recipe
+import pretraining
 import recipe
 import transfer_attention
 
@@ -34,13 +37,17 @@ __all__ = [
     "data",
     "groups",
     "loop",
+    "objective",
+    "pretrain_clm",
     "pretrain_mlm",
     "pretrain_recipe",
+    "pretraining",
     "recipe",
     "transfer_attention",
 ]
 
 RECIPES = sorted((ROOT / "training" / "recipes" / "pretrain_mlm").glob("*.yaml"))
+CAUSAL = sorted((ROOT / "training" / "recipes" / "pretrain_clm").glob("*.yaml"))
 TRANSFERS = sorted((ROOT / "training" / "recipes" / "transfer_attention").glob("*.yaml"))
 DEMO = ROOT / "training" / "recipes" / "pretrain_mlm" / "demo.yaml"
 WORDS = ["the", "token", "reads", "every", "packed", "sequence", "of", "fixed", "length", "in", "its", "layer"]

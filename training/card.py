@@ -1,6 +1,7 @@
 """What a run leaves to be read: the model card with its measured figures, and the plot of the loss."""
 
 import json
+import math
 import os
 import platform
 import sys
@@ -15,12 +16,13 @@ import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from loop import RunLog
-from pretrain_recipe import PretrainRecipe
+from pretrain_recipe import CausalRecipe, PretrainRecipe, RunRecipe
 
 from luna_hf import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "model_cards" / "template.md"
+CAUSAL_TEMPLATE = ROOT / "model_cards" / "causal.md"
 PLOT = "loss.png"
 _PACKAGES = ("luna-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets")
 
@@ -58,15 +60,22 @@ def machine() -> dict[str, str]:
     }
 
 
-def metadata(recipe: PretrainRecipe, figures: dict[str, Any]) -> str:
-    """The card's YAML header, as the Hub reads it."""
+Measured = list[tuple[str, str, float]]
+
+
+def metadata(recipe: RunRecipe, figures: dict[str, Any], task: str, tag: str, measured: Measured) -> str:
+    """The card's YAML header, as the Hub reads it.
+
+    Args:
+        recipe: what was run.
+        figures: what was measured.
+        task: the Hub's pipeline tag.
+        tag: for the kind of model.
+        measured: type, name and value of every metric.
+    """
     dataset = {"dataset_type": "text", "dataset_name": "held-out documents of the training corpus"}
-    measured = [
-        ("loss", "masked-token loss (nats)", figures["held_out_loss"]),
-        ("accuracy", "masked-token accuracy", figures["held_out_accuracy"]),
-    ]
     results = [
-        EvalResult("fill-mask", metric_type=kind, metric_name=name, metric_value=round(value, 4), **dataset)
+        EvalResult(task, metric_type=kind, metric_name=name, metric_value=round(value, 4), **dataset)
         for kind, name, value in measured
     ]
     model_type = figures["model_type"]
@@ -75,8 +84,8 @@ def metadata(recipe: PretrainRecipe, figures: dict[str, Any]) -> str:
         language=recipe.language or None,
         license=recipe.license or None,
         library_name="transformers",
-        pipeline_tag="fill-mask",
-        tags=[model_type, "masked-lm", *own_code],
+        pipeline_tag=task,
+        tags=[model_type, tag, *own_code],
         base_model=_on_hub(recipe.model_name_or_path),
         datasets=_hub_datasets(recipe) or None,
         model_name=recipe.model_name,
@@ -91,41 +100,95 @@ def make_card(recipe: PretrainRecipe, figures: dict[str, Any]) -> str:
         recipe: what was run.
         figures: what was measured, as written to `metrics.json`.
     """
+    measured = [
+        ("loss", "masked-token loss (nats)", figures["held_out_loss"]),
+        ("accuracy", "masked-token accuracy", figures["held_out_accuracy"]),
+    ]
+    return fill_card(
+        TEMPLATE,
+        recipe,
+        figures,
+        metadata=metadata(recipe, figures, "fill-mask", "masked-lm", measured),
+        answers="\n".join(_answer_row(answer) for answer in figures["fill_mask"]),
+        example=json.dumps(figures["fill_mask"][0]["sentence"]),
+        mask_probability=f"{recipe.mask_probability:.0%}",
+        masked_unit="words, and with them all their tokens," if recipe.whole_word_masking else "tokens",
+        longest=figures["longest_input"],
+    )
+
+
+def make_causal_card(recipe: CausalRecipe, figures: dict[str, Any]) -> str:
+    """Fill `model_cards/causal.md` from a run.
+
+    Args:
+        recipe: what was run.
+        figures: what was measured, as written to `metrics.json`.
+    """
+    measured = [
+        ("perplexity", "perplexity per token", figures["held_out_perplexity"]),
+        ("loss", "next-token loss (nats)", figures["held_out_loss"]),
+        ("accuracy", "next-token accuracy", figures["held_out_accuracy"]),
+    ]
+    longest, state = figures["longest_input"], figures["state_bytes"]
+    if state is None:
+        memory = f"Inputs and what is generated are together at most {longest} tokens long."
+    else:
+        memory = (
+            f"What it keeps of the text while it generates is {state:,} bytes a sequence in float32, after ten tokens "
+            f"and after ten thousand. It was trained on {recipe.block_size} tokens at a time; longer texts are taken, "
+            "but how well it reads them was not measured."
+        )
+    return fill_card(
+        CAUSAL_TEMPLATE,
+        recipe,
+        figures,
+        metadata=metadata(recipe, figures, "text-generation", "causal-lm", measured),
+        memory=memory,
+        continuations="\n\n".join(_continuation(row) for row in figures["continuations"]),
+        example=json.dumps(recipe.prompts[0]),
+        sample_tokens=recipe.sample_tokens,
+        seed=recipe.seed,
+    )
+
+
+def _continuation(row: dict[str, Any]) -> str:
+    cells = [f"| {how} | {_code(row[how])} |" for how in ("greedy", "sampled")]
+    return "\n".join([f"| {_code(row['prompt'])} | goes on |", "| --- | --- |", *cells])
+
+
+def fill_card(template: Path, recipe: RunRecipe, figures: dict[str, Any], **own: Any) -> str:
+    """Fill a template with what every run has, and with what only this kind of run has (`own`)."""
     own_code = figures["model_type"] in FAMILIES
-    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        metadata=metadata(recipe, figures),
+    return Template(template.read_text(encoding="utf-8")).substitute(
+        own,
         model_name=recipe.model_name,
         model_type=figures["model_type"],
         start=figures["start"],
         trust=", trust_remote_code=True" if own_code else "",
         trust_note=" With the package `luna_hf` imported, `trust_remote_code` is not needed." if own_code else "",
         parameters=f"{figures['parameters']:,}",
-        longest=figures["longest_input"],
-        answers="\n".join(_answer_row(answer) for answer in figures["fill_mask"]),
-        example=json.dumps(figures["fill_mask"][0]["sentence"]),
         plot=PLOT,
-        **_result_fields(recipe, figures),
+        **_result_fields(figures),
         **_data_fields(recipe, figures),
         **_training_fields(recipe, figures),
     )
 
 
-def _result_fields(recipe: PretrainRecipe, figures: dict[str, Any]) -> dict[str, str]:
+def _result_fields(figures: dict[str, Any]) -> dict[str, str]:
     return {
         "loss": f"{figures['held_out_loss']:.3f}",
         "perplexity": f"{figures['held_out_perplexity']:.1f}",
         "accuracy": f"{figures['held_out_accuracy']:.1%}",
         "unigram_loss": f"{figures['unigram_loss']:.3f}",
+        "unigram_perplexity": f"{math.exp(figures['unigram_loss']):.1f}",
         "unigram_accuracy": f"{figures['unigram_accuracy']:.1%}",
         "unigram_from": figures["unigram_from"],
         "gain": f"{figures['gain_nats']:.3f}",
         "targets": f"{figures['held_out_targets']:,}",
-        "mask_probability": f"{recipe.mask_probability:.0%}",
-        "masked_unit": "words, and with them all their tokens," if recipe.whole_word_masking else "tokens",
     }
 
 
-def _data_fields(recipe: PretrainRecipe, figures: dict[str, Any]) -> dict[str, str]:
+def _data_fields(recipe: RunRecipe, figures: dict[str, Any]) -> dict[str, str]:
     if recipe.validation:
         held_out = f"Evaluated on the text of `{portable(recipe.validation)}`"
     else:
@@ -144,7 +207,7 @@ def _data_fields(recipe: PretrainRecipe, figures: dict[str, Any]) -> dict[str, s
     }
 
 
-def _training_fields(recipe: PretrainRecipe, figures: dict[str, Any]) -> dict[str, str]:
+def _training_fields(recipe: RunRecipe, figures: dict[str, Any]) -> dict[str, str]:
     seen, available = figures["seen_tokens"], figures["training_tokens"]
     of = f", {seen / available:.2g} times the {available:,} tokens of training text" if available else ""
     values = asdict(recipe)
@@ -179,14 +242,14 @@ def _on_hub(name: str) -> str | None:
     return name if name and name.count("/") <= 1 and not Path(name).exists() else None
 
 
-def _hub_datasets(recipe: PretrainRecipe) -> list[str]:
+def _hub_datasets(recipe: RunRecipe) -> list[str]:
     parts = recipe.data if isinstance(recipe.data, list) else [recipe.data]
     paths = [part if isinstance(part, str) else part["path"] for part in parts]
     return [path for path in paths if path.count("/") == 1 and not Path(path).exists()]
 
 
-def plot_loss(log: RunLog, unigram_loss: float, path: Path) -> None:
-    """Draw training and held-out loss by step, with the unigram baseline."""
+def plot_loss(log: RunLog, unigram_loss: float, path: Path, name: str) -> None:
+    """Draw training and held-out loss by step, with the unigram baseline; `name` is that of the loss."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -195,7 +258,7 @@ def plot_loss(log: RunLog, unigram_loss: float, path: Path) -> None:
     axes.plot(*log.series("held_out", "loss"), color="tab:red", marker="o", markersize=3, label="held-out")
     axes.axhline(unigram_loss, color="black", linestyle=":", label="unigram baseline")
     axes.set_xlabel("step")
-    axes.set_ylabel("masked-token loss (nats)")
+    axes.set_ylabel(f"{name} (nats)")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -237,7 +300,7 @@ def _code(text: str) -> str:
     text = text.strip() or repr(text)
     fence = "``" if "`" in text else "`"
     padding = " " if "`" in text else ""
-    return f"{fence}{padding}{text}{padding}{fence}".replace("|", "\\|")
+    return f"{fence}{padding}{' '.join(text.splitlines())}{padding}{fence}".replace("|", "\\|")
 
 
 def _processor() -> str:

@@ -16,18 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 from corpus import Corpus, open_corpus
-from masking import IGNORED, Masking, collate, make_masking, mask_row
+from masking import IGNORED, collate, make_masking
 from recipe import UserError
-from rows import HELD_OUT_MASKS, Blocks, Mixture, Plan, TrainingRows, quotas
+from rows import HELD_OUT_MASKS, Blocks, Mixture, Plan, RowFormat, Targets, TrainingRows, quotas
 from sources import Source
 from streaming import Reading, StreamingRows
 from token_store import TokenStore, borders, build_stores, encode, open_store, store_folder, tokens_of
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, RobertaTokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, RobertaTokenizer
 
 __all__ = [
     "Corpus",
@@ -37,6 +38,7 @@ __all__ = [
     "held_out_rows",
     "open_corpus",
     "prepare_text",
+    "train_causal_tokenizer",
     "train_tokenizer",
     "unigram_baseline",
 ]
@@ -47,16 +49,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, max_length: int) 
 
     The vocabulary is smaller than `vocab_size` where the text has too few pairs to merge.
     """
-    bpe = Tokenizer(BPE())
-    bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    trainer = BpeTrainer(
-        vocab_size=vocab_size - 1,  # <mask> follows
-        min_frequency=2,
-        special_tokens=["<s>", "<pad>", "</s>", "<unk>"],
-        initial_alphabet=sorted(ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(documents, trainer)
+    bpe = _train_bpe(documents, vocab_size - 1, ["<s>", "<pad>", "</s>", "<unk>"])  # <mask> follows
     trained = json.loads(bpe.to_str())["model"]
     vocab = {**trained["vocab"], "<mask>": len(trained["vocab"])}
     merges = [tuple(merge) for merge in trained["merges"]]
@@ -65,18 +58,66 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, max_length: int) 
     return RobertaTokenizer(vocab=vocab, merges=merges, mask_token=mask, model_max_length=max_length)
 
 
-def held_out_rows(blocks: list[np.ndarray], masking: Masking, pad_token_id: int, seed: int) -> list[dict[str, Tensor]]:
-    """Blocks with masks that the seed fixes, to evaluate on: rows of `input_ids`, `attention_mask` and `labels`,
+def train_causal_tokenizer(
+    documents: Iterable[str], vocab_size: int, max_length: int | float
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE for a causal model, which starts a text with `<s>` and leaves its end open.
+
+    `<s>` is 0, `<pad>` 1 and `</s>` 2, as in `train_tokenizer`. Padding stands on the left, as generation needs it.
+
+    Args:
+        documents: to train on.
+        vocab_size: tokens, the special ones among them; fewer where the text has too few pairs to merge.
+        max_length: longest input of the model, `math.inf` if it has none.
+    """
+    bpe = _train_bpe(documents, vocab_size, ["<s>", "<pad>", "</s>"])
+    bpe.decoder = decoders.ByteLevel()
+    return open_ended(bpe, {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}, max_length)
+
+
+def open_ended(backend: Tokenizer, special: dict[str, str], max_length: int | float) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts the `bos_token` before a text and nothing behind it.
+
+    No class of a model type is used: RoBERTa's, for example, would close every text with an end token when it is loaded
+    again, and a model that is asked to go on after that begins another text.
+
+    Args:
+        backend: its post-processor is replaced.
+        special: special tokens by their names in transformers.
+        max_length: longest input of the model, `math.inf` if it has none.
+    """
+    start = special["bos_token"]
+    backend.post_processor = TemplateProcessing(
+        single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, backend.token_to_id(start))]
+    )
+    limit = {} if math.isinf(max_length) else {"model_max_length": max_length}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **limit, **special)
+
+
+def _train_bpe(documents: Iterable[str], vocab_size: int, special: list[str]) -> Tokenizer:
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=special,
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(documents, trainer)
+    return bpe
+
+
+def held_out_rows(blocks: list[np.ndarray], targets: Targets, pad_token_id: int, seed: int) -> list[dict[str, Tensor]]:
+    """Blocks with targets that the seed fixes, to evaluate on: rows of `input_ids`, `attention_mask` and `labels`,
     int64 [longest], equally long."""
-    masked = [
-        mask_row(block, masking, np.random.default_rng((seed, HELD_OUT_MASKS, row))) for row, block in enumerate(blocks)
-    ]
-    batch = collate(masked, pad_token_id)
+    made = [targets(block, np.random.default_rng((seed, HELD_OUT_MASKS, row))) for row, block in enumerate(blocks)]
+    batch = collate(made, pad_token_id)
     return [{name: tensor[row] for name, tensor in batch.items()} for row in range(len(blocks))]
 
 
 def unigram_baseline(counts: np.ndarray, held_out: list[dict[str, Tensor]]) -> dict[str, float]:
-    """What token frequencies alone predict at the masked positions of `held_out`.
+    """What token frequencies alone predict for the labels of `held_out`.
 
     Args:
         counts: [vocabulary], how often each id occurs in the text the frequencies are from.
@@ -84,7 +125,7 @@ def unigram_baseline(counts: np.ndarray, held_out: list[dict[str, Tensor]]) -> d
 
     Returns:
         `loss`: cross-entropy in nats under these frequencies, add-one smoothed. `accuracy`: of always answering the
-        most frequent token. `targets`: number of masked positions.
+        most frequent token. `targets`: number of labels.
     """
     smoothed = torch.from_numpy(counts + 1.0)
     labels = torch.cat([row["labels"] for row in held_out])
@@ -98,7 +139,7 @@ def unigram_baseline(counts: np.ndarray, held_out: list[dict[str, Tensor]]) -> d
 
 @dataclass(frozen=True)
 class PreparedText:
-    """A corpus, ready for training: rows to train on, rows with fixed masks to evaluate on, and the baseline there.
+    """A corpus, ready for training: rows to train on, rows with fixed targets to evaluate on, and the baseline there.
 
     What is not known while streaming is None in `facts`.
     """
@@ -110,32 +151,48 @@ class PreparedText:
     facts: dict[str, Any]
 
 
-def prepare_text(settings: Any, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, accelerator: Any) -> PreparedText:
+def masked_rows(settings: Any, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
+    """Rows `<s> ... </s>` with the masks of a recipe.
+
+    Raises:
+        UserError: See `make_masking`.
+    """
+    return RowFormat(make_masking(tokenizer, settings.mask_probability, settings.whole_word_masking), closed=True)
+
+
+def prepare_text(
+    settings: Any,
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Any,
+    row_format: RowFormat | None = None,
+) -> PreparedText:
     """Tokenize what is to be kept on disk (unless an earlier run has) and open what every process needs.
 
     That is the whole corpus, or in streaming only the held-out text, collected from the start of each source.
 
     Args:
-        settings: with the recipe's `block_size`, `mask_probability`, `whole_word_masking`, `eval_blocks`, `cache_dir`
-            and `seed`.
+        settings: with the recipe's `block_size`, `eval_blocks`, `cache_dir` and `seed`.
         corpus: what to read.
         tokenizer: with which.
         accelerator: of accelerate; tells the processes apart.
+        row_format: what rows are like; by default `masked_rows` of the settings.
 
     Raises:
         UserError: Nothing is held out, or everything; the tokenizer lacks a token; a weight is too small.
     """
-    masking = make_masking(tokenizer, settings.mask_probability, settings.whole_word_masking)
+    row_format = row_format or masked_rows(settings, tokenizer)
     first, last = borders(tokenizer)
+    closing = last if row_format.closed else None
     quotas(list(corpus.weights))
     training, held_out = open_stores(settings, corpus, tokenizer, accelerator)
-    held_out_blocks = [Blocks(store, settings.block_size, first, last) for store in held_out]
+    held_out_blocks = [Blocks(store, settings.block_size, first, closing) for store in held_out]
     evaluated = [
         block
         for of_source, share in zip(held_out_blocks, evaluation_shares(corpus), strict=True)
         for block in spread_blocks(of_source, max(1, round(settings.eval_blocks * share)))
     ]
-    masked = held_out_rows(evaluated, masking, tokenizer.pad_token_id, settings.seed)
+    rows_evaluated = held_out_rows(evaluated, row_format.targets, tokenizer.pad_token_id, settings.seed)
     facts = {
         "corpus": corpus.description,
         "training_documents": None,
@@ -144,25 +201,26 @@ def prepare_text(settings: Any, corpus: Corpus, tokenizer: PreTrainedTokenizerBa
         "held_out_tokens": sum(map(tokens_of, held_out)),
         "training_blocks": None,
         "held_out_blocks": sum(map(len, held_out_blocks)),
-        "evaluated_blocks": len(masked),
+        "evaluated_blocks": len(rows_evaluated),
         "unigram_from": "held-out text",
         "vocabulary": len(tokenizer),
     }
     if corpus.streaming:
         processes, index = accelerator.num_processes, accelerator.process_index
-        reading = Reading(corpus, tokenizer, settings.block_size, first, last, index, processes)
-        rows: TrainingRows | StreamingRows = StreamingRows(corpus, reading, masking, settings.seed)
+        reading = Reading(corpus, tokenizer, settings.block_size, first, last, index, processes, row_format.closed)
+        rows: TrainingRows | StreamingRows = StreamingRows(corpus, reading, row_format.targets, settings.seed)
         counts = sum(store.counts for store in held_out)
     else:
-        blocks = [Blocks(store, settings.block_size, first, last) for store in training]
+        blocks = [Blocks(store, settings.block_size, first, closing) for store in training]
         mixture = Mixture([len(of_source) for of_source in blocks], list(corpus.weights), settings.seed)
-        rows = TrainingRows(blocks, mixture, masking, tokenizer.pad_token_id)
+        rows = TrainingRows(blocks, mixture, row_format.targets, tokenizer.pad_token_id)
         counts = mixed_counts(training, corpus.weights)
         facts["training_documents"] = sum(store.documents for store in training)
         facts["training_tokens"] = sum(map(tokens_of, training))
         facts["training_blocks"] = sum(map(len, blocks))
         facts["unigram_from"] = "training text"
-    return PreparedText(tokenizer, rows, masked, unigram_baseline(counts, masked), facts)
+    baseline = unigram_baseline(counts, rows_evaluated)
+    return PreparedText(tokenizer, rows, rows_evaluated, baseline, facts)
 
 
 def open_stores(

@@ -19,7 +19,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from checkpoint import Counters, write_atomically
 from groups import drop_frozen
-from pretrain_recipe import PretrainRecipe
+from pretrain_recipe import RunRecipe
 from recipe import UserError
 from sharding import check_backend
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ PLATEAU_GAIN = 0.75
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out figures: cross-entropy in nats, its exponential, and accuracy over `targets` masked tokens."""
+    """Held-out figures: cross-entropy in nats, its exponential, and accuracy over `targets` tokens."""
 
     loss: float
     perplexity: float
@@ -99,7 +99,7 @@ def split_update(rows: int, batch_size: int, processes: int) -> tuple[int, int]:
     return share // passes, passes
 
 
-def make_accelerator(recipe: PretrainRecipe) -> Accelerator:
+def make_accelerator(recipe: RunRecipe) -> Accelerator:
     """An `Accelerator` for the recipe's precision and trackers; the number of passes an update is set when known.
 
     Raises:
@@ -138,17 +138,22 @@ def warmup_then_decay(optimizer: Optimizer, max_steps: int, warmup_fraction: flo
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, held_out: list[dict[str, Tensor]], batch_size: int
+    accelerator: Accelerator,
+    model: nn.Module,
+    held_out: list[dict[str, Tensor]],
+    batch_size: int,
+    next_token: bool = False,
 ) -> Evaluation:
     """Loss and accuracy at the labels; every row counts once, on any number of processes.
 
     Args:
         accelerator: its processes share the rows.
-        model: a masked-LM model; with its head at every position outside training.
+        model: a masked-LM or a causal model; with its head at every position outside training.
         held_out: rows of `input_ids`, `attention_mask` and `labels`, equally long.
         batch_size: rows of a forward pass.
+        next_token: whether the logits at a position are for the label of the next, as a causal model's.
     """
-    was_training = model.training
+    was_training, no_state = model.training, {"use_cache": False} if next_token else {}
     model.eval()
     stride = accelerator.num_processes * batch_size
     totals = torch.zeros(3, dtype=torch.float64)
@@ -158,7 +163,10 @@ def evaluate(
         rows = held_out[mine : mine + batch_size] or held_out[:1]
         batch = {name: torch.stack([row[name] for row in rows]).to(accelerator.device) for name in rows[0]}
         labels = batch.pop("labels") if mine < len(held_out) else torch.full_like(batch.pop("labels"), -100)
-        logits = model(**batch).logits[labels != -100].float()
+        logits = model(**batch, **no_state).logits
+        if next_token:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        logits = logits[labels != -100].float()
         targets = labels[labels != -100]
         losses = nn.functional.cross_entropy(logits, targets, reduction="sum").double().item()
         hits = (logits.argmax(-1) == targets).sum().item()
@@ -173,10 +181,11 @@ def evaluate(
 class Run:
     """What a run is made of; `model` and `optimizer` are prepared by `accelerator`, and `scheduler` counts updates.
 
-    `model` is called with a batch and returns something with a `loss`, the mean over its `targets`.
+    `model` is called with a batch and returns something with a `loss`, the mean over its `targets`. Below
+    `plateau_gain` an evaluation says that the context is not read yet.
     """
 
-    recipe: PretrainRecipe
+    recipe: RunRecipe
     accelerator: Accelerator
     model: nn.Module
     optimizer: Optimizer
@@ -194,6 +203,7 @@ class Run:
     flops_per_token: float
     peak_flops: float
     notes: list[str]
+    plateau_gain: float = PLATEAU_GAIN
 
 
 @dataclass
@@ -210,8 +220,8 @@ class Update:
 def train(run: Run, counters: Counters) -> Evaluation | None:
     """Train from where `counters` stand to `max_steps`, and return the last evaluation; `None` if stopped by request.
 
-    An update is the gradient of the mean loss over all its targets (masked tokens), however they fall on passes and
-    processes.
+    An update is the gradient of the mean loss over all its targets (masked tokens, next tokens), however they fall on
+    passes and processes.
 
     Raises:
         UserError: The loss or the gradient is not finite, more often than the recipe allows.
@@ -339,7 +349,7 @@ def log_evaluation(run: Run, counters: Counters, result: Evaluation, progress: t
     run.accelerator.log({f"held_out/{name}": value for name, value in values.items()}, step=counters.step)
     if run.accelerator.is_main_process:
         plateau = " - plateau: hardly more than token statistics, the context is not read yet"
-        plateau = plateau if gain < PLATEAU_GAIN else ""
+        plateau = plateau if gain < run.plateau_gain else ""
         objective = f", objective {measured['loss']:.4f}" if measured else ""
         progress.write(
             f"step {counters.step:>6}: held-out loss {result.loss:.3f} (unigram {run.unigram_loss:.3f}), perplexity "

@@ -1,7 +1,7 @@
-"""Masks for masked language modeling, as pure functions of token ids and a random generator.
+"""What a row is to predict, as pure functions of its token ids and a random generator: masks, or the next token.
 
-80 % of the chosen tokens become the mask token, 10 % a random one, 10 % stay (BERT, section 3.1), drawn anew for every
-row of a run ("dynamic masking" of RoBERTa, section 4.1).
+Of the tokens chosen to be masked 80 % become the mask token, 10 % a random one, 10 % stay (BERT, section 3.1), drawn
+anew for every row of a run ("dynamic masking" of RoBERTa, section 4.1).
 """
 
 from dataclasses import dataclass
@@ -35,6 +35,25 @@ class Masking:
     ordinary_ids: np.ndarray
     special: np.ndarray
     starts: np.ndarray | None = None
+
+    def __call__(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """See `mask_row`."""
+        return mask_row(ids, self, generator)
+
+
+def next_tokens(ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """The row itself as labels, for a model that predicts every token from those before it; the first has none.
+
+    Args:
+        ids: int64 [length].
+        generator: not used; masks draw from theirs.
+
+    Returns:
+        Input ids and labels, int64 [length].
+    """
+    labels = ids.copy()
+    labels[0] = IGNORED
+    return ids, labels
 
 
 def make_masking(tokenizer: PreTrainedTokenizerBase, probability: float, whole_words: bool) -> Masking:

@@ -1,8 +1,9 @@
-"""Encoders of any kind for the scripts: configurations, loading with every missing weight said, longer positions."""
+"""Models of any type for the scripts: configurations, loading with every missing weight said, longer positions."""
 
 import dataclasses
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
@@ -11,8 +12,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -33,8 +37,33 @@ _FROM_TOKENIZER = {
     "cls_token_id": "cls_token_id",
     "sep_token_id": "sep_token_id",
 }
-# For messages.
-_ENCODERS = f"{', '.join(FAMILIES)}, roberta, modernbert, or another that has a masked-LM head"
+
+
+class ModelKind(NamedTuple):
+    """What a script trains: the class that makes it, the types that there are of it, and words for messages."""
+
+    auto_class: type
+    types: Any  # config classes
+    name: str
+    to_compare: str
+    choice: str
+
+
+_OURS = ", ".join(FAMILIES)
+MASKED = ModelKind(
+    AutoModelForMaskedLM,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    "An encoder",
+    "roberta or modernbert",
+    f"{_OURS}, roberta, modernbert, or another that has a masked-LM head",
+)
+CAUSAL = ModelKind(
+    AutoModelForCausalLM,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    "A causal model",
+    "gpt2",
+    f"{_OURS} made by training/pretrain_clm.py, gpt2, or another that has a causal-LM head",
+)
 # Attention backends that a recipe may choose; transformers' default is sdpa.
 _BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Types whose table of learned positions begins with the rows up to the pad's, and whose config counts them.
@@ -44,35 +73,50 @@ _COUNTS_PAD_ROWS = {
 }
 
 
-def model_fields(model_type: str) -> set[str]:
-    """Names that the model section of a recipe may hold for a model type.
+def model_fields(model_type: str, kind: ModelKind = MASKED) -> set[str]:
+    """Names that the model section of a recipe may hold for a model type, with the other names of the same fields.
 
     Raises:
-        UserError: transformers knows no such type, or it is no encoder with a masked-LM head.
+        UserError: transformers knows no such type, or it is not of the kind.
     """
-    encoders = {config.model_type for config in MODEL_FOR_MASKED_LM_MAPPING}
-    if model_type not in encoders or model_type not in CONFIG_MAPPING:
-        families = ", ".join(FAMILIES)
-        raise UserError(f"Unknown `model_type` {model_type!r}. Choose {families}, or roberta or modernbert to compare.")
-    return {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])} | {"attn_implementation"}
+    types = {config.model_type for config in kind.types}
+    config_class = CONFIG_MAPPING[model_type] if model_type in types and model_type in CONFIG_MAPPING else None
+    if config_class is None or (kind is CAUSAL and not _can_be_causal(config_class)):
+        raise UserError(f"Unknown `model_type` {model_type!r}. Choose {_OURS}, or {kind.to_compare} to compare.")
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return names | set(config_class.attribute_map) | {"attn_implementation"}
 
 
-def make_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> PreTrainedConfig:
+def _can_be_causal(config_class: type[PreTrainedConfig]) -> bool:
+    """Whether a type with a causal-LM head is one by itself, or by its field `is_decoder`."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    both = config_class in MODEL_FOR_MASKED_LM_MAPPING
+    return not config_class.is_encoder_decoder and ("is_decoder" in names or not both)
+
+
+def make_config(
+    fields: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    kind: ModelKind = MASKED,
+) -> PreTrainedConfig:
     """A new model's config from a recipe's model section.
 
-    Sparse prediction is on unless the section says otherwise, for types that have it.
+    Sparse prediction is on unless the section says otherwise, for encoders that have it. A causal model of a type that
+    is an encoder by default gets `is_decoder`.
 
     Args:
         fields: `model_type`, and fields of its config; `attn_implementation` chooses the attention backend.
-        tokenizer: decides the special tokens; `None` stands for one in RoBERTa's layout.
+        tokenizer: decides the special tokens; `None` stands for one that `data` trains.
         vocab_size: rows of the embedding.
+        kind: of model.
 
     Raises:
         UserError: An unknown model type or field, or a value that the config refuses.
     """
     fields = dict(fields)
     model_type = fields.pop("model_type")
-    known = model_fields(model_type)
+    known = model_fields(model_type, kind)
     special = {name: getattr(tokenizer, attribute, None) for name, attribute in _FROM_TOKENIZER.items()}
     if tokenizer is None:
         special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
@@ -80,25 +124,31 @@ def make_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | Non
     for name in fields:
         if name == "vocab_size" or name in _FROM_TOKENIZER:
             raise UserError(f"`model.{name}` follows from the tokenizer: take it out of the model section.")
+        if name == "is_decoder":
+            raise UserError("`model.is_decoder` follows from the script: take it out of the model section.")
         if name not in known:
             raise UserError(f"A {model_type} config has no field `{name}`.{did_you_mean(name, known)}")
     backend = fields.get("attn_implementation", "sdpa")
     if backend not in _BACKENDS:
         raise UserError(f"`model.attn_implementation` is {backend!r}, but must be {', '.join(_BACKENDS)}.")
-    if "sparse_prediction" in known:
+    if kind is MASKED and "sparse_prediction" in known:
         fields.setdefault("sparse_prediction", True)
+    if kind is CAUSAL and "is_decoder" in known:
+        fields["is_decoder"] = True
     try:
         return AutoConfig.for_model(model_type, vocab_size=vocab_size, **special, **fields)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(f"Model section of the recipe: {error}") from error
 
 
-def longest_input(config: PreTrainedConfig) -> int:
-    """Tokens that the positions of a model have room for.
+def longest_input(config: PreTrainedConfig) -> int | float:
+    """Tokens that the positions of a model have room for: without an end (`math.inf`) in the decoders of luna_hf.
 
     Raises:
         UserError: Its config does not say.
     """
+    if isinstance(config, EncoderConfig) and config.is_decoder:
+        return math.inf
     if not hasattr(config, "max_position_embeddings"):
         raise UserError(f"A {config.model_type} config has no `max_position_embeddings`: its longest input is unknown.")
     if _counts_pad_rows(config):
@@ -159,10 +209,10 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
 def load_encoder(
     auto_class: type, name_or_path: str, *, length: int | None = None, **config_overrides: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load an encoder for a task.
+    """Load an encoder for a task, or a causal model.
 
     Args:
-        auto_class: `AutoModelForMaskedLM`, `AutoModelForSequenceClassification`, ...
+        auto_class: `AutoModelForMaskedLM`, `AutoModelForSequenceClassification`, ...; `AutoModelForCausalLM`.
         name_or_path: folder, or name on the Hub.
         length: tokens that the model must take; learned positions are extended where needed.
         config_overrides: fields of the config, `num_labels=3` for example.
@@ -171,9 +221,10 @@ def load_encoder(
         The model, and what its user should know: parameters that are new, weights that were not used, positions.
 
     Raises:
-        UserError: Nothing there, not an encoder, a damaged file, an unknown field, or weights of the body missing.
+        UserError: Nothing there, not a model of the kind, a damaged file, an unknown field, or weights of the body
+            missing.
     """
-    config = load_config(name_or_path)
+    config = load_config(name_or_path, kind=CAUSAL if auto_class is AutoModelForCausalLM else MASKED)
     if type(config) not in auto_class._model_mapping:
         raise UserError(
             f"{name_or_path} is a {config.model_type} checkpoint, for which there is no {auto_class.__name__}."
@@ -219,12 +270,13 @@ def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
             raise UserError(str(error)) from error
 
 
-def load_config(name_or_path: str, choice: str = _ENCODERS) -> PreTrainedConfig:
-    """The config of an encoder with a masked-LM head.
+def load_config(name_or_path: str, choice: str = "", kind: ModelKind = MASKED) -> PreTrainedConfig:
+    """The config of an encoder with a masked-LM head, or of a causal model.
 
     Args:
         name_or_path: folder, or name on the Hub.
-        choice: the model types to name where another kind of model is found.
+        choice: the model types to name where another kind of model is found; "" names those of the kind.
+        kind: of model.
 
     Raises:
         UserError: No such folder or name, no config in it, or the config of another kind of model.
@@ -237,13 +289,27 @@ def load_config(name_or_path: str, choice: str = _ENCODERS) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError, HFValidationError, HfHubHTTPError, StrictDataclassError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"There is no model {name_or_path!r}, neither as a folder nor on the Hub ({reason})") from error
-    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{name_or_path} is a {config.model_type} checkpoint. An encoder is needed: {choice}.")
-    return config
+    if type(config) not in kind.types or getattr(config, "is_encoder_decoder", False):
+        found = f"{config.model_type} checkpoint"
+    elif kind is MASKED and isinstance(config, EncoderConfig) and config.is_decoder:
+        found = f"causal {config.model_type} checkpoint"
+    elif kind is CAUSAL and type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        found = f"{config.model_type} encoder"
+    else:
+        return config
+    article = "an" if found[0] in "aeiou" else "a"
+    raise UserError(f"{name_or_path} is {article} {found}. {kind.name} is needed: {choice or kind.choice}.")
 
 
-def load_tokenizer(name_or_path: str, config: PreTrainedConfig | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name_or_path: str, config: PreTrainedConfig | None = None, padded: bool = True
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub name.
+
+    Args:
+        name_or_path: folder, or name on the Hub.
+        config: of the model that it must fit.
+        padded: whether it must have a padding token.
 
     Raises:
         UserError: There is none, it lacks the tokens that every script needs, or it does not fit `config`.
@@ -259,15 +325,15 @@ def load_tokenizer(name_or_path: str, config: PreTrainedConfig | None = None) ->
         logging.set_verbosity(verbosity)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"The tokenizer at {name_or_path!r} has no vocabulary: its files are missing.")
-    if tokenizer.pad_token_id is None:
-        raise UserError(f"The tokenizer at {name_or_path!r} has no padding token, which every encoder here needs.")
+    if padded and tokenizer.pad_token_id is None:
+        raise UserError(f"The tokenizer at {name_or_path!r} has no padding token, which every model here needs.")
     if config is None:
         return tokenizer
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"The tokenizer at {name_or_path!r} has {len(tokenizer):,} tokens, but the model {config.vocab_size:,}."
         )
-    if config.pad_token_id is not None and tokenizer.pad_token_id != config.pad_token_id:
+    if None not in (config.pad_token_id, tokenizer.pad_token_id) and tokenizer.pad_token_id != config.pad_token_id:
         raise UserError(
             f"The tokenizer at {name_or_path!r} pads with token {tokenizer.pad_token_id}, but the model takes token "
             f"{config.pad_token_id} for padding: they do not belong together."
@@ -292,8 +358,9 @@ def _loading_notes(model: PreTrainedModel, info: dict[str, Any], name_or_path: s
     new = sorted({*info["missing_keys"], *mismatched})
     body = [key for key in new if key.startswith(prefix) and ".pooler." not in key]
     if body:
+        what = "decoder" if model.can_generate() else "encoder"
         raise UserError(
-            f"{name_or_path} lacks {len(body)} weights of the encoder, or has them in other shapes ({_some(body)}). "
+            f"{name_or_path} lacks {len(body)} weights of the {what}, or has them in other shapes ({_some(body)}). "
             "Files and config do not belong together."
         )
     notes = []

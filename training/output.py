@@ -9,14 +9,14 @@ from accelerate import Accelerator
 from card import PLOT
 from checkpoint import newest_complete, read_state, remove_all
 from huggingface_hub import HfApi
-from pretrain_recipe import PretrainRecipe
+from pretrain_recipe import RunRecipe
 from recipe import UserError
 
 _PROBE = ".writable-"
 _RESULTS = ("model.safetensors", "metrics.json", "README.md", PLOT)
 
 
-def find_checkpoint(recipe: PretrainRecipe, tell: Callable[[str], None]) -> Path | None:
+def find_checkpoint(recipe: RunRecipe, tell: Callable[[str], None]) -> Path | None:
     """The checkpoint to go on from; `None` for a run that starts.
 
     Raises:
@@ -88,7 +88,7 @@ def save_model(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -
     accelerator.wait_for_everyone()
 
 
-def reserve_repository(recipe: PretrainRecipe) -> str:
+def reserve_repository(recipe: RunRecipe) -> str:
     """Create the repository on the Hub before the training, so that a missing login is found then; its full name.
 
     Raises:
@@ -102,7 +102,7 @@ def reserve_repository(recipe: PretrainRecipe) -> str:
         raise UserError(f"`push_to_hub`: the repository {name!r} cannot be made ({reason}).") from error
 
 
-def push(recipe: PretrainRecipe, folder: Path, repository: str) -> None:
+def push(recipe: RunRecipe, folder: Path, repository: str) -> None:
     """Upload the folder, without checkpoints and what trackers wrote.
 
     Raises:

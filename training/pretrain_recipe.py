@@ -1,4 +1,4 @@
-"""What a recipe of `pretrain_mlm.py` says. What each key means is written beside it in the recipes themselves."""
+"""What recipes of the pretraining scripts say. What each key means is written beside it in the recipes themselves."""
 
 import dataclasses
 import math
@@ -29,12 +29,14 @@ _FREE_TO_CHANGE = {
     "trackers",
     "min_gain_nats",
     "fill_mask",
+    "prompts",
+    "sample_tokens",
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class PretrainRecipe:
-    """Every key of a recipe; none has a default, so that a recipe says all there is to know."""
+class RunRecipe:
+    """The keys of every pretraining recipe; none has a default, so that a recipe says all there is to know."""
 
     # output
     model_name: str
@@ -58,8 +60,6 @@ class PretrainRecipe:
     train_tokenizer: bool
     vocab_size: int
     block_size: int
-    mask_probability: float
-    whole_word_masking: bool
     # model
     model_name_or_path: str
     model: dict[str, Any]
@@ -88,14 +88,16 @@ class PretrainRecipe:
     save_total_limit: int
     trackers: list[str]
     min_gain_nats: float
-    fill_mask: list[str]
+
+    # Of tokenizers that are trained: 256 bytes and the special tokens come first.
+    _special_tokens = 5
+    _smallest_block = 4, "<s>, two tokens, </s>"
 
     def __post_init__(self) -> None:
         at_least_one = ("max_steps", "batch_size", "log_steps", "eval_steps", "save_steps", "save_total_limit")
         for name in (*at_least_one, "eval_blocks"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("held_out_fraction", "mask_probability"):
-            self._require(name, 0 < getattr(self, name) < 1, "between 0 and 1, both excluded")
+        self._require("held_out_fraction", 0 < self.held_out_fraction < 1, "between 0 and 1, both excluded")
         for name in ("adam_beta1", "adam_beta2", "warmup_fraction"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         for name in ("learning_rate", "adam_epsilon", "max_grad_norm", "decay_power"):
@@ -109,10 +111,9 @@ class PretrainRecipe:
         self._require("output_dir", self.output_dir.strip(), "the folder to write to")
         self._require("cache_dir", self.cache_dir.strip(), "a folder for the tokenized text")
         self._require("data", self.data, "`cpython`, files, a folder, a name on the Hub, or a list of these")
-        self._require("block_size", self.block_size >= 4, "at least 4: <s>, two tokens, </s>")
+        smallest, block = self._smallest_block
+        self._require("block_size", self.block_size >= smallest, f"at least {smallest}: {block}")
         self._require("mixed_precision", self.mixed_precision in ("no", "bf16", "fp16"), "'no', 'bf16' or 'fp16'")
-        one_mask = all(sentence.count("<mask>") == 1 for sentence in self.fill_mask)
-        self._require("fill_mask", self.fill_mask and one_mask, "sentences with exactly one <mask> each")
         read_groups(self.parameter_groups)
         self._require_batch()
         self._require_model()
@@ -150,8 +151,9 @@ class PretrainRecipe:
     def _require_tokenizer(self) -> None:
         if self.train_tokenizer:
             self._require("tokenizer", not self.tokenizer, 'empty ("") where `train_tokenizer` is true')
-            enough = self.vocab_size > 261
-            self._require("vocab_size", enough, "above 261: 256 bytes and 5 special tokens come first")
+            first = 256 + self._special_tokens
+            which = f"above {first}: 256 bytes and {self._special_tokens} special tokens come first"
+            self._require("vocab_size", self.vocab_size > first, which)
             if self.model_name_or_path:
                 raise UserError(
                     f"{self.model_name_or_path} has its own tokenizer, and a new one would not fit its embeddings. "
@@ -163,3 +165,35 @@ class PretrainRecipe:
     def _require(self, name: str, accepted: Any, allowed: str) -> None:
         if not accepted:
             raise UserError(f"Recipe key `{name}` is {getattr(self, name)!r}, but must be {allowed}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainRecipe(RunRecipe):
+    """Every key of a recipe of `pretrain_mlm.py`."""
+
+    mask_probability: float
+    whole_word_masking: bool
+    fill_mask: list[str]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("mask_probability", 0 < self.mask_probability < 1, "between 0 and 1, both excluded")
+        one_mask = all(sentence.count("<mask>") == 1 for sentence in self.fill_mask)
+        self._require("fill_mask", self.fill_mask and one_mask, "sentences with exactly one <mask> each")
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalRecipe(RunRecipe):
+    """Every key of a recipe of `pretrain_clm.py`."""
+
+    prompts: list[str]
+    sample_tokens: int
+
+    _special_tokens = 3
+    _smallest_block = 3, "<s>, two tokens"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        some = self.prompts and all(prompt.strip() for prompt in self.prompts)
+        self._require("prompts", some, "texts that the finished model continues")
+        self._require("sample_tokens", self.sample_tokens >= 1, "at least 1: tokens that every prompt is continued by")

@@ -1,14 +1,14 @@
-"""The order of a run: which block row `i` is, and how it is masked, as functions of the seed and `i` alone.
+"""The order of a run: which block row `i` is, and what it is to predict, as functions of the seed and `i` alone.
 
 Neither the number of processes nor an interruption changes them, so a run that is resumed needs no state from here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from masking import Masking, collate, mask_row
+from masking import collate
 from recipe import UserError
 from token_store import TokenStore
 from torch import Tensor
@@ -17,11 +17,28 @@ from torch import Tensor
 CYCLE = 1000
 # Names of the random streams of a run, which must not repeat each other.
 ORDER, PATTERN, MASKS, HELD_OUT_MASKS, SHUFFLE = range(5)
+# From a row's ids, int64 [length], and a generator to its input ids and labels: `Masking`, or `next_tokens`.
+Targets = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What a row predicts, and whether an end token closes it, wherever the text is cut."""
+
+    targets: Targets
+    closed: bool
+
+
+def make_row(inner: np.ndarray, first: int, last: int | None) -> np.ndarray:
+    """`<s> ... </s>`, or without an end token where `last` is `None`: int64 [length]."""
+    ends = [] if last is None else [last]
+    return np.concatenate([[first], inner, ends]).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A store cut into rows `<s> ... </s>` of `block_size` tokens; the last may be shorter.
+    """A store cut into rows `<s> ... </s>` of `block_size` tokens, or `<s> ...` if `last` is `None`; the last row
+    may be shorter.
 
     Rows cross the borders between documents, which an end token marks. Every token is in exactly one row.
     """
@@ -29,20 +46,21 @@ class Blocks:
     store: TokenStore
     block_size: int
     first: int
-    last: int
+    last: int | None
 
     def __len__(self) -> int:
-        return -(-len(self.store.tokens) // (self.block_size - 2))
+        return -(-len(self.store.tokens) // self._room)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Row `index`: int64 [at most block_size]."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        room = self.block_size - 2
-        inner = self.store.tokens[index * room : (index + 1) * room]
-        row = np.empty(len(inner) + 2, dtype=np.int64)
-        row[0], row[1:-1], row[-1] = self.first, inner, self.last
-        return row
+        inner = self.store.tokens[index * self._room : (index + 1) * self._room]
+        return make_row(inner, self.first, self.last)
+
+    @property
+    def _room(self) -> int:
+        return self.block_size - (1 if self.last is None else 2)
 
 
 def quotas(weights: list[float]) -> list[int]:
@@ -137,25 +155,25 @@ class Plan:
 
 @dataclass
 class TrainingRows:
-    """The masked rows of a run, read from token stores.
+    """The rows of a run, read from token stores.
 
     Attributes:
         blocks: those of each source.
         mixture: which block row `i` is.
-        masking: how it is masked.
+        targets: what it is to predict.
         pad_token_id: fills up shorter rows.
     """
 
     blocks: list[Blocks]
     mixture: Mixture
-    masking: Masking
+    targets: Targets
     pad_token_id: int
 
     def row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Input ids and labels of a row of the run, int64 [length] each."""
         source, block = self.mixture(row)
         generator = np.random.default_rng((self.mixture.seed, MASKS, row))
-        return mask_row(self.blocks[source][block], self.masking, generator)
+        return self.targets(self.blocks[source][block], generator)
 
     def updates(self, plan: Plan, first_update: int = 0) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of this process for one update after the other, without an end.

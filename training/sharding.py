@@ -4,7 +4,7 @@ import os
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from pretrain_recipe import PretrainRecipe
+from pretrain_recipe import RunRecipe
 from recipe import UserError
 from torch import nn
 from torch.optim import Optimizer
@@ -29,7 +29,7 @@ def check_backend(accelerator: Accelerator) -> None:
 
 
 def prepare_model(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, recipe: PretrainRecipe, micro_batch: int
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, recipe: RunRecipe, micro_batch: int
 ) -> tuple[nn.Module, Optimizer]:
     """`accelerator.prepare`, with what the backends cannot know by themselves.
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from corpus import Corpus
-from masking import Masking, collate, mask_row
+from masking import collate
 from recipe import UserError
-from rows import CYCLE, MASKS, SHUFFLE, Plan, pattern, quotas
+from rows import CYCLE, MASKS, SHUFFLE, Plan, Targets, make_row, pattern, quotas
 from sources import READ_ERRORS, DocumentStream, Source
 from token_store import encode
 from torch import Tensor
@@ -34,11 +34,12 @@ class Reading:
     Attributes:
         corpus: says which documents are held out, to be passed over.
         tokenizer: with which.
-        block_size: tokens a block, with `first` and `last`.
+        block_size: tokens a block, with `first` and, if it is closed, `last`.
         first: id that starts a block.
-        last: id that ends a block, and stands between documents.
+        last: id that stands between documents, and ends a block if it is closed.
         process_index: of this process.
         processes: how many share the documents.
+        closed: whether `last` ends every block.
     """
 
     corpus: Corpus
@@ -48,6 +49,7 @@ class Reading:
     last: int
     process_index: int
     processes: int
+    closed: bool = True
 
 
 @dataclass
@@ -102,11 +104,12 @@ class SourceReader:
 
     def _next_block(self) -> np.ndarray:
         """The next block in the order of the text: int32 [block_size]."""
-        room = self.reading.block_size - 2
+        reading = self.reading
+        room = reading.block_size - (2 if reading.closed else 1)
         while len(self.pending) < room:
             self._read()
         inner, self.pending = self.pending[:room], self.pending[room:]
-        return np.concatenate([[self.reading.first], inner, [self.reading.last]]).astype(np.int32)
+        return make_row(inner, reading.first, reading.last if reading.closed else None).astype(np.int32)
 
     def _read(self) -> None:
         """Add the tokens of the next documents to `pending`, each closed by an end token."""
@@ -143,14 +146,14 @@ class SourceReader:
 
 
 class StreamingRows:
-    """The masked rows of a run, read from sources while it trains; see `TrainingRows`, which has the same methods.
+    """The rows of a run, read from sources while it trains; see `TrainingRows`, which has the same methods.
 
     The sources of a mixture alternate in the same patterns as there. With another number of processes, other rows
     come: each has its own part of the documents.
     """
 
-    def __init__(self, corpus: Corpus, reading: Reading, masking: Masking, seed: int) -> None:
-        self.masking, self.reading, self.seed = masking, reading, seed
+    def __init__(self, corpus: Corpus, reading: Reading, targets: Targets, seed: int) -> None:
+        self.targets, self.reading, self.seed = targets, reading, seed
         self.quotas = quotas(list(corpus.weights))
         self.readers = [
             SourceReader(source, reading, (seed, SHUFFLE, index, reading.process_index))
@@ -185,8 +188,8 @@ class StreamingRows:
 
     def _batch(self, rows: range) -> dict[str, Tensor]:
         generators = [np.random.default_rng((self.seed, MASKS, row)) for row in rows]
-        masked = [mask_row(self._next_row(), self.masking, generator) for generator in generators]
-        return collate(masked, self.reading.tokenizer.pad_token_id)
+        rows_made = [self.targets(self._next_row(), generator) for generator in generators]
+        return collate(rows_made, self.reading.tokenizer.pad_token_id)
 
     def _next_row(self) -> np.ndarray:
         cycle, place = divmod(self.given, CYCLE)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pretrain_mlm
+import pretraining
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -68,7 +68,7 @@ def read_recipe(path: str, words: list[str]) -> TransferRecipe:
     Raises:
         UserError: See `load_recipe`, `PretrainRecipe` and `TransferRecipe`.
     """
-    return load_recipe(TransferRecipe, path, words, adapt=pretrain_mlm.adapt_to_overrides)
+    return load_recipe(TransferRecipe, path, words, adapt=pretraining.adapt_to_overrides)
 
 
 # ---- the error ----
@@ -270,7 +270,7 @@ class TransferObjective(Objective):
         teacher = load_config(recipe.teacher, TEACHERS)
         check_pair(student, teacher, recipe)
         check_names(teacher, recipe.teacher)
-        names = pretrain_mlm.parameter_names(student)
+        names = pretraining.parameter_names(student)
         if recipe.groups and not any(re.search(NEW_PARAMETERS, name) for name in names):
             control = getattr(student, "memory_control", student.model_type)
             raise UserError(
@@ -336,24 +336,24 @@ class TransferObjective(Objective):
 
 
 def transfer(recipe: TransferRecipe, command: str) -> dict[str, Any] | None:
-    """Run a recipe, or go on with it: `pretrain_mlm.pretrain` with another objective.
+    """Run a recipe, or go on with it: `pretraining.pretrain` with another objective.
 
     Returns:
         The figures of `metrics.json`, `objective` being those of `TransferObjective.measure` at the end; `None` if
         stopped by a signal.
     """
-    return pretrain_mlm.pretrain(recipe, command, TransferObjective())
+    return pretraining.pretrain(recipe, command, TransferObjective())
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run from the command line, see `pretrain_mlm.command_line`."""
+    """Run from the command line, see `pretraining.command_line`."""
 
     def run(path: str, words: list[str], command: str) -> tuple[TransferRecipe, dict[str, Any] | None]:
         recipe = read_recipe(path, words)
         return recipe, transfer(recipe, command)
 
     arguments = sys.argv[1:] if arguments is None else arguments
-    return pretrain_mlm.command_line("training/transfer_attention.py", __doc__, TransferRecipe, arguments, run)
+    return pretraining.command_line("training/transfer_attention.py", __doc__, TransferRecipe, arguments, run)
 
 
 if __name__ == "__main__":
