@@ -1,0 +1,144 @@
+"""training/evaluate_perplexity.py: every length scores the same tokens, with a carried state or sliding windows."""
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, SENTENCES, tiny_causal_model, tiny_tokenizer
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+sys.path.insert(0, str(ROOT / "training"))
+
+import evaluate_perplexity
+from perplexity import Settings, load, read_tokens, score
+from recipe import UserError
+
+SETTINGS = Settings((16, 64), tokens=128, part=16, stride=4, rows=32)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(SENTENCES * 8), encoding="utf-8")
+    return path
+
+
+def save(folder, kind, tokenizer):
+    if kind == "gpt2":
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=400, n_embd=32, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=2
+        )
+        model = GPT2LMHeadModel(config).eval()
+    else:
+        model = tiny_causal_model(kind, vocab_size=400)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {kind: tmp_path_factory.mktemp(kind) for kind in ("luna", "abc_memory", "gpt2")}
+    for kind, folder in made.items():
+        save(folder, kind, tiny_tokenizer())
+    return made
+
+
+def literal_losses(model, tokens, length, window=None):
+    """Token by token: the loss of each from all before it in its sequence, or from those in the window."""
+    losses = []
+    for row in torch.from_numpy(tokens).view(-1, length):
+        inputs = torch.cat([torch.tensor([model.config.bos_token_id]), row])
+        for index in range(length):
+            first = 0 if window is None else window(index)
+            logits = model(inputs[None, first : index + 1], use_cache=False).logits[0, -1]
+            losses.append(F.cross_entropy(logits, row[index]).item())
+    return np.array(losses).reshape(-1, length)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["luna", "abc_memory"])
+def test_a_carried_state_sees_all_of_the_context(folders, text, kind):
+    model, tokenizer = load(str(folders[kind]), torch.float32)
+    tokens = read_tokens(tokenizer, str(text), "text", 128)
+    for length in (16, 64):
+        scores = score(model, tokens, length, "carried", SETTINGS)
+        np.testing.assert_allclose(scores.losses, literal_losses(model, tokens, length), atol=1e-5)
+        assert scores.losses.size == 128
+
+
+@torch.no_grad()
+def test_sliding_windows_score_each_token_once(folders, text):
+    model, tokenizer = load(str(folders["gpt2"]), torch.float32)
+    tokens = read_tokens(tokenizer, str(text), "text", 128)
+    scores = score(model, tokens, 64, "sliding", SETTINGS)
+
+    def window(index):
+        end = 16 if index < 16 else min(64, 16 + -(-(index - 15) // 4) * 4)
+        return max(0, end - 16)
+
+    np.testing.assert_allclose(scores.losses, literal_losses(model, tokens, 64, window), atol=1e-5)
+
+
+def test_the_state_has_the_same_size_at_every_length_and_is_float32(folders, text):
+    model, tokenizer = load(str(folders["luna"]), torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    tokens = read_tokens(tokenizer, str(text), "text", 128)
+    sizes = {score(model, tokens, length, "carried", SETTINGS).state_bytes for length in (16, 64)}
+    exact, _ = load(str(folders["luna"]), torch.float32)
+    assert len(sizes) == 1
+    config = model.config
+    head = config.hidden_size // config.num_attention_heads
+    sums = 4 * config.num_hidden_layers * config.num_attention_heads * 2 * head * config.projection_length
+    assert sums <= sizes.pop()
+    losses = [score(each, tokens, 64, "carried", SETTINGS).loss for each in (model, exact)]
+    assert math.isclose(*losses, rel_tol=2e-2)
+
+
+def test_the_script_writes_figures_table_and_plot(folders, text, tmp_path, capsys):
+    words = [f"{kind}={folder}" for kind, folder in folders.items()]
+    options = ["--lengths", "64", "16", "--tokens", "150", "--part", "16", "--stride", "4", "--rows", "32"]
+    given = [*words, "--data", str(text), *options, "--output", str(tmp_path / "out")]
+    assert evaluate_perplexity.main(given) == 0
+    result = json.loads((tmp_path / "out" / "perplexity.json").read_text())
+    assert [model["mode"] for model in result["models"]] == ["carried", "carried", "sliding"]
+    assert [model["tokens"] for model in result["models"]] == [128] * 3
+    assert str(tmp_path) not in result["command"]
+    for model in result["models"]:
+        for figures in model["lengths"].values():
+            assert math.isclose(math.log(figures["perplexity"]), figures["loss"])
+        losses, longest = model["by_position"]["loss"], model["lengths"]["64"]["loss"]
+        assert math.isclose((losses[0] * 16 + losses[1] * 48) / 64, longest)
+    written = (tmp_path / "out" / "perplexity.md").read_text()
+    assert written.strip() in capsys.readouterr().out
+    assert f"{result['models'][0]['lengths']['16']['perplexity']:.2f}" in written
+    assert (tmp_path / "out" / "perplexity.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("luna", ["--lengths", "48", "64"], "48 does not divide"),
+        ("luna", ["--tokens", "20"], "one sequence has 64"),
+        ("luna", ["--stride", "99"], "between 1 and `--part`"),
+        ("luna", ["--tokens", "100000"], "lower `--tokens`"),
+        ("gpt2", ["--mode", "carried"], "use `--mode sliding`"),
+        ("gpt2", ["--part", "32"], "16 positions"),
+        ("nothing", [], "no causal language model"),
+    ],
+)
+def test_mistakes_are_told(folders, text, capsys, model, options, words):
+    plain = ["--lengths", "16", "64", "--tokens", "128", "--part", "16", "--stride", "4"]
+    folder = str(folders.get(model, text.parent / model))
+    assert evaluate_perplexity.main([folder, "--data", str(text), *plain, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_settings_refuse_a_length_of_one():
+    with pytest.raises(UserError, match="below 2"):
+        Settings((1, 64), tokens=128, part=16, stride=4, rows=32)
