@@ -108,7 +108,7 @@ def add_stand_ins(folder: Path) -> None:
     stand_ins = {
         # The base class of ModelTesterMixin; the real one exports the models to ONNX and other formats.
         "exporters.test_export": {"ExportTesterMixin": type("ExportTesterMixin", (), {})},
-        # Only compared with: models that generate must inherit from it. No family here generates.
+        # Only compared with: test cases of models that generate must inherit from it (see test_generation.py).
         "generation.test_utils": {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})},
         # Values that ConfigTester hands to a configuration and reads back: each base field, away from its default.
         "utils.test_configuration_utils": {
