@@ -12,7 +12,7 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, is_tracing
 from transformers.utils.generic import can_return_tuple
 
 from .attention_base import Linear
@@ -60,7 +60,8 @@ class DecoderModelMixin:
             memory: what the family's layers take besides the tokens.
 
         Raises:
-            ValueError: Wrong shapes, no tokens, a cache of another kind or size, a keyword without a meaning.
+            ValueError: Wrong shapes, no tokens, a cache of another kind or size, a mask that hides what the state has
+                read, a keyword without a meaning.
         """
         self.check_keywords(kwargs)
         self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=past_key_values is not None)
@@ -69,6 +70,7 @@ class DecoderModelMixin:
         batch, length = first.shape[:2]
         cache = self.open_cache(past_key_values, use_cache, batch)
         if attention_mask is not None:
+            check_mask_of_past(attention_mask, length, cache)
             attention_mask = attention_mask[:, -length:]
         keep = self.given_mask(attention_mask)
         context = self.make_context(keep, position_ids, cache, length, first.device)
@@ -230,4 +232,42 @@ class CausalLMMixin(HeadMixin):
         config: EncoderConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Tensor | None:
         """The mask of the new tokens: its shape does not grow, so a compiled step need not be compiled again."""
-        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        if attention_mask is None:
+            return None
+        length = inputs_embeds.shape[1]
+        if kwargs.get("is_first_iteration"):
+            check_mask_of_past(attention_mask, length, kwargs.get("past_key_values"))
+        return attention_mask[:, -length:]
+
+
+def check_mask_of_past(attention_mask: Tensor, length: int, cache: MemoryCache | None) -> None:
+    """A mask may begin before the new tokens; then it must be that of the tokens in the state.
+
+    Not looked at while a graph is being traced.
+
+    Args:
+        attention_mask: (b, n) or (b, seen + n).
+        length: n, of new tokens.
+        cache: with the state after earlier ones.
+
+    Raises:
+        ValueError: It has another length, or keeps another number of them.
+    """
+    earlier = attention_mask[:, :-length]
+    if earlier.shape[1] == 0 or is_tracing(attention_mask):
+        return
+    seen = 0 if cache is None else cache.get_seq_length()
+    if earlier.shape[1] != seen:
+        raise ValueError(
+            f"`attention_mask` has {attention_mask.shape[1]} columns, but the input has {length}, and the state has "
+            f"seen {seen} before: give {length} columns, or {seen + length}."
+        )
+    kept, read = (earlier != 0).sum(1), cache.tokens.to(earlier.device)
+    if not torch.equal(kept, read):
+        row = (kept != read).nonzero()[0].item()
+        raise ValueError(
+            f"`attention_mask` keeps {kept[row]} of the earlier tokens of row {row}, but the state has read {read[row]}, "
+            "and what is in its sums cannot be masked any more. (`generate` also reads the padding behind a row that "
+            "ends before the others.) Leave the state out, so that the whole text is read again, or give the mask that "
+            "the state was made with."
+        )
