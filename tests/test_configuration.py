@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import FAMILIES, OWN_FIELDS, padded_batch, tiny_config_for, tiny_model
+from helpers import FAMILIES, OWN_FIELDS, padded_batch, tiny_causal_model, tiny_config_for, tiny_model
 from transformers import AutoConfig, PreTrainedConfig
 
 from luna_hf import LunaConfig, LunaForMaskedLM, LunaModel
@@ -37,6 +37,7 @@ BAD_VALUES = {
     "chunk_size_feed_forward": (-1, "0"),
     "projection_length": (0, "at least 1"),
     "num_projected_attention_heads": (7, "1, 2, 3, 4"),
+    "pack_activation": ("softmax", "'softplus' or 'elu'"),
     "memory_control": ("mpl", "one of mlp, linformer"),
     "memory_size": (0, "at least 1"),
     "control_activation": ("softmax", "one of exp, relu, sigmoid"),
@@ -45,7 +46,14 @@ BAD_VALUES = {
 }
 # Fields of other types than their values are refused by transformers' own strict configurations.
 TYPED_ONLY = {"embedding_layer_norm", "norm_first", "sparse_prediction", "tie_word_embeddings", "tie_kv"}
-TYPED_ONLY |= {"dynamic_projection", "share_control", "bos_token_id", "eos_token_id"}
+TYPED_ONLY |= {"dynamic_projection", "share_control", "bos_token_id", "eos_token_id", "is_decoder", "use_cache"}
+# What a decoder refuses besides, and a word of the fix.
+BAD_IN_DECODERS = {
+    "position_embedding_type": ("learned", "rotary or sinusoidal in a decoder"),
+    "num_projected_attention_heads": (2, "None"),
+    "memory_control": ("cluster", "one of mlp, linformer, random, sliding_window in a causal model"),
+    "num_attention_heads": (16, "even size"),  # heads of 3
+}
 
 
 def own_fields(model_type):
@@ -77,6 +85,33 @@ def test_bad_values_name_the_field_and_the_fix(model_type, name):
     value, fix = BAD_VALUES[name]
     with pytest.raises(ValueError, match=f"(?s)`{name}`.*{fix}"):
         tiny_config_for(model_type, **{name: value})
+
+
+@pytest.mark.parametrize(("model_type", "name"), fields_of_families(BAD_IN_DECODERS))
+def test_what_a_decoder_refuses_is_fine_in_an_encoder(model_type, name):
+    """And an encoder's configuration of that kind becomes no decoder unsaid, but for the positions."""
+    value, fix = BAD_IN_DECODERS[name]
+    with pytest.raises(ValueError, match=f"(?s)`{name}`.*{fix}"):
+        tiny_config_for(model_type, is_decoder=True, **{name: value})
+    encoder = tiny_config_for(model_type, **{name: value})
+    if name == "position_embedding_type":
+        assert encoder.as_decoder().position_embedding_type == "rotary" and encoder.position_embedding_type == "learned"
+    else:
+        with pytest.raises(ValueError, match=f"(?s)`{name}`.*{fix}"):
+            encoder.as_decoder()
+        with pytest.raises(ValueError, match=f"(?s)`{name}`.*{fix}"):
+            FAMILIES[model_type].causal_lm(encoder)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_positions_by_default(model_type):
+    """Learned in an encoder, rotary in a decoder; heads of an odd size are fine where nothing turns."""
+    assert tiny_config_for(model_type).position_embedding_type == "learned"
+    decoder = tiny_config_for(model_type, is_decoder=True)
+    assert decoder.position_embedding_type == "rotary" and decoder.as_decoder() is decoder
+    sinusoidal = tiny_config_for(model_type, position_embedding_type="sinusoidal", num_attention_heads=16)
+    assert sinusoidal.as_decoder().position_embedding_type == "sinusoidal"
+    assert not sinusoidal.is_decoder
 
 
 @pytest.mark.parametrize(("model_type", "name"), fields_of_families({*TYPED_ONLY, *BAD_VALUES}))
@@ -164,6 +199,22 @@ def weight_scale(config):
     return FAMILIES[config.model_type].base_model(config).embeddings.word_embeddings.weight.std().item() > 0.1
 
 
+def causal_outputs(config):
+    """Of a causal model in training, with dropout if there is any."""
+    others = {name: value for name, value in changed(config).items() if name != "is_decoder"}
+    model = tiny_causal_model(config.model_type, **others)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    torch.manual_seed(1)
+    return model.train()(**padded_batch([12, 5])).logits.detach()
+
+
+def returns_state(config):
+    model = tiny_causal_model(config.model_type, use_cache=config.use_cache)
+    return model(**padded_batch([12, 5])).past_key_values is not None
+
+
 EFFECTS = {
     "vocab_size": (130, parameters),
     "hidden_size": (64, parameters),
@@ -192,6 +243,9 @@ EFFECTS = {
     "projection_length": (6, parameters),
     "num_projected_attention_heads": (2, outputs),
     "tie_kv": (False, parameters),
+    "pack_activation": ("elu", causal_outputs),
+    "is_decoder": (True, outputs),
+    "use_cache": (False, returns_state),
     "dynamic_projection": (False, outputs),
     "memory_control": ("linformer", parameters),
     "memory_size": (6, parameters),
@@ -204,7 +258,12 @@ EFFECTS = {
 TOGETHER = {
     "control_seed": {"memory_control": "random"},
     "cluster_iterations": {"memory_control": "cluster", "memory_size": 3},
+    "pack_activation": {"is_decoder": True},
 }
+# Fields that a causal model has no use for: it takes any length, has no other head, and P has no use for fewer slots.
+ENCODERS_ONLY = {"max_position_embeddings", "sparse_prediction", "dynamic_projection", "cluster_iterations"}
+ENCODERS_ONLY |= {"num_projected_attention_heads", "is_decoder", "use_cache"}
+ENCODERS_ONLY |= {name for name in EFFECTS if name.startswith("classifier")}
 
 
 @pytest.mark.parametrize(("model_type", "name"), fields_of_families(EFFECTS))
@@ -217,6 +276,17 @@ def test_every_field_changes_something(model_type, name):
         assert before.shape != after.shape or (before - after).abs().max() > 1e-4
     else:
         assert before != after
+
+
+@pytest.mark.parametrize(("model_type", "name"), fields_of_families(EFFECTS.keys() - ENCODERS_ONLY))
+def test_every_field_of_a_causal_model_changes_something(model_type, name):
+    """Its numbers, or its parameters."""
+    others = {"is_decoder": True, **TOGETHER.get(name, {})}
+    configs = [tiny_config_for(model_type, **{**others, **more}) for more in ({}, {name: EFFECTS[name][0]})]
+    before, after = (causal_outputs(config) for config in configs)
+    if before.shape == after.shape and (before - after).abs().max() <= 1e-4:
+        counts = [len(list(FAMILIES[model_type].causal_lm(config).parameters())) for config in configs]
+        assert counts[0] != counts[1]
 
 
 @pytest.mark.parametrize("rows", [1, 7])
