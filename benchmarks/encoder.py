@@ -34,6 +34,7 @@ from measuring import (
     progress,
     ratios,
     result_path,
+    rotated,
     seconds,
     summary,
     win_length,
@@ -164,8 +165,8 @@ def one_round(
     times: dict[str, dict[str, list[float]]],
 ) -> None:
     """Time every model once on every batch, beginning with another model (and the other batch) each round."""
-    names, kinds = list(actions), list(batches)
-    for name in names[turn % len(names) :] + names[: turn % len(names)]:
+    kinds = list(batches)
+    for name in rotated(list(actions), turn):
         for kind in kinds if turn % 2 == 0 else kinds[::-1]:
             times[name][kind].append(seconds(lambda name=name, kind=kind: actions[name](batches[kind]), device))
 
@@ -263,17 +264,6 @@ def conclusions(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def floor_table(checks: list[dict[str, Any]]) -> str:
-    """One line for every floor."""
-    if not checks:
-        return "no floor applies to this run"
-    return "\n".join(
-        f"{'PASS ' if check['holds'] else 'below'} {check['model']:<23} {check['what']}: "
-        f"{check['measured']:.3f} {check['relation']} {check['bound']:.3f}"
-        for check in checks
-    )
-
-
 def subject(options: argparse.Namespace) -> str:
     """First part of the file name: what was measured."""
     chosen = options.models[0] if len(options.models) == 1 and options.models[0] in MODEL_SETS else "chosen"
@@ -316,7 +306,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(options.lengths) > 1:
         plot(result, path.with_suffix(".png"))
     if options.check_floors:
-        print("", floor_table(result["floors"]), sep="\n")
+        print("", floors.table(result["floors"]), sep="\n")
         return int(not all(check["holds"] for check in result["floors"]))
     return 0
 

@@ -1,4 +1,4 @@
-"""What the encoders of this package must reach, as data, and the comparison with a result."""
+"""What the encoders of this package must reach, as data, and the comparison with a result; `compare` is for all."""
 
 from typing import Any
 
@@ -36,7 +36,8 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
     return checks
 
 
-def _check(what: str, model: str, measured: float, bound: float, at_least: bool) -> dict[str, Any]:
+def compare(what: str, model: str, measured: float, bound: float, at_least: bool) -> dict[str, Any]:
+    """One floor (or ceiling), what was measured, and whether it holds."""
     holds = measured >= bound if at_least else measured <= bound
     relation = ">=" if at_least else "<="
     return {"what": what, "model": model, "measured": measured, "relation": relation, "bound": bound, "holds": holds}
@@ -53,7 +54,7 @@ def _speed(result: dict[str, Any]) -> list[dict[str, Any]]:
                 if row["length"] in floors and model in row["models"]:
                     measured = row["models"][model]["speed_over"]["roberta"]["median"]
                     what = f"speed over roberta at {row['length']}"
-                    checks.append(_check(what, model, measured, floors[row["length"]], at_least=True))
+                    checks.append(compare(what, model, measured, floors[row["length"]], at_least=True))
     return checks
 
 
@@ -63,7 +64,7 @@ def _growth(result: dict[str, Any], own: list[str]) -> list[dict[str, Any]]:
         return []
     what = f"growth exponent of time, {GROWTH_RANGE[0]} to {GROWTH_RANGE[1]}"
     return [
-        _check(what, model, growth["exponents"][model]["median"], GROWTH, at_least=False)
+        compare(what, model, growth["exponents"][model]["median"], GROWTH, at_least=False)
         for model in own
         if model not in QUADRATIC
     ]
@@ -75,14 +76,29 @@ def _memory(result: dict[str, Any], own: list[str]) -> list[dict[str, Any]]:
         limit = row["models"]["roberta"]["peak_memory_bytes"] / 2**20
         for model in own:
             measured = row["models"][model]["peak_memory_bytes"] / 2**20
-            checks.append(_check(f"peak MiB at {row['length']}, roberta's", model, measured, limit, at_least=False))
+            checks.append(compare(f"peak MiB at {row['length']}, roberta's", model, measured, limit, at_least=False))
     return checks
 
 
 def _padding(result: dict[str, Any], own: list[str]) -> list[dict[str, Any]]:
     return [
-        _check(f"padded over unpadded at {row['length']}", model, padding["median"], PADDING, at_least=False)
+        compare(f"padded over unpadded at {row['length']}", model, padding["median"], PADDING, at_least=False)
         for row in result["lengths"]
         for model in own
         if (padding := row["models"][model].get("padded_over_unpadded"))
     ]
+
+
+def table(checks: list[dict[str, Any]]) -> str:
+    """One line for every floor."""
+    if not checks:
+        return "no floor applies to this run"
+    return "\n".join(
+        f"{'PASS ' if check['holds'] else 'below'} {check['model']:<23} {check['what']}: "
+        f"{_figure(check['measured'])} {check['relation']} {_figure(check['bound'])}"
+        for check in checks
+    )
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3f}" if value == 0 or value >= 0.001 else f"{value:.1e}"

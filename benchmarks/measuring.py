@@ -22,7 +22,7 @@ import transformers
 
 import luna_hf
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -99,14 +99,33 @@ def seconds(action: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The names in their order, beginning with another one each round."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
 def steady_allocator() -> None:
     """Give every block of 1 MiB and more back when it is freed; for the process that measures memory.
 
     By default glibc moves that limit with the program's history, and the same forward takes 60 or 105 MiB.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    _set_allocator(_M_MMAP_THRESHOLD, 2**20)
+
+
+def keeping_allocator() -> None:
+    """Keep what is freed for the next call; for a process that measures time where it must not depend on the allocator.
+
+    By default glibc gives blocks of more than 32 MiB back, and what takes them pays for fresh pages in every call.
+    """
+    _set_allocator(_M_MMAP_THRESHOLD, 2**30)
+    _set_allocator(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _set_allocator(option: int, value: int) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 2**20)
+        mallopt(option, value)
 
 
 def extra_memory(action: Callable[[], Any], device: str) -> int:

@@ -1,7 +1,8 @@
-"""Figure of an encoder benchmark: time and memory against length, for every model of the run."""
+"""Figures of the benchmarks: time and memory against length, for everything that a run compares."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 STYLES = {
     "roberta": {"color": "0.45", "marker": "s", "linestyle": "--"},
@@ -13,7 +14,7 @@ COLORS = ("blue", "orange", "green", "purple", "brown", "pink", "olive", "cyan")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Write a PNG with two log-log panels."""
+    """Write an encoder benchmark as a PNG with two log-log panels."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -38,11 +39,44 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes[0].legend(frameon=False)
     figure.suptitle(
         f"{settings['layers']} layer(s) of width {settings['width']}, batches of {settings['tokens_per_batch']} tokens "
-        f"(one row beyond), {settings['dtype']}, {_machine(result['machine'])}",
+        f"(one row beyond), {settings['dtype']}, {machine_name(result['machine'])}",
         fontsize=10,
     )
     # Without the library's version in its metadata the file depends on the numbers only.
     figure.savefig(path, dpi=150, metadata={"Software": None})
+    plt.close(figure)
+
+
+class Panel(NamedTuple):
+    """One plot of a figure: curves against length."""
+
+    title: str
+    curves: dict[str, dict[int, float]]  # name, length: value
+
+
+def plot_panels(panels: Sequence[Panel], title: str, path: Path, dashed: Sequence[str] = ()) -> None:
+    """Write a PNG with log-log panels beside each other; a name has one colour in all of them, peers are dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.4), layout="constrained")
+    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
+    colors = dict(zip([name for name in names if name not in dashed], COLORS, strict=False))
+    grays = dict(zip([name for name in names if name in dashed], ("0.45", "black", "0.7", "0.6", "0.3"), strict=False))
+    for axis, panel in zip(axes, panels, strict=True):
+        for name, curve in panel.curves.items():
+            own = name in colors
+            style = {"color": f"tab:{colors[name]}" if own else grays[name], "marker": "o" if own else "s"}
+            lengths = sorted(curve)
+            values = [curve[length] for length in lengths]
+            axis.plot(lengths, values, label=name, linewidth=2, linestyle="-" if own else "--", **style)
+        axis.set_title(panel.title, fontsize=11)
+        _log_axes(axis, sorted({length for curve in panel.curves.values() for length in curve}))
+    axes[0].legend(frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150, metadata={"Software": None})  # as above
     plt.close(figure)
 
 
@@ -60,7 +94,8 @@ def _log_axes(axis: Any, lengths: list[int]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _machine(machine: dict[str, Any]) -> str:
+def machine_name(machine: dict[str, Any]) -> str:
+    """What a run was measured on, in few words."""
     if "accelerator" in machine:
         return machine["accelerator"]
     return f"{machine['cpu']}, {machine['threads']} thread(s)"

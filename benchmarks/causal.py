@@ -1,0 +1,424 @@
+"""Speed, memory and precision of the causal scan and of the two causal attentions that are built on it.
+
+    python benchmarks/causal.py --check-floors
+
+`causal_scan` alone, the core of Luna's causal attention (its pack weights given) and that of causal ABC (its slot
+logits given) stand beside the same operators written with cumulative sums of outer products, and beside softmax
+attention through `scaled_dot_product_attention(is_causal=True)`. See benchmarks/README.md for the protocol.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from floors import compare, table
+from measuring import (
+    RESULTS,
+    extra_memory,
+    header,
+    in_own_process,
+    keeping_allocator,
+    progress,
+    ratios,
+    result_path,
+    rotated,
+    seconds,
+    steady_allocator,
+    summary,
+    write_json,
+)
+from plots import Panel, machine_name, plot_panels
+from torch import Tensor
+from torch.nn import functional as F
+
+from luna_hf.causal_memory import attend_causal_memory
+from luna_hf.functional import causal_scan
+
+PROTOCOL = (
+    "One sequence, random normal queries, keys and values; Luna's pack weights are softplus of normal numbers, ABC's "
+    "slot logits normal numbers of deviation 1. forward: no gradients; backward: forward, and backward to all inputs. "
+    "Time: wall clock; every round times every contender at every length, the order of the contenders rotated from "
+    "round to round; a call of less than a second is made three times and the median taken; ratios are taken within a "
+    "round, medians over rounds. Freed memory is kept by the process for the next call, for all contenders. "
+    "Memory: peak resident size of one call minus the size before it, each contender, length and mode in its own "
+    "process, freed blocks of 1 MiB and more going back to the system. Error: root mean square of the difference to a "
+    "token-by-token recurrence in float64 over that of its outputs."
+)
+
+FORWARD, BACKWARD = "forward", "backward"
+MODES = (FORWARD, BACKWARD)
+OWN = ("scan", "luna", "abc")
+OUTER = {name: f"{name}-outer" for name in OWN}  # the same operator by cumulative sums of outer products
+SDPA = "sdpa"
+PEERS = (*OUTER.values(), SDPA)
+OUTER_LENGTH = 2048  # the longest for these: they hold n p r numbers, and their gradients as many again
+ABC_SCALES = (1, 8, 30, 100, 300)
+SHORT_CALL, REPEATS = 1.0, 3
+
+# Floors; they hold for the sizes of BASE on one CPU thread in float32.
+BASE = {"heads": 12, "size": 64, "slots": 64, "threads": 1, "device": "cpu", "dtype": "float32"}
+OVER_OUTER = {2048: {FORWARD: 20.0, BACKWARD: 20.0}}
+OVER_SDPA = {8192: {FORWARD: 8.0, BACKWARD: 6.0}}
+GROWTH_LENGTHS, GROWTH = (8192, 16384), 2.1
+ERROR = 1e-6
+
+Times = dict[int, dict[str, dict[str, list[float]]]]  # length, contender, mode: seconds of every round
+
+
+# ---- contenders: (query, key, value, weights), each (1, h, n, size or slots), to outputs (1, h, n, size) ----
+
+
+def scan(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+    """The operator alone."""
+    return causal_scan(query, key, value)[0]
+
+
+def luna(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+    """Luna's causal attention, from its projections and pack weights on."""
+    return attend_causal_memory(query, key, value, weights, "steps", steps=_steps(query)[:, 0, :, 0])[0]
+
+
+def abc(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+    """Causal ABC, from its projections and slot logits on."""
+    return attend_causal_memory(query, key, value, weights, "softmax")[0]
+
+
+def outer_scan(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The running sum of outer products written down: n p r numbers a head."""
+    sums = (key.unsqueeze(-1) * value.unsqueeze(-2)).cumsum(2)
+    return torch.matmul(query.unsqueeze(-2), sums).squeeze(-2)
+
+
+def outer_luna(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+    """Luna's causal attention with such sums."""
+    steps = _steps(query)
+    read = (outer_scan(query * query.shape[-1] ** -0.5, key, weights) / steps).softmax(-1)
+    return outer_scan(read / steps, weights, value)
+
+
+def outer_abc(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+    """Causal ABC with such sums, for logits near each other: one maximum for all tokens."""
+    weights = (weights - weights.amax(2, keepdim=True)).exp()
+    totals = weights.cumsum(2)
+    read = (outer_scan(query * query.shape[-1] ** -0.5, key, weights) / totals).softmax(-1)
+    return outer_scan(read / totals, weights, value)
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+    """Softmax attention to all tokens so far."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+CONTENDERS: dict[str, Callable[..., Tensor]] = {
+    "scan": scan,
+    "luna": luna,
+    "abc": abc,
+    "scan-outer": outer_scan,
+    "luna-outer": outer_luna,
+    "abc-outer": outer_abc,
+    "sdpa": sdpa,
+}
+
+
+def _steps(query: Tensor) -> Tensor:
+    return torch.arange(1, query.shape[2] + 1, device=query.device)[None, None, :, None]
+
+
+def contenders_at(length: int) -> list[str]:
+    """Who takes part at a length."""
+    return [name for name in CONTENDERS if length <= OUTER_LENGTH or name not in OUTER.values()]
+
+
+def make_inputs(name: str, length: int, options: argparse.Namespace, scale: float = 1.0) -> list[Tensor]:
+    """Query, key, value and the weights that the contender takes; the same numbers for all contenders of a length."""
+    generator = torch.Generator().manual_seed(length)
+    sizes = (options.size, options.size, options.size, options.slots)
+    query, key, value, weights = (
+        torch.randn(1, options.heads, length, size, generator=generator).to(options.device) for size in sizes
+    )
+    return [query, key, value, F.softplus(weights) if name.startswith("luna") else weights * scale]
+
+
+def make_action(name: str, length: int, mode: str, options: argparse.Namespace) -> Callable[[], None]:
+    """What is timed."""
+    attend, inputs = CONTENDERS[name], make_inputs(name, length, options)
+    if mode == FORWARD:
+
+        def forward() -> None:
+            with torch.no_grad():
+                attend(*inputs)
+
+        return forward
+    used = inputs if name.startswith(("luna", "abc")) else inputs[:3]
+    for states in used:
+        states.requires_grad_()
+    gradient = torch.randn(1, options.heads, length, options.size).to(options.device)
+
+    def forward_and_backward() -> None:
+        torch.autograd.grad(attend(*inputs), used, gradient)
+
+    return forward_and_backward
+
+
+# ---- precision ----
+
+
+def recurrence(name: str, query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+    """What `scan`, `luna` or `abc` computes, token by token in float64."""
+    query, key, value, weights = (states[0].double() for states in (query, key, value, weights))
+    if name == "scan":
+        return _sum_outer(query, key, value)
+    heads, length, slots = weights.shape
+    scaling = query.shape[-1] ** -0.5
+    written = query.new_zeros(heads, query.shape[-1], slots)
+    values, total = query.new_zeros(heads, slots, value.shape[-1]), query.new_zeros(heads, 1, slots)
+    peak = weights[:, :1]
+    outputs = []
+    for token in range(length):
+        now = slice(token, token + 1)
+        write = weights[:, now]
+        if name == "abc":
+            higher = torch.maximum(peak, write)
+            growth, write, peak = (peak - higher).exp(), (write - higher).exp(), higher
+            written, values, total = written * growth, values * growth.transpose(1, 2), total * growth
+        total = total + (write if name == "abc" else 1.0)
+        written, values = written + key[:, now].transpose(1, 2) @ write, values + write.transpose(1, 2) @ value[:, now]
+        read = (scaling * query[:, now] @ written / total).softmax(-1)
+        outputs.append(read / total @ values)
+    return torch.cat(outputs, dim=1)
+
+
+def _sum_outer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    state, outputs = 0.0, []
+    for x, y, z in zip(query.split(1, 1), key.split(1, 1), value.split(1, 1), strict=True):
+        state = state + y.transpose(1, 2) @ z
+        outputs.append(x @ state)
+    return torch.cat(outputs, dim=1)
+
+
+def relative_error(name: str, length: int, options: argparse.Namespace, scale: float = 1.0) -> float:
+    """Root mean square of the error over that of the outputs; NaN if any output is."""
+    inputs = make_inputs(name, length, options, scale)
+    with torch.no_grad():
+        expected = recurrence(name, *inputs)
+        difference = CONTENDERS[name](*inputs)[0].double() - expected
+    return (difference.square().mean() / expected.square().mean()).sqrt().item()
+
+
+def measure_errors(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of every length, and at the shortest of every scale of ABC's logits."""
+    cases = [(name, length, 1) for length in options.lengths for name in OWN]
+    cases += [("abc", options.lengths[0], scale) for scale in ABC_SCALES if scale != 1]
+    errors = []
+    for name, length, scale in cases:
+        progress(f"error: length {length}, {name}, scale {scale}")
+        error = relative_error(name, length, options, scale)
+        errors.append({"contender": name, "length": length, "scale": scale, "relative_rms": error})
+    return errors
+
+
+# ---- time and memory ----
+
+
+def peak_memory(name: str, length: int, mode: str, options: argparse.Namespace) -> int:
+    """Bytes that one call takes at its peak beyond its inputs; run it in a process of its own."""
+    steady_allocator()
+    torch.set_num_threads(options.threads)
+    make_action(name, min(length, 64), mode, options)()
+    return extra_memory(make_action(name, length, mode, options), options.device)
+
+
+def measure_memory(options: argparse.Namespace) -> dict[int, dict[str, dict[str, int]]]:
+    """Peak bytes of every length, contender and mode."""
+    memory: dict[int, dict[str, dict[str, int]]] = {}
+    for length in options.lengths:
+        progress(f"memory: length {length}")
+        memory[length] = {
+            name: {mode: in_own_process(peak_memory, name, length, mode, options) for mode in MODES}
+            for name in contenders_at(length)
+        }
+    return memory
+
+
+def measure_time(options: argparse.Namespace) -> Times:
+    """Seconds of every round. The lengths of a contender follow each other, since their ratio is wanted too."""
+    times: Times = {n: {name: {mode: [] for mode in MODES} for name in contenders_at(n)} for n in options.lengths}
+    repeats: dict[tuple[str, int, str], int] = {}
+    for turn in range(-1, options.rounds):  # the first warms up
+        for name in rotated(list(CONTENDERS), turn):
+            for mode in MODES:
+                for length in (n for n in options.lengths if name in times[n]):
+                    action = make_action(name, length, mode, options)
+                    calls = repeats.get((name, length, mode), 1)
+                    taken = median(seconds(action, options.device) for _ in range(calls))
+                    if turn < 0:
+                        repeats[name, length, mode] = REPEATS if taken < SHORT_CALL else 1
+                    else:
+                        times[length][name][mode].append(taken)
+        progress(f"round {turn + 1} of {options.rounds}")
+    return times
+
+
+# ---- result ----
+
+
+def describe_length(length: int, times: dict[str, dict[str, list[float]]], memory: dict[str, Any]) -> dict[str, Any]:
+    """One entry of the result's `lengths`."""
+    contenders: dict[str, Any] = {name: {} for name in times}
+    for name, taken in times.items():
+        rivals = [rival for rival in (OUTER.get(name), SDPA) if name in OWN and rival in times]
+        for mode in MODES:
+            contenders[name][mode] = {"seconds": summary(taken[mode]), "peak_memory_bytes": memory[name][mode]}
+            if rivals:
+                over = {rival: summary(ratios(times[rival][mode], taken[mode])) for rival in rivals}
+                contenders[name][mode]["speed_over"] = over
+    return {"length": length, "contenders": contenders}
+
+
+def describe_growth(times: Times) -> dict[str, dict[str, Any]] | None:
+    """Time at the longer of `GROWTH_LENGTHS` over that at the other, if both were measured."""
+    short, long = GROWTH_LENGTHS
+    if short not in times or long not in times:
+        return None
+    return {
+        name: {mode: summary(ratios(times[long][name][mode], times[short][name][mode])) for mode in MODES}
+        for name in times[long]
+    }
+
+
+def check(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every floor that applies to a run, with what was measured and whether it holds."""
+    checks = [
+        compare(
+            f"relative error at {error['length']}, logits of deviation {error['scale']}",
+            error["contender"],
+            error["relative_rms"],
+            ERROR,
+            at_least=False,
+        )
+        for error in result["errors"]
+    ]
+    if any(result["settings"][name] != value for name, value in BASE.items()):
+        return checks
+    for row in result["lengths"]:
+        for name in OWN:
+            for mode, measured in row["contenders"][name].items():
+                for rival, floors in ((OUTER[name], OVER_OUTER), (SDPA, OVER_SDPA)):
+                    if row["length"] in floors:
+                        speed, floor = measured["speed_over"][rival]["median"], floors[row["length"]][mode]
+                        what = f"{mode}, speed over {rival} at {row['length']}"
+                        checks.append(compare(what, name, speed, floor, at_least=True))
+    short, long = GROWTH_LENGTHS
+    for name in OWN if result["growth"] else ():
+        for mode, growth in result["growth"][name].items():
+            what = f"{mode}, time at {long} over {short}"
+            checks.append(compare(what, name, growth["median"], GROWTH, at_least=False))
+    return checks
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result as a table: milliseconds, ratios and memory, forward and with backward."""
+    lines = [
+        "| length | contender | ms | ms with backward | over outer products | with backward | over sdpa "
+        "| with backward | MiB | MiB with backward |",
+        "| --- " * 10 + "|",
+    ]
+    for row in result["lengths"]:
+        for name, modes in row["contenders"].items():
+            cells = [f"{row['length']:,}", name]
+            cells += [f"{1e3 * modes[mode]['seconds']['median']:,.1f}" for mode in MODES]
+            for rival in (OUTER.get(name), SDPA):
+                over = [modes[mode].get("speed_over", {}).get(rival) for mode in MODES]
+                cells += [f"{ratio['median']:.1f}" if ratio else "-" for ratio in over]
+            cells += [f"{modes[mode]['peak_memory_bytes'] / 2**20:,.0f}" for mode in MODES]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Time per token and memory against length."""
+
+    def curves(mode: str, value: Callable[[dict[str, Any], int], float]) -> dict[str, dict[int, float]]:
+        return {
+            name: {
+                row["length"]: value(row["contenders"][name][mode], row["length"])
+                for row in result["lengths"]
+                if name in row["contenders"]
+            }
+            for name in CONTENDERS
+            if name in result["lengths"][0]["contenders"]
+        }
+
+    def per_token(measured: dict[str, Any], length: int) -> float:
+        return 1e6 * measured["seconds"]["median"] / length
+
+    panels = [
+        Panel("forward, microseconds per token", curves(FORWARD, per_token)),
+        Panel("forward and backward, microseconds per token", curves(BACKWARD, per_token)),
+        Panel("peak memory with backward (MiB)", curves(BACKWARD, lambda own, _: own["peak_memory_bytes"] / 2**20)),
+    ]
+    settings = result["settings"]
+    title = (
+        f"causal attention, {settings['heads']} heads of {settings['size']}, {settings['slots']} slots, "
+        f"{settings['dtype']}, {machine_name(result['machine'])}"
+    )
+    plot_panels(panels, title, path, dashed=PEERS)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--size", type=int, default=64, help="of a head")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON file, the table and the plot")
+    parser.add_argument("--check-floors", action="store_true", help="exit 1 if a floor is missed")
+    options = parser.parse_args(arguments)
+    options.lengths = sorted(set(options.lengths))
+    return options
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    """Measure everything."""
+    torch.set_num_threads(options.threads)
+    memory = measure_memory(options)
+    errors = measure_errors(options)
+    keeping_allocator()
+    times = measure_time(options)
+    settings = {name: getattr(options, name) for name in ("heads", "size", "slots", "threads", "device", "rounds")}
+    result = {
+        **header(__file__, arguments, options.device),
+        "protocol": PROTOCOL,
+        "settings": {**settings, "dtype": "float32", "rows": 1},
+        "peers": list(PEERS),
+        "errors": errors,
+        "growth": describe_growth(times),
+        "lengths": [describe_length(n, times[n], memory[n]) for n in options.lengths],
+    }
+    result["floors"] = check(result)
+    return result
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print, write; 1 if a floor was to be checked and is missed."""
+    options = parse(arguments)
+    result = run(options, arguments)
+    path = result_path(options.output, "causal-attention", options.device, "float32")
+    write_json(path, result)
+    path.with_suffix(".md").write_text(markdown(result) + "\n", encoding="utf-8")
+    print(markdown(result), table(result["floors"]), sep="\n\n")
+    if len(options.lengths) > 1:
+        plot(result, path.with_suffix(".png"))
+    return int(options.check_floors and not all(check["holds"] for check in result["floors"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
