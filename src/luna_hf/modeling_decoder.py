@@ -267,7 +267,7 @@ def check_mask_of_past(attention_mask: Tensor, length: int, cache: MemoryCache |
         row = (kept != read).nonzero()[0].item()
         raise ValueError(
             f"`attention_mask` keeps {kept[row]} of the earlier tokens of row {row}, but the state has read "
-            f"{read[row]}, and what is in its sums cannot be masked any more. (`generate` also reads the padding behind a row that "
-            "ends before the others.) Leave the state out, so that the whole text is read again, or give the mask that "
-            "the state was made with."
+            f"{read[row]}, and what is in its sums cannot be masked any more. (`generate` also reads the padding "
+            "behind a row that ends before the others.) Leave the state out, so that the whole text is read again, or "
+            "give the mask that the state was made with."
         )
