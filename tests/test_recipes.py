@@ -15,7 +15,9 @@ from tiny_training import (
     TRANSFERS,
     arguments,
     groups,
+    models,
     pretrain_mlm,
+    pretraining,
     recipe,
     run,
     transfer_attention,
@@ -124,11 +126,11 @@ def test_continued_recipes_have_roberta_s_optimisation_and_a_rate_for_what_is_ne
     assert loaded.max_steps * loaded.global_batch_tokens == pytest.approx(tokens, rel=0.02)
     (new,) = loaded.groups
     assert new.learning_rate > loaded.learning_rate and new.frozen_steps == 0
-    roberta = {key.partition(".")[2] for key in pretrain_mlm.parameter_names(RobertaConfig())}
+    roberta = {key.partition(".")[2] for key in pretraining.parameter_names(RobertaConfig())}
     for taps in (0, 3):
         options = {"conv_kernel_size": taps} if taps else {}
         config = AbcConfig(**options) if name.startswith("abc") else LunaConfig(tie_kv=False, **options)
-        names = pretrain_mlm.parameter_names(config)
+        names = pretraining.parameter_names(config)
         owned = {key for key, group in groups.assign(names, loaded.groups).items() if group}
         assert any("convolution" in key for key in names) == bool(taps)
         unmatched = {key.partition(".")[2] for key in set(names) - owned}
@@ -177,7 +179,7 @@ def test_figures_that_the_comments_state(name, blocks, steps, warmup, tokens, pa
     assert (loaded.update_rows, loaded.max_steps) == (blocks, steps)
     assert loaded.warmup_fraction * steps == pytest.approx(warmup)
     assert steps * loaded.global_batch_tokens == pytest.approx(tokens, rel=0.01)
-    config = pretrain_mlm.make_config(loaded.model, None, loaded.vocab_size)
+    config = models.make_config(loaded.model, None, loaded.vocab_size)
     with torch.device("meta"):
         model = AutoModelForMaskedLM.from_config(config)
     assert model.num_parameters() == pytest.approx(parameters, rel=0.01)
@@ -187,10 +189,10 @@ def test_base_recipes_are_the_papers_model_with_roberta_s_optimisation():
     for name, tied in (("luna-base-160gb", False), ("luna-base-16gb", True)):
         loaded = load(name)
         # The paper's section 4.3: RoBERTa-base's configuration, which is the default of every family, and l = 128.
-        config = pretrain_mlm.make_config(loaded.model, None, 50265)
+        config = models.make_config(loaded.model, None, 50265)
         assert (
             config.to_diff_dict()
-            == pretrain_mlm.make_config({"model_type": "luna", "tie_kv": tied}, None, 50265).to_diff_dict()
+            == models.make_config({"model_type": "luna", "tie_kv": tied}, None, 50265).to_diff_dict()
         )
         # Liu et al. 2019, table 9.
         assert (loaded.block_size, loaded.learning_rate, loaded.weight_decay) == (512, 6e-4, 0.01)

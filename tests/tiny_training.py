@@ -19,30 +19,38 @@ from luna_hf.warm_start import warm_start
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
 
 import card
+import causal_objective
 import checkpoint
 import data
 import groups
 import loop
+import masking
+import models
 import objective
 import pretrain_clm
 import pretrain_mlm
 import pretrain_recipe
 import pretraining
 import recipe
+import rows
 import transfer_attention
 
 __all__ = [
     "card",
+    "causal_objective",
     "checkpoint",
     "data",
     "groups",
     "loop",
+    "masking",
+    "models",
     "objective",
     "pretrain_clm",
     "pretrain_mlm",
     "pretrain_recipe",
     "pretraining",
     "recipe",
+    "rows",
     "transfer_attention",
 ]
 

@@ -1,0 +1,383 @@
+"""Causal pretraining from end to end: what a run leaves, what differs from masked language modelling, mistakes."""
+
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from gpt2_files import gpt2_folder
+from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
+from huggingface_hub import ModelCard
+from test_training import environment
+from tiny_training import (
+    CAUSAL,
+    Killed,
+    arguments,
+    card,
+    causal_objective,
+    data,
+    dies_at_call,
+    loop,
+    losses,
+    masking,
+    models,
+    pretrain_clm,
+    recipe,
+    rows,
+    same_weights,
+    without_model_section,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
+
+from luna_hf import MemoryCache
+
+DEMO = CAUSAL[0]
+SCRIPT = "training/pretrain_clm.py"
+PHRASE = ["the", "token", "reads", "every", "packed", "sequence", "of", "fixed", "length", "in", "its", "layer", "and"]
+FAMILIES = {
+    "luna": {"model__projection_length": 4},
+    "abc": {"model__model_type": "abc_memory", "model__memory_size": 4},
+    "gpt2": {"model__model_type": "gpt2"},
+}
+QUICK = {"sample_tokens": 4, "prompts": "['the token', 'fixed length']"}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Documents that repeat a phrase, each from another word on: every next word follows from the one before."""
+    generator = random.Random(0)
+    texts = [" ".join((PHRASE * 4)[generator.randrange(12) :]) + f", document {index}." for index in range(60)]
+    path = tmp_path_factory.mktemp("corpus") / "texts.txt"
+    path.write_text("\n\n".join(texts))
+    return path
+
+
+def words(output_dir, **overrides):
+    """Command line of a shrunk run; a gpt2 has no width of its feed-forward network."""
+    words = arguments(DEMO, output_dir, **{**QUICK, **overrides})
+    if overrides.get("model__model_type") == "gpt2":
+        place = words.index("--model.intermediate_size")
+        del words[place : place + 2]
+    return words
+
+
+def run(output_dir, **overrides):
+    """A shrunk run in this process; its figures."""
+    assert pretrain_clm.main(words(output_dir, **overrides)) == 0
+    return json.loads((output_dir / "metrics.json").read_text())
+
+
+# ---- rows ----
+
+
+def store_of(tokens):
+    return type("Store", (), {"tokens": np.array(tokens, dtype=np.uint16)})()
+
+
+def test_rows_are_running_text_behind_a_start_token():
+    text = [5, 6, 7, 2, 8, 9, 10, 11, 2, 12]
+    blocks = rows.Blocks(store_of(text), 4, first=0, last=None)
+    assert [block.tolist() for block in blocks] == [[0, 5, 6, 7], [0, 2, 8, 9], [0, 10, 11, 2], [0, 12]]
+    closed = rows.Blocks(store_of(text), 4, first=0, last=2)
+    assert closed[0].tolist() == [0, 5, 6, 2]
+
+
+def test_every_token_but_the_first_is_predicted():
+    held_out = data.held_out_rows([np.array([0, 5, 6, 7]), np.array([0, 12])], masking.next_tokens, 1, seed=0)
+    assert [row["labels"].tolist() for row in held_out] == [[-100, 5, 6, 7], [-100, 12, -100, -100]]
+    assert [row["input_ids"].tolist() for row in held_out] == [[0, 5, 6, 7], [0, 12, 1, 1]]
+    assert data.unigram_baseline(np.ones(20), held_out)["targets"] == 4
+
+
+@pytest.mark.parametrize("family", ["luna", "gpt2"])
+def test_evaluation_is_the_model_s_own_loss_and_the_targets_are_what_it_is_a_mean_over(family):
+    fields = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = models.make_config({"model_type": family, **fields}, None, 60, models.CAUSAL)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    blocks = [np.array([0, *range(5, 5 + length)]) for length in (9, 9, 4)]
+    held_out = data.held_out_rows(blocks, masking.next_tokens, 1, seed=0)
+    settings = type("Settings", (), {"mixed_precision": "no", "trackers": [], "output_dir": "."})()
+    result = loop.evaluate(loop.make_accelerator(settings), model, held_out, 2, next_token=True)
+    batch = {name: torch.stack([row[name] for row in held_out]) for name in held_out[0]}
+    objective = causal_objective.CausalObjective()
+    assert result.targets == objective.targets(batch) == 9 + 9 + 4
+    assert result.loss == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+    logits = model(**batch).logits[:, :-1].argmax(-1)
+    targets = batch["labels"][:, 1:]
+    assert result.accuracy == pytest.approx(((logits == targets)[targets != -100]).double().mean().item())
+
+
+# ---- what a run leaves ----
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trained(request, corpus, tmp_path_factory):
+    """A model of each family that has learnt the phrase."""
+    folder = tmp_path_factory.mktemp(request.param) / "out"
+    long = {"max_steps": 80, "learning_rate": 2e-2, "eval_steps": 40, "save_steps": 40, "min_gain_nats": 1.0}
+    figures = run(folder, data=corpus, **long, **FAMILIES[request.param])
+    return request.param, folder, figures
+
+
+def test_every_family_learns_what_follows(trained):
+    family, folder, figures = trained
+    assert figures["held_out_loss"] < figures["unigram_loss"] - 1.0
+    held_out = [entry["loss"] for entry in loop.read_log(folder / "log.jsonl") if entry["kind"] == "held_out"]
+    assert held_out[-1] < held_out[0] and held_out[-1] == pytest.approx(figures["held_out_loss"], rel=1e-5)
+    assert figures["model_type"] == {"abc": "abc_memory"}.get(family, family)
+    assert figures["longest_input"] == (64 if family == "gpt2" else None)
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG") and not (folder / "checkpoints").exists()
+
+
+def test_the_saved_files_continue_the_prompts_as_the_report_says(trained):
+    family, folder, figures = trained
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    assert [row["prompt"] for row in figures["continuations"]] == ["the token", "fixed length"]
+    for row in figures["continuations"]:
+        (answer,) = generate(row["prompt"], max_new_tokens=4, do_sample=False, return_full_text=False)
+        assert answer["generated_text"] == row["greedy"]
+    assert "reads" in figures["continuations"][0]["greedy"]
+    settings = model.generation_config
+    assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (0, 2, 1)
+    if family == "gpt2":
+        assert figures["state_bytes"] is None
+        return
+    cache = MemoryCache(model.config)
+    for part in torch.arange(5, 60)[None].split(20, dim=1):
+        with torch.no_grad():
+            model(part, past_key_values=cache, use_cache=True)
+        assert cache.nbytes == figures["state_bytes"]
+
+
+def test_sampling_follows_the_seed(trained):
+    _, folder, figures = trained
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    settings = pretrain_clm.read_recipe(str(DEMO), ["--sample_tokens", "4"])
+    state = torch.get_rng_state()
+    row = causal_objective.continue_text(model, tokenizer, "the token", settings)
+    assert row == figures["continuations"][0] and torch.equal(torch.get_rng_state(), state)
+    assert settings.seed == 0
+    unsure = AutoModelForCausalLM.from_config(model.config).eval()
+    others = [pretrain_clm.read_recipe(str(DEMO), ["--sample_tokens", "12", "--seed", str(seed)]) for seed in (1, 2, 1)]
+    drawn = [causal_objective.continue_text(unsure, tokenizer, "the", other) for other in others]
+    assert drawn[0] == drawn[2] != drawn[1] and drawn[0]["greedy"] == drawn[1]["greedy"]
+
+
+def test_card_is_what_the_hub_reads_and_its_figures_are_those_of_the_run(trained):
+    family, folder, figures = trained
+    made = ModelCard.load(folder / "README.md")
+    assert (made.data.library_name, made.data.pipeline_tag) == ("transformers", "text-generation")
+    assert {figures["model_type"], "causal-lm"} <= set(made.data.tags)
+    assert ("custom_code" in made.data.tags) == (family != "gpt2")
+    measured = {result.metric_type: result.metric_value for result in made.data.eval_results}
+    assert measured["perplexity"] == round(figures["held_out_perplexity"], 4)
+    assert measured["loss"] == round(figures["held_out_loss"], 4)
+    text = " ".join(made.text.split())
+    assert f"| {figures['held_out_loss']:.3f} | {figures['held_out_perplexity']:.1f} |" in text
+    for row in figures["continuations"]:
+        assert card._code(row["prompt"]) in text and card._code(row["greedy"]) in text
+    state = figures["state_bytes"]
+    assert f"{state:,} bytes a sequence" in text if state else "at most 64 tokens long" in text
+    assert ("trust_remote_code=True" in text) == (family != "gpt2")
+    assert str(folder.parent) not in text and "masked" not in made.text.split("The recipe:")[0]
+
+
+def test_a_checkpoint_answers_alike_where_the_package_is_missing(trained):
+    _, folder, figures = trained
+    code = """
+import json, sys
+from transformers import pipeline
+generate = pipeline("text-generation", sys.argv[1], trust_remote_code=True)
+print(json.dumps(generate(sys.argv[2], max_new_tokens=4, do_sample=False, return_full_text=False)[0]))
+"""
+    answer = json.loads(run_python(code, folder, "the token", blocked=True).splitlines()[-1])
+    assert answer["generated_text"] == figures["continuations"][0]["greedy"]
+
+
+def test_training_goes_on_from_a_causal_checkpoint(trained, corpus, tmp_path, capsys):
+    _, folder, _ = trained
+    longer = {"block_size": 64, "global_batch_tokens": 256, "model_name_or_path": folder, "learning_rate": 1e-4}
+    assert pretrain_clm.main(without_model_section(words(tmp_path / "out", data=corpus, **longer))) == 0
+    shown = capsys.readouterr().out
+    assert "if the checkpoint was trained on this text" in shown and "Positions" not in shown
+    again = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert again["held_out_loss"] < again["unigram_loss"] - 1.0
+    assert "trained on from `out`" in (tmp_path / "out" / "README.md").read_text()
+
+
+# ---- the tokenizer ----
+
+
+def test_a_trained_tokenizer_starts_a_text_and_leaves_its_end_open(tmp_path, trained):
+    tokenizer = data.train_causal_tokenizer(["a rose is a rose"] * 3, 280, max_length=40)
+    tokenizer.save_pretrained(tmp_path)
+    for loaded in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        ids = loaded("a rose")["input_ids"]
+        assert ids[0] == loaded.bos_token_id == 0 and loaded.eos_token_id == 2 not in ids
+        assert loaded.decode(ids, skip_special_tokens=True) == "a rose"
+        assert loaded.mask_token is None and loaded.pad_token_id == 1 and loaded.model_max_length == 40
+        padded = loaded(["a", "a rose is"], padding=True)["input_ids"]
+        assert padded[0][0] == 1 and padded[0][-1] != 1  # on the left
+        assert loaded("<s>", add_special_tokens=False, split_special_tokens=True)["input_ids"] != [0]
+    # Beside a config of a family, whose encoders have RoBERTa's tokenizer, as well.
+    _, folder, _ = trained
+    beside = AutoTokenizer.from_pretrained(folder)
+    assert beside("a")["input_ids"] == [0, beside.convert_tokens_to_ids("a")]
+
+
+def test_a_tokenizer_that_ends_every_text_is_adapted_and_said(corpus, tmp_path, capsys):
+    tiny_tokenizer().save_pretrained(tmp_path / "roberta")
+    assert AutoTokenizer.from_pretrained(tmp_path / "roberta")("a")["input_ids"][-1] == 2
+    figures = run(tmp_path / "out", data=corpus, tokenizer=tmp_path / "roberta")
+    assert "put `</s>` behind every text" in capsys.readouterr().out
+    assert any("`</s>` behind every text" in note for note in figures["notes"])
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    original = AutoTokenizer.from_pretrained(tmp_path / "roberta")
+    for text in ("a token, of the\n layer", "", "naïve  text"):
+        assert loaded(text)["input_ids"] == original(text)["input_ids"][:-1]
+        assert loaded.decode(loaded(text)["input_ids"], skip_special_tokens=True) == text
+    assert loaded.get_vocab() == original.get_vocab()
+
+
+def test_gpt2_s_tokenizer_gets_a_padding_token(corpus, tmp_path, capsys):
+    folder = gpt2_folder(tmp_path / "gpt2", merges=40)
+    backend = AutoTokenizer.from_pretrained(folder, tokenizer_type="gpt2")
+    backend.save_pretrained(folder)
+    assert backend.pad_token is None
+    figures = run(tmp_path / "out", data=corpus, tokenizer=folder)
+    assert "`<pad>` was added to its vocabulary" in capsys.readouterr().out
+    loaded, model = (kind.from_pretrained(tmp_path / "out") for kind in (AutoTokenizer, AutoModelForCausalLM))
+    assert loaded.pad_token == "<pad>" and loaded.pad_token_id == len(backend) == model.config.pad_token_id
+    assert model.config.vocab_size == figures["vocabulary"] == len(backend) + 1
+    # A checkpoint's vocabulary cannot grow: there the end token pads.
+    adapted, notes = causal_objective.CausalObjective().adapt_tokenizer(backend, "gpt2", new_model=False)
+    assert adapted.pad_token == "<|endoftext|>" and "it pads with `<|endoftext|>`" in notes[0]
+    assert backend.pad_token is None  # the one that was given is as it was
+
+
+def test_a_tokenizer_without_a_start_token_is_refused():
+    backend = tiny_tokenizer().backend_tokenizer
+    ending = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
+    objective = causal_objective.CausalObjective()
+    with pytest.raises(recipe.UserError, match="puts an end token behind every text"):
+        objective.adapt_tokenizer(ending, "some/tokenizer", new_model=True)
+    endless = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+    with pytest.raises(recipe.UserError, match="has no end token"):
+        objective.adapt_tokenizer(endless, "some/tokenizer", new_model=True)
+
+
+# ---- interruptions, streaming, several processes ----
+
+DROPOUT = {"model__hidden_dropout_prob": 0.1, "max_steps": 6, "save_steps": 2, "eval_steps": 3, "log_steps": 2}
+
+
+@pytest.mark.parametrize("family", ["luna", "abc"])
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(corpus, tmp_path, monkeypatch, family, streaming):
+    options = {"data": corpus, "streaming": streaming, **DROPOUT, **FAMILIES[family]}
+    run(tmp_path / "whole", **options)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        dies_at_call(patched, loop, "one_update", 5)
+        pretrain_clm.main(words(tmp_path / "out", **options))
+    run(tmp_path / "out", **options)
+    assert "resumed" in (tmp_path / "out" / "log.jsonl").read_text()
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+    assert same_weights(tmp_path / "out", tmp_path / "whole")
+
+
+def test_streamed_rows_are_open_as_well(corpus, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(loop, "one_update", lambda run, counters: seen.append(next(run.updates)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pretrain_clm.main(words(tmp_path / "out", data=corpus, streaming="true"))
+    ids = torch.cat([batch["input_ids"] for batch in seen[0]])
+    assert ids.shape == (8, 32) and (ids[:, 0] == 0).all()
+    assert (ids[:, -1] != 2).any() and (ids[:, 1:] == 2).any()  # documents end within rows
+    assert torch.equal(torch.cat([batch["labels"] for batch in seen[0]])[:, 1:], ids[:, 1:])
+
+
+def test_two_processes_make_the_run_of_one(corpus, tmp_path):
+    options = {"data": corpus, "max_steps": 4, "batch_size": 2, "save_steps": 4, "eval_steps": 4}
+    run(tmp_path / "one", **options)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *launcher, SCRIPT, *words(tmp_path / "two", **options)]
+    process = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert "2 pass(es) of 2 on each of 2 process(es)" in process.stdout
+    for one, two in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
+        assert one[:2] == two[:2] and one[2] == pytest.approx(two[2], rel=1e-4)
+
+
+# ---- options and mistakes ----
+
+
+def test_gpt2_takes_the_recipe_s_names_and_what_it_lacks_is_said(capsys):
+    loaded = pretrain_clm.read_recipe(str(DEMO), ["--model.model_type", "gpt2"])
+    left_out = capsys.readouterr().out
+    assert "since gpt2 has no such field" in left_out and "projection_length" in left_out
+    config = models.make_config(loaded.model, None, loaded.vocab_size, models.CAUSAL)
+    assert (config.n_embd, config.n_layer, config.n_head) == tuple(
+        loaded.model[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
+    assert config.n_positions == loaded.model["max_position_embeddings"] >= loaded.block_size
+
+
+def test_blocks_may_be_longer_than_the_positions_of_a_family(corpus, tmp_path):
+    figures = run(tmp_path / "out", data=corpus, block_size=80, global_batch_tokens=160)
+    assert figures["longest_input"] is None
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length > 10**9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model__model_type": "gpt2", "block_size": 80, "global_batch_tokens": 160}, "raise `model.max_position_em"),
+        ({"model__model_type": "gpt2", "sample_tokens": 70}, "with the 70 of `sample_tokens` "),
+        ({"model__model_type": "gpt3"}, "Unknown `model_type` 'gpt3'. Choose luna, abc_memory, or gpt2 to compare."),
+        ({"model__model_type": "xlm"}, "Unknown `model_type` 'xlm'"),
+        ({"model__model_type": "modernbert"}, "Unknown `model_type` 'modernbert'"),
+        ({"model__model_type": "bart"}, "Unknown `model_type` 'bart'"),
+        ({"model__is_decoder": "false"}, "`model.is_decoder` follows from the script"),
+        ({"model__projection_lenght": 4}, "Did you mean `projection_length`"),
+        ({"model__model_type": "abc_memory", "model__memory_control": "cluster"}, "in a causal model"),
+        ({"model__position_embedding_type": "learned"}, "position_embedding_type"),
+        ({"prompts": "[]"}, "`prompts`"),
+        ({"prompts": "['  ']"}, "`prompts`"),
+        ({"sample_tokens": 0}, "`sample_tokens`"),
+        ({"vocab_size": 259}, "above 259: 256 bytes and 3 special tokens"),
+        ({"block_size": 2, "global_batch_tokens": 8}, "at least 3"),
+        ({"mask_probability": 0.2}, "unknown key `mask_probability`"),
+        ({"model_name_or_path": "no/model"}, "neither as a folder nor on the Hub"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(corpus, tmp_path, capsys, overrides, message):
+    line = words(tmp_path / "out", data=corpus, **overrides)
+    if "model_name_or_path" in overrides:
+        line = without_model_section(line)
+    assert pretrain_clm.main(line) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+    assert not (tmp_path / "out" / "log.jsonl").exists()
+
+
+def test_encoders_are_refused_by_name_and_causal_checkpoints_where_encoders_are_needed(tmp_path, trained):
+    for family in ("luna", "abc_memory"):
+        tiny_model(family, "mlm").save_pretrained(tmp_path / family)
+        with pytest.raises(recipe.UserError, match=r"is an? .* encoder\. A causal model is needed: luna, abc_memory"):
+            models.load_config(str(tmp_path / family), kind=models.CAUSAL)
+    family, folder, _ = trained
+    found = "causal .* checkpoint" if family != "gpt2" else "gpt2 checkpoint"
+    with pytest.raises(recipe.UserError, match=f"is a {found}. An encoder is needed: luna"):
+        models.load_config(str(folder))
+
+
+def test_types_that_are_encoders_by_default_become_causal():
+    config = models.make_config({"model_type": "roberta"}, None, 300, models.CAUSAL)
+    assert config.is_decoder and not models.make_config({"model_type": "roberta"}, None, 300).is_decoder
+    with pytest.raises(recipe.UserError, match="follows from the script"):
+        models.make_config({"model_type": "roberta", "is_decoder": True}, None, 300)
