@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from gpt2_files import gpt2_folder
 from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
 from huggingface_hub import ModelCard
@@ -325,6 +326,21 @@ def test_gpt2_takes_the_recipe_s_names_and_what_it_lacks_is_said(capsys):
         loaded.model[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )
     assert config.n_positions == loaded.model["max_position_embeddings"] >= loaded.block_size
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """accelerate keeps the precision of a process; a test with another one starts and leaves it without any."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_and_recomputed_states_learn_as_well(corpus, tmp_path, fresh_accelerate, family):
+    options = {"gradient_checkpointing": "true", "mixed_precision": "bf16", "max_steps": 40, "learning_rate": 2e-2}
+    figures = run(tmp_path / "out", data=corpus, save_steps=20, eval_steps=20, **options, **FAMILIES[family])
+    assert figures["gain_nats"] > 1.0
 
 
 def test_blocks_may_be_longer_than_the_positions_of_a_family(corpus, tmp_path):

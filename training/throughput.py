@@ -50,7 +50,7 @@ def training_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
     """Floating-point operations of one training step per token of `batch`: a backward pass takes twice the forward's.
 
     Args:
-        model: masked-LM model, on the batch's device.
+        model: one that returns a loss, on the batch's device.
         batch: what the model is called with, labels included; a row is enough.
     """
     return 3.0 * forward_flops(model, batch) / batch["attention_mask"].sum().item()
