@@ -8,6 +8,7 @@ attention through `scaled_dot_product_attention(is_causal=True)`. See benchmarks
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -321,7 +322,7 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table: milliseconds, ratios and memory, forward and with backward."""
+    """The result as a table of milliseconds, ratios and memory, and growth and errors in words."""
     lines = [
         "| length | contender | ms | ms with backward | over outer products | with backward | over sdpa "
         "| with backward | MiB | MiB with backward |",
@@ -336,7 +337,27 @@ def markdown(result: dict[str, Any]) -> str:
                 cells += [f"{ratio['median']:.1f}" if ratio else "-" for ratio in over]
             cells += [f"{modes[mode]['peak_memory_bytes'] / 2**20:,.0f}" for mode in MODES]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines.append("")
+    if result["growth"]:
+        short, long = GROWTH_LENGTHS
+        growth = [
+            f"{name} {modes[FORWARD]['median']:.2f} ({modes[BACKWARD]['median']:.2f} with backward)"
+            for name, modes in result["growth"].items()
+        ]
+        lines.append(f"* Time at {long:,} tokens over that at {short:,}: {', '.join(growth)}.")
+    return "\n".join([*lines, f"* {_errors_in_words(result['errors'])}"])
+
+
+def _errors_in_words(errors: list[dict[str, Any]]) -> str:
+    largest = {
+        name: max(error["relative_rms"] for error in errors if error["contender"] == name and error["scale"] == 1)
+        for name in OWN
+    }
+    scaled = [f"{error['relative_rms']:.1e} ({error['scale']})" for error in errors if error["scale"] != 1]
+    said = ", ".join(f"{name} {error:.1e}" for name, error in largest.items())
+    return f"Largest relative error of any length: {said}; abc with slot logits of deviation 8 and more: " + (
+        ", ".join(scaled) + "."
+    )
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -413,6 +434,7 @@ def main(arguments: Sequence[str]) -> int:
     result = run(options, arguments)
     path = result_path(options.output, "causal-attention", options.device, "float32")
     write_json(path, result)
+    result = json.loads(path.read_text(encoding="utf-8"))  # rounded: the table is that of the file
     path.with_suffix(".md").write_text(markdown(result) + "\n", encoding="utf-8")
     print(markdown(result), table(result["floors"]), sep="\n\n")
     if len(options.lengths) > 1:

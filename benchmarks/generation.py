@@ -8,6 +8,7 @@ have the same size and random weights. See benchmarks/README.md for the protocol
 
 import argparse
 import copy
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -68,8 +69,8 @@ WARM_UP, GENERATE_ROUNDS = 2, 3  # steps; calls of generate
 # Floors, for the sizes of BASE on one CPU thread in float32.
 BASE = {"layers": 4, "width": 768, "heads": 12, "vocab_size": 50257, "threads": 1, "device": "cpu", "dtype": "float32"}
 GROWTH_LENGTHS, GROWTH = (1024, 16384), 1.05
-# Speed over GPT-2 at 16,384 tokens by rows and cache. A step reads all weights once; with one row these are two thirds
-# of what the static cache holds, so no model of this size can be much more than twice as fast as that cache.
+# Speed over GPT-2 at 16,384 tokens by rows and cache. A step reads all weights once: with one row they are two thirds
+# of the bytes of the static cache, and no model of this size can be much more than 2.5 times as fast as that.
 SPEED = {(1, DYNAMIC): 4.0, (1, STATIC): 1.8, (4, DYNAMIC): 4.0, (4, STATIC): 3.5}
 GENERATE = 1.1
 
@@ -307,17 +308,34 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table, a row for every length."""
+    """The result as a table with a row for every length, and the ratios in words."""
+    # Milliseconds; state and, in brackets, peak of a step with its state.
     lines = [
-        f"| tokens | {' | '.join(f'{name}, ms' for name in NAMES)} | {' | '.join(f'{name}, MB' for name in NAMES)} |",
+        f"| tokens | {' | '.join(f'{name}, ms' for name in NAMES)} | {' | '.join(f'{name}, MiB' for name in NAMES)} |",
         "| --- " * (1 + 2 * len(NAMES)) + "|",
     ]
     for row in result["lengths"]:
         cells = [f"{row['length']:,}"]
         cells += [f"{1e3 * row['models'][name]['seconds']['median']:.1f}" for name in NAMES]
-        cells += [f"{row['models'][name]['state_bytes'] / 1e6:.1f}" for name in NAMES]
+        sizes = [(row["models"][name]["state_bytes"], row["models"][name]["memory_bytes"]) for name in NAMES]
+        cells += [f"{state / 2**20:.1f} ({peak / 2**20:.1f})" for state, peak in sizes]
         lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    last = result["lengths"][-1]
+    for peer in PEERS:
+        ratio = {name: last["models"][name]["speed_over"][peer] for name in OWN}
+        lines.append(f"* Speed over {peer} after {last['length']:,} tokens: {_in_words(ratio, 1)}.")
+    if result["growth"]:
+        short, long = GROWTH_LENGTHS
+        lines.append(
+            f"* Time of a step after {long:,} tokens over that after {short:,}: {_in_words(result['growth'])}."
+        )
+    lines.append(f"* Time of a token in `generate` over that of a step: {_in_words(result['generate'])}.")
     return "\n".join(lines)
+
+
+def _in_words(ratio: dict[str, dict[str, Any]], digits: int = 2) -> str:
+    return ", ".join(f"{name} {values['median']:.{digits}f}" for name, values in ratio.items())
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -403,6 +421,7 @@ def main(arguments: Sequence[str]) -> int:
     rows = "" if options.rows == 1 else f"-{options.rows}-rows"
     path = result_path(options.output, f"generation-{options.layers}-layer{rows}", options.device, "float32")
     write_json(path, result)
+    result = json.loads(path.read_text(encoding="utf-8"))  # rounded: the table is that of the file
     path.with_suffix(".md").write_text(markdown(result) + "\n", encoding="utf-8")
     print(markdown(result), table(result["floors"]), sep="\n\n")
     if len(options.lengths) > 1:

@@ -13,8 +13,10 @@ from helpers import ROOT
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import causal  # noqa: E402
 import encoder  # noqa: E402
 import floors  # noqa: E402
+import generation  # noqa: E402
 import guarantees  # noqa: E402
 import learning  # noqa: E402
 import swap  # noqa: E402
@@ -28,7 +30,7 @@ TINY += ["--tokens-per-batch", "64", "--rounds", "2"]
 COMMITTED = sorted(
     path
     for path in (ROOT / "benchmarks" / "results").glob("*.json")
-    if not path.name.startswith(("demo", "learning", "swap"))
+    if not path.name.startswith(("causal", "demo", "generation", "learning", "swap"))
 )
 
 
@@ -134,7 +136,8 @@ def test_the_commands_in_the_readme_are_valid():
     commands = re.findall(r"`python benchmarks/(\w+)\.py(.*?)`", (BENCHMARKS / "README.md").read_text())
     assert len(commands) >= 6
     for script, arguments in commands:
-        scripts = {"encoder": encoder, "guarantees": guarantees, "learning": learning, "swap": swap}
+        modules = (causal, encoder, generation, guarantees, learning, swap)
+        scripts = {module.__name__: module for module in modules}
         scripts[script].parse(arguments.split())
 
 
