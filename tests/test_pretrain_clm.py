@@ -314,6 +314,31 @@ def test_two_processes_make_the_run_of_one(corpus, tmp_path):
         assert one[:2] == two[:2] and one[2] == pytest.approx(two[2], rel=1e-4)
 
 
+# ---- recipes ----
+
+# What any recipe needs beside the shrunk sizes: a tokenizer made for the text, and the precision of the other tests.
+LOCAL = {"train_tokenizer": "true", "mixed_precision": "no", "model__num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("path", CAUSAL, ids=lambda path: path.stem)
+def test_recipe_runs_three_steps(corpus, tmp_path, path):
+    options = arguments(path, tmp_path / "out", data=corpus, sample_tokens=4, **LOCAL)
+    assert pretrain_clm.main(options) == 0
+    figures = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert figures["model_type"] == "luna" and figures["seen_tokens"] == 3 * 256
+
+
+def test_figures_that_the_base_recipe_states():
+    loaded = pretrain_clm.read_recipe(str(next(path for path in CAUSAL if path.stem == "luna-base-clm")), [])
+    assert (loaded.update_rows, loaded.block_size) == (480, 1024)
+    assert loaded.max_steps * loaded.global_batch_tokens == pytest.approx(295e9, rel=0.01)
+    assert loaded.warmup_fraction * loaded.max_steps == pytest.approx(2000, rel=0.01)
+    config = models.make_config(loaded.model, None, loaded.vocab_size + 1, models.CAUSAL)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model.num_parameters() == pytest.approx(139e6, rel=0.01)
+
+
 # ---- options and mistakes ----
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from tiny_training import (
+    CAUSAL,
     DEMO,
     RECIPES,
     ROOT,
@@ -16,6 +17,7 @@ from tiny_training import (
     arguments,
     groups,
     models,
+    pretrain_clm,
     pretrain_mlm,
     pretraining,
     recipe,
@@ -44,6 +46,7 @@ def test_the_recipes_are_these():
     new = {"demo", "luna-tiny", "luna-small", "luna-base-16gb", "luna-base-160gb"}
     assert set(PATHS) == new | {"abc-tiny-continue", "abc-base-continue", "luna-base-continue"}
     assert {path.stem for path in TRANSFERS} == {"tiny", "abc-base", "luna-base"}
+    assert {path.stem for path in CAUSAL} == {"demo", "enwiki-tiny", "luna-base-clm"}
 
 
 def local_texts(data, folder):
@@ -56,13 +59,14 @@ def local_texts(data, folder):
     return json.dumps([{key: value for key, value in section.items() if value} for section in data])
 
 
-@pytest.mark.parametrize("path", [*RECIPES, *TRANSFERS], ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("path", [*RECIPES, *CAUSAL, *TRANSFERS], ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_recipe_parses_and_is_a_manual(path):
-    text, script = path.read_text(), {"pretrain_mlm": pretrain_mlm, "transfer_attention": transfer_attention}
-    loaded = script[path.parent.name].read_recipe(path, [])
+    text, scripts = path.read_text(), (pretrain_mlm, pretrain_clm, transfer_attention)
+    (script,) = (script for script in scripts if script.__name__ == path.parent.name)
+    loaded = script.read_recipe(path, [])
     assert loaded.max_steps > loaded.eval_steps and loaded.max_steps > loaded.save_steps
     names = {
-        "demo": "luna-demo",
+        "demo": "luna-demo" if script is pretrain_mlm else "luna-clm-demo",
         "tiny": "abc-tiny-fitted",
         "abc-base": "abc-base-fitted",
         "luna-base": "luna-base-fitted",
