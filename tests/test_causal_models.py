@@ -1,0 +1,474 @@
+"""Causal models of every family: no future, a state that is worth the text so far, padding that is not there.
+
+The attention alone is checked in `test_causal_scan.py` and `test_causal_memory.py`, `generate` in `test_generation.py`.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import (
+    FAMILIES,
+    FAMILY_CAUSAL_VARIANTS,
+    HEADS,
+    OWN_FIELDS,
+    causal_variants_of,
+    random_ids,
+    tiny_causal_model,
+    tiny_config_for,
+    tiny_model,
+)
+from reference import causal as reference
+from torch.nn import functional as F
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache
+
+from luna_hf import MemoryCache
+from luna_hf.memory_control import random_slots
+
+families = pytest.mark.parametrize("model_type", FAMILIES)
+variants = pytest.mark.parametrize(("model_type", "variant"), FAMILY_CAUSAL_VARIANTS)
+# Those that are decoded over 512 tokens: every mechanism, and what else keeps a state.
+LONG = [("luna", "default"), ("luna", "convolution-segments-untied"), ("luna", "elu")]
+LONG += [("abc_memory", name) for name in ("default", "linformer", "random", "relu", "sliding-window-convolution")]
+
+
+def make(model_type, variant="default", **overrides):
+    """Two layers, without dropout, with attentions that are far from uniform."""
+    options = {"num_hidden_layers": 2, **causal_variants_of(model_type)[variant], **overrides}
+    model = tiny_causal_model(model_type, **options)
+    linformer = options.get("memory_control") == "linformer"  # its sums, no means, are large enough
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            control = name.endswith("control.weight")
+            if (".attention.self." in name or control) and not (control and linformer):
+                parameter.mul_(4.0)
+    return model
+
+
+def assert_near(ours, exact, tolerance=1e-5):
+    """Relative to the largest logit, and to 1 where all are smaller."""
+    assert ours.shape == exact.shape
+    error = (ours.double() - exact.double()).abs().max().item() / max(1.0, exact.abs().max().item())
+    assert error <= tolerance, f"{error:.1e} > {tolerance:.1e}"
+
+
+# ---- the definition ----
+
+
+def weights_of(model):
+    """Under the names of the base model, as the reference reads them."""
+    state = {name.removeprefix(f"{model.base_model_prefix}."): p.detach() for name, p in model.state_dict().items()}
+    return {name: tensor.double() for name, tensor in state.items()}
+
+
+@variants
+@torch.no_grad()
+def test_equals_the_definition(model_type, variant):
+    """In float64; angles and sinusoids are float32 in the model, which is what the tolerance is for."""
+    model = make(model_type, variant, max_position_embeddings=16).double()  # Linformer's columns begin again
+    config = SimpleNamespace(**model.config.to_dict())
+    if getattr(config, "memory_control", None) == "random":
+        ranks, own = torch.arange(21)[None], not config.share_control
+        config.draws = [random_slots(ranks, 8, config.control_seed + own * index)[0].tolist() for index in range(2)]
+    for length in (1, 2, 21):
+        ids = random_ids(1, length, seed=length)
+        expected = reference.decode_row(weights_of(model), ids[0].tolist(), config)
+        assert_near(model(ids).logits[0], expected, 2e-6)
+
+
+# ---- no future ----
+
+
+@variants
+def test_no_future(model_type, variant):
+    """Gradients of what comes later are exactly zero, over several chunks; what came before counts."""
+    model = make(model_type, variant)
+    embeddings = torch.randn(1, 150, 48, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    logits = model(inputs_embeds=embeddings).logits
+    for place in (0, 1, 62, 63, 64, 100, 148):
+        (gradient,) = torch.autograd.grad(logits[:, place].square().sum(), embeddings, retain_graph=True)
+        assert not gradient[:, place + 1 :].any()
+        assert gradient[:, max(0, place - 1) : place + 1].any(-1).all()
+
+
+@variants
+@torch.no_grad()
+def test_other_later_tokens_change_nothing(model_type, variant):
+    model, ids = make(model_type, variant), random_ids(2, 150)
+    expected = model(ids).logits
+    for place in (0, 63, 64, 100):
+        other = ids.clone()
+        other[:, place + 1 :] = random_ids(2, 150, seed=7)[:, place + 1 :]
+        assert_near(model(other).logits[:, : place + 1], expected[:, : place + 1], 1e-6)
+        assert (model(other).logits[:, place + 1] - expected[:, place + 1]).abs().max() > 1e-3
+
+
+# ---- the state ----
+
+
+@torch.no_grad()
+def step_by_step(model, ids, cache=None):
+    """Logits (b, n, v) of one token after the other, and the state."""
+    logits = []
+    for token in ids.split(1, dim=1):
+        outputs = model(token, past_key_values=cache, use_cache=True)
+        cache = outputs.past_key_values
+        logits.append(outputs.logits)
+    return torch.cat(logits, dim=1), cache
+
+
+@variants
+def test_decoding_equals_the_parallel_form(model_type, variant):
+    """Over 512 tokens for every mechanism: far more than `max_position_embeddings`, 64 here, and many chunks."""
+    length = 512 if (model_type, variant) in LONG else 80
+    model, ids = make(model_type, variant), random_ids(2, length)
+    logits, cache = step_by_step(model, ids)
+    with torch.no_grad():
+        assert_near(logits, model(ids).logits)
+    assert cache.get_seq_length() == length and cache.tokens.tolist() == [length, length]
+
+
+@variants
+@torch.no_grad()
+def test_a_text_may_come_in_parts(model_type, variant):
+    model, ids = make(model_type, variant), random_ids(2, 150)
+    whole = model(ids, use_cache=True)
+    for sizes in ([1, 63, 2, 65, 19], [7, 5, 1, 1, 136], [149, 1], [3] * 50):
+        cache = MemoryCache(model.config)
+        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(sizes, dim=1)]
+        assert_near(torch.cat(parts, dim=1), whole.logits)
+        assert cache.get_seq_length() == 150
+    assert [set(layer.states) for layer in cache.layers] == [
+        set(layer.states) for layer in whole.past_key_values.layers
+    ]
+
+
+def scattered(rows, places, length, seed=5):
+    """Ids and mask with every row's tokens at its places, and random ids at padding."""
+    ids, mask = random_ids(len(rows), length, seed=seed), torch.zeros(len(rows), length, dtype=torch.long)
+    for index, (row, place) in enumerate(zip(rows, places, strict=True)):
+        ids[index, place], mask[index, place] = row, 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+@variants
+@torch.no_grad()
+def test_a_padded_row_equals_the_row_alone(model_type, variant, side):
+    """Rows of different lengths in one batch, with what comes after them, in parallel and with a state."""
+    model, lengths, width = make(model_type, variant), [90, 33, 5], 90
+    rows = [random_ids(1, length + 6, seed=length)[0] for length in lengths]
+    generator = torch.Generator().manual_seed(3)
+    places = {
+        "left": [torch.arange(width - length, width) for length in lengths],
+        "right": [torch.arange(length) for length in lengths],
+        "middle": [torch.randperm(width, generator=generator)[:length].sort().values for length in lengths],
+    }[side]
+    ids, mask = scattered([row[:length] for row, length in zip(rows, lengths, strict=True)], places, width)
+    cache = MemoryCache(model.config)
+    logits = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+    assert cache.tokens.tolist() == lengths and cache.get_seq_length() == width
+    assert torch.isfinite(logits).all()
+    # Three more tokens at once, the mask with its past; then one after the other, the mask of the new ones or none.
+    more = torch.stack([row[-6:] for row in rows])
+    past = torch.cat([mask, torch.ones(3, 3, dtype=torch.long)], dim=1)
+    later = [model(more[:, :3], attention_mask=past, past_key_values=cache, use_cache=True).logits]
+    later.append(model(more[:, 3:4], attention_mask=torch.ones(3, 1), past_key_values=cache, use_cache=True).logits)
+    later.append(step_by_step(model, more[:, 4:], cache)[0])
+    later = torch.cat(later, dim=1)
+    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        expected = model(row[None]).logits[0]
+        assert_near(logits[index, places[index]], expected[:length])
+        assert_near(later[index], expected[length:])
+
+
+@variants
+@torch.no_grad()
+def test_padding_between_tokens_with_a_state(model_type, variant):
+    """Rows that wait while others go on: single columns of padding, and a row of nothing but padding."""
+    model, ids = make(model_type, variant), random_ids(3, 24)
+    mask = torch.ones(3, 24, dtype=torch.long)
+    mask[1, [0, 3, 4, 10, 11, 12, 20]] = 0
+    mask[2] = 0
+    for sizes in ([1] * 24, [5, 1, 1, 4, 13]):
+        cache, logits = MemoryCache(model.config), []
+        for tokens, kept in zip(ids.split(sizes, dim=1), mask.split(sizes, dim=1), strict=True):
+            logits.append(model(tokens, attention_mask=kept, past_key_values=cache, use_cache=True).logits)
+        logits = torch.cat(logits, dim=1)
+        assert torch.isfinite(logits).all() and cache.tokens.tolist() == [24, 17, 0]
+        assert_near(logits[0], model(ids[:1]).logits[0])
+        assert_near(logits[1, mask[1] == 1], model(ids[1:2, mask[1] == 1]).logits[0])
+
+
+@variants
+@torch.no_grad()
+def test_the_state_has_one_size(model_type, variant):
+    model, sizes = make(model_type, variant), set()
+    for length in (1, 16, 130):
+        for more in (1, 40):
+            cache = MemoryCache(model.config)
+            assert cache.nbytes == 0 and not cache.is_initialized
+            for ids in (random_ids(2, length), random_ids(2, more)):
+                model(ids, past_key_values=cache, use_cache=True)
+            sizes.add(cache.nbytes)
+    assert len(sizes) == 1 and 0 < sizes.pop() < 2 * 2 * 48 * 8 * 40  # some tens of slots' keys and values, in bytes
+
+
+@variants
+@torch.no_grad()
+def test_bfloat16(model_type, variant):
+    """Sums stay float32, a window has the type of the model; logits within 3 % of the float32 model's, on average."""
+    model, ids = make(model_type, variant), random_ids(2, 200)
+    exact = model(ids).logits
+    model = model.bfloat16()
+    cache = MemoryCache(model.config)
+    model(ids[:, :150], past_key_values=cache, use_cache=True)
+    parts = model(ids[:, 150:], past_key_values=cache, use_cache=True).logits
+    control = getattr(model.config, "memory_control", None)
+    sum_dtype = torch.bfloat16 if control == "sliding_window" else torch.float32
+    for layer in cache.layers:
+        sums = {name: tensor for name, tensor in layer.states.items() if name != "convolution"}
+        assert sums and {tensor.dtype for tensor in sums.values()} == {sum_dtype}
+    whole = model(ids).logits
+    assert whole.dtype == torch.bfloat16
+    for logits, wanted in ((whole, exact), (parts, exact[:, 150:])):
+        error = (logits.float() - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt()
+        assert error <= 0.03
+
+
+@families
+@torch.no_grad()
+def test_when_a_state_is_made(model_type):
+    """By default in inference, on request, not in training; one that is given is brought up to date."""
+    model, ids = make(model_type), random_ids(2, 12)
+    assert isinstance(model(ids).past_key_values, MemoryCache)
+    assert model(ids, use_cache=False).past_key_values is None
+    assert make(model_type, use_cache=False)(ids).past_key_values is None
+    model.train()
+    assert model(ids).past_key_values is None and model(ids, use_cache=True).past_key_values is None
+    cache = MemoryCache(model.config)
+    assert model(ids, past_key_values=cache, use_cache=True).past_key_values is cache and cache.get_seq_length() == 12
+
+
+# ---- training ----
+
+
+@variants
+def test_every_parameter_gets_a_gradient(model_type, variant):
+    model = make(model_type, variant).train()
+    ids = random_ids(2, 40)
+    model(ids, labels=ids).loss.backward()
+    assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    unused = [name for name, parameter in model.named_parameters() if not parameter.grad.any()]
+    # The same for all slots, where keys are neither turned nor weighted; and there is one segment in the batch.
+    assert not [name for name in unused if not name.endswith("key.bias")]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@variants
+def test_gradient_checkpointing_changes_nothing(model_type, variant, reentrant):
+    ids, results = random_ids(2, 70), []
+    for checkpointing in (False, True):
+        model = make(model_type, variant, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1).train()
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for plain, checkpointed in zip(*results, strict=True):
+        torch.testing.assert_close(checkpointed, plain, rtol=1e-5, atol=1e-7)
+
+
+@families
+def test_losses(model_type):
+    """Every token from those before it; -100 and the last place have no label; sums divided as told."""
+    model, ids = make(model_type), random_ids(3, 20)
+    labels = ids.masked_fill(torch.arange(20) % 5 == 3, -100)
+    outputs = model(ids, labels=labels)
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    expected = F.cross_entropy(outputs.logits.flatten(0, 1), shifted.flatten())
+    torch.testing.assert_close(outputs.loss, expected)
+    torch.testing.assert_close(model(ids, labels=labels, shift_labels=shifted).loss, expected)
+    torch.testing.assert_close(model(ids, shift_labels=shifted).loss, expected)
+    count = (shifted != -100).sum()
+    for given in (count * 2, int(count) * 2):
+        torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=given).loss, expected / 2)
+    assert model(ids).loss is None
+
+
+@families
+def test_dropout_only_in_training(model_type):
+    ids = random_ids(2, 40)
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"):
+        model = make(model_type, **{name: 0.3})
+        assert torch.equal(model(ids).logits, model(ids).logits)
+        model.train()
+        assert not torch.equal(model(ids).logits, model(ids).logits), name
+
+
+# ---- inputs and outputs ----
+
+
+@families
+@torch.no_grad()
+def test_which_logits(model_type):
+    model, ids = make(model_type), random_ids(2, 20)
+    logits = model(ids).logits
+    for given, places in ((0, slice(None)), (1, slice(-1, None)), (4, slice(-4, None)), (torch.tensor([2, 9]), [2, 9])):
+        torch.testing.assert_close(model(ids, logits_to_keep=given).logits, logits[:, places], rtol=0, atol=1e-6)
+
+
+@variants
+@torch.no_grad()
+def test_embeddings_instead_of_ids(model_type, variant):
+    model, ids = make(model_type, variant), random_ids(2, 20)
+    embeddings = model.get_input_embeddings()(ids)
+    assert torch.equal(model(inputs_embeds=embeddings).logits, model(ids).logits)
+
+
+@families
+@torch.no_grad()
+def test_without_a_mask_every_token_counts(model_type):
+    """Also the id of the pad: at a place that is written, as any other token."""
+    model, ids = make(model_type), random_ids(2, 20)
+    ids[:, 5] = model.config.pad_token_id
+    expected = model(ids, attention_mask=torch.ones_like(ids)).logits
+    assert torch.equal(model(ids).logits, expected)
+    mask = torch.ones_like(ids)
+    mask[:, 5] = 0
+    assert (model(ids, attention_mask=mask).logits[:, 6:] - expected[:, 6:]).abs().max() > 1e-3
+
+
+@families
+@pytest.mark.parametrize("variant", ["default", "prenorm-sinusoidal"])
+@torch.no_grad()
+def test_positions_given_by_hand(model_type, variant):
+    """From 0; rotary ones count only by their differences where nothing else goes by the place."""
+    model, ids = make(model_type, variant), random_ids(2, 20)
+    expected, places = model(ids).logits, torch.arange(20)[None]
+    assert torch.equal(model(ids, position_ids=places).logits, expected)
+    moved, stretched = (model(ids, position_ids=given).logits for given in (places + 9, places * 2))
+    assert (stretched - expected).abs().max() > 1e-3
+    assert torch.allclose(moved, expected, atol=1e-4) is (variant == "default")
+
+
+@variants
+@torch.no_grad()
+def test_backends_are_equal_and_weights_sum_to_one(model_type, variant):
+    model, ids = make(model_type, variant), random_ids(3, 70)
+    mask = torch.ones_like(ids)
+    mask[1, :30], mask[2, 50:] = 0, 0
+    model.set_attn_implementation("sdpa")
+    expected = model(ids, attention_mask=mask).logits
+    model.set_attn_implementation("eager")
+    outputs = model(ids, attention_mask=mask, output_attentions=True, output_hidden_states=True)
+    real = mask == 1
+    assert_near(outputs.logits[real], expected[real])
+    assert len(outputs.attentions) == 2 and len(outputs.hidden_states) == 3
+    for weights in outputs.attentions:
+        assert weights.shape == (3, 4, 70, 8) and (weights >= 0).all()
+        torch.testing.assert_close(weights.sum(-1).transpose(1, 2)[real], torch.ones(int(real.sum()), 4))
+    step = model(ids[:, :1], past_key_values=outputs.past_key_values, use_cache=True, output_attentions=True)
+    assert [weights.shape for weights in step.attentions] == [(3, 4, 1, 8)] * 2
+
+
+# ---- checkpoints ----
+
+
+@variants
+@torch.no_grad()
+def test_saved_and_loaded(model_type, variant, tmp_path):
+    """Bitwise; as AutoModel the trunk; no head that reads both sides."""
+    model, ids = make(model_type, variant), random_ids(2, 70)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is FAMILIES[model_type].causal_lm and loaded.config.is_decoder
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    trunk = AutoModel.from_pretrained(tmp_path)
+    assert type(trunk) is FAMILIES[model_type].base_model
+    assert torch.equal(trunk(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
+    assert isinstance(trunk(ids).past_key_values, MemoryCache)
+    for auto_class in (AutoModelForMaskedLM, *HEADS.values()):
+        with pytest.raises(ValueError, match="AutoModelForCausalLM"):
+            auto_class.from_pretrained(tmp_path)
+
+
+@families
+def test_an_encoder_gives_what_it_has_to_a_causal_model(model_type, tmp_path):
+    """Its embedding and every layer's weights; its config stays an encoder's."""
+    encoder = tiny_model(model_type, "mlm")
+    encoder.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.is_decoder and not encoder.config.is_decoder
+    ours, theirs = model.state_dict(), encoder.state_dict()
+    shared = [name for name in ours.keys() & theirs.keys() if "encoder.layer." in name]
+    assert len(shared) > 30
+    for name in (*shared, f"{model.base_model_prefix}.embeddings.word_embeddings.weight"):
+        assert torch.equal(ours[name], theirs[name]), name
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+@families
+def test_initialisation(model_type):
+    """normal(0, 0.02) for matrices, zero biases, norms 1; Luna's P is as large as normed states."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "vocab_size": 500, **dict.fromkeys(OWN_FIELDS[model_type], 64), "conv_kernel_size": 5}
+    config = tiny_config_for(model_type, is_decoder=True, **sizes)
+    for name, parameter in FAMILIES[model_type].causal_lm._from_config(config).named_parameters():
+        if name.endswith("LayerNorm.weight"):
+            assert (parameter == 1).all(), name
+        elif name.endswith("bias"):
+            assert not parameter.any(), name
+        else:
+            error = 5 / (2 * parameter.numel()) ** 0.5 + 0.05
+            deviation = 1.0 if name.endswith("pack.slots") else 0.02
+            assert parameter.std().item() == pytest.approx(deviation, rel=error), name
+
+
+# ---- errors ----
+
+
+@families
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, "exactly one"),
+        ({"input_ids": random_ids(1, 4), "inputs_embeds": torch.zeros(1, 4, 48)}, "exactly one"),
+        ({"input_ids": random_ids(1, 4)[0]}, r"\(batch, length\)"),
+        ({"input_ids": random_ids(1, 4)[:, :0]}, "no tokens"),
+        ({"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 5)}, r"\(2, 4\).*\(2, 5\)"),
+        ({"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 1, 4, 4)}, "pairs of tokens"),
+        ({"input_ids": random_ids(2, 4), "attention_mask": torch.full((2, 4), -1e9)}, "1 for tokens"),
+        ({"input_ids": random_ids(2, 4), "token_type_ids": torch.zeros(2, 4).long()}, "type_vocab_size"),
+        ({"input_ids": random_ids(2, 4), "atention_mask": torch.ones(2, 4)}, "attention_mask"),
+        ({"input_ids": random_ids(2, 4), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, "own memory"),
+        ({"input_ids": random_ids(2, 4), "past_key_values": DynamicCache()}, r"DynamicCache.*MemoryCache\(model"),
+    ],
+    ids=["none", "both", "1d", "empty", "mask", "4d", "additive", "segments", "misspelt", "packed", "cache"],
+)
+def test_wrong_inputs_name_the_fix(model_type, inputs, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        make(model_type)(**inputs)
+
+
+@families
+@torch.no_grad()
+def test_wrong_states_name_the_fix(model_type):
+    model, other, ids = make(model_type), make(model_type, num_hidden_layers=3), random_ids(2, 4)
+    with pytest.raises(ValueError, match=r"3 layers.*2.*another model"):
+        model(ids, past_key_values=other(ids).past_key_values)
+    cache = model(ids).past_key_values
+    with pytest.raises(ValueError, match=r"2 rows.*3.*batch_select_indices"):
+        model(random_ids(3, 1), past_key_values=cache)
+    # A mask with its past is at least as long as the input, and has its rows.
+    for shape in ((2, 2), (3, 8), (2, 8, 8)):
+        with pytest.raises(ValueError, match="attention_mask"):
+            model(random_ids(2, 4), attention_mask=torch.ones(shape), past_key_values=cache)
+    assert cache.get_seq_length() == 4  # and none of that has changed it
+    with pytest.raises(ValueError, match="sums"):
+        cache.crop(1)
+    with pytest.raises(NotImplementedError, match="sums"):
+        cache.update(torch.zeros(1), torch.zeros(1), 0)
