@@ -18,10 +18,18 @@ from helpers import (
     inputs_for,
     model_class,
     run_python,
+    tiny_causal_model,
     tiny_model,
     tiny_tokenizer,
 )
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoTokenizer,
+)
 
 from luna_hf import FAMILIES
 
@@ -63,10 +71,24 @@ for kind, auto_class in json.loads(sys.argv[3]).items():
     torch.save(torch.load(f"{source}/{kind}/inputs.pt"), f"{target}/{kind}/inputs.pt")
 # One checkpoint, every class that its configuration offers.
 auto_map = transformers.AutoConfig.from_pretrained(f"{source}/mlm", trust_remote_code=True).auto_map
-for auto_class in auto_map:
+for auto_class in set(auto_map) - {"AutoModelForCausalLM"}:
     loaded = getattr(transformers, auto_class).from_pretrained(f"{source}/mlm", trust_remote_code=True)
     results[auto_class] = type(loaded).__name__
     results[auto_class + " embedding"] = getattr(loaded, "get_input_embeddings", lambda: None)()
+# A causal checkpoint: the model that generates, and its trunk.
+causal = transformers.AutoModelForCausalLM.from_pretrained(f"{source}/causal", trust_remote_code=True)
+trunk = transformers.AutoModel.from_pretrained(f"{source}/causal", trust_remote_code=True)
+prompt = torch.load(f"{source}/causal/inputs.pt")
+with torch.no_grad():
+    results["causal"] = {
+        "classes": [type(causal).__name__, type(trunk).__name__],
+        "modules": [type(causal).__module__, type(trunk).__module__],
+        "outputs": causal(**prompt).logits,
+        "states": trunk(**prompt).last_hidden_state,
+        "generated": causal.generate(**prompt, max_new_tokens=20, min_new_tokens=20, do_sample=False),
+    }
+causal.save_pretrained(f"{target}/causal")
+torch.save(prompt, f"{target}/causal/inputs.pt")
 assert sys.modules["luna_hf"] is None
 results = {k: v.weight.detach() if isinstance(v, torch.nn.Module) else v for k, v in results.items()}
 torch.save(results, f"{target}/results.pt")
@@ -89,6 +111,8 @@ def saved(tmp_path_factory):
             tiny_model(family, vocab_size=len(tokenizer), **options).save_pretrained(first / variant)
             tokenizer.save_pretrained(first / variant)
             torch.save(inputs_for("base"), first / variant / "inputs.pt")
+        tiny_causal_model(family, vocab_size=len(tokenizer), conv_kernel_size=3).save_pretrained(first / "causal")
+        torch.save(inputs_for("base"), first / "causal" / "inputs.pt")
         alone = root / family / "configuration"
         model.config.save_pretrained(alone)
         auto_classes = AUTO_CLASSES | dict.fromkeys(OWN_VARIANTS[family], AutoModel)
@@ -143,11 +167,29 @@ def test_one_checkpoint_loads_into_every_class_of_its_auto_map(saved, family):
     results = results_of(second)
     embedding = model_class(family, "mlm").from_pretrained(first / "mlm").get_input_embeddings().weight
     auto_map = json.loads((first / "mlm" / "config.json").read_text())["auto_map"]
+    assert auto_map.pop("AutoModelForCausalLM").split(".")[-1] == FAMILIES[family].causal_lm.__name__
     assert set(auto_map) == {"AutoConfig", *(auto_class.__name__ for auto_class in AUTO_CLASSES.values())}
     for auto_class, reference in auto_map.items():
         assert results[auto_class] == reference.split(".")[-1]
         if auto_class != "AutoConfig":
             assert torch.equal(results[auto_class + " embedding"], embedding), auto_class
+
+
+@families
+def test_a_causal_checkpoint_generates_the_same_without_the_package(saved, family):
+    """Also after it was saved again there; and its trunk has the same states."""
+    classes = FAMILIES[family]
+    for folder, results in zip(saved[family], saved[family][1:], strict=False):
+        model = AutoModelForCausalLM.from_pretrained(folder / "causal")
+        assert type(model) is classes.causal_lm
+        prompt, result = torch.load(folder / "causal" / "inputs.pt"), results_of(results)["causal"]
+        assert result["classes"] == [classes.causal_lm.__name__, classes.base_model.__name__]
+        assert all(module.startswith("transformers_modules.") for module in result["modules"])
+        with torch.no_grad():
+            assert torch.equal(result["outputs"], model(**prompt).logits)
+            assert torch.equal(result["states"], model.base_model(**prompt).last_hidden_state)
+            generated = model.generate(**prompt, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+        assert torch.equal(result["generated"], generated)
 
 
 @families

@@ -18,7 +18,13 @@ from helpers import (
     variants_of,
 )
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, RobertaTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    RobertaTokenizer,
+)
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 families = pytest.mark.parametrize("model_type", FAMILIES)
@@ -31,6 +37,8 @@ def test_registered_with_the_auto_classes(model_type):
     assert type(AutoModel.from_config(config)) is family.base_model
     assert type(AutoModelForMaskedLM.from_config(config)) is family.masked_lm
     assert type(AutoModelForPreTraining.from_config(config)) is family.masked_lm
+    for causal in (config, config.as_decoder()):
+        assert type(AutoModelForCausalLM.from_config(causal)) is family.causal_lm
     assert len(family.heads) == 4
     for auto_class, head in family.heads.items():
         assert type(auto_class.from_config(config)) is head
