@@ -71,7 +71,7 @@ BASE = {"layers": 4, "width": 768, "heads": 12, "vocab_size": 50257, "threads": 
 GROWTH_LENGTHS, GROWTH = (1024, 16384), 1.05
 # Speed over GPT-2 at 16,384 tokens by rows and cache. A step reads all weights once: with one row they are two thirds
 # of the bytes of the static cache, and no model of this size can be much more than 2.5 times as fast as that.
-SPEED = {(1, DYNAMIC): 4.0, (1, STATIC): 1.8, (4, DYNAMIC): 4.0, (4, STATIC): 3.5}
+SPEED = {(1, DYNAMIC): 4.0, (1, STATIC): 1.8, (4, DYNAMIC): 4.0, (4, STATIC): 3.0}
 GENERATE = 1.1
 
 Times = dict[int, dict[str, list[float]]]  # length, model: seconds of every round
