@@ -92,7 +92,11 @@ class CausalObjective(Objective):
     ) -> dict[str, Any]:
         """`continuations` of the prompts, and `state_bytes`, the size of the decoding state of one sequence (`None` if
         it grows with the text)."""
-        continued = [continue_text(model, tokenizer, prompt, recipe) for prompt in recipe.prompts]
+        # Of one seed for all, the same draws would show in every text.
+        continued = [
+            continue_text(model, tokenizer, prompt, recipe.sample_tokens, recipe.seed + place)
+            for place, prompt in enumerate(recipe.prompts)
+        ]
         return {"continuations": continued, "state_bytes": state_bytes(model)}
 
     def show_samples(self, figures: dict[str, Any]) -> None:
@@ -108,27 +112,27 @@ class CausalObjective(Objective):
 
 
 def continue_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, recipe: CausalRecipe
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int
 ) -> dict[str, str]:
-    """What follows a prompt: the most probable token each time, and tokens drawn with the recipe's seed."""
+    """What follows a prompt, at most so many `tokens`: the most probable each time, and drawn with a seed."""
     batch = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    new = {"max_new_tokens": recipe.sample_tokens, "pad_token_id": tokenizer.pad_token_id}
+    new = {"max_new_tokens": tokens, "pad_token_id": tokenizer.pad_token_id}
     row = {"prompt": prompt}
     for name, how in {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}.items():
         with torch.random.fork_rng():
-            torch.manual_seed(recipe.seed)
+            torch.manual_seed(seed)
             ids = model.generate(**batch, **new, **how)[0, batch["input_ids"].shape[1] :]
         row[name] = tokenizer.decode(ids, skip_special_tokens=True)
     return row
 
 
 @torch.no_grad()
-def state_bytes(model: PreTrainedModel, tokens: int = 8) -> int | None:
+def state_bytes(model: PreTrainedModel) -> int | None:
     """Bytes that a model of luna_hf keeps of a text while it generates; `None` of another, whose cache grows."""
     if model.config.model_type not in FAMILIES:
         return None
     cache = MemoryCache(model.config)
-    model(torch.zeros(1, tokens, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
     return cache.nbytes
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from card import make_card, plot_loss, portable
 from data import masked_rows, train_tokenizer
@@ -156,7 +155,6 @@ def with_mask(sentence: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return sentence.replace("<mask>", tokenizer.mask_token)
 
 
-@torch.no_grad()
 def answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sentences: list[str], guesses: int = 3
 ) -> list[dict[str, Any]]:
