@@ -13,7 +13,7 @@ from transformers.utils import is_tracing
 
 from .attention_base import KeyMask, Linear, attend, attend_heads, product
 from .configuration_abc import AbcConfig
-from .functional import split_heads
+from .functional import move_to_ranks, split_heads, write_to_slots
 from .memory_control import (
     cluster_slots,
     compressive_slots,
@@ -22,14 +22,12 @@ from .memory_control import (
     from_windows,
     global_slots,
     interleave,
-    move_to_ranks,
     random_slots,
     slot_counts,
     to_windows,
     undo_interleave,
     window_mask,
     window_weights,
-    write_to_slots,
 )
 
 # Heads whose windows are attended at a time in inference on a CPU: a window's keys and values are copies, which take

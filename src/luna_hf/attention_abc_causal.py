@@ -15,13 +15,11 @@ from torch.nn import functional as F
 from .attention_abc import AbcSelfAttention
 from .attention_base import attend_heads, product
 from .causal_memory import attend_causal_memory
-from .functional import rotate, split_heads
+from .functional import move_to_ranks, rotate, split_heads, token_ranks
 from .memory_control import (
     from_windows,
-    move_to_ranks,
     random_slots,
     to_windows,
-    token_ranks,
     window_mask,
     window_weights,
 )

@@ -185,7 +185,8 @@ def _attend_chunk(
 
 def _divisor(totals: Tensor, reading: Reading) -> tuple[Tensor | None, Tensor | None]:
     """What the sums are divided by, and which slots can be read, from the running sums of the weights."""
-    written = totals > 0
+    # The gradient of a quotient divides twice: below the root of the smallest number it would overflow.
+    written = totals > torch.finfo(totals.dtype).tiny ** 0.5
     divisor = None if reading.normaliser == "written" else totals.masked_fill(~written, 1.0)
     if reading.normaliser == "softmax":  # every token writes every slot
         return divisor, reading.slots

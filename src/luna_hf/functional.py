@@ -162,6 +162,46 @@ def rotate(states: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """(b, n) long: 0 for the first real token of a row, 1 for the next; padding has its left neighbour's, or 0.
+
+    (1, n) where nothing is padded.
+    """
+    if keep is None:
+        return torch.arange(length, device=device)[None]
+    return (keep.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
+    """(b, h, n, c) with every row's tokens moved to its front in their order, and zeros behind them."""
+    if keep is None:
+        return states
+    return write_to_slots(states, ranks[:, None], states.shape[2], keep[:, None])
+
+
+def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
+    """`sum_i e_{slot(i)} (x) s_i`: every kept state is added to its slot.
+
+    Args:
+        states: (b, h, n, c).
+        slots: long, broadcastable to (b, h, n).
+        num_slots: m.
+        keep: boolean, broadcastable to (b, h, n); other tokens write nothing.
+
+    Returns:
+        (b, h, m, c).
+    """
+    if keep is not None:
+        states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
+    batch, heads, length, size = states.shape
+    # Whole states are added as rows of one table (b * h * m, c): on CPU many times faster than by their entries. Tokens
+    # before heads, as the projections leave them, so that the rows are a view.
+    first = num_slots * torch.arange(batch * heads, device=slots.device).view(batch, 1, heads)
+    rows = slots.transpose(1, 2).expand(batch, length, heads) + first
+    memory = states.new_zeros(batch * heads * num_slots, size)
+    return memory.index_add(0, rows.flatten(), states.transpose(1, 2).flatten(0, 2)).view(batch, heads, num_slots, size)
+
+
 def valid_slots(keep: Tensor, num_slots: int) -> Tensor:
     """Dynamic projection: a row with fewer tokens than slots uses as many slots as it has tokens.
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers.utils import is_tracing
 from transformers.utils.generic import maybe_autocast
 
-from .functional import masked_softmax
+from .functional import masked_softmax, write_to_slots
 
 # Tokens compared with the centroids at a time on a CPU: so many products stay in cache, whatever the length.
 _NEAREST_TOKENS = 1024
@@ -71,28 +71,11 @@ def control_weights(logits: Tensor, keep: Tensor | None = None, activation: str 
 # ---- ranks and lengths: a row without its padding ----
 
 
-def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """(b, n) long: 0 for the first real token of a row, 1 for the next; padding has its left neighbour's, or 0.
-
-    (1, n) where nothing is padded.
-    """
-    if keep is None:
-        return torch.arange(length, device=device)[None]
-    return (keep.long().cumsum(-1) - 1).clamp(min=0)
-
-
 def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
     """(b, 1) long: real tokens of every row; (1, 1) where nothing is padded."""
     if keep is None:
         return torch.full((1, 1), length, dtype=torch.long, device=device)
     return keep.sum(-1, keepdim=True)
-
-
-def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
-    """(b, h, n, c) with every row's tokens moved to its front in their order, and zeros behind them."""
-    if keep is None:
-        return states
-    return write_to_slots(states, ranks[:, None], states.shape[2], keep[:, None])
 
 
 # ---- controls that give every token one slot ----
@@ -196,29 +179,6 @@ def _nearest(key: Tensor, centroids: Tensor) -> Tensor:
     blocks = [key] if whole else key.split(_NEAREST_TOKENS, dim=2)
     nearness = (torch.matmul(block, centroids.transpose(-1, -2)).sub_(half_norms) for block in blocks)
     return torch.cat([near.argmax(-1) for near in nearness], dim=-1)
-
-
-def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
-    """`sum_i e_{slot(i)} (x) s_i`: every kept state is added to its slot.
-
-    Args:
-        states: (b, h, n, c).
-        slots: long, broadcastable to (b, h, n).
-        num_slots: m.
-        keep: boolean, broadcastable to (b, h, n); other tokens write nothing.
-
-    Returns:
-        (b, h, m, c).
-    """
-    if keep is not None:
-        states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
-    batch, heads, length, size = states.shape
-    # Whole states are added as rows of one table (b * h * m, c): on CPU many times faster than by their entries. Tokens
-    # before heads, as the projections leave them, so that the rows are a view.
-    first = num_slots * torch.arange(batch * heads, device=slots.device).view(batch, 1, heads)
-    rows = slots.transpose(1, 2).expand(batch, length, heads) + first
-    memory = states.new_zeros(batch * heads * num_slots, size)
-    return memory.index_add(0, rows.flatten(), states.transpose(1, 2).flatten(0, 2)).view(batch, heads, num_slots, size)
 
 
 def slot_counts(slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:

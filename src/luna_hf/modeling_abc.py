@@ -28,7 +28,8 @@ from .attention_abc import AbcControl, AbcMasks, AbcSelfAttention, has_control
 from .attention_abc_causal import AbcCausalSelfAttention
 from .attention_base import make_key_mask
 from .configuration_abc import AbcConfig
-from .memory_control import row_lengths, token_ranks
+from .functional import token_ranks
+from .memory_control import row_lengths
 from .modeling_base import (
     EncoderEmbeddings,
     EncoderLayer,

@@ -20,8 +20,15 @@ from transformers.utils import is_tracing
 
 from .attention_base import Linear
 from .configuration_base import EncoderConfig
-from .functional import causal_convolution, depthwise_convolution, sinusoids, sinusoids_at, token_positions
-from .memory_control import move_to_ranks, token_ranks
+from .functional import (
+    causal_convolution,
+    depthwise_convolution,
+    move_to_ranks,
+    sinusoids,
+    sinusoids_at,
+    token_positions,
+    token_ranks,
+)
 from .state import CausalContext
 
 # Rows of the feed-forward network treated at a time in inference, by device type: its inner states are the largest
