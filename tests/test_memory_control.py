@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from luna_hf import memory_control
 from luna_hf.attention_abc import _WRITERS
+from luna_hf.functional import move_to_ranks, token_ranks, write_to_slots
 from luna_hf.memory_control import (
     ACTIVATIONS,
     CONTROLS,
@@ -19,16 +20,13 @@ from luna_hf.memory_control import (
     from_windows,
     global_slots,
     interleave,
-    move_to_ranks,
     random_slots,
     row_lengths,
     slot_counts,
     to_windows,
-    token_ranks,
     undo_interleave,
     window_mask,
     window_reach,
-    write_to_slots,
 )
 
 LENGTHS = [1, 2, 7, 8, 9, 64, 100, 1000]
