@@ -379,7 +379,7 @@ def test_clusters_are_found_in_blocks_of_tokens(monkeypatch):
     """The blocks of a CPU are no boundary: membership is that of all tokens at once."""
     torch.manual_seed(0)
     key = torch.randn(2, 3, 29, 4)
-    ranks, lengths = memory_control.token_ranks(None, 29, key.device), memory_control.row_lengths(None, 29, key.device)
+    ranks, lengths = token_ranks(None, 29, key.device), memory_control.row_lengths(None, 29, key.device)
     whole = memory_control.cluster_slots(key, ranks, lengths, None, 5, iterations=3)
     monkeypatch.setattr(memory_control, "_NEAREST_TOKENS", 8)
     assert torch.equal(memory_control.cluster_slots(key, ranks, lengths, None, 5, iterations=3), whole)
