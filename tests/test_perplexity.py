@@ -2,12 +2,13 @@
 
 import json
 import math
+import shutil
 import sys
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, SENTENCES, tiny_causal_model, tiny_tokenizer
+from helpers import ROOT, SENTENCES, tiny_causal_model, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -127,16 +128,34 @@ def test_the_script_writes_figures_table_and_plot(folders, text, tmp_path, capsy
         ("luna", ["--tokens", "20"], "one sequence has 64"),
         ("luna", ["--stride", "99"], "between 1 and `--part`"),
         ("luna", ["--tokens", "100000"], "lower `--tokens`"),
+        ("luna", ["--rows", "0"], "the rows of a pass at least one part"),
+        ("luna", ["--output", "taken"], "is a file"),
+        ("encoder", [], "is a luna encoder"),
+        ("damaged", [], "weights of"),
         ("gpt2", ["--mode", "carried"], "use `--mode sliding`"),
         ("gpt2", ["--part", "32"], "16 positions"),
-        ("nothing", [], "no causal language model"),
+        ("nothing", [], "There is no model"),
     ],
 )
 def test_mistakes_are_told(folders, text, capsys, model, options, words):
     plain = ["--lengths", "16", "64", "--tokens", "128", "--part", "16", "--stride", "4"]
-    folder = str(folders.get(model, text.parent / model))
+    folder = folders.get(model, text.parent / model)
+    if model == "encoder":
+        tiny_model("luna", "mlm", vocab_size=400).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    elif model == "damaged":
+        shutil.copytree(folders["luna"], folder)
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:2000])
+    if "taken" in options:
+        (text.parent / "taken").touch()
+        options = [option.replace("taken", str(text.parent / "taken")) for option in options]
+    folder = str(folder)
     assert evaluate_perplexity.main([folder, "--data", str(text), *plain, *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_window_advances_by_its_half_unless_told():
+    assert Settings((16, 64), tokens=128, part=16, stride=None, rows=32).step == 8
 
 
 def test_settings_refuse_a_length_of_one():

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from card import machine, portable_command
 from checkpoint import write_atomically
+from output import check_writable
 from perplexity import MODES, Settings, evaluate
 from recipe import UserError
 
@@ -37,7 +38,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 16384], help="context lengths")
     parser.add_argument("--tokens", type=int, default=262144, help="tokens to score at most, the same at every length")
     parser.add_argument("--part", type=int, default=512, help="tokens of a forward pass, or of a sliding window")
-    parser.add_argument("--stride", type=int, default=256, help="tokens that each sliding window scores")
+    parser.add_argument("--stride", type=int, help="tokens that each sliding window scores; half of --part by default")
     parser.add_argument("--rows", type=int, default=8192, help="tokens of a forward pass over all its rows")
     parser.add_argument("--mode", choices=MODES, default="", help="carried (default of our models) or sliding")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the models; states stay float32")
@@ -52,6 +53,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         UserError: See `perplexity`.
     """
     settings = Settings(tuple(options.lengths), options.tokens, options.part, options.stride, options.rows)
+    if options.output:
+        check_writable(Path(options.output))
     models = []
     for word in options.models:
         label, equals, folder = word.partition("=")
@@ -64,7 +67,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         "data": Path(options.data).name,
         "dtype": options.dtype,
         "part": options.part,
-        "stride": options.stride,
+        "stride": settings.step,
         "models": models,
         **machine(),
     }

@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 from corpus import open_source
+from models import CAUSAL, load_config, load_tokenizer
 from recipe import UserError
+from safetensors import SafetensorError
 from sources import readable
 from token_store import encode
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import MemoryCache
 from luna_hf.configuration_base import EncoderConfig
@@ -43,14 +45,14 @@ class Settings:
         lengths: context lengths in tokens; each divides the longest.
         tokens: scored tokens at most, rounded down to whole sequences of the longest length.
         part: tokens of a forward pass with a carried state, and of a sliding window.
-        stride: tokens that each window scores.
+        stride: tokens that each window scores; half of `part` if not given.
         rows: tokens of all rows of a forward pass at most.
     """
 
     lengths: tuple[int, ...]
     tokens: int
     part: int
-    stride: int
+    stride: int | None
     rows: int
 
     def __post_init__(self) -> None:
@@ -60,8 +62,18 @@ class Settings:
             raise UserError(f"`--lengths`: {uneven[0]} does not divide the longest ({longest}), or is below 2.")
         if self.tokens < longest:
             raise UserError(f"`--tokens` is {self.tokens}, but one sequence has {longest}. Raise it.")
-        if not 1 <= self.stride <= self.part:
+        if self.part < 2 or self.rows < self.part:
+            raise UserError(
+                f"`--part` is {self.part} and `--rows` {self.rows}, but a part has at least 2 tokens, and the rows of "
+                "a pass at least one part."
+            )
+        if not 1 <= self.step <= self.part:
             raise UserError(f"`--stride` is {self.stride}, but must be between 1 and `--part` ({self.part}).")
+
+    @property
+    def step(self) -> int:
+        """Tokens that each window scores."""
+        return self.part // 2 if self.stride is None else self.stride
 
 
 @dataclass(frozen=True)
@@ -85,13 +97,19 @@ def load(folder: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTo
     """A causal model and its tokenizer, for evaluation.
 
     Raises:
-        UserError: Nothing there, or no causal model.
+        UserError: Nothing there, a damaged file, no causal model, or weights missing.
     """
+    config = load_config(folder, kind=CAUSAL)
+    tokenizer = load_tokenizer(folder, config, padded=False)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder} is no causal language model with a tokenizer: {error}") from error
+        model, info = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        raise UserError(f"The weights of {folder} cannot be loaded: {error}") from error
+    if info["missing_keys"]:
+        raise UserError(
+            f"{folder} lacks {len(info['missing_keys'])} weights of its model: its figures would mean nothing."
+        )
+    model.eval()
     if getattr(model.config, "bos_token_id", None) is None or tokenizer.eos_token_id is None:
         raise UserError(f"{folder} lacks a token to start with (bos) or to end documents with (eos).")
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
@@ -168,7 +186,7 @@ def _sliding(model: PreTrainedModel, inputs: Tensor, targets: Tensor, settings: 
     if not isinstance(model.config, EncoderConfig) and longest is not None and window > longest:
         raise UserError(f"The window of {window} tokens is longer than the model's {longest} positions (`--part`).")
     while done < length:
-        end = min(window if done == 0 else done + settings.stride, length)
+        end = min(window if done == 0 else done + settings.step, length)
         first = max(0, end - window)
         logits = model(inputs[:, first:end], use_cache=False).logits[:, done - first :]
         losses.append(token_losses(logits, targets[:, done:end]))

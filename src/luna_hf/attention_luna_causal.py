@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.utils import is_torchdynamo_compiling
 
 from .attention_base import Linear, product
 from .causal_memory import attend_causal_memory
@@ -116,6 +117,20 @@ class LunaCausalSelfAttention(nn.Module):
         """P W_pq by heads, (1, h, l, c); kept while decoding, where it would cost more than the rest of the layer."""
         if cache is None or torch.is_grad_enabled():
             return split_heads(self.pack.query(self.pack.slots).unsqueeze(0), self.num_heads)
-        if "pack_query" not in cache.constants:
+        if is_torchdynamo_compiling() and "pack_query" in cache.constants:
+            return cache.constants["pack_query"]
+        key = self.pack_query_key()
+        if cache.constant_keys.get("pack_query") != key:
             cache.constants["pack_query"] = self.pack_query(None).contiguous()
+            cache.constant_keys["pack_query"] = key
         return cache.constants["pack_query"]
+
+    def pack_query_key(self) -> tuple[object, ...]:
+        """What P W_pq depends on: the same key, the same tensor."""
+        parameters = [
+            (id(parameter), parameter.dtype, parameter.device, 0 if parameter.is_inference() else parameter._version)
+            for parameter in self.pack.parameters()
+        ]
+        device = self.pack.slots.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return (*parameters, autocast)

@@ -213,15 +213,12 @@ def _split_at_rises(logits: Tensor, sizes: list[int], peak: Tensor, keep: Tensor
     """
     chunks = logits.split(sizes, 2)
     ends = torch.stack([peak, *(chunk.amax(2) for chunk in chunks)]).cummax(0).values  # (1 + chunks, b, h, m)
-    if keep is None:
-        first = torch.stack([chunk[:, :, 0] for chunk in chunks])
-    else:
-        # What padding in front reads does not count; nor does a chunk of nothing else.
-        row = torch.arange(keep.shape[0], device=keep.device)
-        kept = keep.split(sizes, 1)
-        first = [chunk[row, :, real.int().argmax(1)] for chunk, real in zip(chunks, kept, strict=True)]
-        empty = torch.stack([~real.any(1) for real in kept])[..., None, None]
-        first = torch.stack(first).masked_fill(empty, torch.inf)
+    first = torch.stack([chunk[:, :, 0] for chunk in chunks])
+    if keep is not None:
+        # Where nothing is written yet, padding reads nothing: the first token that does counts.
+        row, kept = torch.arange(keep.shape[0], device=keep.device), keep.split(sizes, 1)
+        written = [chunk[row, :, real.int().argmax(1)] for chunk, real in zip(chunks, kept, strict=True)]
+        first = torch.where(ends[:-1] > _LOWEST, first, torch.stack(written))
     rises = ends[1:] - torch.maximum(ends[:-1], first) > _LARGEST_RISE
     if not rises.any():
         return sizes

@@ -140,9 +140,13 @@ def to_chunks(states: Tensor, chunk_size: int) -> Tensor:
     return padded.unflatten(2, (-1, chunk_size))
 
 
-def rotary_angles(positions: Tensor, size: int, base: float = 10000.0) -> Tensor:
-    """Angles of rotary positions (Su et al. 2021, RoFormer, equation 15): (b, n) to (b, n, size / 2), float32."""
-    frequencies = base ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
+def rotary_angles(positions: Tensor, size: int, dtype: torch.dtype = torch.float32, base: float = 10000.0) -> Tensor:
+    """Angles of rotary positions (Su et al. 2021, RoFormer, equation 15): (b, n) to (b, n, size / 2).
+
+    They are float32 at least, whatever the `dtype` of the states that are turned.
+    """
+    dtype = torch.promote_types(dtype, torch.float32)
+    frequencies = base ** (-torch.arange(0, size, 2, dtype=dtype, device=positions.device) / size)
     return positions.unsqueeze(-1) * frequencies
 
 

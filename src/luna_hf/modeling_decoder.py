@@ -20,7 +20,7 @@ from .configuration_base import EncoderConfig
 from .functional import rotary_angles
 from .modeling_base import CausalConvolution
 from .modeling_heads import HeadMixin
-from .state import CausalContext, MemoryCache
+from .state import CausalContext, MemoryCache, state_fields
 
 
 class DecoderModelMixin:
@@ -69,6 +69,11 @@ class DecoderModelMixin:
         first = input_ids if inputs_embeds is None else inputs_embeds
         batch, length = first.shape[:2]
         cache = self.open_cache(past_key_values, use_cache, batch)
+        if cache is not None and self.training and self.gradient_checkpointing:
+            raise ValueError(
+                "With gradient checkpointing every layer runs twice, and would read its own new state the second time: "
+                "leave `past_key_values` out, or turn checkpointing off."
+            )
         if attention_mask is not None:
             check_mask_of_past(attention_mask, length, cache)
             attention_mask = attention_mask[:, -length:]
@@ -90,15 +95,19 @@ class DecoderModelMixin:
         """The cache to read and write, checked; a new one if a state is asked for and none is given."""
         if past_key_values is None:
             return MemoryCache(self.config) if use_cache else None
-        if not isinstance(past_key_values, MemoryCache):
+        # By an attribute: a model loaded with its own code has classes of its own.
+        if not hasattr(past_key_values, "made_for"):
             raise ValueError(
                 f"`past_key_values` is a {type(past_key_values).__name__}, but the state of a {self.config.model_type} "
                 "model is a `luna_hf.MemoryCache`: leave it out, or make one with `MemoryCache(model.config)`."
             )
-        if len(past_key_values) != self.config.num_hidden_layers:
+        own, given = state_fields(self.config), past_key_values.made_for
+        differing = [
+            f"{name}={given.get(name)!r} and not {own[name]!r}" for name in own if own[name] != given.get(name)
+        ]
+        if differing:
             raise ValueError(
-                f"The cache has {len(past_key_values)} layers, but the model {self.config.num_hidden_layers}: it is "
-                "another model's."
+                f"The cache was made for another model: {', '.join(differing)}. Make one with this config."
             )
         if past_key_values.batch_size not in (-1, batch):
             raise ValueError(
@@ -126,7 +135,8 @@ class DecoderModelMixin:
         angles = None
         if self.config.position_embedding_type == "rotary":
             size = self.config.hidden_size // self.config.num_attention_heads
-            angles = rotary_angles(steps - 1 if position_ids is None else position_ids, size)
+            positions = steps - 1 if position_ids is None else position_ids
+            angles = rotary_angles(positions, size, self.get_input_embeddings().weight.dtype)
         return CausalContext(keep, before, steps, angles, cache)
 
 
@@ -156,7 +166,6 @@ class CausalLMMixin(HeadMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        shift_labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
@@ -167,12 +176,14 @@ class CausalLMMixin(HeadMixin):
             labels: (b, n) the tokens themselves, each predicted from those before it; -100 where there is nothing to
                 predict.
             logits_to_keep: number of last positions that get logits, 0 for all; or which (a tensor).
-            shift_labels: (b, n) instead of `labels`, what is to be predicted at each position.
+            shift_labels: as a keyword, (b, n) instead of `labels`, what is to be predicted at each position.
             num_items_in_batch: number of labels of the whole update; the loss is then a sum divided by it.
 
         Returns:
             `loss` if there are labels; `logits` (b, n, vocab_size); `past_key_values`, the state after the last token.
         """
+        # No parameter of its own: the Trainer would take it for labels that every batch has.
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,

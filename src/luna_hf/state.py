@@ -14,8 +14,8 @@ from .causal_memory import CausalMemory
 class MemoryCacheLayer(CacheLayerMixin):
     """What one layer keeps: tensors by name, each with the batch as its first dimension.
 
-    Tensors are written in place as long as their shapes stay, so that a compiled decoding step finds them at the same
-    addresses. Sums are float32 whatever the type of the model.
+    Without gradients tensors are written in place as long as their shapes stay, so that a compiled decoding step finds
+    them at the same addresses. Sums are float32 whatever the type of the model.
     """
 
     is_croppable = False  # sums cannot be taken apart again
@@ -24,8 +24,9 @@ class MemoryCacheLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.states: dict[str, Tensor] = {}
-        # Tensors of the layer that no row changes and that need not be computed at every step.
+        # Tensors of the layer that no row changes and that need not be computed at every step, and what they depend on.
         self.constants: dict[str, Tensor] = {}
+        self.constant_keys: dict[str, object] = {}
 
     def write(self, **states: Tensor | None) -> None:
         """Replace the state; `None` is left out."""
@@ -33,10 +34,10 @@ class MemoryCacheLayer(CacheLayerMixin):
             if state is None:
                 continue
             old = self.states.get(name)
-            if state.requires_grad or old is None or old.requires_grad or old.shape != state.shape:
-                self.states[name] = state if state.requires_grad else _own(state)
-            else:
+            if old is not None and _may_be_overwritten(old, state):
                 old.copy_(state)
+            else:
+                self.states[name] = state if state.requires_grad else _own(state)
         self.is_initialized = True
 
     def lazy_initialization(self, *args: Tensor, **kwargs: Tensor) -> None:
@@ -66,6 +67,7 @@ class MemoryCacheLayer(CacheLayerMixin):
         """Forget everything."""
         self.states.clear()
         self.constants.clear()
+        self.constant_keys.clear()
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -86,6 +88,13 @@ def read_memory(cache: MemoryCacheLayer | None) -> CausalMemory | None:
     if cache is None or "value" not in cache.states:
         return None
     return CausalMemory(**{name: cache.states.get(name) for name in CausalMemory._fields})
+
+
+def _may_be_overwritten(old: Tensor, new: Tensor) -> bool:
+    """Whether the old tensor can take the new values: not if a gradient may still ask for what it holds."""
+    if torch.is_grad_enabled() or old.requires_grad or old.shape != new.shape or old.dtype != new.dtype:
+        return False
+    return is_torchdynamo_compiling() or not old.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _own(state: Tensor) -> Tensor:
@@ -116,6 +125,7 @@ class MemoryCache(Cache):
     def __init__(self, config: PreTrainedConfig, compileable: bool = False) -> None:
         super().__init__(layers=[MemoryCacheLayer() for _ in range(config.num_hidden_layers)])
         self.compileable = compileable
+        self.made_for = state_fields(config)
         # What belongs to the rows and to no layer: columns of input so far, and how many of them were no padding.
         self.rows = MemoryCacheLayer()
 
@@ -188,6 +198,22 @@ class MemoryCache(Cache):
         """Keep some rows."""
         super().batch_select_indices(indices)
         self.rows.batch_select_indices(indices)
+
+
+# Fields of a config that decide over what a state holds.
+_STATE_FIELDS = (
+    *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "conv_kernel_size"),
+    *("position_embedding_type", "projection_length", "pack_activation"),
+    *("memory_control", "memory_size", "control_activation"),
+)
+
+
+def state_fields(config: PreTrainedConfig) -> dict[str, object]:
+    """What two models must have in common for one to go on from the other's state."""
+    fields = {name: getattr(config, name) for name in _STATE_FIELDS if hasattr(config, name)}
+    if fields.get("position_embedding_type") == "learned":  # an encoder's config, of which a decoder is made
+        fields["position_embedding_type"] = "rotary"
+    return fields
 
 
 class CausalContext(NamedTuple):

@@ -1,0 +1,158 @@
+"""What becomes of a causal model's state outside plain decoding: gradients, types, other models, the Trainer."""
+
+import copy
+
+import pytest
+import torch
+from helpers import FAMILY_CAUSAL_VARIANTS, causal_variants_of, random_ids, tiny_causal_model
+from torch.testing import assert_close
+from transformers import Trainer, TrainingArguments
+
+from luna_hf import FAMILIES, MemoryCache
+from luna_hf.causal_memory import attend_causal_memory
+
+IDS = random_ids(2, 24)
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+
+def variant(family, name, **overrides):
+    return tiny_causal_model(family, **{**causal_variants_of(family)[name], **overrides})
+
+
+@FAMILY
+def test_the_trainer_evaluates_and_predicts(family, tmp_path):
+    model = tiny_causal_model(family)
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in IDS]
+    options = TrainingArguments(str(tmp_path), use_cpu=True, per_device_eval_batch_size=2, report_to=[])
+    trainer = Trainer(model, options, eval_dataset=rows, compute_metrics=lambda made: {"rows": len(made.label_ids)})
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(model(IDS, labels=IDS).loss.item(), rel=1e-5)
+    assert metrics["eval_rows"] == 2
+    assert trainer.predict(rows).predictions.shape == (2, 24, model.config.vocab_size)
+
+
+@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_VARIANTS)
+def test_a_state_made_in_inference_mode_goes_on_outside_it(family, name):
+    model = variant(family, name)
+    with torch.inference_mode():
+        cache = model(IDS[:, :9]).past_key_values
+    with torch.no_grad():
+        for part in IDS[:, 9:].split(5, 1):
+            logits = model(part, past_key_values=cache).logits[:, -1]
+        assert_close(logits, model(IDS, use_cache=False).logits[:, -1], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_VARIANTS)
+def test_the_type_of_a_model_may_change_between_two_passes(family, name):
+    model = variant(family, name)
+    whole = copy.deepcopy(model).double()(IDS, use_cache=False).logits[:, -1]
+    with torch.no_grad():
+        cache = model(IDS[:, :12]).past_key_values
+        assert_close(model.double()(IDS[:, 12:], past_key_values=cache).logits[:, -1], whole, atol=2e-5, rtol=1e-5)
+        cache = model.float()(IDS[:, :12]).past_key_values
+        assert model.bfloat16()(IDS[:, 12:], past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_VARIANTS)
+def test_autocast_may_end_between_two_passes(family, name):
+    model = variant(family, name)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = model(IDS[:, :12]).past_key_values
+        assert model(IDS[:, 12:13], past_key_values=cache).logits.isfinite().all()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(IDS[:, 13:], past_key_values=cache).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_what_is_kept_of_the_weights_follows_them():
+    model = tiny_causal_model("luna")
+    cache = model(IDS[:, :12]).past_key_values
+    pack = model.base_model.encoder.layer[0].attention.self.pack
+    kept = cache.layers[0].constants["pack_query"].clone()
+    pack.slots.add_(0.5)
+    model(IDS[:, 12:13], past_key_values=cache)
+    assert not torch.allclose(cache.layers[0].constants["pack_query"], kept)
+    expected = pack.query(pack.slots).unflatten(-1, (model.config.num_attention_heads, -1)).transpose(0, 1)
+    assert_close(cache.layers[0].constants["pack_query"][0], expected)
+
+
+@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_VARIANTS)
+@pytest.mark.parametrize("trained", ["all", "query"])
+def test_gradients_through_a_carried_state_are_those_of_the_whole_text(family, name, trained):
+    gradients = []
+    for parts in ([IDS], IDS.split(7, 1)):
+        model = variant(family, name).train()
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained == "all" or ".self.query." in parameter_name)
+        cache, total = MemoryCache(model.config), 0.0
+        for part in parts:
+            total = total + model(part, past_key_values=cache, use_cache=True).logits.square().sum()
+        total.backward()
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+    scale = max(gradient.abs().max().item() for gradient in gradients[0])
+    for whole, carried in zip(*gradients, strict=True):
+        assert_close(carried, whole, atol=1e-5 * scale, rtol=1e-4)
+
+
+@FAMILY
+def test_gradient_checkpointing_with_a_state_is_refused(family):
+    model = tiny_causal_model(family).train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="leave `past_key_values` out"):
+        model(IDS, past_key_values=MemoryCache(model.config))
+    assert model(IDS, labels=IDS).past_key_values is None
+    assert model.eval()(IDS, past_key_values=MemoryCache(model.config)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("rise", [45.0, 60.0, 100.0, 300.0])
+@pytest.mark.parametrize("padded", ["left", "middle"])
+def test_padding_in_front_of_a_rise_stays_finite(rise, padded):
+    """Padding that stands between a state and tokens with far larger logits."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 1, 40, 4, requires_grad=True) for _ in range(3))
+    logits = torch.cat([torch.zeros(2, 1, 20, 3), torch.full((2, 1, 20, 3), rise)], 2).requires_grad_()
+    keep = torch.ones(2, 40, dtype=torch.bool)
+    keep[:, 15:22] = False
+    parts = [slice(0, 40)] if padded == "middle" else [slice(0, 15), slice(15, 40)]
+    memory, outputs = None, []
+    for part in parts:
+        tokens = (states[:, :, part] for states in (query, key, value, logits))
+        out, _, memory = attend_causal_memory(*tokens, "softmax", memory=memory, keep=keep[:, part])
+        outputs.append(out)
+    out = torch.cat(outputs, 2)
+    assert out.isfinite().all()
+    for gradient in torch.autograd.grad(out[:, :, keep[0]].sum(), (query, key, value, logits)):
+        assert gradient.isfinite().all()
+    rows = [states[:, :, keep[0]] for states in (query, key, value, logits)]
+    assert_close(out[:, :, keep[0]], attend_causal_memory(*rows, "softmax")[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "other", "named"),
+    [
+        ("luna", {"projection_length": 5}, "projection_length=5"),
+        ("luna", {"pack_activation": "elu"}, "pack_activation='elu'"),
+        ("luna", {"num_hidden_layers": 1}, "num_hidden_layers=1"),
+        ("abc_memory", {"memory_control": "sliding_window"}, "memory_control='sliding_window'"),
+        ("abc_memory", {"control_activation": "relu"}, "control_activation='relu'"),
+        ("abc_memory", {"conv_kernel_size": 3}, "conv_kernel_size=3"),
+    ],
+)
+def test_the_state_of_another_model_is_refused_by_what_differs(family, other, named):
+    cache = MemoryCache(tiny_causal_model(family, **other).config)
+    with pytest.raises(ValueError, match="made for another model: ") as error:
+        tiny_causal_model(family)(IDS, past_key_values=cache)
+    assert named in str(error.value)
+
+
+def test_the_state_of_another_family_is_refused():
+    with pytest.raises(ValueError, match="model_type='abc_memory' and not 'luna'"):
+        tiny_causal_model("luna")(IDS, past_key_values=MemoryCache(tiny_causal_model("abc_memory").config))
+
+
+@FAMILY
+def test_a_cache_may_be_made_from_the_encoders_config(family):
+    model = tiny_causal_model(family)
+    encoder = type(model.config)(**{**model.config.to_dict(), "is_decoder": False, "position_embedding_type": None})
+    assert model(IDS, past_key_values=MemoryCache(encoder)).logits.isfinite().all()
