@@ -9,7 +9,6 @@ The same tokens are scored at every length. A sequence of that length starts wit
 """
 
 import itertools
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,7 +77,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Scores:
-    """Losses at one length: float64 [sequences, length] in nats, and the bytes of the state at the end."""
+    """Losses at one length: float64 [sequences, length] in nats, and the bytes of one sequence's state at the end."""
 
     losses: np.ndarray
     state_bytes: int | None
@@ -177,7 +176,8 @@ def _carried(model: PreTrainedModel, inputs: Tensor, targets: Tensor, settings: 
     for part, wanted in zip(inputs.split(settings.part, 1), targets.split(settings.part, 1), strict=True):
         logits = model(part, past_key_values=cache, use_cache=True).logits
         losses.append(token_losses(logits, wanted))
-    return torch.cat(losses, 1), cache.nbytes // inputs.shape[0]
+    shared = sum(tensor.nbytes for layer in cache.layers for tensor in layer.constants.values())
+    return torch.cat(losses, 1), (cache.nbytes - shared) // inputs.shape[0] + shared
 
 
 def _sliding(model: PreTrainedModel, inputs: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, None]:
@@ -230,14 +230,7 @@ def evaluate(folder: str, data: str, text_column: str, settings: Settings, dtype
         "model_type": model.config.model_type,
         "mode": mode,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "trained_on": _block_size(folder),
         "tokens": len(tokens),
         "lengths": lengths,
         "by_position": {"borders": borders, "loss": scores.by_position(borders)},
     }
-
-
-def _block_size(folder: str) -> int | None:
-    """Tokens of the blocks that the model was trained on, where its folder says so."""
-    path = Path(folder) / "metrics.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("block_size") if path.is_file() else None
