@@ -9,6 +9,7 @@ import torch
 from accelerate.state import AcceleratorState
 from helpers import ROOT
 from test_benchmarks import TINY, encoder, guarantees
+from test_benchmarks_causal import causal, generation
 from test_learning import SHRINK_WORDS, learning
 from test_learning import data as learning_data  # noqa: F401  a fixture
 from test_multiple_choice import csqa_rows, finetune_csqa, finetune_race, race_rows, write_split
@@ -138,13 +139,18 @@ def test_reproducing_commands(learning_data, tmp_path):  # noqa: F811
         ("swap.py", "finetune"): [*swapped, "--tasks", "sst2", "--max_steps", "2"],
         ("swap.py", "report"): ["--runs", str(tmp_path / "swap"), "--results", str(tmp_path)],
     }
+    # Run as scripts in tests/test_benchmarks_causal.py.
+    parsed = {"causal.py": causal, "generation.py": generation}
     modules = {"encoder.py": encoder, "guarantees.py": guarantees, "learning.py": learning, "swap.py": swap}
     for script, words in commands("Reproduce"):
         name = script.split("/")[-1]
+        if name in parsed:
+            assert parsed.pop(name).parse(words)
+            continue
         what = (name, words[0] if name in ("learning.py", "swap.py") else "")
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
         assert not modules[name].main([*words, *small.pop(what)]), what
-    assert not small  # the section has all of them
+    assert not small and not parsed  # the section has all of them
     written = {path.name.split("-cpu")[0] for path in tmp_path.glob("*.json")}
     assert {"encoder-forward-2-layer", "guarantees", "learning-pretrain", "learning-finetune"} <= written
     assert {"swap-pretrain", "swap-finetune"} <= written
