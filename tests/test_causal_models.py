@@ -458,7 +458,7 @@ def test_wrong_inputs_name_the_fix(model_type, inputs, message):
 @torch.no_grad()
 def test_wrong_states_name_the_fix(model_type):
     model, other, ids = make(model_type), make(model_type, num_hidden_layers=3), random_ids(2, 4)
-    with pytest.raises(ValueError, match=r"3 layers.*2.*another model"):
+    with pytest.raises(ValueError, match=r"another model: num_hidden_layers=3 and not 2"):
         model(ids, past_key_values=other(ids).past_key_values)
     cache = model(ids).past_key_values
     with pytest.raises(ValueError, match=r"2 rows.*3.*batch_select_indices"):

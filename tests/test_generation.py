@@ -402,7 +402,7 @@ def test_other_caches_are_refused(family):
         cache = MemoryCache(model.config)
         model.generate(ids, past_key_values=cache, max_new_tokens=3)
         model.generate(random_ids(3, 12), past_key_values=cache, max_new_tokens=3)
-    with pytest.raises(ValueError, match="3 layers, but the model 2"):
+    with pytest.raises(ValueError, match="another model: num_hidden_layers=3 and not 2"):
         smaller = wordy_model(family, num_hidden_layers=2)
         smaller.generate(ids, past_key_values=MemoryCache(model.config), max_new_tokens=3)
 
