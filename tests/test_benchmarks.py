@@ -26,11 +26,12 @@ from luna_hf.memory_control import CONTROLS  # noqa: E402
 
 TINY = ["--lengths", "16", "32", "--layers", "2", "--width", "32", "--heads", "4", "--projection-length", "8"]
 TINY += ["--tokens-per-batch", "64", "--rounds", "2"]
-# Of the scripts here; `demo-*` are the figures of a training run (test_readme.py), the others have tests of their own.
+# Of the scripts here; `demo-*`, `clm-*` and `perplexity-*` are figures of scripts for training (test_readme.py,
+# test_readme_generate.py), the others have tests of their own.
 COMMITTED = sorted(
     path
     for path in (ROOT / "benchmarks" / "results").glob("*.json")
-    if not path.name.startswith(("causal", "demo", "generation", "learning", "swap"))
+    if not path.name.startswith(("causal", "clm", "demo", "generation", "learning", "perplexity", "swap"))
 )
 
 

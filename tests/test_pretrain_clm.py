@@ -300,6 +300,7 @@ def test_streamed_rows_are_open_as_well(corpus, tmp_path, monkeypatch):
     assert torch.equal(torch.cat([batch["labels"] for batch in seen[0]])[:, 1:], ids[:, 1:])
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_run_of_one(corpus, tmp_path):
     options = {"data": corpus, "max_steps": 4, "batch_size": 2, "save_steps": 4, "eval_steps": 4}
     run(tmp_path / "one", **options)

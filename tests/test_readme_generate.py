@@ -8,6 +8,8 @@ import pytest
 from helpers import ROOT, run_python
 from tiny_training import SHRINK, pretrain_clm, write_corpus
 
+import evaluate_perplexity  # isort: skip  # tiny_training has put the scripts on the path
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTION = README.split("\n## Generate\n")[1].split("\n## ")[0]
 TEXT = " ".join(SECTION.split())
@@ -25,7 +27,7 @@ def workplace(tmp_path_factory):
     """Where the section's command has left its checkpoint, in small."""
     folder = tmp_path_factory.mktemp("readme")
     write_corpus(folder / "texts")
-    (line,) = re.findall(r"^    (python [^\n#]*)", SECTION, re.MULTILINE)
+    line = re.findall(r"^    (python [^\n#]*)", SECTION, re.MULTILINE)[0]
     script, recipe = shlex.split(line)[1:]
     assert script == "training/pretrain_clm.py"
     small = {**SHRINK, "model.num_attention_heads": 4, "data": "texts", "sample_tokens": 2}
@@ -41,6 +43,24 @@ def test_the_pipeline_example_runs_on_what_the_command_leaves(workplace):
     written = run_python(f"import os; os.chdir({str(workplace)!r})\n{code}")
     prompt = re.search(r'generate\("(.*?)"', code)[1]
     assert written.startswith(prompt) and len(written) > len(prompt) + 1
+
+
+def test_perplexity_is_evaluated_as_shown(workplace, monkeypatch, capsys):
+    line = re.findall(r"^    (python [^\n#]*)", SECTION, re.MULTILINE)[1]
+    script, *words = shlex.split(line)[1:]
+    assert script == "training/evaluate_perplexity.py"
+    monkeypatch.chdir(workplace)
+    small = ["--lengths", "16", "64", "--tokens", "128", "--part", "16"]
+    assert evaluate_perplexity.main([*words, *small]) == 0
+    assert "carried state" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["clm-demo-cpu-float32", "perplexity-enwiki-cpu-float32"])
+def test_results_say_how_they_were_made(name):
+    figures = result(name)
+    assert figures["command"].startswith("python training/") and figures["hardware"]
+    assert "torch 2.13.0" in figures["versions"]
+    assert not re.search(r"(?<![\w.])/(work|tmp|home|root)/", json.dumps(figures))
 
 
 def test_the_output_shown_is_the_demos():

@@ -389,7 +389,8 @@ class EncoderModelMixin:
         if len(shape) != 2:
             raise ValueError(f"`input_ids` must have the shape (batch, length), but it is {tuple(shape)}.")
         if shape[1] == 0:
-            raise ValueError("The input has no tokens (length 0).")
+            with_state = " With a state, give `generate` the whole text so far and what is new." if with_past else ""
+            raise ValueError(f"The input has no tokens (length 0).{with_state}")
         fits = attention_mask is None or attention_mask.shape == shape
         if with_past and not fits:
             fits = (
