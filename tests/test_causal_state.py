@@ -156,3 +156,9 @@ def test_a_cache_may_be_made_from_the_encoders_config(family):
     model = tiny_causal_model(family)
     encoder = type(model.config)(**{**model.config.to_dict(), "is_decoder": False, "position_embedding_type": None})
     assert model(IDS, past_key_values=MemoryCache(encoder)).logits.isfinite().all()
+
+
+def test_an_unknown_normaliser_is_refused():
+    query, key, value, weights = torch.ones(4, 1, 1, 3, 2).unbind()
+    with pytest.raises(ValueError, match="'mean', but must be one of steps, none, written, total, softmax"):
+        attend_causal_memory(query, key, value, weights, "mean")

@@ -99,7 +99,12 @@ def attend_causal_memory(
     Returns:
         Outputs (b, h, n, c) in the type of `query`; the read weights (b, h, n, m), after dropout, or `None`; and the
         state after the last token.
+
+    Raises:
+        ValueError: There is no such normaliser.
     """
+    if normaliser not in NORMALISERS:
+        raise ValueError(f"`normaliser` is {normaliser!r}, but must be one of {', '.join(NORMALISERS)}.")
     if memory is None:
         memory = empty_memory(query, value, weights, normaliser)
     batch, heads, length = query.shape[:3]
