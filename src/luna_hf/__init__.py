@@ -7,58 +7,15 @@ Importing the package registers its families with the Auto classes:
     >>> model = AutoModelForMaskedLM.from_config(luna_hf.LunaConfig())
 """
 
-from .configuration_abc import AbcConfig
-from .configuration_luna import LunaConfig
-from .families import FAMILIES, register
-from .modeling_abc import (
-    AbcForCausalLM,
-    AbcForMaskedLM,
-    AbcForMultipleChoice,
-    AbcForQuestionAnswering,
-    AbcForSequenceClassification,
-    AbcForTokenClassification,
-    AbcModel,
-    AbcPreTrainedModel,
-)
-from .modeling_luna import (
-    LunaForCausalLM,
-    LunaForMaskedLM,
-    LunaForMultipleChoice,
-    LunaForQuestionAnswering,
-    LunaForSequenceClassification,
-    LunaForTokenClassification,
-    LunaModel,
-    LunaModelOutput,
-    LunaPreTrainedModel,
-)
+from . import families
+from .families import *
+from .memory_attention import Memory, read_memory, write_memory
 from .state import MemoryCache
 from .tokenization_fairseq import FairseqBpeTokenizer
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "FAMILIES",
-    "AbcConfig",
-    "AbcForCausalLM",
-    "AbcForMaskedLM",
-    "AbcForMultipleChoice",
-    "AbcForQuestionAnswering",
-    "AbcForSequenceClassification",
-    "AbcForTokenClassification",
-    "AbcModel",
-    "AbcPreTrainedModel",
-    "FairseqBpeTokenizer",
-    "LunaConfig",
-    "LunaForCausalLM",
-    "LunaForMaskedLM",
-    "LunaForMultipleChoice",
-    "LunaForQuestionAnswering",
-    "LunaForSequenceClassification",
-    "LunaForTokenClassification",
-    "LunaModel",
-    "LunaModelOutput",
-    "LunaPreTrainedModel",
-    "MemoryCache",
-]
+__all__ = ["FairseqBpeTokenizer", "Memory", "MemoryCache", "read_memory", "write_memory"]
+__all__ += families.__all__
 
-register()
+families.register()

@@ -1,5 +1,5 @@
-"""What every attention module of the zoo stands on: dispatch to transformers' attention backends, masks for queries and
-keys of different lengths, and a linear layer that stays fast in half precision on any CPU."""
+"""Transformers' attention backends for any numbers of queries and keys, their masks, and a linear layer that is fast in
+half precision on any CPU."""
 
 from typing import Any, NamedTuple
 
@@ -10,19 +10,11 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .dispatch import multiplies_in_float32, prefers_products
 from .functional import softmax_attention, split_heads
-
-
-def _slow_cpu_dtypes() -> frozenset[torch.dtype]:
-    """Half-precision types that this CPU has no matrix instructions for (PyTorch then emulates them)."""
-    support = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    return frozenset(dtype for dtype, query in support.items() if not getattr(torch.ops.mkldnn, query)())
-
 
 # Keys that flex attention treats at a time.
 _FLEX_BLOCK = 128
-
-SLOW_CPU_DTYPES = _slow_cpu_dtypes() if torch.backends.mkldnn.is_available() else frozenset()
 
 
 class Linear(nn.Linear):
@@ -34,7 +26,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        if _is_slow(input, self.weight):
+        if multiplies_in_float32(input, self.weight):
             bias = None if self.bias is None else self.bias.float()
             return F.linear(input.float(), self.weight.float(), bias).to(input.dtype)
         return super().forward(input)
@@ -42,13 +34,9 @@ class Linear(nn.Linear):
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right`, in float32 where the device has no instructions for the half-precision type of both."""
-    if _is_slow(left, right):
+    if multiplies_in_float32(left, right):
         return torch.matmul(left.float(), right.float()).to(left.dtype)
     return torch.matmul(left, right)
-
-
-def _is_slow(left: Tensor, right: Tensor) -> bool:
-    return left.device.type == "cpu" and left.dtype == right.dtype and left.dtype in SLOW_CPU_DTYPES
 
 
 class UnpaddedKeys(NamedTuple):
@@ -66,6 +54,15 @@ class KeyMask(NamedTuple):
     backend: Any  # eager, sdpa: (batch, 1, 1, keys) boolean, broadcast over heads and queries; others: their own form
     unpadded: UnpaddedKeys | None = None  # flash attention only
     extra_keys: int = 0  # flex attention only: masked keys to append
+
+    def for_queries(self, count: int) -> Any:
+        """The backend's mask for any number of queries, also where it was made for another one."""
+        if isinstance(self.backend, Tensor):
+            made_for = self.backend.shape[2]
+            return self.backend if made_for in (1, count) else self.backend[:, :, :1].expand(-1, -1, count, -1)
+        if self.backend is None or self.backend.seq_lengths[0] == count:
+            return self.backend
+        return _flex_mask(self.keep, count)
 
 
 def uses_flash(config: PreTrainedConfig) -> bool:
@@ -114,15 +111,17 @@ def _flex_key_mask(keep: Tensor | None, queries: Tensor, keys: Tensor) -> KeyMas
     if keep is None:
         keep = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
     keep = F.pad(keep, (0, extra), value=False)
-    batch, length = keep.shape
+    return KeyMask(keep, _flex_mask(keep, queries.shape[1]), extra_keys=extra)
 
+
+def _flex_mask(keep: Tensor, num_queries: int) -> Any:
     def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return keep[b, k]
 
     from torch.nn.attention.flex_attention import create_block_mask
 
-    mask = create_block_mask(attends, batch, None, queries.shape[1], length, device=keep.device)
-    return KeyMask(keep, mask, extra_keys=extra)
+    batch, length = keep.shape
+    return create_block_mask(attends, batch, None, num_queries, length, device=keep.device)
 
 
 def eager_attention_forward(
@@ -196,20 +195,16 @@ def attend_heads(
     # Restarting position ids would be read as packed documents by the flash path, for queries and keys alike.
     kwargs.pop("position_ids", None)
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
-    if backend == "sdpa" and _prefers_matmul(query):
+    if backend == "sdpa" and prefers_products(query):
         attention = eager_attention_forward
     if mask is not None and mask.unpadded is not None:
         output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)
         return output.flatten(-2), weights
     if mask is not None and mask.extra_keys:
         key, value = (F.pad(states, (0, 0, 0, mask.extra_keys)) for states in (key, value))
-    output, weights = attention(module, query, key, value, None if mask is None else mask.backend, **kwargs)
+    backend_mask = None if mask is None else mask.for_queries(query.shape[2])
+    output, weights = attention(module, query, key, value, backend_mask, **kwargs)
     return output.flatten(-2), weights
-
-
-def _prefers_matmul(query: Tensor) -> bool:
-    # With half-precision matrix instructions the products run several times faster than PyTorch's fused CPU kernel.
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.dtype not in SLOW_CPU_DTYPES
 
 
 def _attend_unpadded(

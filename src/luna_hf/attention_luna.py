@@ -3,103 +3,125 @@
     packed    Y_P = Attn(P, C, C)                 l queries over the tokens of the context C (C = X in an encoder)
     unpacked  Y_X = Attn(X, Y_P, Y_P) W_o         n queries over the l slots
 
-Both are ordinary multi-head softmax attention, so both go through transformers' attention interface. The packed context
-has no output projection; W_o belongs to the layer (`attention.output.dense`, as in RoBERTa).
+Packing writes the memory, unpacking reads it. Both are ordinary multi-head softmax attention, so both go through
+transformers' attention interface. The packed context has no output projection; W_o belongs to the layer
+(`attention.output.dense`, as in RoBERTa).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from .attention_base import KeyMask, Linear, attend
+from .attention_base import KeyMask, Linear, attend_heads, make_key_mask
 from .configuration_luna import LunaConfig
+from .context import ForwardContext, drop_if_full
+from .functional import split_heads
+from .memory_attention import Memory, MemoryAttention
+from .memory_read import SlotMemory
 
 
 class LunaMasks(NamedTuple):
     """Keys that the two attentions may read; `None` where every key counts."""
 
     tokens: KeyMask | None
-    memory: KeyMask | None
+    slots: KeyMask | None
 
 
-class LunaAttention(nn.Module):
-    """Projected multi-head attention with a key and a value matrix, or one for both (`tie_kv`)."""
+def valid_slots(keep: Tensor, num_slots: int) -> Tensor:
+    """Dynamic projection: a row with fewer tokens than slots uses as many slots as it has tokens.
 
-    is_causal = False  # transformers' sdpa takes a missing attribute for True
+    Args:
+        keep: (b, n) tokens that are not padding, wherever they stand.
+        num_slots: number of slots l.
 
-    def __init__(self, config: LunaConfig, num_heads: int) -> None:
-        super().__init__()
-        self.config = config
-        self.num_heads = num_heads
-        self.attention_dropout = config.attention_probs_dropout_prob
+    Returns:
+        (b, l) boolean, True for the slots at indices below the number of tokens of the row.
+    """
+    return torch.arange(num_slots, device=keep.device) < keep.sum(-1, keepdim=True)
+
+
+class LunaProjections:
+    """Projections of an attention: a key and a value matrix, or one for both (`tie_kv`)."""
+
+    def add_projections(self, config: LunaConfig) -> None:
+        """Create the matrices of queries, keys and values."""
         width = config.hidden_size
         self.query = Linear(width, width)
         if config.tie_kv:
             self.key_value = Linear(width, width)
         else:
-            self.key = Linear(width, width)
-            self.value = Linear(width, width)
+            self.key, self.value = Linear(width, width), Linear(width, width)
 
-    def attend(
-        self, queries: Tensor, context: Tensor, mask: KeyMask | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """(b, q, d) queries over a (b, k, d) context: heads concatenated (b, q, d), and the weights (b, h, q, k)."""
+    def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """(b, n, d) to (b, h, n, c) each."""
         if self.config.tie_kv:
-            key = value = self.key_value(context)
-        else:
-            key, value = self.key(context), self.value(context)
-        return attend(self, self.query(queries), key, value, mask, self.num_heads, **kwargs)
+            both = split_heads(self.key_value(states), self.num_heads)
+            return both, both
+        return split_heads(self.key(states), self.num_heads), split_heads(self.value(states), self.num_heads)
 
 
-class LunaPackAttention(LunaAttention):
+class LunaPackAttention(LunaProjections, nn.Module):
     """Pack: the slots read the context."""
 
+    is_causal = False
+
     def __init__(self, config: LunaConfig) -> None:
-        super().__init__(config, config.num_projected_attention_heads or config.num_attention_heads)
+        super().__init__()
+        self.config = config
+        self.num_heads = config.num_projected_attention_heads or config.num_attention_heads
+        self.attention_dropout = config.attention_probs_dropout_prob
+        self.add_projections(config)
 
-    def forward(
-        self, packed_query: Tensor, context: Tensor, mask: KeyMask | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, packed_query: Tensor, states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """(b, l, d) and (b, n, d) to Y_P (b, l, d) and the pack weights (b, h_p, l, n)."""
-        return self.attend(packed_query, context, mask, **kwargs)
+        query = split_heads(self.query(packed_query), self.num_heads)
+        return attend_heads(self, query, *self.key_and_value(states), context.masks.tokens, **context.options)
 
 
-class LunaSelfAttention(LunaAttention):
+class LunaAttention(LunaProjections, MemoryAttention):
     """Both attentions of a layer, with the residual and the norm of the packed stream.
 
     The module's own projections are those of the unpack attention, under RoBERTa's names.
     """
 
-    def __init__(self, config: LunaConfig) -> None:
-        super().__init__(config, config.num_attention_heads)
+    def __init__(self, config: LunaConfig, layer_idx: int = 0) -> None:
+        super().__init__(config, layer_idx)
         self.pack = LunaPackAttention(config)
         self.packed_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        memory: Tensor,
-        masks: LunaMasks,
-        context: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One pack and unpack.
+    @staticmethod
+    def prepare(config: LunaConfig, states: Tensor, carried: Tensor, context: ForwardContext) -> ForwardContext:
+        """Masks of tokens and slots; the slots are those given, or with dynamic projection as many as tokens.
 
         Args:
-            hidden_states: (b, n, d) token states X, already normed in a pre-norm model.
-            memory: (b, l, d) packed states P as they left the previous layer.
-            masks: tokens of the context, and slots, that may be read.
-            context: (b, m, d) what is packed; `hidden_states` unless given.
+            config: of the model.
+            states: (b, n, d) what the first layer reads.
+            carried: (b, l, d) packed states.
+            context: of the forward pass.
 
-        Returns:
-            Y_X before its output projection (b, n, d), the next packed states (b, l, d), and the unpack weights
-            (b, h, n, l).
+        Raises:
+            ValueError: There are no packed states.
         """
-        context = hidden_states if context is None else context
+        if carried is None:
+            raise ValueError(
+                "Luna packs a context with its packed states: give them as `carried`, (batch, slots, width)."
+            )
+        slots = context.carried_keep
+        if slots is None and context.keep is not None and config.dynamic_projection:
+            slots = drop_if_full(valid_slots(context.keep, carried.shape[1]))
+        masks = LunaMasks(
+            tokens=make_key_mask(config, context.keep, queries=carried, keys=states),
+            slots=make_key_mask(config, slots, queries=states, keys=carried),
+        )
+        return context._replace(carried_keep=slots, masks=masks)
+
+    def write(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Memory:
+        """Pack (b, n, d) states with the packed states (b, l, d) that left the previous layer; the next ones go on."""
         norm_first = self.config.norm_first
-        packed_query = self.packed_layer_norm(memory) if norm_first else memory
-        packed_context, _ = self.pack(packed_query, context, masks.tokens, **kwargs)
-        output, weights = self.attend(hidden_states, packed_context, masks.memory, **kwargs)
-        memory = memory + self.dropout(packed_context)
-        return output, memory if norm_first else self.packed_layer_norm(memory), weights
+        packed_query = self.packed_layer_norm(carried) if norm_first else carried
+        packed_context, _ = self.pack(packed_query, states, context)
+        slots = SlotMemory(*self.key_and_value(packed_context), context.masks.slots)
+        carried = carried + self.dropout(packed_context)
+        return Memory([slots], carried if norm_first else self.packed_layer_norm(carried))

@@ -10,18 +10,20 @@ which is a causal memory (`causal_memory.py`) written with A_pack and divided by
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import initialization as init
 from transformers.utils import is_torchdynamo_compiling
 
 from .attention_base import Linear, product
-from .causal_memory import attend_causal_memory
+from .attention_luna import LunaProjections
+from .causal_attention import CausalMemoryAttention
 from .configuration_luna import LunaConfig
-from .functional import rotate, split_heads
-from .state import CausalContext, MemoryCacheLayer, read_memory
+from .context import ForwardContext
+from .functional import split_heads
+from .state import MemoryCacheLayer
 
 
 def pack_weights(pack_query: Tensor, pack_key: Tensor, activation: str) -> Tensor:
@@ -52,66 +54,25 @@ class LunaCausalPack(nn.Module):
         self.slots = nn.Parameter(torch.empty(config.projection_length, width))
         self.query, self.key = Linear(width, width), Linear(width, width)
 
+    def initialise(self, config: LunaConfig) -> None:
+        """As large as token states after their LayerNorm: P has none here, and near zero all slots are the same."""
+        init.normal_(self.slots, mean=0.0, std=1.0)
 
-class LunaCausalSelfAttention(nn.Module):
-    """Pack and unpack from left to right. Projections have the names of `LunaSelfAttention`."""
 
-    def __init__(self, config: LunaConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.num_heads = config.num_attention_heads
-        self.attention_dropout = config.attention_probs_dropout_prob
-        self.layer_index = 0  # the model numbers its layers
-        width = config.hidden_size
-        self.query = Linear(width, width)
-        if config.tie_kv:
-            self.key_value = Linear(width, width)
-        else:
-            self.key, self.value = Linear(width, width), Linear(width, width)
+class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
+    """Pack and unpack from left to right. Projections have the names of `LunaAttention`."""
+
+    def __init__(self, config: LunaConfig, layer_idx: int = 0) -> None:
+        super().__init__(config, layer_idx)
         self.pack = LunaCausalPack(config)
 
-    def forward(
-        self, hidden_states: Tensor, memory: None, context: CausalContext, **kwargs: Any
-    ) -> tuple[Tensor, None, Tensor | None]:
-        """One attention.
-
-        Args:
-            hidden_states: (b, n, d) token states, already normed in a pre-norm model.
-            memory: nothing; P is the layer's own.
-            context: of the forward pass, with the cache that holds the state.
-
-        Returns:
-            Output before its projection (b, n, d), `memory`, and the unpack weights (b, h, n, l) with eager attention.
-        """
-        cache = context.layer_cache(self.layer_index)
-        query, key, value, pack_key = (split_heads(states, self.num_heads) for states in self.project(hidden_states))
-        if context.angles is not None:
-            query, key = rotate(query, context.angles), rotate(key, context.angles)
+    def write_weights(self, hidden_states: Tensor, carried: None, context: ForwardContext) -> tuple[Tensor, str]:
+        """A_pack (b, h, n, l), which sums up to a mean over the steps."""
+        pack_key = split_heads(self.pack.key(hidden_states), self.num_heads)
+        pack_query = self.pack_query(context.layer_cache(self.layer_idx))
+        weights = pack_weights(pack_query, pack_key, self.config.pack_activation)
         dropout = self.attention_dropout if self.training else 0.0
-        weights = pack_weights(self.pack_query(cache), pack_key, self.config.pack_activation)
-        output, read, state = attend_causal_memory(
-            query,
-            key,
-            value,
-            F.dropout(weights, dropout) if dropout else weights,
-            "steps",
-            memory=read_memory(cache),
-            keep=context.keep,
-            steps=context.steps,
-            dropout=dropout,
-            need_weights=self.config._attn_implementation == "eager",
-        )
-        if cache is not None:
-            cache.write(**state._asdict())
-        return output.transpose(1, 2).flatten(2), memory, read
-
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query, key and value of the unpack attention, and key of the pack attention: (b, n, d) each."""
-        if self.config.tie_kv:
-            key = value = self.key_value(hidden_states)
-        else:
-            key, value = self.key(hidden_states), self.value(hidden_states)
-        return self.query(hidden_states), key, value, self.pack.key(hidden_states)
+        return F.dropout(weights, dropout) if dropout else weights, "steps"
 
     def pack_query(self, cache: MemoryCacheLayer | None) -> Tensor:
         """P W_pq by heads, (1, h, l, c); kept while decoding, where it would cost more than the rest of the layer."""

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.utils import is_tracing
 from transformers.utils.generic import maybe_autocast
 
-from .functional import SCAN_CHUNK, causal_scan, masked_softmax, scan_chunk, scans_in_a_loop
+from .dispatch import choose
+from .functional import SCAN_CHUNK, causal_scan, masked_softmax, scan_chunk
 
 # What the sums of a slot are divided by, and which slots can be read:
 #   "steps"    the number of tokens so far (Luna, section 3.3: a causal mean)
@@ -119,12 +119,9 @@ def attend_causal_memory(
     reading = Reading(normaliser, slots, dropout, need_weights)
     tokens = (query, key, value, weights)
     with maybe_autocast(query.device.type, enabled=False):
-        if length > 1 and normaliser == "softmax" and is_tracing(query):
-            out, read, memory = _attend_in_a_tree(*tokens, memory, reading)
-        elif length > 1 and normaliser != "softmax" and not scans_in_a_loop(query):
-            out, read, memory = _attend_at_once(*tokens, memory, divisor, reading, chunk_size)
-        else:
-            out, read, memory = _attend_in_a_loop(*tokens, memory, divisor, reading, keep, chunk_size)
+        operation = "causal_softmax_memory" if normaliser == "softmax" else "causal_memory"
+        implementation = choose(operation, query) if length > 1 else "loop"
+        out, read, memory = _ATTENTION[implementation](*tokens, memory, divisor, reading, keep, chunk_size)
     return out.to(query.dtype), read.to(query.dtype) if need_weights else None, memory
 
 
@@ -250,6 +247,7 @@ def _attend_at_once(
     memory: CausalMemory,
     divisor: Tensor | None,
     reading: Reading,
+    keep: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, CausalMemory]:
     precise, heads = memory.key.dtype, query.shape[1]
@@ -266,7 +264,15 @@ def _attend_at_once(
 
 
 def _attend_in_a_tree(
-    query: Tensor, key: Tensor, value: Tensor, weights: Tensor, memory: CausalMemory, reading: Reading
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    memory: CausalMemory,
+    divisor: None,
+    reading: Reading,
+    keep: Tensor | None,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor, CausalMemory]:
     """The normaliser "softmax" without a branch on the data, in O(n log n).
 
@@ -359,3 +365,6 @@ class _Block:
         """As `_Leaves.sum_tokens`."""
         state = torch.matmul(self.writes.transpose(-1, -2), self.halves(value)[0])
         return self.join(torch.matmul(self.halves(read)[1] * self.reads, state))
+
+
+_ATTENTION = {"loop": _attend_in_a_loop, "at_once": _attend_at_once, "tree": _attend_in_a_tree}

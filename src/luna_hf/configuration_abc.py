@@ -2,17 +2,17 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import EncoderConfig
+from .configuration_base import BoundedMemoryConfig
 from .memory_control import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS
 
 
 @strict
-class AbcConfig(EncoderConfig):
+class AbcConfig(BoundedMemoryConfig):
     r"""
     Configuration of the ABC models. The defaults are the paper's base model with a memory of 64 (12 layers, width 768,
     learned control, its matrix shared by all layers).
 
-    Besides the fields of all encoders (see `EncoderConfig`):
+    Besides the fields of all families (see `BoundedMemoryConfig`):
 
     Args:
         memory_control (`str`, defaults to `"mlp"`):
@@ -46,7 +46,8 @@ class AbcConfig(EncoderConfig):
 
     # "abc" is taken: flash-linear-attention registers it for its causal model, and one process may import both.
     model_type = "abc_memory"
-    base_model_fsdp_plan = {"embeddings": "free_full_weight", "encoder.layer.*": "free_full_weight"}
+    state_fields = (*BoundedMemoryConfig.state_fields, "memory_control", "memory_size", "control_activation")
+    slots_field = "memory_size"
 
     memory_control: str = "mlp"
     memory_size: int = 64
@@ -66,3 +67,6 @@ class AbcConfig(EncoderConfig):
         self._require("control_activation", lambda value: value in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")
         self._require("control_seed", lambda value: value >= 0, "at least 0")
         self._require("cluster_iterations", lambda value: value >= 1, "at least 1")
+
+
+__all__ = ["AbcConfig"]

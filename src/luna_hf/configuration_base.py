@@ -3,7 +3,7 @@
 import copy
 import difflib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -27,7 +27,7 @@ _LIBRARY_KEYWORDS = {
 
 
 @strict
-class EncoderConfig(PreTrainedConfig):
+class BoundedMemoryConfig(PreTrainedConfig):
     r"""
     Fields shared by all models of the zoo. Use a family's own class (for example `LunaConfig`), not this one.
 
@@ -101,8 +101,15 @@ class EncoderConfig(PreTrainedConfig):
         ValueError: A value is out of range, or a keyword looks like a misspelt field.
     """
 
-    model_type = "bounded_memory_encoder"
+    model_type = "bounded_memory"
     keys_to_ignore_at_inference = ["past_key_values"]  # a Trainer gathers all other outputs
+    base_model_fsdp_plan = {"embeddings": "free_full_weight", "encoder.layer.*": "free_full_weight"}
+    # Fields on which a decoding state depends, so that a state fits no model that differs in one; families add theirs.
+    state_fields = (
+        *("num_hidden_layers", "hidden_size", "num_attention_heads", "conv_kernel_size", "position_embedding_type"),
+    )
+    # The field that holds the number of slots of the family's memory, if there is one.
+    slots_field: ClassVar[str | None] = None
 
     vocab_size: int = 50265
     hidden_size: int = 768
@@ -173,7 +180,7 @@ class EncoderConfig(PreTrainedConfig):
         self._require("classifier_pooling", lambda v: v in poolings, f"one of {', '.join(poolings)}")
         self._require("pad_token_id", lambda v: 0 <= v < self.vocab_size, f"in [0, vocab_size={self.vocab_size})")
 
-    def as_decoder(self) -> "EncoderConfig":
+    def as_decoder(self) -> "BoundedMemoryConfig":
         """The config of a causal model of the same size: itself if it is one, else a copy with `is_decoder=True`.
 
         Learned positions, which would end, become rotary ones.

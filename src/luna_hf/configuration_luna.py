@@ -4,16 +4,16 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import EncoderConfig
+from .configuration_base import BoundedMemoryConfig
 
 
 @strict
-class LunaConfig(EncoderConfig):
+class LunaConfig(BoundedMemoryConfig):
     r"""
     Configuration of the Luna models. The defaults are the paper's base model (12 layers, width 768, packed sequence
     of 128, tied key and value).
 
-    Besides the fields of all encoders (see `EncoderConfig`):
+    Besides the fields of all families (see `BoundedMemoryConfig`):
 
     Args:
         projection_length (`int`, defaults to 128):
@@ -48,7 +48,8 @@ class LunaConfig(EncoderConfig):
     """
 
     model_type = "luna"
-    base_model_fsdp_plan = {"embeddings": "free_full_weight", "encoder.layer.*": "free_full_weight"}
+    state_fields = (*BoundedMemoryConfig.state_fields, "projection_length", "pack_activation")
+    slots_field = "projection_length"
 
     projection_length: int = 128
     num_projected_attention_heads: int | None = None
@@ -96,3 +97,6 @@ PRESETS: dict[str, dict[str, int]] = {
         "intermediate_size": 4096,
     },
 }
+
+
+__all__ = ["LunaConfig"]

@@ -1,13 +1,11 @@
-"""The table of families: what `import luna_hf` registers, and what tests and benchmarks iterate over."""
+"""The table of families: what `import luna_hf` offers and registers, and what tests and benchmarks iterate over."""
 
 from dataclasses import dataclass
+from types import ModuleType
 
-from torch import nn
+import transformers
 from transformers import (
     AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForPreTraining,
     AutoModelForQuestionAnswering,
@@ -18,95 +16,108 @@ from transformers import (
     RobertaTokenizer,
 )
 
-from .attention_abc import AbcSelfAttention
-from .attention_luna import LunaSelfAttention
-from .configuration_abc import AbcConfig
-from .configuration_base import EncoderConfig
-from .configuration_luna import LunaConfig
-from .modeling_abc import (
-    AbcForCausalLM,
-    AbcForMaskedLM,
-    AbcForMultipleChoice,
-    AbcForQuestionAnswering,
-    AbcForSequenceClassification,
-    AbcForTokenClassification,
-    AbcModel,
+from . import (
+    configuration_abc,
+    configuration_luna,
+    modeling_abc,
+    modeling_abc_causal,
+    modeling_luna,
+    modeling_luna_causal,
 )
-from .modeling_luna import (
-    LunaForCausalLM,
-    LunaForMaskedLM,
-    LunaForMultipleChoice,
-    LunaForQuestionAnswering,
-    LunaForSequenceClassification,
-    LunaForTokenClassification,
-    LunaModel,
-)
+from .configuration_abc import *
+from .configuration_base import BoundedMemoryConfig
+from .configuration_luna import *
+from .modeling_abc import *
+from .modeling_abc_causal import *
+from .modeling_luna import *
+from .modeling_luna_causal import *
 from .tokenization_fairseq import FairseqBpeTokenizer
+
+# The task heads that every family has, by the last part of their names.
+_HEADS = {
+    AutoModelForSequenceClassification: "ForSequenceClassification",
+    AutoModelForMultipleChoice: "ForMultipleChoice",
+    AutoModelForTokenClassification: "ForTokenClassification",
+    AutoModelForQuestionAnswering: "ForQuestionAnswering",
+}
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row: configuration, attention module and models of a mechanism."""
+    """One row: a mechanism's configuration `<Name>Config`, and the modules with its models `<Name>Model`, ..."""
 
-    config: type[EncoderConfig]
-    attention: type[nn.Module]
-    base_model: type[PreTrainedModel]
-    masked_lm: type[PreTrainedModel]
-    causal_lm: type[PreTrainedModel]
-    heads: dict[type, type[PreTrainedModel]]
+    config: type[BoundedMemoryConfig]
+    encoders: ModuleType
+    decoders: ModuleType
+
+    def model(self, kind: str) -> type[PreTrainedModel]:
+        """The class `<Name><kind>`."""
+        module = self.decoders if "Causal" in kind else self.encoders
+        return getattr(module, self.config.__name__.removesuffix("Config") + kind)
+
+    @property
+    def base_model(self) -> type[PreTrainedModel]:
+        """The encoder."""
+        return self.model("Model")
+
+    @property
+    def causal_model(self) -> type[PreTrainedModel]:
+        """The decoder."""
+        return self.model("CausalModel")
+
+    @property
+    def masked_lm(self) -> type[PreTrainedModel]:
+        """The encoder with a masked language modelling head."""
+        return self.model("ForMaskedLM")
+
+    @property
+    def causal_lm(self) -> type[PreTrainedModel]:
+        """The decoder with a language modelling head."""
+        return self.model("ForCausalLM")
+
+    @property
+    def heads(self) -> dict[type, type[PreTrainedModel]]:
+        """The encoder with a task head, by the Auto class that loads it."""
+        return {auto_class: self.model(kind) for auto_class, kind in _HEADS.items()}
 
     @property
     def models(self) -> tuple[type[PreTrainedModel], ...]:
         """Every encoder class of the family, the base model first."""
         return (self.base_model, self.masked_lm, *self.heads.values())
 
+    def register(self) -> None:
+        """Make the family known to the Auto classes, and its code part of what `save_pretrained` writes."""
+        AutoConfig.register(self.config.model_type, self.config, exist_ok=True)
+        self.config.register_for_auto_class()
+        # Both are known by their names from now on; the last is what a folder gets that names none.
+        for tokenizer_class in (FairseqBpeTokenizer, RobertaTokenizer):
+            AutoTokenizer.register(self.config, tokenizer_class, exist_ok=True)
+        self.base_model.causal_model_class = self.causal_model
+        for model_class in (*self.models, self.causal_lm):
+            getattr(transformers, model_class._auto_class).register(self.config, model_class, exist_ok=True)
+        AutoModelForPreTraining.register(self.config, self.masked_lm, exist_ok=True)
+
 
 FAMILIES: dict[str, Family] = {
-    "luna": Family(
-        config=LunaConfig,
-        attention=LunaSelfAttention,
-        base_model=LunaModel,
-        masked_lm=LunaForMaskedLM,
-        causal_lm=LunaForCausalLM,
-        heads={
-            AutoModelForSequenceClassification: LunaForSequenceClassification,
-            AutoModelForMultipleChoice: LunaForMultipleChoice,
-            AutoModelForTokenClassification: LunaForTokenClassification,
-            AutoModelForQuestionAnswering: LunaForQuestionAnswering,
-        },
-    ),
-    "abc_memory": Family(
-        config=AbcConfig,
-        attention=AbcSelfAttention,
-        base_model=AbcModel,
-        masked_lm=AbcForMaskedLM,
-        causal_lm=AbcForCausalLM,
-        heads={
-            AutoModelForSequenceClassification: AbcForSequenceClassification,
-            AutoModelForMultipleChoice: AbcForMultipleChoice,
-            AutoModelForTokenClassification: AbcForTokenClassification,
-            AutoModelForQuestionAnswering: AbcForQuestionAnswering,
-        },
-    ),
+    family.config.model_type: family
+    for family in (
+        Family(LunaConfig, modeling_luna, modeling_luna_causal),
+        Family(AbcConfig, modeling_abc, modeling_abc_causal),
+    )
 }
 
 
 def register() -> None:
-    """Make every family known to the Auto classes, and its code part of what `save_pretrained` writes."""
+    """Register every family, and the tokenizer of the authors' checkpoints."""
     FairseqBpeTokenizer.register_for_auto_class("AutoTokenizer")
-    for model_type, family in FAMILIES.items():
-        AutoConfig.register(model_type, family.config, exist_ok=True)
-        # Both are known by their names from now on; the last is what a folder gets that names none.
-        for tokenizer_class in (FairseqBpeTokenizer, RobertaTokenizer):
-            AutoTokenizer.register(family.config, tokenizer_class, exist_ok=True)
-        family.config.register_for_auto_class()
-        auto_classes = {
-            AutoModel: family.base_model,
-            AutoModelForPreTraining: family.masked_lm,
-            AutoModelForMaskedLM: family.masked_lm,
-            AutoModelForCausalLM: family.causal_lm,
-            **family.heads,
-        }
-        for auto_class, model_class in auto_classes.items():
-            auto_class.register(family.config, model_class, exist_ok=True)
-            model_class.register_for_auto_class(auto_class.__name__)
+    for family in FAMILIES.values():
+        family.register()
+
+
+__all__ = ["FAMILIES", "Family", "register"]
+__all__ += configuration_abc.__all__
+__all__ += configuration_luna.__all__
+__all__ += modeling_abc.__all__
+__all__ += modeling_abc_causal.__all__
+__all__ += modeling_luna.__all__
+__all__ += modeling_luna_causal.__all__

@@ -4,13 +4,12 @@ Shape letters: b batch, h heads, n tokens, q queries, k keys, l slots, d width, 
 mask is boolean with True = keep. Nothing here holds parameters or reads a configuration.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.utils import is_tracing
 from transformers.utils.generic import maybe_autocast
+
+from .dispatch import choose
 
 # Tokens of a step of the causal scan: the products inside a chunk cost as much as those with the state.
 SCAN_CHUNK = 64
@@ -93,16 +92,9 @@ def causal_scan(
     if state is None:
         state = x.new_zeros(*x.shape[:2], x.shape[-1], z.shape[-1], dtype=precise)
     with maybe_autocast(x.device.type, enabled=False):
-        if scans_in_a_loop(x) or x.shape[2] <= chunk_size:
-            out, state = _scan_in_a_loop(x, y, z, state, chunk_size)
-        else:
-            out, state = _scan_at_once(*(part.to(precise) for part in (x, y, z)), state, chunk_size)
+        implementation = "loop" if x.shape[2] <= chunk_size else choose("causal_scan", x)
+        out, state = _SCANS[implementation](x, y, z, state, chunk_size)
     return out.to(x.dtype), state
-
-
-def scans_in_a_loop(states: Tensor) -> bool:
-    """Whether chunks are best treated one after the other: on a CPU they stay in cache; graphs want no loop."""
-    return states.device.type == "cpu" and not is_tracing(states)
 
 
 def _scan_in_a_loop(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
@@ -126,12 +118,15 @@ def scan_chunk(x: Tensor, y: Tensor, z: Tensor, state: Tensor) -> tuple[Tensor, 
 
 def _scan_at_once(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
     length = x.shape[2]
-    x, y, z = (to_chunks(states, chunk_size) for states in (x, y, z))  # (b, h, chunks, chunk_size, ...)
+    x, y, z = (to_chunks(states.to(state.dtype), chunk_size) for states in (x, y, z))  # (b, h, chunks, chunk_size, ...)
     sums = torch.matmul(y.transpose(-1, -2), z).cumsum(2)
     before = torch.cat([state.unsqueeze(2), state.unsqueeze(2) + sums[:, :, :-1]], dim=2)
     within = torch.matmul(x, y.transpose(-1, -2)).tril()
     out = torch.matmul(within, z) + torch.matmul(x, before)
     return out.flatten(2, 3)[:, :, :length], state + sums[:, :, -1]
+
+
+_SCANS = {"loop": _scan_in_a_loop, "at_once": _scan_at_once}
 
 
 def to_chunks(states: Tensor, chunk_size: int) -> Tensor:
@@ -176,6 +171,13 @@ def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tenso
     return (keep.long().cumsum(-1) - 1).clamp(min=0)
 
 
+def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """(b, 1) long: real tokens of every row; (1, 1) where nothing is padded."""
+    if keep is None:
+        return torch.full((1, 1), length, dtype=torch.long, device=device)
+    return keep.sum(-1, keepdim=True)
+
+
 def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
     """(b, h, n, c) with every row's tokens moved to its front in their order, and zeros behind them."""
     if keep is None:
@@ -204,19 +206,6 @@ def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor |
     rows = slots.transpose(1, 2).expand(batch, length, heads) + first
     memory = states.new_zeros(batch * heads * num_slots, size)
     return memory.index_add(0, rows.flatten(), states.transpose(1, 2).flatten(0, 2)).view(batch, heads, num_slots, size)
-
-
-def valid_slots(keep: Tensor, num_slots: int) -> Tensor:
-    """Dynamic projection: a row with fewer tokens than slots uses as many slots as it has tokens.
-
-    Args:
-        keep: (b, n) tokens that are not padding, wherever they stand.
-        num_slots: number of slots l.
-
-    Returns:
-        (b, l) boolean, True for the slots at indices below the number of tokens of the row.
-    """
-    return torch.arange(num_slots, device=keep.device) < keep.sum(-1, keepdim=True)
 
 
 def token_positions(keep: Tensor, padding_idx: int) -> Tensor:
@@ -256,24 +245,6 @@ def sinusoids_at(positions: Tensor, dim: int) -> Tensor:
     exponents = -torch.arange(half, dtype=dtype, device=positions.device) / max(half - 1, 1)
     angles = positions.unsqueeze(-1) * 10000.0**exponents  # (..., half)
     return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, dim - 2 * half)).float()
-
-
-def repeat_positions(table: Tensor, first: int, length: int) -> Tensor:
-    """Learned positions for longer texts: the rows of the first tokens stand again where the trained ones end.
-
-    Neighbours so keep the offsets that were trained (Beltagy et al. 2020, Longformer, section 5).
-
-    Args:
-        table: (first + trained, d).
-        first: rows in front that belong to no position (RoBERTa's, up to the pad's).
-        length: positions wanted, at least one.
-
-    Returns:
-        (first + length, d).
-    """
-    rows = table[first:]
-    repeated = rows.repeat(-(-length // rows.shape[0]), 1)[:length]
-    return torch.cat([table[:first], repeated])
 
 
 def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -324,31 +295,3 @@ def masked_mean(states: Tensor, keep: Tensor | None) -> Tensor:
         return states.mean(1)
     total = states.masked_fill(~keep.unsqueeze(-1), 0.0).sum(1)
     return total / keep.sum(-1, keepdim=True).clamp(min=1)
-
-
-def masked_max(states: Tensor, keep: Tensor | None) -> Tensor:
-    """(b, n, d) to (b, d): maximum over the kept entries; zeros where nothing is kept."""
-    if keep is None:
-        return states.amax(1)
-    pooled = states.masked_fill(~keep.unsqueeze(-1), torch.finfo(states.dtype).min).amax(1)
-    return pooled.masked_fill(~keep.any(-1, keepdim=True), 0.0)
-
-
-class _JoinStreams(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        return first.view_as(first), second.view_as(second)
-
-    @staticmethod
-    def backward(ctx: Any, first_grad: Tensor, second_grad: Tensor) -> tuple[Tensor, Tensor]:
-        # An output that nobody used arrives here as zeros: that is the whole point.
-        return first_grad, second_grad
-
-
-def join_streams(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The same two tensors, tied in autograd: using one gives the parameters behind the other a gradient of zero.
-
-    A loss reads the token states or the packed states, so the last layer's parts that serve only the other stream would
-    get no gradient at all, and distributed training stops at parameters without one.
-    """
-    return _JoinStreams.apply(first, second) if torch.is_grad_enabled() else (first, second)

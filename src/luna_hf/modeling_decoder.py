@@ -1,7 +1,4 @@
-"""What the causal models of all families share: a forward pass with a state, the head, and what `generate` asks for.
-
-A family's base model is a decoder where its config says so (`is_decoder`), and calls `decode`.
-"""
+"""What the causal models of all families share: the decoder with its state, the head, and what `generate` asks for."""
 
 from typing import Any
 
@@ -13,40 +10,62 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, is_tracing
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
 
 from .attention_base import Linear
-from .configuration_base import EncoderConfig
-from .functional import rotary_angles
-from .modeling_base import CausalConvolution
-from .modeling_heads import HeadMixin
-from .state import CausalContext, MemoryCache, state_fields
+from .configuration_base import BoundedMemoryConfig
+from .context import ForwardContext, make_context
+from .functional import causal_convolution, move_to_ranks, rotary_angles, token_ranks
+from .modeling_base import BaseModelMixin, HeadMixin
+from .modeling_layers import DepthwiseConvolution
+from .state import MemoryCache, state_fields
 
 
-class DecoderModelMixin:
-    """What a family's base model does where its config is a decoder's."""
+class CausalConvolution(DepthwiseConvolution):
+    """The same over the token itself and those before it, whose states are kept while decoding."""
 
-    def number_layers(self) -> None:
-        """Tell the parts of every layer which of the cache's layers is theirs."""
-        for index, layer in enumerate(self.encoder.layer):
-            layer.attention.self.layer_index = index
-            if isinstance(layer.attention.convolution, CausalConvolution):
-                layer.attention.convolution.layer_index = index
+    def forward(self, states: Tensor, context: ForwardContext) -> Tensor:
+        """(b, n, d) to (b, n, d)."""
+        keep, cache = context.keep, context.layer_cache(self.layer_idx)
+        before = None if cache is None else cache.states.get("convolution")
+        ranks = None
+        if keep is not None:
+            # Without padding between them: moved to the front, the real tokens are the first ones.
+            ranks = token_ranks(keep, states.shape[1], keep.device)
+            states = move_to_ranks(states.unsqueeze(1), ranks, keep).squeeze(1)
+        if before is None:
+            before = states.new_zeros(states.shape[0], self.weight.shape[-1] - 1, states.shape[-1])
+        seen = torch.cat([before.to(states.dtype), states], dim=1)
+        out = causal_convolution(seen, self.weight)
+        if cache is not None:  # last, since it is written where `before` was read from
+            places = states.shape[1] if keep is None else keep.sum(1, keepdim=True)
+            places = (places + torch.arange(before.shape[1], device=seen.device)).expand(seen.shape[0], -1)
+            cache.write(convolution=seen.gather(1, places.unsqueeze(-1).expand(-1, -1, seen.shape[-1])))
+        return out if ranks is None else out.gather(1, ranks.unsqueeze(-1).expand(out.shape))
 
-    def decode(
+
+class DecoderModelMixin(BaseModelMixin):
+    """The decoder of a family: the trunk of its causal model."""
+
+    convolution_class = CausalConvolution
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
         self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        past_key_values: MemoryCache | None,
-        use_cache: bool | None,
-        memory: Tensor | None = None,
-        **kwargs: Any,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        past_key_values: MemoryCache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """The forward pass of a decoder.
-
+        """
         Args:
             input_ids: (b, n) token ids, or instead
             inputs_embeds: (b, n, d) token embeddings.
@@ -57,7 +76,6 @@ class DecoderModelMixin:
             past_key_values: the state after earlier tokens, or a new `MemoryCache`; it is brought up to date in place.
             use_cache: whether to make a state if none is given, and to return it; by default `config.use_cache`. In
                 training none is made.
-            memory: what the family's layers take besides the tokens.
 
         Raises:
             ValueError: Wrong shapes, no tokens, a cache of another kind or size, a mask that hides what the state has
@@ -78,14 +96,21 @@ class DecoderModelMixin:
             check_mask_of_past(attention_mask, length, cache)
             attention_mask = attention_mask[:, -length:]
         keep = self.given_mask(attention_mask)
-        context = self.make_context(keep, position_ids, cache, length, first.device)
-        positions = context.steps - 1 if position_ids is None else position_ids
+        context = make_context(keep, length, first.device, cache, kwargs)
+        positions = context.ranks if position_ids is None else position_ids
+        context = context._replace(angles=self.rotary_angles(positions))
         hidden_states = self.embeddings(input_ids, inputs_embeds, positions, token_type_ids, keep)
-        hidden_states, _ = self.encoder(hidden_states, memory, context, keep, **kwargs)
+        hidden_states, _ = self.encoder(hidden_states, self.first_carried(), context)
         if cache is not None:
-            tokens = length if keep is None else keep.sum(1)
-            cache.count((context.before[:, 0] + tokens).expand(batch), length)
+            cache.count(context.lengths[:, 0].expand(batch), length)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache if use_cache else None)
+
+    def rotary_angles(self, positions: Tensor) -> Tensor | None:
+        """(b or 1, n, c / 2) for positions (b or 1, n), if the model turns its queries and keys."""
+        if self.config.position_embedding_type != "rotary":
+            return None
+        size = self.config.hidden_size // self.config.num_attention_heads
+        return rotary_angles(positions, size, self.get_input_embeddings().weight.dtype)
 
     def given_mask(self, attention_mask: Tensor | None) -> Tensor | None:
         """(b, n) boolean, or `None` if nothing is padded."""
@@ -116,41 +141,21 @@ class DecoderModelMixin:
             )
         return past_key_values
 
-    def make_context(
-        self,
-        keep: Tensor | None,
-        position_ids: Tensor | None,
-        cache: MemoryCache | None,
-        length: int,
-        device: torch.device,
-    ) -> CausalContext:
-        """What the layers know: counts of tokens, and angles of rotary positions."""
-        before = torch.zeros(1, dtype=torch.long, device=device) if cache is None else cache.tokens
-        before = torch.zeros(1, dtype=torch.long, device=device) if before is None else before.to(device)
-        before = before.unsqueeze(1)  # (b or 1, 1)
-        if keep is None:
-            steps = before + torch.arange(1, length + 1, device=device)
-        else:
-            steps = (before + keep.long().cumsum(1)).clamp(min=1)
-        angles = None
-        if self.config.position_embedding_type == "rotary":
-            size = self.config.hidden_size // self.config.num_attention_heads
-            positions = steps - 1 if position_ids is None else position_ids
-            angles = rotary_angles(positions, size, self.get_input_embeddings().weight.dtype)
-        return CausalContext(keep, before, steps, angles, cache)
-
 
 class CausalLMMixin(HeadMixin):
     """Causal language modelling: an output layer, tied to the token embedding, and generation with a constant state."""
 
-    is_causal_head = True
+    _auto_class = "AutoModelForCausalLM"
     _is_stateful = True  # the state cannot go back: no assisted generation
+    _supports_flash_attn = False
+    _supports_flex_attn = False
     output_class = CausalLMOutputWithPast
+    tied_weights = {"lm_head.weight": "{}.embeddings.word_embeddings.weight"}
 
-    def __init__(self, config: EncoderConfig) -> None:
+    def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__(config.as_decoder())
 
-    def add_head(self, config: EncoderConfig) -> None:
+    def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -172,7 +177,7 @@ class CausalLMMixin(HeadMixin):
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, past_key_values, inputs_embeds, use_cache: as the
-                base model, see `DecoderModelMixin.decode`.
+                base model, see `DecoderModelMixin.forward`.
             labels: (b, n) the tokens themselves, each predicted from those before it; -100 where there is nothing to
                 predict.
             logits_to_keep: number of last positions that get logits, 0 for all; or which (a tensor).
@@ -192,6 +197,7 @@ class CausalLMMixin(HeadMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
@@ -240,7 +246,7 @@ class CausalLMMixin(HeadMixin):
 
     @staticmethod
     def create_masks_for_generate(
-        config: EncoderConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        config: BoundedMemoryConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Tensor | None:
         """The mask of the new tokens: its shape does not grow, so a compiled step need not be compiled again."""
         if attention_mask is None:

@@ -1,20 +1,17 @@
-"""Luna encoder models (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021, arXiv 2106.01540).
+"""Luna encoders (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021, arXiv 2106.01540).
 
 Two streams go through every layer: the tokens X and a packed sequence P of fixed length. The arithmetic is in
-`attention_luna.py`; here stand the embedding of P, the base model and the task heads.
+`attention_luna.py`; here are the embedding of P, the base model and the heads.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
     MaskedLMOutput,
     ModelOutput,
     MultipleChoiceModelOutput,
@@ -22,27 +19,16 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.utils.output_capturing import OutputRecorder
 
 from .attention_base import Linear, attend, make_key_mask
-from .attention_luna import LunaMasks, LunaPackAttention, LunaSelfAttention
-from .attention_luna_causal import LunaCausalPack, LunaCausalSelfAttention
+from .attention_luna import LunaAttention, LunaPackAttention, valid_slots
 from .configuration_luna import LunaConfig
-from .functional import first_kept, join_streams, masked_max, masked_mean, valid_slots
-from .modeling_base import (
-    EncoderEmbeddings,
-    EncoderLayer,
+from .context import ForwardContext, drop_if_full, make_context
+from .functional import first_kept, masked_mean
+from .modeling_base import BoundedMemoryPreTrainedModel
+from .modeling_encoder import (
     EncoderModelMixin,
-    EncoderPreTrainedModel,
-    EncoderStack,
-    SinusoidalPositions,
-    drop_if_full,
-)
-from .modeling_decoder import CausalLMMixin, DecoderModelMixin
-from .modeling_heads import (
     MaskedLMMixin,
     MultipleChoiceMixin,
     QuestionAnsweringMixin,
@@ -50,9 +36,7 @@ from .modeling_heads import (
     TokenClassificationMixin,
     TokenPooling,
 )
-from .state import MemoryCache
-from .warm_start import warm_start
-from .warm_start_source import Source
+from .modeling_layers import SinusoidalPositions, TransformerLayer
 
 
 @dataclass
@@ -135,6 +119,10 @@ class LunaPackedEmbeddings(nn.Module):
         )
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
+    def initialise(self, config: LunaConfig) -> None:
+        """As any embedding."""
+        init.normal_(self.weight, mean=0.0, std=config.initializer_range)
+
     def forward(self, batch: int, num_slots: int, keep: Tensor | None) -> Tensor:
         """(b, l, d) with l = `num_slots`; slots outside `keep` (b, l) are zero."""
         packed = self.weight[:num_slots]
@@ -144,150 +132,95 @@ class LunaPackedEmbeddings(nn.Module):
         return packed if keep is None else packed.masked_fill(~keep.unsqueeze(-1), 0.0)
 
 
-class LunaLayer(EncoderLayer):
-    """One layer: nested attention, feed-forward on the tokens only."""
+class _JoinStreams(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        return first.view_as(first), second.view_as(second)
 
-    attention_class = LunaSelfAttention
+    @staticmethod
+    def backward(ctx: Any, first_grad: Tensor, second_grad: Tensor) -> tuple[Tensor, Tensor]:
+        # An output that nobody used arrives here as zeros: that is the whole point.
+        return first_grad, second_grad
 
 
-class LunaDecoderLayer(LunaLayer):
-    """One layer of a decoder: causal attention, feed-forward."""
+def join_streams(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The same two tensors, tied in autograd: using one gives the parameters behind the other a gradient of zero.
 
-    attention_class = LunaCausalSelfAttention
+    A loss reads the token states or the packed states, so the last layer's parts that serve only the other stream would
+    get no gradient at all, and distributed training stops at parameters without one.
+    """
+    return _JoinStreams.apply(first, second) if torch.is_grad_enabled() else (first, second)
 
 
-class LunaPreTrainedModel(EncoderPreTrainedModel):
+class LunaPreTrainedModel(BoundedMemoryPreTrainedModel):
     """What all Luna models share."""
 
     config: LunaConfig
     base_model_prefix = "luna"
-    _no_split_modules = ["EncoderEmbeddings", "LunaPackedEmbeddings", "LunaLayer", "LunaDecoderLayer"]
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
+    _no_split_modules = [*BoundedMemoryPreTrainedModel._no_split_modules, "LunaPackedEmbeddings"]
     _can_record_outputs = {
-        "hidden_states": LunaLayer,
-        "attentions": [
-            OutputRecorder(LunaSelfAttention, index=2),
-            OutputRecorder(LunaCausalSelfAttention, index=2),
-        ],
-        "packed_hidden_states": [OutputRecorder(LunaPackedEmbeddings), OutputRecorder(LunaLayer, index=1)],
+        **BoundedMemoryPreTrainedModel._can_record_outputs,
+        "packed_hidden_states": [OutputRecorder(LunaPackedEmbeddings), OutputRecorder(TransformerLayer, index=1)],
         "pack_attentions": OutputRecorder(LunaPackAttention, index=1),
     }
-    auto_map = {
-        "AutoConfig": "configuration_luna.LunaConfig",
-        "AutoModel": "modeling_luna.LunaModel",
-        "AutoModelForMaskedLM": "modeling_luna.LunaForMaskedLM",
-        "AutoModelForCausalLM": "modeling_luna.LunaForCausalLM",
-        "AutoModelForSequenceClassification": "modeling_luna.LunaForSequenceClassification",
-        "AutoModelForMultipleChoice": "modeling_luna.LunaForMultipleChoice",
-        "AutoModelForTokenClassification": "modeling_luna.LunaForTokenClassification",
-        "AutoModelForQuestionAnswering": "modeling_luna.LunaForQuestionAnswering",
-    }
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, LunaPackedEmbeddings):
-            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-        elif isinstance(module, LunaCausalPack):
-            # As large as token states after their LayerNorm: P has none here, and near zero all slots are the same.
-            init.normal_(module.slots, mean=0.0, std=1.0)
 
 
-class LunaModel(EncoderModelMixin, DecoderModelMixin, LunaPreTrainedModel):
-    """Luna without a head: the encoder, with token states and packed states; or the decoder (`config.is_decoder`)."""
+class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
+    """The Luna encoder without a head: token states and packed states."""
 
-    def __init__(self, config: LunaConfig) -> None:
-        super().__init__(config)
-        self.embeddings = EncoderEmbeddings(config)
-        if config.is_decoder:
-            self.encoder = EncoderStack(config, LunaDecoderLayer)
-            self.number_layers()
-        else:
-            self.packed_embeddings = LunaPackedEmbeddings(config)
-            self.encoder = EncoderStack(config, LunaLayer)
-            packed_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-            self.packed_layer_norm = packed_norm if config.norm_first else nn.Identity()
-        self.gradient_checkpointing = False
-        self.post_init()
+    attention_class = LunaAttention
 
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        past_key_values: MemoryCache | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> LunaModelOutput | BaseModelOutputWithPast:
-        """
-        Args:
-            input_ids: (b, n) token ids, or instead
-            inputs_embeds: (b, n, d) token embeddings, before scale, positions and LayerNorm.
-            attention_mask: (b, n), 1 for tokens and 0 for padding on whichever side. Without it, padding is where
-                `input_ids` is `pad_token_id`.
-            token_type_ids: (b, n) segments, if the model has segment embeddings.
-            position_ids: (b, n) rows of the position table; by default the t-th token has row `pad_token_id + t`.
-            output_hidden_states, output_attentions, output_packed_hidden_states, output_pack_attentions, return_dict:
-                as keywords; see `LunaModelOutput`.
+    def add_layers(self, config: LunaConfig) -> None:
+        """Create the layers, the embedding of P, and P's final norm in a pre-norm model."""
+        self.packed_embeddings = LunaPackedEmbeddings(config)
+        super().add_layers(config)
+        packed_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.packed_layer_norm = packed_norm if config.norm_first else nn.Identity()
 
-        A decoder takes `past_key_values` and `use_cache` besides, and reads the others as `DecoderModelMixin.decode`
-        says.
+    def check_keywords(self, keywords: dict[str, Any]) -> None:
+        """As every encoder; and pack maps only from a backend that has them.
 
         Raises:
-            ValueError: Wrong shapes, no tokens, more than `max_position_embeddings`, a keyword without a meaning,
-                or pack maps from a backend that has none.
+            ValueError: A keyword asks for what the model does not do.
         """
-        if self.config.is_decoder:
-            inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-            return self.decode(*inputs, past_key_values, use_cache, **kwargs)
-        self.check_inputs(input_ids, inputs_embeds, attention_mask, {**kwargs, "past_key_values": past_key_values})
-        if kwargs.get("output_pack_attentions") and self.config._attn_implementation != "eager":
+        super().check_keywords(keywords)
+        if keywords.get("output_pack_attentions") and self.config._attn_implementation != "eager":
             raise ValueError(
                 "`output_pack_attentions` needs eager attention, but the model uses "
                 f'{self.config._attn_implementation}: call `model.set_attn_implementation("eager")` first.'
             )
-        keep = self.tokens_to_keep(input_ids, attention_mask)
-        hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
-        memory, masks = self.begin(hidden_states, keep)
-        hidden_states, memory = self.encoder(hidden_states, memory, masks, keep, **kwargs)
-        hidden_states, memory = join_streams(hidden_states, self.packed_layer_norm(memory))
-        return LunaModelOutput(
-            last_hidden_state=hidden_states,
-            packed_last_hidden_state=memory,
-            # Not `slots`: which fields an output has must not depend on the data.
-            packed_attention_mask=self.used_slots(hidden_states, keep),
-        )
 
-    def begin(self, hidden_states: Tensor, keep: Tensor | None) -> tuple[Tensor, LunaMasks]:
-        """The packed states (b, l, d) that the first layer reads, and the masks of all layers."""
+    def begin(self, hidden_states: Tensor, keep: Tensor | None, **options: Any) -> tuple[Tensor, ForwardContext]:
+        """The packed states (b, l, d) that the first layer reads, and the context of all layers."""
         batch, length = hidden_states.shape[:2]
-        num_slots, slots = self.config.projection_length, None
+        num_slots = self.config.projection_length
         if self.config.dynamic_projection:
             # Slots beyond the padded length would be masked in every row; a shape and not the data decides.
             num_slots = torch.sym_min(num_slots, length)
-            slots = None if keep is None else drop_if_full(valid_slots(keep, num_slots))
-        memory = self.packed_embeddings(batch, num_slots, slots)
-        masks = LunaMasks(
-            tokens=make_key_mask(self.config, keep, queries=memory, keys=hidden_states),
-            memory=make_key_mask(self.config, slots, queries=hidden_states, keys=memory),
-        )
-        return memory, masks
+        context = make_context(keep, length, hidden_states.device, options=options)
+        packed_queries = hidden_states[:, :1].expand(-1, num_slots, -1)  # of P's shape, which is all that masks need
+        context = self.attention_class.prepare(self.config, hidden_states, packed_queries, context)
+        return self.packed_embeddings(batch, num_slots, context.carried_keep), context
 
-    def used_slots(self, hidden_states: Tensor, keep: Tensor | None) -> Tensor | None:
-        """(b, l) long, 1 for the slots that hold a row's packed sequence; `None` where all do by definition."""
-        if not self.config.dynamic_projection:
-            return None
-        num_slots = torch.sym_min(self.config.projection_length, hidden_states.shape[1])
-        if keep is None:
-            return hidden_states.new_ones(hidden_states.shape[0], num_slots, dtype=torch.long)
-        return valid_slots(keep, num_slots).long()
+    def make_output(self, hidden_states: Tensor, carried: Tensor, context: ForwardContext) -> LunaModelOutput:
+        """Both streams."""
+        hidden_states, packed = join_streams(hidden_states, self.packed_layer_norm(carried))
+        # Not `context.carried_keep`: which fields an output has must not depend on the data.
+        slots = None
+        if self.config.dynamic_projection:
+            slots = packed.new_ones(packed.shape[:2], dtype=torch.long)
+            slots = slots if context.keep is None else valid_slots(context.keep, packed.shape[1]).long()
+        return LunaModelOutput(
+            last_hidden_state=hidden_states, packed_last_hidden_state=packed, packed_attention_mask=slots
+        )
+
+
+def masked_max(states: Tensor, keep: Tensor | None) -> Tensor:
+    """(b, n, d) to (b, d): maximum over the kept entries; zeros where nothing is kept."""
+    if keep is None:
+        return states.amax(1)
+    pooled = states.masked_fill(~keep.unsqueeze(-1), torch.finfo(states.dtype).min).amax(1)
+    return pooled.masked_fill(~keep.any(-1, keepdim=True), 0.0)
 
 
 class LunaPooling(nn.Module):
@@ -332,47 +265,6 @@ class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
 
     base_model_class = LunaModel
     output_class = LunaMaskedLMOutput
-    _tied_weights_keys = {
-        "lm_head.decoder.weight": "luna.embeddings.word_embeddings.weight",
-        "lm_head.decoder.bias": "lm_head.bias",
-    }
-
-    @classmethod
-    def from_roberta(
-        cls,
-        source: Source,
-        *,
-        max_length: int | None = None,
-        slot_tokens: Sequence[int] | Tensor | None = None,
-        seed: int = 0,
-        **fields: Any,
-    ) -> "LunaForMaskedLM":
-        """A model that starts from a trained RoBERTa, XLM-R, CamemBERT or BERT; what is new in it is logged.
-
-        See `warm_start`, which takes the same arguments and also returns the report.
-
-        Args:
-            source: folder, name on the Hub, or a model in memory.
-            max_length: tokens that the model must take, if more than the source does.
-            slot_tokens: ids of a text, from which the packed embeddings are made.
-            seed: of what is new.
-            fields: of the config (`projection_length`, `conv_kernel_size`, ...).
-
-        Raises:
-            ValueError: A source that cannot be mapped or read, or a field that is wrong.
-        """
-        model, made = warm_start(cls, source, max_length=max_length, slot_tokens=slot_tokens, seed=seed, **fields)
-        made.warn()
-        return model
-
-
-class LunaForCausalLM(CausalLMMixin, LunaPreTrainedModel, GenerationMixin):
-    """Luna with a causal language-modelling head: a decoder that generates with a state of constant size."""
-
-    base_model_class = LunaModel
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-    _tied_weights_keys = {"lm_head.weight": "luna.embeddings.word_embeddings.weight"}
 
 
 class LunaForSequenceClassification(SequenceClassificationMixin, LunaPreTrainedModel):
@@ -403,3 +295,15 @@ class LunaForQuestionAnswering(QuestionAnsweringMixin, LunaPreTrainedModel):
 
     base_model_class = LunaModel
     output_class = LunaQuestionAnsweringOutput
+
+
+__all__ = [
+    "LunaForMaskedLM",
+    "LunaForMultipleChoice",
+    "LunaForQuestionAnswering",
+    "LunaForSequenceClassification",
+    "LunaForTokenClassification",
+    "LunaModel",
+    "LunaModelOutput",
+    "LunaPreTrainedModel",
+]

@@ -1,7 +1,5 @@
 """The decoding state of the causal models: a cache in transformers' sense, whose size does not depend on the length."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -39,6 +37,12 @@ class MemoryCacheLayer(CacheLayerMixin):
             else:
                 self.states[name] = state if state.requires_grad else _own(state)
         self.is_initialized = True
+
+    def sums(self) -> CausalMemory | None:
+        """The memory that a causal scan left, if any."""
+        if "value" not in self.states:
+            return None
+        return CausalMemory(**{name: self.states.get(name) for name in CausalMemory._fields})
 
     def lazy_initialization(self, *args: Tensor, **kwargs: Tensor) -> None:
         """Nothing to do: the first `write` makes the tensors."""
@@ -81,13 +85,6 @@ class MemoryCacheLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows."""
         self.write(**{name: state[indices.to(state.device)] for name, state in self.states.items()})
-
-
-def read_memory(cache: MemoryCacheLayer | None) -> CausalMemory | None:
-    """The sums that a layer has kept, if any."""
-    if cache is None or "value" not in cache.states:
-        return None
-    return CausalMemory(**{name: cache.states.get(name) for name in CausalMemory._fields})
 
 
 def _may_be_overwritten(old: Tensor, new: Tensor) -> bool:
@@ -200,31 +197,9 @@ class MemoryCache(Cache):
         self.rows.batch_select_indices(indices)
 
 
-# Fields of a config that decide over what a state holds.
-_STATE_FIELDS = (
-    *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "conv_kernel_size"),
-    *("position_embedding_type", "projection_length", "pack_activation"),
-    *("memory_control", "memory_size", "control_activation"),
-)
-
-
 def state_fields(config: PreTrainedConfig) -> dict[str, object]:
     """What two models must have in common for one to go on from the other's state."""
-    fields = {name: getattr(config, name) for name in _STATE_FIELDS if hasattr(config, name)}
+    fields = {name: getattr(config, name) for name in ("model_type", *config.state_fields)}
     if fields.get("position_embedding_type") == "learned":  # an encoder's config, of which a decoder is made
         fields["position_embedding_type"] = "rotary"
     return fields
-
-
-class CausalContext(NamedTuple):
-    """What all layers of a causal model know about the tokens of a forward pass."""
-
-    keep: Tensor | None  # (b, n) boolean, `None` where nothing is padded
-    before: Tensor  # (b or 1, 1) long: tokens of the row before this pass
-    steps: Tensor  # (b or 1, n) long: tokens of the row so far, this one among them; at least 1
-    angles: Tensor | None  # (b or 1, n, c / 2) of rotary positions
-    cache: MemoryCache | None
-
-    def layer_cache(self, index: int) -> MemoryCacheLayer | None:
-        """Where a layer keeps its state, if anything is kept."""
-        return None if self.cache is None else self.cache.layers[index]

@@ -1,32 +1,128 @@
-"""Task heads that all families share.
+"""The encoder that all families share, and its task heads.
 
-Each `...Mixin` holds the whole head; a family's class only names its base model and its output class:
+Each `...Mixin` holds the whole model; a family's class only names its parts:
 
-    class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel): ...
+    class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
+        base_model_class = LunaModel
 
 Losses divide by `num_items_in_batch` where the Trainer passes it, for every kind of loss: gradient accumulation then
 gives the update of one large batch.
 """
 
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    MaskedLMOutput,
+    ModelOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from .attention_base import Linear
-from .configuration_base import EncoderConfig
+from .configuration_base import BoundedMemoryConfig
+from .context import ForwardContext, make_context
 from .functional import first_kept, masked_mean
+from .modeling_base import BaseModelMixin, HeadMixin
+from .modeling_layers import DepthwiseConvolution
 
 
-def classifier_dropout(config: EncoderConfig) -> nn.Dropout:
+class EncoderModelMixin(BaseModelMixin):
+    """The encoder of a family."""
+
+    convolution_class = DepthwiseConvolution
+    # AutoModel knows one class for a configuration, be it an encoder's or a decoder's: the package enters the other here.
+    causal_model_class: type[PreTrainedModel] | None = None
+
+    def __new__(cls, config: BoundedMemoryConfig | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The encoder; or the family's decoder without a head, for a config that describes one (`is_decoder`)."""
+        if config is not None and config.is_decoder and cls.causal_model_class is not None:
+            return cls.causal_model_class(config, *args, **kwargs)
+        return super().__new__(cls)
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:
+        """
+        Args:
+            input_ids: (b, n) token ids, or instead
+            inputs_embeds: (b, n, d) token embeddings, before scale, positions and LayerNorm.
+            attention_mask: (b, n), 1 for tokens and 0 for padding on whichever side. Without it, padding is where
+                `input_ids` is `pad_token_id`.
+            token_type_ids: (b, n) segments, if the model has segment embeddings.
+            position_ids: (b, n) rows of the position table; by default the t-th token has row `pad_token_id + t`. A
+                memory that goes by the order of the tokens does so whatever these say.
+            output_hidden_states, output_attentions, return_dict: as keywords. The attentions (eager only) are what each
+                token reads: (b, h, n, m) over the slots, over the places of its window, or (b, h, n, n) of full
+                attention. A family may have more to record.
+
+        Raises:
+            ValueError: Wrong shapes, no tokens, more than `max_position_embeddings`, a keyword without a meaning.
+        """
+        self.check_inputs(input_ids, inputs_embeds, attention_mask, kwargs)
+        keep = self.tokens_to_keep(input_ids, attention_mask)
+        hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
+        carried, context = self.begin(hidden_states, keep, **kwargs)
+        hidden_states, carried = self.encoder(hidden_states, carried, context)
+        return self.make_output(hidden_states, carried, context)
+
+    def begin(self, hidden_states: Tensor, keep: Tensor | None, **options: Any) -> tuple[Tensor | None, ForwardContext]:
+        """What the first layer takes besides the (b, n, d) states: what is carried, and the context of all layers."""
+        context = make_context(keep, hidden_states.shape[1], hidden_states.device, options=options)
+        carried = self.first_carried()
+        return carried, self.attention_class.prepare(self.config, hidden_states, carried, context)
+
+    def make_output(self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext) -> BaseModelOutput:
+        """The output from what has left the last layer."""
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+    def check_inputs(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        keywords: dict[str, Any],
+    ) -> None:
+        """Refuse what an encoder would compute wrongly or silently ignore.
+
+        Args:
+            input_ids, inputs_embeds, attention_mask: as given to the model.
+            keywords: whatever else was given.
+
+        Raises:
+            ValueError: Not exactly one kind of input; an empty or too long one; a mask that is not (batch, length); a
+                keyword that is misspelt, or that asks for what the model does not do.
+        """
+        self.check_keywords(keywords)
+        length, limit = self.check_shapes(input_ids, inputs_embeds, attention_mask), self.config.max_position_embeddings
+        if length > limit:
+            raise ValueError(
+                f"The input is {length} tokens long, but the model takes at most {limit} "
+                f"(`max_position_embeddings`). Truncate it (`tokenizer(..., truncation=True, max_length={limit})`) "
+                "or use a model with more positions."
+            )
+
+
+def classifier_dropout(config: BoundedMemoryConfig) -> nn.Dropout:
     """Dropout of the classification heads."""
     p = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if p is None else p)
@@ -35,13 +131,17 @@ def classifier_dropout(config: EncoderConfig) -> nn.Dropout:
 class MaskedLMHead(nn.Module):
     """Dense, activation, LayerNorm, decoder tied to the token embedding, bias."""
 
-    def __init__(self, config: EncoderConfig) -> None:
+    def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
         self.activation = ACT2FN[config.hidden_act]
         self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.decoder = Linear(config.hidden_size, config.vocab_size)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def initialise(self, config: BoundedMemoryConfig) -> None:
+        """The bias of the output layer, which is the head's own."""
+        init.zeros_(self.bias)
 
     def forward(self, states: Tensor) -> Tensor:
         """(..., d) to (..., vocab_size)."""
@@ -51,7 +151,7 @@ class MaskedLMHead(nn.Module):
 class TokenPooling(nn.Module):
     """One vector a row from the token states: `"cls"` or `"mean"`."""
 
-    def __init__(self, config: EncoderConfig) -> None:
+    def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
         self.pool = {"cls": first_kept, "mean": masked_mean}[config.classifier_pooling]
 
@@ -63,7 +163,7 @@ class TokenPooling(nn.Module):
 class ClassificationHead(nn.Module):
     """Dropout, dense, activation, dropout, output, over a pooled state."""
 
-    def __init__(self, config: EncoderConfig, num_labels: int) -> None:
+    def __init__(self, config: BoundedMemoryConfig, num_labels: int) -> None:
         super().__init__()
         inner = config.classifier_hidden_size or config.hidden_size
         self.dropout = classifier_dropout(config)
@@ -91,7 +191,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | i
 
 
 def classification_loss(
-    logits: Tensor, labels: Tensor, config: EncoderConfig, num_items_in_batch: Tensor | int | None = None
+    logits: Tensor, labels: Tensor, config: BoundedMemoryConfig, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
     """Loss of `config.problem_type`: regression (MSE), single label (cross-entropy) or multi label (BCE).
 
@@ -126,46 +226,31 @@ def classification_loss(
     return loss(logits, labels, reduction="sum") / num_items_in_batch
 
 
-class HeadMixin:
-    """What the heads have in common: a base model under `base_model_prefix`, and an output class."""
+class EncoderHeadMixin(HeadMixin):
+    """A head that reads both sides of a token."""
 
-    base_model_class: type[nn.Module]
-    output_class: type[ModelOutput]
-    is_causal_head = False
-    # The Trainer passes `num_items_in_batch` and leaves the division to the loss; every loss here does it.
-    accepts_loss_kwargs = True
-
-    def __init__(self, config: EncoderConfig) -> None:
-        if config.is_decoder and not self.is_causal_head:
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        if config.is_decoder:
             raise ValueError(
                 f"{type(self).__name__} reads both sides of a token, but the config is a causal model's "
                 f"(`is_decoder`). Load it with AutoModelForCausalLM, or its trunk with AutoModel."
             )
         super().__init__(config)
-        # Here and not in `make_output`: torch.compile cannot trace `fields`.
-        self.output_fields = tuple(field.name for field in fields(self.output_class))
-        setattr(self, self.base_model_prefix, self.base_model_class(config))
-        self.add_head(config)
-        self.post_init()
-
-    def make_output(self, outputs: ModelOutput, **own: Any) -> ModelOutput:
-        """The head's output: its own fields, and whatever it shares with the base model's output."""
-        shared = {name: outputs.get(name) for name in self.output_fields if name not in own}
-        return self.output_class(**own, **shared)
 
 
-class MaskedLMMixin(HeadMixin):
+class MaskedLMMixin(EncoderHeadMixin):
     """Masked language modelling; with `sparse_prediction` the head runs only at labelled positions in training."""
 
-    def add_head(self, config: EncoderConfig) -> None:
+    _auto_class = "AutoModelForMaskedLM"
+    output_class = MaskedLMOutput
+    tied_weights = {
+        "lm_head.decoder.weight": "{}.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    }
+
+    def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
         self.lm_head = MaskedLMHead(config)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, MaskedLMHead):
-            init.zeros_(module.bias)
 
     def get_output_embeddings(self) -> nn.Module:
         """The output layer, tied to the token embedding."""
@@ -192,7 +277,7 @@ class MaskedLMMixin(HeadMixin):
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> MaskedLMOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
@@ -203,14 +288,8 @@ class MaskedLMMixin(HeadMixin):
             `loss` if there are labels; `logits` (b, n, vocab_size), or (number of labels, vocab_size) in training with
             `sparse_prediction`.
         """
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(*inputs, return_dict=True, **kwargs)
         states, loss = outputs.last_hidden_state, None
         if labels is not None and self.training and self.config.sparse_prediction:
             labelled = labels != -100
@@ -221,7 +300,7 @@ class MaskedLMMixin(HeadMixin):
         return self.make_output(outputs, loss=loss, logits=logits)
 
 
-class PooledHeadMixin(HeadMixin):
+class PooledHeadMixin(EncoderHeadMixin):
     """Heads that read one vector a row."""
 
     pooling_class: type[nn.Module] = TokenPooling
@@ -235,7 +314,10 @@ class PooledHeadMixin(HeadMixin):
 class SequenceClassificationMixin(PooledHeadMixin):
     """Classification or regression of a whole sequence (or pair)."""
 
-    def add_head(self, config: EncoderConfig) -> None:
+    _auto_class = "AutoModelForSequenceClassification"
+    output_class = SequenceClassifierOutput
+
+    def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
         self.num_labels = config.num_labels
         self.pooling = self.pooling_class(config)
@@ -252,7 +334,7 @@ class SequenceClassificationMixin(PooledHeadMixin):
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> SequenceClassifierOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
@@ -262,14 +344,8 @@ class SequenceClassificationMixin(PooledHeadMixin):
         Returns:
             `loss` if there are labels; `logits` (b, num_labels).
         """
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(*inputs, return_dict=True, **kwargs)
         logits = self.pooled_logits(outputs, input_ids, attention_mask)
         loss = None if labels is None else classification_loss(logits, labels, self.config, num_items_in_batch)
         return self.make_output(outputs, loss=loss, logits=logits)
@@ -278,7 +354,10 @@ class SequenceClassificationMixin(PooledHeadMixin):
 class MultipleChoiceMixin(PooledHeadMixin):
     """One score for each choice; a softmax over the choices."""
 
-    def add_head(self, config: EncoderConfig) -> None:
+    _auto_class = "AutoModelForMultipleChoice"
+    output_class = MultipleChoiceModelOutput
+
+    def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
         self.pooling = self.pooling_class(config)
         self.classifier = ClassificationHead(config, 1)
@@ -294,7 +373,7 @@ class MultipleChoiceMixin(PooledHeadMixin):
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> MultipleChoiceModelOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model, with one more
@@ -314,16 +393,19 @@ class MultipleChoiceMixin(PooledHeadMixin):
             "inputs_embeds": inputs_embeds,
         }
         flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in flat.items()}
-        outputs = self.base_model(**flat, **kwargs)
+        outputs = self.base_model(**flat, return_dict=True, **kwargs)
         logits = self.pooled_logits(outputs, flat["input_ids"], flat["attention_mask"]).view(-1, num_choices)
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
         return self.make_output(outputs, loss=loss, logits=logits)
 
 
-class TokenClassificationMixin(HeadMixin):
+class TokenClassificationMixin(EncoderHeadMixin):
     """A label for each token."""
 
-    def add_head(self, config: EncoderConfig) -> None:
+    _auto_class = "AutoModelForTokenClassification"
+    output_class = TokenClassifierOutput
+
+    def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
         self.num_labels = config.num_labels
         self.dropout = classifier_dropout(config)
@@ -340,7 +422,7 @@ class TokenClassificationMixin(HeadMixin):
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> TokenClassifierOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
@@ -350,23 +432,20 @@ class TokenClassificationMixin(HeadMixin):
         Returns:
             `loss` if there are labels; `logits` (b, n, num_labels).
         """
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(*inputs, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
         return self.make_output(outputs, loss=loss, logits=logits)
 
 
-class QuestionAnsweringMixin(HeadMixin):
+class QuestionAnsweringMixin(EncoderHeadMixin):
     """Start and end of an answer span."""
 
-    def add_head(self, config: EncoderConfig) -> None:
+    _auto_class = "AutoModelForQuestionAnswering"
+    output_class = QuestionAnsweringModelOutput
+
+    def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
         self.num_labels = 2
         self.qa_outputs = Linear(config.hidden_size, 2)
@@ -383,7 +462,7 @@ class QuestionAnsweringMixin(HeadMixin):
         end_positions: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> QuestionAnsweringModelOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
@@ -394,14 +473,8 @@ class QuestionAnsweringMixin(HeadMixin):
         Returns:
             `loss` if there are both positions; `start_logits` and `end_logits` (b, n).
         """
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(*inputs, return_dict=True, **kwargs)
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:

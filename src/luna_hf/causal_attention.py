@@ -1,0 +1,49 @@
+"""Attention from left to right: every token writes to the memory and reads it, in one scan with a constant state."""
+
+from torch import Tensor
+
+from .causal_memory import attend_causal_memory
+from .context import ForwardContext
+from .functional import rotate, split_heads
+from .memory_attention import MemoryAttention
+
+
+class CausalMemoryAttention(MemoryAttention):
+    """Causal multi-head attention to a memory of slots; a family defines `write_weights`."""
+
+    def write_weights(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, str]:
+        """What every token writes into every slot (b, h, n, m), and one of `causal_memory.NORMALISERS`."""
+        raise NotImplementedError(f"{type(self).__name__} has to define `write_weights`.")
+
+    def project(self, hidden_states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (b, h, n, c), turned by rotary positions if the model has them."""
+        query = split_heads(self.query(hidden_states), self.num_heads)
+        key, value = self.key_and_value(hidden_states)
+        if context.angles is not None:
+            query, key = rotate(query, context.angles), rotate(key, context.angles)
+        return query, key, value
+
+    def forward(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As `MemoryAttention.forward`; the weights are those over the slots, (b, h, n, m)."""
+        cache = context.layer_cache(self.layer_idx)
+        query, key, value = self.project(hidden_states, context)
+        weights, normaliser = self.write_weights(hidden_states, carried, context)
+        output, read, state = attend_causal_memory(
+            query,
+            key,
+            value,
+            weights,
+            normaliser,
+            memory=None if cache is None else cache.sums(),
+            keep=context.keep,
+            steps=context.ranks + 1,
+            dropout=self.attention_dropout if self.training else 0.0,
+            need_weights=self.config._attn_implementation == "eager",
+        )
+        if cache is not None:
+            cache.write(**state._asdict())
+        return output.transpose(1, 2).flatten(2), carried, read

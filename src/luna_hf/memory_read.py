@@ -1,0 +1,207 @@
+"""What a context is written to, and how queries read it: one softmax over any number of memories.
+
+Slots are read by every query, a window by the tokens around it. A read takes a list of both, so that a layer that mixes
+them differs from one that does not by the length of its list.
+
+Shape letters: b batch, h heads, n tokens or queries, m slots, w tokens of a window, c head size. Every mask is boolean
+with True = keep.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .attention_base import KeyMask, attend_heads
+from .dispatch import choose
+from .functional import move_to_ranks
+from .windows import (
+    first_places,
+    interleave,
+    join_blocks,
+    key_blocks,
+    query_blocks,
+    undo_interleave,
+    window_mask,
+    window_weights,
+)
+
+# Heads whose windows are read at a time where they are read in parts.
+_WINDOW_HEADS = 2
+
+
+class SlotMemory(NamedTuple):
+    """Keys and values that every query may read, however many tokens they were written from."""
+
+    key: Tensor  # (b, h, m, c)
+    value: Tensor  # (b, h, m, c)
+    filled: KeyMask | Tensor | None = None  # slots that may be read, (b, 1 or h, m) as a tensor; `None`: all
+
+    def heads(self, part: slice) -> "SlotMemory":
+        """The memory of some heads."""
+        filled = self.filled
+        if isinstance(filled, Tensor) and filled.shape[1] > 1:
+            filled = filled[:, part]
+        return SlotMemory(self.key[:, part], self.value[:, part], filled)
+
+    def in_blocks(self, block_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and mask (block_rows, h, m, c) and (block_rows, 1 or h, 1, m) for blocks of queries."""
+        repeats, filled = block_rows // self.key.shape[0], self.filled_slots()
+        states = (part.repeat_interleave(repeats, 0) for part in (self.key, self.value))
+        return *states, None if filled is None else filled.unsqueeze(-2).repeat_interleave(repeats, 0)
+
+    def filled_slots(self) -> Tensor | None:
+        """(b, 1 or h, m), whatever form the mask has."""
+        if isinstance(self.filled, KeyMask):
+            return self.filled.keep[:, None, : self.key.shape[2]]
+        return self.filled
+
+
+class WindowMemory(NamedTuple):
+    """Tokens that are read by those around them, in their order: the real ones in front, padding behind.
+
+    All windows of one read have the same order.
+    """
+
+    key: Tensor  # (b, h, earlier + n, c)
+    value: Tensor
+    real: Tensor | None  # (b, earlier + n); `None`: all
+    window: int  # tokens that a query may read, itself among them
+    earlier: int = 0  # tokens in front that ask for nothing
+    ranks: Tensor | None = None  # (b, n) places that the queries have in this order; `None`: they are in order
+    keep: Tensor | None = None  # (b, n) queries that are tokens
+    causal: bool = False
+    dilated: bool = False  # only every other token is read
+
+    def heads(self, part: slice) -> "WindowMemory":
+        """The memory of some heads."""
+        return self._replace(key=self.key[:, part], value=self.value[:, part])
+
+
+Memories = Sequence[SlotMemory | WindowMemory]
+
+
+def read_memories(
+    module: nn.Module, query: Tensor, memories: Memories, options: dict[str, Any] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax attention to several memories at once, through transformers' attention interface.
+
+    Args:
+        module: the calling module, as for `attend_heads`.
+        query: (b, h, n, c); of windows the tokens that these were made from.
+        memories: what is read, in one softmax.
+        options: keywords for the attention backend.
+
+    Returns:
+        (b, n, d) heads concatenated, and with eager attention the weights (b, h, n, keys): slots, or the places of the
+        query's window, memory after memory.
+
+    Raises:
+        ValueError: Another number of queries than the tokens of a window.
+    """
+    options = options or {}
+    if not any(isinstance(memory, WindowMemory) for memory in memories):
+        key, value, mask = _join_slots(memories)
+        return attend_heads(module, query, key, value, mask, **options)
+    if choose("window_heads", query, module.training) == "whole":
+        return _read_in_blocks(module, query, memories, options)
+    parts = [slice(first, first + _WINDOW_HEADS) for first in range(0, query.shape[1], _WINDOW_HEADS)]
+    reads = [
+        _read_in_blocks(module, query[:, part], [memory.heads(part) for memory in memories], options) for part in parts
+    ]
+    outputs, weights = zip(*reads, strict=True)
+    return torch.cat(outputs, dim=-1), None if weights[0] is None else torch.cat(weights, dim=1)
+
+
+def _join_slots(memories: Sequence[SlotMemory]) -> tuple[Tensor, Tensor, KeyMask | Tensor | None]:
+    if len(memories) == 1:
+        (memory,) = memories
+        filled = memory.filled
+        return memory.key, memory.value, filled.unsqueeze(-2) if isinstance(filled, Tensor) else filled
+    parts = [memory.in_blocks(memory.key.shape[0]) for memory in memories]
+    keys, values, masks = zip(*parts, strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2), _join_masks(masks, keys)
+
+
+def _join_masks(masks: Sequence[Tensor | None], keys: Sequence[Tensor]) -> Tensor | None:
+    """(b, 1 or h, 1 or q, k) masks side by side; `None` stands for a memory that is read as a whole."""
+    if all(mask is None for mask in masks):
+        return None
+    shape = torch.broadcast_shapes(*(mask.shape[:-1] for mask in masks if mask is not None))
+    full = keys[0].new_ones((), dtype=torch.bool)
+    return torch.cat(
+        [(full if mask is None else mask).expand(*shape, key.shape[2]) for mask, key in zip(masks, keys, strict=True)],
+        dim=-1,
+    )
+
+
+def _read_in_blocks(
+    module: nn.Module, query: Tensor, memories: Memories, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    windows = [memory for memory in memories if isinstance(memory, WindowMemory)]
+    order, block = windows[0], max(memory.window for memory in windows)
+    earlier = order.earlier
+    if order.key.shape[2] - earlier != query.shape[2]:
+        raise ValueError(
+            f"A window is read by the tokens that it was written from ({order.key.shape[2] - earlier}), but there are "
+            f"{query.shape[2]} queries. Choose a memory with slots for cross-attention."
+        )
+    query = move_to_ranks(query, order.ranks, order.keep)
+    query = F.pad(query, (0, 0, earlier, 0)) if earlier else query
+    length = query.shape[2]
+    query = _dilate(query) if order.dilated else query
+    rows, places = query.shape[0], query.shape[2]
+    query = query_blocks(query, block)
+    parts = [
+        _window_in_blocks(memory, block) if isinstance(memory, WindowMemory) else memory.in_blocks(query.shape[0])
+        for memory in memories
+    ]
+    keys, values, masks = zip(*parts, strict=True)
+    if len(parts) == 1:
+        key, value, mask = parts[0]
+    else:
+        key, value, mask = torch.cat(keys, 2), torch.cat(values, 2), _join_masks(masks, keys)
+    output, weights = attend_heads(module, query, key, value, mask, **options)
+
+    def in_order(states: Tensor) -> Tensor:
+        """(b * blocks, s, ...) to (b, n, ...), the queries where they came from."""
+        states = join_blocks(states, rows, places)
+        if order.dilated:
+            states = first_places(undo_interleave(states), length)
+        states = states[:, earlier:] if earlier else states
+        if order.ranks is None:
+            return states
+        ranks = order.ranks.view(*order.ranks.shape, *(1 for _ in states.shape[2:]))
+        return states.gather(1, ranks.expand(states.shape))
+
+    if weights is not None:
+        pieces = zip(memories, weights.split([key.shape[2] for key in keys], -1), strict=True)
+        pieces = [window_weights(w, m.window) if isinstance(m, WindowMemory) else w for m, w in pieces]
+        weights = in_order(torch.cat(pieces, -1).transpose(1, 2)).transpose(1, 2)
+    return in_order(output), weights
+
+
+def _window_in_blocks(memory: WindowMemory, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    key, value, real, window = memory.key, memory.value, memory.real, memory.window
+    if memory.dilated:
+        length = key.shape[2]
+        key, value = _dilate(key), _dilate(value)
+        padded = key.shape[2] * 2 > length
+        if real is None and padded:
+            real = torch.ones(1, length, dtype=torch.bool, device=key.device).expand(memory.key.shape[0], -1)
+        real = None if real is None else _dilate(real[:, None, :, None])[:, 0, :, 0]
+    rows, places = key.shape[0], key.shape[2]
+    mask = window_mask(real, places, window, block, key.device, memory.causal)
+    mask = mask if real is not None else mask.repeat(rows, 1, 1, 1)
+    return (*(key_blocks(states, window, block, memory.causal) for states in (key, value)), mask)
+
+
+def _dilate(states: Tensor) -> Tensor:
+    """(b, h, n, c) to (2 b, h, n / 2, c), even and odd places as rows of their own, padded with zeros where it must."""
+    length = states.shape[2]
+    # A graph is the same for even and odd lengths, and has two places of either kind at least.
+    extra = 2 * ((length + 3) // 2) - length if choose("dilation", states) == "uniform" else length % 2
+    states = F.pad(states, (0, 0, 0, extra)) if extra else states
+    return interleave(states.transpose(1, 2)).transpose(1, 2)

@@ -1,0 +1,259 @@
+"""What the models of all families are made of: embeddings, layers and their stack, for encoders and decoders.
+
+Parameters carry RoBERTa's names, so that a RoBERTa checkpoint fits wherever the architectures agree. A family plugs in
+one attention module, a `memory_attention.MemoryAttention`: `(hidden_states, carried, context) -> (output, carried,
+weights)`, where `carried` is what goes from layer to layer besides the tokens (Luna's packed sequence), or `None`.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention_base import Linear
+from .configuration_base import BoundedMemoryConfig
+from .context import ForwardContext
+from .dispatch import choose
+from .functional import depthwise_convolution, sinusoids, sinusoids_at, token_positions
+from .memory_attention import MemoryAttention
+
+# Rows of the feed-forward network treated at a time in inference, by device type: on a CPU blocks of this size stay in
+# cache.
+_FEED_FORWARD_ROWS = {"cpu": 1024}
+_FEED_FORWARD_ROWS_DEFAULT = 16384
+
+
+class SinusoidalPositions(nn.Module):
+    """Fixed table of sinusoids, read like an embedding."""
+
+    def __init__(self, num_positions: int, dim: int, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.num_positions, self.dim, self.padding_idx = num_positions, dim, padding_idx
+        self.table = nn.Buffer(self.make_table(), persistent=False)
+
+    def initialise(self, config: BoundedMemoryConfig) -> None:
+        """The table is not in the file: it is made anew."""
+        init.copy_(self.table, self.make_table())
+
+    def make_table(self) -> Tensor:
+        """(num_positions, dim) float32."""
+        return sinusoids(self.num_positions, self.dim, self.padding_idx)
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """(b, n) to (b, n, d)."""
+        return nn.functional.embedding(position_ids, self.table)
+
+
+class EndlessSinusoids(nn.Module):
+    """The same sinusoids without a table, from position 0 on, for decoders."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """(b, n) to (b, n, d)."""
+        return sinusoids_at(position_ids, self.dim)
+
+
+class TokenEmbeddings(nn.Module):
+    """Token, position and segment embeddings, LayerNorm, dropout; padded tokens become zero."""
+
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        super().__init__()
+        width, padding_idx = config.hidden_size, config.pad_token_id
+        num_positions = config.max_position_embeddings + padding_idx + 1
+        self.padding_idx = padding_idx
+        self.max_position_embeddings = config.max_position_embeddings
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_idx)
+        self.scale = math.sqrt(width) if config.position_embedding_type == "sinusoidal" else 1.0
+        if config.position_embedding_type == "learned":
+            self.position_embeddings = nn.Embedding(num_positions, width, padding_idx=padding_idx)
+        elif config.position_embedding_type == "rotary":  # the attention turns queries and keys
+            self.position_embeddings = None
+        elif config.is_decoder:
+            self.position_embeddings = EndlessSinusoids(width)
+        else:
+            self.position_embeddings = SinusoidalPositions(num_positions, width, padding_idx)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
+        self.LayerNorm = (
+            nn.LayerNorm(width, eps=config.layer_norm_eps) if config.embedding_layer_norm else nn.Identity()
+        )
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        position_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        keep: Tensor | None,
+    ) -> Tensor:
+        """(b, n) ids, or (b, n, d) embeddings, to (b, n, d) states."""
+        tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        length = tokens.shape[1]
+        if position_ids is None and self.position_embeddings is not None:
+            every = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if keep is None else keep
+            position_ids = token_positions(every, self.padding_idx)
+        states = tokens * self.scale if self.scale != 1.0 else tokens
+        if self.position_embeddings is not None:
+            states = states + self.position_embeddings(position_ids).to(states.dtype)
+        if self.token_type_embeddings is not None:
+            if token_type_ids is None:
+                token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
+            states = states + self.token_type_embeddings(token_type_ids)
+        elif token_type_ids is not None:
+            raise ValueError(
+                "`token_type_ids` were given, but the model has no segment embeddings (`type_vocab_size` is 0). "
+                "Leave them out, or configure `type_vocab_size`."
+            )
+        if keep is None:
+            return self.dropout(self.LayerNorm(states))
+        # Also before the norm: whatever stands at padding, even NaN, must reach neither a state nor a gradient.
+        padding = ~keep.unsqueeze(-1)
+        return self.dropout(self.LayerNorm(states.masked_fill(padding, 0.0))).masked_fill(padding, 0.0)
+
+
+class DepthwiseConvolution(nn.Module):
+    """`conv_kernel_size` taps over the token states, one filter a channel, no bias."""
+
+    def __init__(self, config: BoundedMemoryConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, config.conv_kernel_size))
+
+    def initialise(self, config: BoundedMemoryConfig) -> None:
+        """As any matrix."""
+        init.normal_(self.weight, mean=0.0, std=config.initializer_range)
+
+    def forward(self, states: Tensor, context: ForwardContext) -> Tensor:
+        """(b, n, d) to (b, n, d)."""
+        return depthwise_convolution(states, self.weight, context.keep)
+
+
+class SubLayerOutput(nn.Module):
+    """What closes a sub-layer: projection to the width, dropout, and its LayerNorm.
+
+    In a post-norm layer the norm follows the residual; in a pre-norm layer it stands before the sub-layer.
+    """
+
+    def __init__(self, config: BoundedMemoryConfig, in_features: int) -> None:
+        super().__init__()
+        self.dense = Linear(in_features, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+
+class FeedForwardInput(nn.Module):
+    """First half of the feed-forward network: projection, activation, dropout."""
+
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.dropout = nn.Dropout(config.activation_dropout)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(..., d) to (..., intermediate_size)."""
+        return self.dropout(self.activation(self.dense(states)))
+
+
+class AttentionBlock(nn.Module):
+    """The family's attention (`self`, RoBERTa's name), its output projection, and the optional convolution."""
+
+    def __init__(
+        self,
+        config: BoundedMemoryConfig,
+        layer_idx: int,
+        attention_class: type[MemoryAttention],
+        convolution_class: type[DepthwiseConvolution],
+    ) -> None:
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.self = attention_class(config, layer_idx)
+        self.output = SubLayerOutput(config, config.hidden_size)
+        self.convolution = convolution_class(config, layer_idx) if config.conv_kernel_size else None
+
+    def forward(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Residual attention sub-layer: (b, n, d) and what is carried, to the same shapes."""
+        mixed, carried = self.mix(hidden_states, carried, context)
+        hidden_states = hidden_states + self.output.dropout(mixed)
+        return hidden_states if self.norm_first else self.output.LayerNorm(hidden_states), carried
+
+    def mix(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the sub-layer adds to its input, before dropout: (b, n, d), and what is carried on."""
+        states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
+        mixed, carried, _ = self.self(states, carried, context)
+        mixed = self.output.dense(mixed)
+        if self.convolution is not None:
+            mixed = mixed + self.convolution(states, context)
+        return mixed, carried
+
+
+class TransformerLayer(GradientCheckpointingLayer):
+    """One layer of an encoder or a decoder: the family's attention, and the feed-forward network."""
+
+    def __init__(self, config: BoundedMemoryConfig, *attention: Any) -> None:
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.feed_forward_rows = config.chunk_size_feed_forward
+        self.attention = AttentionBlock(config, *attention)
+        self.intermediate = FeedForwardInput(config)
+        self.output = SubLayerOutput(config, config.intermediate_size)
+
+    def forward(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """(b, n, d) token states and what the family carries, to the same shapes."""
+        hidden_states, carried = self.attention(hidden_states, carried, context)
+        return self.feed_forward(hidden_states), carried
+
+    def feed_forward(self, hidden_states: Tensor) -> Tensor:
+        """Residual feed-forward sub-layer, row block by row block where that saves memory."""
+        rows = self.feed_forward_rows
+        if not rows and choose("feed_forward", hidden_states, self.training) == "parts":
+            rows = _FEED_FORWARD_ROWS.get(hidden_states.device.type, _FEED_FORWARD_ROWS_DEFAULT)
+        flat = hidden_states.flatten(0, 1)
+        if not rows or flat.shape[0] <= rows:
+            return self._feed_forward(hidden_states)
+        return torch.cat([self._feed_forward(block) for block in flat.split(rows)]).view_as(hidden_states)
+
+    def _feed_forward(self, states: Tensor) -> Tensor:
+        inner = self.intermediate(self.output.LayerNorm(states) if self.norm_first else states)
+        states = states + self.output.dropout(self.output.dense(inner))
+        return states if self.norm_first else self.output.LayerNorm(states)
+
+
+class LayerStack(nn.Module):
+    """The layers (under RoBERTa's name `layer`), and the final norm of a pre-norm model."""
+
+    def __init__(
+        self,
+        config: BoundedMemoryConfig,
+        attention_class: type[MemoryAttention],
+        convolution_class: type[DepthwiseConvolution],
+    ) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(
+            TransformerLayer(config, layer_idx, attention_class, convolution_class)
+            for layer_idx in range(config.num_hidden_layers)
+        )
+        final = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.final_layer_norm = final if config.norm_first else nn.Identity()
+
+    def forward(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """(b, n, d) states and what is carried, through all layers."""
+        for layer in self.layer:
+            # Positional: what needs a gradient must be, for re-entrant checkpointing.
+            hidden_states, carried = layer(hidden_states, carried, context)
+        return self.final_layer_norm(hidden_states), carried
