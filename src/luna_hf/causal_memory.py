@@ -90,7 +90,7 @@ def attend_causal_memory(
         normaliser: one of `NORMALISERS`.
         memory: state after earlier tokens; empty by default.
         keep: (b, n) tokens that write; what padding reads is of no use, but finite.
-        steps: (b or 1, n) number of tokens so far, the token itself among them, at least 1; for "steps".
+        steps: (b or 1, n) number of tokens so far, the token itself among them, at least 1; for "steps" only.
         slots: (b, m) slots that may be read; all by default.
         dropout: probability with which a read weight is dropped.
         need_weights: whether to return the weights that the slots are read with.
@@ -114,7 +114,7 @@ def attend_causal_memory(
         padding = ~keep[:, None, :, None]
         key, value = key.masked_fill(padding, 0.0), value.masked_fill(padding, 0.0)
         weights = weights.to(precise).masked_fill(padding, -torch.inf if normaliser == "softmax" else 0.0)
-    divisor = None if steps is None else steps.to(precise)[:, None, :, None].expand(batch, heads, length, 1)
+    divisor = None if normaliser != "steps" else steps.to(precise)[:, None, :, None].expand(batch, heads, length, 1)
     slots = None if slots is None else slots[:, None, None, :].expand(-1, heads, 1, -1).flatten(0, 1)
     reading = Reading(normaliser, slots, dropout, need_weights)
     tokens = (query, key, value, weights)

@@ -43,7 +43,7 @@ class EncoderModelMixin(BaseModelMixin):
     """The encoder of a family."""
 
     convolution_class = DepthwiseConvolution
-    # AutoModel knows one class for a configuration, be it an encoder's or a decoder's: the package enters the other here.
+    # AutoModel knows one class for a configuration, encoder or decoder: the package enters the decoder here.
     causal_model_class: type[PreTrainedModel] | None = None
 
     def __new__(cls, config: BoundedMemoryConfig | None = None, *args: Any, **kwargs: Any) -> Any:
