@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from luna_hf import AbcForMaskedLM, LunaForMaskedLM
-from luna_hf.functional import repeat_positions
+from luna_hf.positions import repeat_positions
 from luna_hf.warm_start import RULES, WarmStart, warm_start
 from luna_hf.warm_start_source import LAYOUTS
 

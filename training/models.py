@@ -26,8 +26,8 @@ from transformers import (
 from transformers.utils import logging
 
 from luna_hf import FAMILIES
-from luna_hf.configuration_base import EncoderConfig
-from luna_hf.functional import repeat_positions
+from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.positions import repeat_positions
 
 # Fields of a config that the tokenizer decides, and the tokenizer's attribute for each.
 _FROM_TOKENIZER = {
@@ -147,7 +147,7 @@ def longest_input(config: PreTrainedConfig) -> int | float:
     Raises:
         UserError: Its config does not say.
     """
-    if isinstance(config, EncoderConfig) and config.is_decoder:
+    if isinstance(config, BoundedMemoryConfig) and config.is_decoder:
         return math.inf
     if not hasattr(config, "max_position_embeddings"):
         raise UserError(f"A {config.model_type} config has no `max_position_embeddings`: its longest input is unknown.")
@@ -160,7 +160,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
     """Make a model take `length` tokens, in place.
 
     Learned positions are repeated: the rows for the first tokens stand again where the trained ones end, so that
-    neighbours keep the offsets they were trained with (`functional.repeat_positions`). Sinusoidal and rotary positions
+    neighbours keep the offsets they were trained with (`positions.repeat_positions`). Sinusoidal and rotary positions
     are functions of the index and need no rule.
 
     Returns:
@@ -263,7 +263,7 @@ def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
             setattr(config, name, value)
         except (ValueError, TypeError, StrictDataclassError) as error:
             raise UserError(f"A {config.model_type} config cannot have {name}={value!r}: {error}") from error
-    if isinstance(config, EncoderConfig):
+    if isinstance(config, BoundedMemoryConfig):
         try:
             config.validate_values()
         except ValueError as error:
@@ -291,7 +291,7 @@ def load_config(name_or_path: str, choice: str = "", kind: ModelKind = MASKED) -
         raise UserError(f"There is no model {name_or_path!r}, neither as a folder nor on the Hub ({reason})") from error
     if type(config) not in kind.types or getattr(config, "is_encoder_decoder", False):
         found = f"{config.model_type} checkpoint"
-    elif kind is MASKED and isinstance(config, EncoderConfig) and config.is_decoder:
+    elif kind is MASKED and isinstance(config, BoundedMemoryConfig) and config.is_decoder:
         found = f"causal {config.model_type} checkpoint"
     elif kind is CAUSAL and type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         found = f"{config.model_type} encoder"

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import MemoryCache
-from luna_hf.configuration_base import EncoderConfig
+from luna_hf.configuration_base import BoundedMemoryConfig
 
 MODES = ("carried", "sliding")
 # Documents that are tokenized at a time.
@@ -143,7 +143,7 @@ def _and_none(items: Any) -> Iterator[Any]:
 
 def mode_of(model: PreTrainedModel) -> str:
     """ "carried" for models with a state of constant size, else "sliding"."""
-    return "carried" if isinstance(model.config, EncoderConfig) else "sliding"
+    return "carried" if isinstance(model.config, BoundedMemoryConfig) else "sliding"
 
 
 @torch.no_grad()
@@ -183,7 +183,7 @@ def _carried(model: PreTrainedModel, inputs: Tensor, targets: Tensor, settings: 
 def _sliding(model: PreTrainedModel, inputs: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, None]:
     longest = getattr(model.config, "max_position_embeddings", None)
     window, length, losses, done = min(settings.part, inputs.shape[1]), inputs.shape[1], [], 0
-    if not isinstance(model.config, EncoderConfig) and longest is not None and window > longest:
+    if not isinstance(model.config, BoundedMemoryConfig) and longest is not None and window > longest:
         raise UserError(f"The window of {window} tokens is longer than the model's {longest} positions (`--part`).")
     while done < length:
         end = min(window if done == 0 else done + settings.step, length)

@@ -5,19 +5,14 @@ so the entropies and the similarity below are near 1. They fall as soon as a mod
 stays next to the unigram entropy while they stay near 1 has not started to.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
-
-from luna_hf.attention_abc import AbcSelfAttention, Memory
-from luna_hf.attention_luna import LunaPackAttention
-from luna_hf.memory_control import control_weights
+from transformers import PreTrainedModel
 
 Probe = dict[str, list[float | None]]
 
@@ -67,100 +62,47 @@ def probe(model: PreTrainedModel, batch: dict[str, Tensor], rows: int = 8) -> Pr
     Args:
         model: with any head or none; unwrapped, and with its parameters whole (no shards).
         batch: `input_ids` (b, n), and `attention_mask` (b, n) if something is padded; the rest is not read.
-        rows: only so many rows of it are looked at, because all maps are kept at once.
+        rows: only so many rows of it are looked at.
 
     Returns:
-        One value a layer, `None` where there is nothing to compare (a single slot or token). Of a Luna:
-        `pack_entropy` (slots over tokens), `unpack_entropy` (tokens over slots), each `normalised_entropy`, and
-        `slot_similarity` of the packed context Y_P, which is what the tokens read. Of an ABC with slots: `read_entropy`
-        (tokens over slots), `slot_similarity` of their keys, head by head, and `write_entropy` (slots over tokens) of
-        the learned control `mlp`. Of another model with attention maps, also ABC's windows and full attention:
-        `attention_entropy`. `None` for a model without any.
+        One value a layer, `None` where there is nothing to compare (a single slot or token). What an encoder of luna_hf
+        shows is its family's choice (`MemoryAttention.views`), each an entropy (`normalised_entropy`) or the similarity
+        of its slots (`slot_similarity`): of a Luna `pack_entropy` (slots over tokens), `unpack_entropy` (tokens over
+        slots) and `slot_similarity` of the packed context; of an ABC with slots `read_entropy` (tokens over slots),
+        `slot_similarity` of their keys, head by head, and `write_entropy` (slots over tokens) of the learned control
+        `mlp`. Of another model with attention maps, also of windows and full attention: `attention_entropy`. `None` for
+        a model without any.
     """
     ids = batch["input_ids"][:rows]
     mask = batch.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask[:rows]
-    tokens = mask != 0
     trunk = model.base_model
-    packs = [module for module in trunk.modules() if isinstance(module, LunaPackAttention)]
-    writers = [module for module in trunk.modules() if isinstance(module, AbcSelfAttention)]
-    asked = {"output_attentions": True, **({"output_pack_attentions": True} if packs else {})}
-    with _eager_and_eval(model), _recorded(packs) as packed, _memories(writers) as memories:
-        outputs = trunk(input_ids=ids, attention_mask=mask, **asked)
-    if packs:
-        slots = outputs.packed_attention_mask  # (b, l)
-        slots = ids.new_ones(packed[0].shape[:2]) if slots is None else slots
-        slots = slots != 0
-        return {
-            "pack_entropy": [normalised_entropy(weights, slots, tokens) for weights in outputs.pack_attentions],
-            "unpack_entropy": [normalised_entropy(weights, tokens, slots) for weights in outputs.attentions],
-            "slot_similarity": [slot_similarity(states, slots) for states in packed],
-        }
-    maps = outputs.get("attentions") or ()
-    if memories:
-        return _probe_memory(model.config, maps, memories, tokens)
-    # A window's places beyond the text have no weight.
-    window = getattr(model.config, "memory_control", None) in ("sliding_window", "dilated")
-    found = [normalised_entropy(weights, tokens, weights > 0 if window else tokens) for weights in maps]
-    return {"attention_entropy": found} if found else None
-
-
-def _probe_memory(
-    config: PreTrainedConfig, maps: tuple[Tensor, ...], written: list["_Written"], tokens: Tensor
-) -> Probe:
-    """Of an ABC with slots."""
-    found: Probe = {"read_entropy": [], "slot_similarity": []}
-    if config.memory_control == "mlp":
-        found["write_entropy"] = []
-    for weights, layer in zip(maps, written, strict=True):
-        keys, filled = layer.memory.key, layer.memory.filled
-        slots = torch.ones_like(keys[..., 0], dtype=torch.bool) if filled is None else filled.expand(keys.shape[:3])
-        found["read_entropy"].append(normalised_entropy(weights, tokens, slots))
-        found["slot_similarity"].append(slot_similarity(keys, slots))
-        if config.memory_control == "mlp":
-            logits = layer.states @ layer.control.T  # (b, n, h * m)
-            logits = logits.mT.unflatten(1, (config.num_attention_heads, -1))
-            phi = control_weights(logits, tokens, config.control_activation)
-            found["write_entropy"].append(_write_entropy(phi, slots, tokens))
-    return found
-
-
-def _write_entropy(phi: Tensor, slots: Tensor, tokens: Tensor) -> float | None:
-    """Of weights (b, h, m, n), for the slots (b, h, m) that hold something."""
-    heads = phi.shape[1]
-    phi, slots = phi.flatten(0, 1).unsqueeze(1), slots.flatten(0, 1)
-    return normalised_entropy(phi, slots, tokens.repeat_interleave(heads, 0))
-
-
-@dataclass
-class _Written:
-    """What one layer wrote its slots from, and the slots."""
-
-    states: Tensor  # (b, n, d)
-    control: Tensor | None  # (h * m, d)
-    memory: Memory
+    shown = [module for module in trunk.modules() if getattr(module, "views", None)]
+    with _eager_and_eval(model), _measured(shown) as found:
+        outputs = trunk(input_ids=ids, attention_mask=mask, output_attentions=not shown)
+    if shown:
+        return found
+    tokens = mask != 0
+    entropies = [normalised_entropy(weights, tokens, tokens) for weights in outputs.get("attentions") or ()]
+    return {"attention_entropy": entropies} if entropies else None
 
 
 @contextmanager
-def _memories(modules: list[AbcSelfAttention]) -> Iterator[list[_Written]]:
-    """What the modules write, in the order of their calls."""
-    written: list[_Written] = []
+def _measured(modules: list[nn.Module]) -> Iterator[Probe]:
+    """What there is to see in the modules, measured after each of their calls."""
+    found: Probe = {}
 
-    def recording(module: AbcSelfAttention) -> Callable[..., Memory]:
-        def write(states: Tensor, key: Tensor, value: Tensor, memory: Tensor | None, masks: Any) -> Memory:
-            control = memory if module.control is None else module.control()
-            written.append(_Written(states, control, type(module).write(module, states, key, value, memory, masks)))
-            return written[-1].memory
+    def measure(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for name, view in module.views(*args).items():
+            value = slot_similarity(*view) if len(view) == 2 else normalised_entropy(*view)
+            found.setdefault(name, []).append(value)
 
-        return write
-
-    for module in modules:
-        module.write = recording(module)
+    handles = [module.register_forward_hook(measure) for module in modules]
     try:
-        yield written
+        yield found
     finally:
-        for module in modules:
-            del module.write
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -174,15 +116,3 @@ def _eager_and_eval(model: PreTrainedModel) -> Iterator[None]:
     finally:
         model.set_attn_implementation(backend)
         model.train(was_training)
-
-
-@contextmanager
-def _recorded(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
-    """The first outputs of the modules, in the order of their calls."""
-    outputs: list[Tensor] = []
-    handles = [module.register_forward_hook(lambda _, __, output: outputs.append(output[0])) for module in modules]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
 from luna_hf import FAMILIES
-from luna_hf.configuration_base import EncoderConfig
+from luna_hf.configuration_base import BoundedMemoryConfig
 
 # What a converted model has and its teacher has not: ABC's control, Luna's pack attention and packed sequence, the
 # convolution of every family.
@@ -129,10 +129,10 @@ def squared_errors(student: PreTrainedModel, lesson: Lesson, keep: Tensor | None
         (layers, 2): the squared error and the squared norm of the lesson, summed over tokens and width, in float32 at
         least.
     """
-    memory, masks = student.begin(lesson.states[0], keep)
+    carried, context = student.begin(lesson.states[0], keep)
     sums = []
     for layer, states, expected in zip(student.encoder.layer, lesson.states, lesson.added, strict=True):
-        added, memory = layer.attention.mix(states, memory, masks, keep)
+        added, carried = layer.attention.mix(states, carried, context)
         precise = torch.promote_types(added.dtype, torch.float32)
         parts = (added.to(precise) - expected.to(precise), expected.to(precise))
         if keep is not None:
@@ -189,7 +189,7 @@ def check_pair(student: PreTrainedConfig, teacher: PreTrainedConfig, recipe: Tra
             elsewhere, or takes shorter texts than the recipe's blocks.
     """
     start, name = recipe.model_name_or_path, recipe.teacher
-    if not isinstance(student, EncoderConfig):
+    if not isinstance(student, BoundedMemoryConfig):
         raise UserError(
             f"`model_name_or_path` {start} is a {student.model_type} checkpoint, but only models of luna_hf can be fed "
             "layer by layer. Convert it first: conversion/roberta_to_abc.py."

@@ -7,79 +7,22 @@ with multi-head softmax attention. Projections have RoBERTa's names.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from transformers import initialization as init
+from torch import Tensor
 
+from .abc_control import AbcControlled
 from .attention_base import make_key_mask, product
 from .configuration_abc import AbcConfig
 from .context import ForwardContext
 from .functional import move_to_ranks, write_to_slots
-from .memory_attention import Memory, MemoryAttention
+from .memory_attention import Memory
 from .memory_control import (
     cluster_slots,
     compressive_slots,
     control_weights,
     global_slots,
-    random_slots,
     slot_counts,
 )
-from .memory_read import SlotMemory, WindowMemory
-
-
-class AbcControl(nn.Module):
-    """The learned part of a control: W of equation 7 (h * m, d), or Linformer's matrix (h * m, N)."""
-
-    def __init__(self, config: AbcConfig) -> None:
-        super().__init__()
-        columns = {"mlp": config.hidden_size, "linformer": config.max_position_embeddings}[config.memory_control]
-        self.weight = nn.Parameter(torch.empty(config.num_attention_heads * config.memory_size, columns))
-
-    def initialise(self, config: AbcConfig) -> None:
-        """Linformer's slots are sums over all positions: with this deviation they are as large as a key."""
-        is_linformer = config.memory_control == "linformer"
-        deviation = config.max_position_embeddings**-0.5 if is_linformer else config.initializer_range
-        init.normal_(self.weight, mean=0.0, std=deviation)
-
-    def forward(self) -> Tensor:
-        """The matrix, for the layers that share it."""
-        return self.weight
-
-
-def make_control(config: AbcConfig, shared: bool) -> AbcControl | None:
-    """The learned control of all layers (`shared`) or of one; `None` where the strategy has none there."""
-    is_learned = config.memory_control in ("mlp", "linformer")
-    return AbcControl(config) if is_learned and config.share_control == shared else None
-
-
-class SharedControl:
-    """What an ABC model has beside its layers: the control that they share, handed from layer to layer."""
-
-    def add_layers(self, config: AbcConfig) -> None:
-        """Create the shared control and the layers."""
-        self.control = make_control(config, shared=True)
-        super().add_layers(config)
-
-    def first_carried(self) -> Tensor | None:
-        """The control's matrix, if the layers share one."""
-        return None if self.control is None else self.control()
-
-
-class AbcControlled(MemoryAttention):
-    """An attention with a control of its own, or that of all layers."""
-
-    def __init__(self, config: AbcConfig, layer_idx: int = 0) -> None:
-        super().__init__(config, layer_idx)
-        self.control = make_control(config, shared=False)
-
-    def control_weight(self, carried: Tensor | None) -> Tensor | None:
-        """The learned matrix: the layer's, or the one that all share; `None` for the other strategies."""
-        return carried if self.control is None else self.control()
-
-    def drawn_slots(self, ranks: Tensor) -> Tensor:
-        """Appendix A.2: the slots of tokens with these places in their rows, drawn for the layer or for all."""
-        config = self.config
-        seed = config.control_seed if config.share_control else config.control_seed + self.layer_idx
-        return random_slots(ranks, config.memory_size, seed)
+from .memory_read import AttentionMap, SlotMemory, Views, WindowMemory
 
 
 class AbcAttention(AbcControlled):
@@ -102,12 +45,16 @@ class AbcAttention(AbcControlled):
         self, states: Tensor, key: Tensor, value: Tensor, weight: Tensor, context: ForwardContext
     ) -> SlotMemory:
         """Equation 7."""
-        # Batched, so that the tokens come last and their softmax runs over neighbours in memory.
-        expanded = weight.expand(states.shape[0], -1, -1)
-        logits = product(expanded, states.transpose(1, 2)).unflatten(1, (self.num_heads, -1))  # (b, h, m, n)
-        phi = control_weights(logits, context.keep, self.config.control_activation)
+        phi = self.control_map(states, weight, context)
         filled = phi.any(-1) if self.config.control_activation == "relu" else None
         return SlotMemory(product(phi, key), product(phi, value), filled)
+
+    def control_map(self, states: Tensor, weight: Tensor, context: ForwardContext) -> Tensor:
+        """phi of equation 7, (b, h, m, n)."""
+        # Batched, so that the tokens come last and their softmax runs over neighbours in memory.
+        expanded = weight.expand(states.shape[0], -1, -1)
+        logits = product(expanded, states.transpose(1, 2)).unflatten(1, (self.num_heads, -1))
+        return control_weights(logits, context.keep, self.config.control_activation)
 
     def write_linformer(
         self, states: Tensor, key: Tensor, value: Tensor, weight: Tensor, context: ForwardContext
@@ -179,6 +126,18 @@ class AbcAttention(AbcControlled):
     def keep_all(self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext) -> SlotMemory:
         """Softmax attention: a slot for every token."""
         return SlotMemory(key, value, context.masks)
+
+    def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
+        """As every attention; how `mlp` spreads its slots over the tokens; and full attention's map as such."""
+        views, control = super().views(states, carried, context), self.config.memory_control
+        if control == "full":
+            return {"attention_entropy": views["read_entropy"]}
+        if control == "mlp":
+            phi, slots = self.control_map(states, self.control_weight(carried), context), views["slot_similarity"].used
+            # Heads as rows: each has slots of its own that are filled.
+            tokens = context.tokens(states).repeat_interleave(self.num_heads, 0)
+            views["write_entropy"] = AttentionMap(phi.flatten(0, 1).unsqueeze(1), slots.flatten(0, 1), tokens)
+        return views
 
 
 _WRITERS: dict[str, Callable[..., SlotMemory | WindowMemory]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_abc import AbcControlled
+from .abc_control import AbcControlled
 from .attention_base import product
 from .causal_attention import CausalMemoryAttention
 from .causal_window import write_window

@@ -18,7 +18,7 @@ from .configuration_luna import LunaConfig
 from .context import ForwardContext, drop_if_full
 from .functional import split_heads
 from .memory_attention import Memory, MemoryAttention
-from .memory_read import SlotMemory
+from .memory_read import AttentionMap, SlotMemory, Slots, Views
 
 
 class LunaMasks(NamedTuple):
@@ -120,8 +120,23 @@ class LunaAttention(LunaProjections, MemoryAttention):
     def write(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Memory:
         """Pack (b, n, d) states with the packed states (b, l, d) that left the previous layer; the next ones go on."""
         norm_first = self.config.norm_first
-        packed_query = self.packed_layer_norm(carried) if norm_first else carried
-        packed_context, _ = self.pack(packed_query, states, context)
+        packed_context, _ = self.pack_context(states, carried, context)
         slots = SlotMemory(*self.key_and_value(packed_context), context.masks.slots)
         carried = carried + self.dropout(packed_context)
         return Memory([slots], carried if norm_first else self.packed_layer_norm(carried))
+
+    def pack_context(self, states: Tensor, carried: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+        """Y_P (b, l, d), and the pack weights (b, h_p, l, n) with eager attention."""
+        return self.pack(self.packed_layer_norm(carried) if self.config.norm_first else carried, states, context)
+
+    def views(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Views:
+        """The maps of both attentions, and the packed context, which is what the tokens read."""
+        packed_context, pack_weights = self.pack_context(states, carried, context)
+        _, unpack_weights = self.read(states, self.write(states, carried, context), context)
+        tokens, slots = context.tokens(states), context.carried_keep
+        slots = torch.ones_like(packed_context[..., 0], dtype=torch.bool) if slots is None else slots
+        return {
+            "pack_entropy": AttentionMap(pack_weights, slots, tokens),
+            "unpack_entropy": AttentionMap(unpack_weights, tokens, slots),
+            "slot_similarity": Slots(packed_context, slots),
+        }

@@ -11,6 +11,8 @@ from .memory_attention import MemoryAttention
 class CausalMemoryAttention(MemoryAttention):
     """Causal multi-head attention to a memory of slots; a family defines `write_weights`."""
 
+    views = None  # a probe looks at the read weights alone
+
     def write_weights(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:

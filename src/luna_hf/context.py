@@ -26,6 +26,10 @@ class ForwardContext(NamedTuple):
     masks: Any = None  # of the family, in the backend's form
     options: dict[str, Any] = {}  # keywords for the attention backend
 
+    def tokens(self, states: Tensor) -> Tensor:
+        """(b, n) real tokens of (b, n, d) states, also where nothing is padded."""
+        return torch.ones_like(states[..., 0], dtype=torch.bool) if self.keep is None else self.keep
+
     def layer_cache(self, layer_idx: int) -> CacheLayerMixin | None:
         """Where a layer keeps its state, if anything is kept."""
         return None if self.cache is None else self.cache.layers[layer_idx]

@@ -15,7 +15,7 @@ from .attention_base import Linear
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext, make_context
 from .functional import split_heads
-from .memory_read import Memories, read_memories
+from .memory_read import Memories, Views, read_memories
 
 
 class Memory(NamedTuple):
@@ -80,6 +80,13 @@ class MemoryAttention(nn.Module):
         """What (b, n, d) states find in a memory: (b, n, d) before the output projection, and the weights if eager."""
         query = split_heads(self.query(hidden_states), self.num_heads)
         return read_memories(self, query, memory.parts, None if context is None else context.options)
+
+    def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
+        """What a probe may look at, by name, for the arguments of `forward` and eager attention."""
+        memory = self.write(states, carried, context)
+        _, weights = self.read(states, memory, context)
+        (part,) = memory.parts
+        return part.views(weights, context.tokens(states))
 
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext

@@ -32,6 +32,24 @@ from .windows import (
 _WINDOW_HEADS = 2
 
 
+class AttentionMap(NamedTuple):
+    """Weights to look at: how every query spreads over the keys."""
+
+    weights: Tensor  # (b, h, q, k), rows that sum to one over the keys in use
+    queries: Tensor  # (b, q) boolean, True for the queries that count
+    keys: Tensor  # (b, k), (b, 1 or h, k) or (b, h, q, k) boolean, True for the keys in use
+
+
+class Slots(NamedTuple):
+    """Slots to compare with each other."""
+
+    states: Tensor  # (b, l, d), or of every head (b, h, l, c)
+    used: Tensor  # (b, l) or (b, h, l) boolean, True for the slots that hold something
+
+
+Views = dict[str, AttentionMap | Slots]
+
+
 class SlotMemory(NamedTuple):
     """Keys and values that every query may read, however many tokens they were written from."""
 
@@ -58,6 +76,14 @@ class SlotMemory(NamedTuple):
             return self.filled.keep[:, None, : self.key.shape[2]]
         return self.filled
 
+    def views(self, weights: Tensor, tokens: Tensor) -> Views:
+        """What may be looked at, given the read weights (b, h, n, m) and which queries are tokens (b, n)."""
+        filled = self.filled_slots()
+        used = (
+            torch.ones_like(self.key[..., 0], dtype=torch.bool) if filled is None else filled.expand(self.key.shape[:3])
+        )
+        return {"read_entropy": AttentionMap(weights, tokens, used), "slot_similarity": Slots(self.key, used)}
+
 
 class WindowMemory(NamedTuple):
     """Tokens that are read by those around them, in their order: the real ones in front, padding behind.
@@ -78,6 +104,10 @@ class WindowMemory(NamedTuple):
     def heads(self, part: slice) -> "WindowMemory":
         """The memory of some heads."""
         return self._replace(key=self.key[:, part], value=self.value[:, part])
+
+    def views(self, weights: Tensor, tokens: Tensor) -> Views:
+        """What may be looked at; places of a window beyond the text have no weight."""
+        return {"attention_entropy": AttentionMap(weights, tokens, weights > 0)}
 
 
 Memories = Sequence[SlotMemory | WindowMemory]

@@ -4,7 +4,8 @@ A RoBERTa whose attention reads a memory of fixed size. The arithmetic is in `me
 `attention_abc.py`. Every parameter but the control's has RoBERTa's name and shape.
 """
 
-from .attention_abc import AbcAttention, SharedControl
+from .abc_control import SharedControl
+from .attention_abc import AbcAttention
 from .configuration_abc import AbcConfig
 from .modeling_base import BoundedMemoryPreTrainedModel
 from .modeling_encoder import (

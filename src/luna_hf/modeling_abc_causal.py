@@ -2,7 +2,7 @@
 
 from transformers import GenerationMixin
 
-from .attention_abc import SharedControl
+from .abc_control import SharedControl
 from .attention_abc_causal import AbcCausalAttention
 from .configuration_abc import AbcConfig
 from .modeling_base import BoundedMemoryPreTrainedModel

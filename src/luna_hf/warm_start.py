@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from .functional import repeat_positions
+from .positions import repeat_positions
 from .warm_start_control import place_states, pseudo_queries, spread_places
 from .warm_start_source import HEAD_NAMES, LoadedSource, Source, load_source
 
