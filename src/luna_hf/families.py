@@ -42,6 +42,9 @@ from .modeling_luna import (
     LunaModel,
 )
 from .tokenization_fairseq import FairseqBpeTokenizer
+from .warm_start_abc import AbcRules
+from .warm_start_luna import LunaRules
+from .warm_start_rules import WarmStartRules
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,12 @@ class Family:
     masked_lm: type[PreTrainedModel]
     causal_lm: type[PreTrainedModel]
     heads: dict[type, type[PreTrainedModel]]
+    warm_start: type[WarmStartRules] = WarmStartRules
+
+    @property
+    def causal_models(self) -> tuple[type[PreTrainedModel], ...]:
+        """Every class of the family whose tokens look back only."""
+        return (self.causal_lm,)
 
     @property
     def models(self) -> tuple[type[PreTrainedModel], ...]:
@@ -74,6 +83,7 @@ FAMILIES: dict[str, Family] = {
             AutoModelForTokenClassification: LunaForTokenClassification,
             AutoModelForQuestionAnswering: LunaForQuestionAnswering,
         },
+        warm_start=LunaRules,
     ),
     "abc_memory": Family(
         config=AbcConfig,
@@ -87,6 +97,7 @@ FAMILIES: dict[str, Family] = {
             AutoModelForTokenClassification: AbcForTokenClassification,
             AutoModelForQuestionAnswering: AbcForQuestionAnswering,
         },
+        warm_start=AbcRules,
     ),
 }
 

@@ -4,8 +4,6 @@ A RoBERTa whose attention reads a memory of fixed size. The arithmetic is in `me
 here stand the base model and the task heads. Every parameter but the control's has RoBERTa's name and shape.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
@@ -46,8 +44,6 @@ from .modeling_heads import (
     TokenClassificationMixin,
 )
 from .state import MemoryCache
-from .warm_start import warm_start
-from .warm_start_source import Source
 
 
 class AbcLayer(EncoderLayer):
@@ -175,32 +171,6 @@ class AbcForMaskedLM(MaskedLMMixin, AbcPreTrainedModel):
         "lm_head.decoder.weight": "abc.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
     }
-
-    @classmethod
-    def from_roberta(
-        cls,
-        source: Source,
-        *,
-        max_length: int | None = None,
-        seed: int = 0,
-        **fields: Any,
-    ) -> "AbcForMaskedLM":
-        """A model that starts from a trained RoBERTa, XLM-R, CamemBERT or BERT; what is new in it is logged.
-
-        See `warm_start`, which takes the same arguments and also returns the report.
-
-        Args:
-            source: folder, name on the Hub, or a model in memory.
-            max_length: tokens that the model must take, if more than the source does.
-            seed: of what is new.
-            fields: of the config (`memory_control`, `memory_size`, `conv_kernel_size`, ...), and `control_init`.
-
-        Raises:
-            ValueError: A source that cannot be mapped or read, or a field that is wrong.
-        """
-        model, made = warm_start(cls, source, max_length=max_length, seed=seed, **fields)
-        made.warn()
-        return model
 
 
 class AbcForCausalLM(CausalLMMixin, AbcPreTrainedModel, GenerationMixin):

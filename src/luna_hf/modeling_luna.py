@@ -5,9 +5,7 @@ Two streams go through every layer: the tokens X and a packed sequence P of fixe
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +49,6 @@ from .modeling_heads import (
     TokenPooling,
 )
 from .state import MemoryCache
-from .warm_start import warm_start
-from .warm_start_source import Source
 
 
 @dataclass
@@ -336,34 +332,6 @@ class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
         "lm_head.decoder.weight": "luna.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
     }
-
-    @classmethod
-    def from_roberta(
-        cls,
-        source: Source,
-        *,
-        max_length: int | None = None,
-        slot_tokens: Sequence[int] | Tensor | None = None,
-        seed: int = 0,
-        **fields: Any,
-    ) -> "LunaForMaskedLM":
-        """A model that starts from a trained RoBERTa, XLM-R, CamemBERT or BERT; what is new in it is logged.
-
-        See `warm_start`, which takes the same arguments and also returns the report.
-
-        Args:
-            source: folder, name on the Hub, or a model in memory.
-            max_length: tokens that the model must take, if more than the source does.
-            slot_tokens: ids of a text, from which the packed embeddings are made.
-            seed: of what is new.
-            fields: of the config (`projection_length`, `conv_kernel_size`, ...).
-
-        Raises:
-            ValueError: A source that cannot be mapped or read, or a field that is wrong.
-        """
-        model, made = warm_start(cls, source, max_length=max_length, slot_tokens=slot_tokens, seed=seed, **fields)
-        made.warn()
-        return model
 
 
 class LunaForCausalLM(CausalLMMixin, LunaPreTrainedModel, GenerationMixin):
