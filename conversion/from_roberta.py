@@ -26,7 +26,7 @@ from huggingface_hub.errors import StrictDataclassError
 from next_steps import next_steps
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_hf import AbcConfig, AbcForMaskedLM, LunaConfig, LunaForMaskedLM
+from luna_hf import FAMILIES
 from luna_hf.memory_control import ACTIVATIONS, CONTROLS
 from luna_hf.warm_start import WarmStart, warm_start
 from luna_hf.warm_start_source import read_config
@@ -42,12 +42,14 @@ TEXT_CHARACTERS = 1_000_000
 class Conversion:
     """A family's part of the command line."""
 
+    model_type: str
     script: str
     recipe: str  # its recipes for transfer and continued training begin with this
-    model_class: type[PreTrainedModel]
-    config_class: type[PreTrainedConfig]
     own: tuple[str, ...]  # fields of the config that are options
-    size: str  # the field that counts the slots
+
+    def __init__(self) -> None:
+        family = FAMILIES[self.model_type]
+        self.model_class, self.config_class, self.rules = family.masked_lm, family.config, family.warm_start
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Declare the family's own options, named after fields of its config."""
@@ -59,7 +61,8 @@ class Conversion:
         Raises:
             UserError: It cannot be had.
         """
-        raise NotImplementedError
+        given = {name: getattr(options, name) for name in self.rules.options()}
+        return {name: value for name, value in given.items() if value is not None}
 
     def check(self, options: argparse.Namespace, source: PreTrainedConfig) -> None:
         """Refuse options that would change nothing.
@@ -80,13 +83,11 @@ class Conversion:
 class AbcConversion(Conversion):
     """To ABC."""
 
-    script, recipe = "roberta_to_abc.py", "abc"
-    model_class, config_class = AbcForMaskedLM, AbcConfig
+    model_type, script, recipe = "abc_memory", "roberta_to_abc.py", "abc"
     own = (
         *("memory_control", "memory_size", "control_activation", "share_control", "control_seed"),
         *("cluster_iterations", "conv_kernel_size"),
     )
-    size = "memory_size"
     # Options that some controls have no use for.
     controls = {
         "memory_size": tuple(control for control in CONTROLS if control != "full"),
@@ -138,10 +139,6 @@ class AbcConversion(Conversion):
                     "it out."
                 )
 
-    def extra(self, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        """How the control starts."""
-        return {} if options.control_init is None else {"control_init": options.control_init}
-
     def is_alike(self, source: PreTrainedConfig, config: PreTrainedConfig, made: WarmStart) -> bool:
         """Whether the converted model attends as the source does."""
         if "full" in (theirs := getattr(source, "memory_control", "full"), config.memory_control):
@@ -180,10 +177,8 @@ def _listed(words: tuple[str, ...]) -> str:
 class LunaConversion(Conversion):
     """To Luna."""
 
-    script, recipe = "roberta_to_luna.py", "luna"
-    model_class, config_class = LunaForMaskedLM, LunaConfig
+    model_type, script, recipe = "luna", "roberta_to_luna.py", "luna"
     own = ("projection_length", "num_projected_attention_heads", "conv_kernel_size")
-    size = "projection_length"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Declare the family's own options, named after fields of its config."""
@@ -404,11 +399,12 @@ def make_notes(
         notes.append("The source has no tokenizer files: put the tokenizer's beside the model.")
     if "lm_head.dense.weight" in made.new:
         notes.append("The source has no masked-LM head: the new one is untrained.")
-    slots, longest = getattr(config, conversion.size), config.max_position_embeddings
-    if slots > longest and getattr(config, "memory_control", None) != "full":
+    name, longest = conversion.rules.slots_field(config), config.max_position_embeddings
+    slots = getattr(config, name) if name else 0
+    if slots > longest:
         notes.append(
-            f"`{conversion.size}` is {slots:,}, but inputs are at most {longest:,} tokens long: the memory costs more "
-            "than attention to all of them."
+            f"`{name}` is {slots:,}, but inputs are at most {longest:,} tokens long: the memory costs more than "
+            "attention to all of them."
         )
     return notes
 

@@ -18,8 +18,10 @@ from transformers import (
 
 from luna_hf import AbcForMaskedLM, LunaForMaskedLM
 from luna_hf.positions import repeat_positions
-from luna_hf.warm_start import RULES, WarmStart, warm_start
-from luna_hf.warm_start_source import LAYOUTS
+from luna_hf.warm_start import WarmStart, warm_start
+from luna_hf.warm_start_luna import LunaRules
+from luna_hf.warm_start_rules import CONVOLUTION
+from luna_hf.warm_start_source import layouts
 
 KINDS = ["roberta", "xlm-roberta", "camembert", "data2vec-text", "bert"]
 HEADS = {
@@ -60,12 +62,12 @@ def body(model):
 def head_of(model):
     """Parameters of a masked-LM head under our names, with the tied ones."""
     state = model.state_dict(keep_vars=True)
-    owns = LAYOUTS[model.config.model_type].head
+    owns = layouts()[model.config.model_type].head
     return {name: next(state[own] for own in names if own in state) for name, names in owns.items()}
 
 
 def longest(model):
-    layout = LAYOUTS[model.config.model_type]
+    layout = layouts()[model.config.model_type]
     return model.config.max_position_embeddings - (model.config.pad_token_id + 1) * layout.counts_pad_rows
 
 
@@ -123,7 +125,7 @@ def test_untied_sources(kind, tmp_path):
     torch.testing.assert_close(logits(model, batch), logits(source, batch), rtol=0, atol=1e-5)
     assert model.config.tie_word_embeddings is False and "lm_head.decoder.weight" in made.copied
     # The output layer's bias is what it computes with; the head's own is not, and is said to be unused.
-    assert list(made.unused) == [LAYOUTS[kind].head["lm_head.bias"][1]]
+    assert list(made.unused) == [layouts()[kind].head["lm_head.bias"][1]]
 
 
 def test_a_file_whose_matrices_differ_is_untied_whatever_its_config_says(tmp_path):
@@ -351,7 +353,8 @@ def test_luna_is_untied_and_its_rules_cover_what_is_new(luna):
     source, model, made, _ = luna
     assert model.config.tie_kv is False
     assert {re.sub(r"layer\.\d+", "layer.{}", name).removeprefix("luna.") for name in made.new} == {
-        name for name in RULES["luna"] if not name.startswith("lm_head.")
+        *LunaRules.table,
+        CONVOLUTION,
     }
     assert len(made.copied) == len(list(source.parameters()))
 
@@ -362,9 +365,9 @@ def test_the_first_pack_equals_a_memory_written_by_the_packed_embeddings():
     source = make_source()
     model, _ = warm_start(LunaForMaskedLM, source, projection_length=8, num_projected_attention_heads=1)
     states = torch.randn(2, 12, 48)
-    memory, masks = model.luna.begin(states, None)
+    memory, context = model.luna.begin(states, None)
     pack = model.luna.encoder.layer[0].attention.self.pack
-    packed, _ = pack(memory, states, masks.tokens)
+    packed, _ = pack(memory, states, context)
     attention = source.roberta.encoder.layer[0].attention.self
     phi = torch.einsum("bmd,bnd->bmn", attention.query(memory), attention.key(states)).div(48**0.5).softmax(-1)
     torch.testing.assert_close(packed, phi @ states)
@@ -479,7 +482,7 @@ def test_the_report_is_disjoint_and_complete(kind, head, model_class, tmp_path):
     table = f"{prefix}embeddings.position_embeddings.weight"
     own = {name.removeprefix(prefix) for name in files}
     taken = {name.removeprefix(source.base_model_prefix + ".") for name in made.copied.values()}
-    aliases = {names[0]: names[1] for names in LAYOUTS[kind].head.values() if len(names) == 2}
+    aliases = {names[0]: names[1] for names in layouts()[kind].head.values() if len(names) == 2}
     taken = {aliases.get(name, name) for name in taken} | {table.removeprefix(prefix)}
     unused = {name.removeprefix(source.base_model_prefix + ".") for name in made.unused}
     assert taken | unused == own and not taken & unused

@@ -8,9 +8,15 @@ import torch
 from helpers import tiny_model
 from safetensors.torch import load_file, save_file
 from test_warm_start import SMALL, make_source
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    RobertaForMaskedLM,
+)
 
-from luna_hf import AbcForMaskedLM, AbcForSequenceClassification, LunaForMaskedLM
+from luna_hf import AbcForMaskedLM, LunaForMaskedLM
 from luna_hf.warm_start import warm_start
 
 
@@ -24,7 +30,7 @@ def config_with(tmp_path, kind="roberta", **fields):
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("bert", {"is_decoder": True}, "is a decoder .`is_decoder` is true.*have learnt to look back"),
+        ("bert", {"is_decoder": True}, "is a decoder .`is_decoder` is true.*have learned to look back"),
         ("roberta", {"is_decoder": True, "add_cross_attention": True}, "is a decoder"),
         ("bert", {"add_cross_attention": True}, "has cross-attention"),
         ("bert", {"is_encoder_decoder": True}, "is an encoder-decoder"),
@@ -83,7 +89,7 @@ def test_other_architectures(kind, where, tmp_path):
 
 
 def test_a_luna_model_is_no_source():
-    with pytest.raises(ValueError, match="is a Luna model already: load it with `from_pretrained`"):
+    with pytest.raises(ValueError, match="is a luna model already: load it with `from_pretrained`"):
         warm_start(LunaForMaskedLM, tiny_model("luna", "mlm"))
 
 
@@ -169,9 +175,8 @@ def test_a_head_of_which_a_part_is_missing(tmp_path):
         (AbcForMaskedLM, {"max_position_embeddings": 64}, "Give `max_length`"),
         (AbcForMaskedLM, {"max_length": 37}, "`max_length` is 37, but the source has positions for 38 tokens"),
         (AbcForMaskedLM, {"max_length": 0}, "`max_length` is 0"),
-        (AbcForMaskedLM, {"slot_tokens": [5]}, "`slot_tokens` are for Luna"),
+        (AbcForMaskedLM, {"slot_tokens": [5]}, "no field `slot_tokens`; it is an option of luna models"),
         (AbcForMaskedLM, {"control_init": "zero"}, "`control_init` is 'zero'"),
-        (AbcForSequenceClassification, {}, "There is no rule for classifier.*masked-LM models"),
         (LunaForMaskedLM, {"tie_kv": True}, "`tie_kv=True` cannot be warm-started"),
         (LunaForMaskedLM, {"projection_length": 0}, "`projection_length` is 0"),
         (LunaForMaskedLM, {"num_projected_attention_heads": 5}, "not a multiple of `num_projected_attention_heads`"),
@@ -183,6 +188,11 @@ def test_a_head_of_which_a_part_is_missing(tmp_path):
 def test_wrong_fields(model_class, fields, message):
     with pytest.raises(ValueError, match=message):
         warm_start(model_class, make_source(), **fields)
+
+
+def test_a_class_of_another_package():
+    with pytest.raises(ValueError, match="RobertaForMaskedLM is not a model of this package, whose families are luna"):
+        warm_start(RobertaForMaskedLM, make_source())
 
 
 def test_something_else_than_a_model():

@@ -32,6 +32,9 @@ from .modeling_abc_causal import *
 from .modeling_luna import *
 from .modeling_luna_causal import *
 from .tokenization_fairseq import FairseqBpeTokenizer
+from .warm_start_abc import AbcRules
+from .warm_start_luna import LunaRules
+from .warm_start_rules import WarmStartRules
 
 # The task heads that every family has, by the last part of their names.
 _HEADS = {
@@ -49,6 +52,7 @@ class Family:
     config: type[BoundedMemoryConfig]
     encoders: ModuleType
     decoders: ModuleType
+    warm_start: type[WarmStartRules] = WarmStartRules
 
     def model(self, kind: str) -> type[PreTrainedModel]:
         """The class `<Name><kind>`."""
@@ -81,6 +85,11 @@ class Family:
         return {auto_class: self.model(kind) for auto_class, kind in _HEADS.items()}
 
     @property
+    def causal_models(self) -> tuple[type[PreTrainedModel], ...]:
+        """Every class of the family whose tokens look back only."""
+        return (self.causal_model, self.causal_lm)
+
+    @property
     def models(self) -> tuple[type[PreTrainedModel], ...]:
         """Every encoder class of the family, the base model first."""
         return (self.base_model, self.masked_lm, *self.heads.values())
@@ -101,8 +110,8 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.config.model_type: family
     for family in (
-        Family(LunaConfig, modeling_luna, modeling_luna_causal),
-        Family(AbcConfig, modeling_abc, modeling_abc_causal),
+        Family(LunaConfig, modeling_luna, modeling_luna_causal, LunaRules),
+        Family(AbcConfig, modeling_abc, modeling_abc_causal, AbcRules),
     )
 }
 

@@ -1,6 +1,7 @@
 """What every model of the zoo shares: loading and saving, inputs and their checks, a head on a base model."""
 
 import difflib
+import os
 import sys
 from dataclasses import fields
 from typing import Any
@@ -74,6 +75,38 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
         classes = {model._auto_class: model for model in models if getattr(model, "_auto_class", None)}
         classes = {"AutoConfig": self.config_class, **classes}
         return {auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in classes.items()}
+
+    @classmethod
+    def from_roberta(
+        cls, source: str | os.PathLike | PreTrainedModel, *, max_length: int | None = None, seed: int = 0, **fields: Any
+    ) -> "BoundedMemoryPreTrainedModel":
+        """A model that starts from a trained RoBERTa, XLM-R, CamemBERT, data2vec-text or BERT; needs the package.
+
+        The encoder's weights are kept; a masked-LM model keeps the source's masked-LM head, too. Any other head, and
+        what the family has besides RoBERTa, is new, which is logged. `luna_hf.warm_start.warm_start` takes the same
+        arguments, and returns the report with the model.
+
+        Args:
+            source: folder, name on the Hub, or a model in memory.
+            max_length: tokens that the model must take, if more than the source does.
+            seed: of what is new.
+            fields: of the config (`num_labels`, `conv_kernel_size`, ...), and options of the family's rules in
+                `warm_start_<family>.py` (such as `slot_tokens` or `control_init`).
+
+        Raises:
+            ImportError: luna_hf is not installed. A checkpoint folder carries what its model needs to run, no more.
+            ValueError: A causal model, a source that cannot be mapped or read, or a field that is wrong.
+        """
+        # In a `try` and absolute: transformers neither asks for the package nor copies the file into checkpoints.
+        try:
+            from luna_hf.warm_start import warm_start
+        except ImportError as error:
+            raise ImportError(
+                "`from_roberta` needs the package, which a checkpoint folder does not carry: `pip install luna-hf`."
+            ) from error
+        model, made = warm_start(cls, source, max_length=max_length, seed=seed, **fields)
+        made.warn()
+        return model
 
 
 class BaseModelMixin:

@@ -3,7 +3,6 @@
 import os
 import pickle
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
@@ -13,40 +12,14 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from .families import FAMILIES
+from .warm_start_rules import HEAD_NAMES, Layout, LoadedSource
+
 # A file that is cut off, empty, or something else altogether (a page of HTML, a pointer of Git LFS).
 _LOADING_ERRORS = (OSError, SafetensorError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 Source = str | os.PathLike | PreTrainedModel
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a model type keeps what all encoders of RoBERTa's architecture have; the encoder's names are the same.
-
-    Args:
-        head: for each parameter of our masked-LM head, the source's names for it, the first that exists being taken.
-        counts_pad_rows: whether `max_position_embeddings` counts the rows of the table up to the pad's.
-        has_pad_rows: whether the table has those rows at all.
-        fixed_head_activation: whether the head uses gelu whatever `hidden_act` says.
-        ordered_vocabulary: whether token ids go from frequent to rare.
-    """
-
-    head: dict[str, tuple[str, ...]]
-    counts_pad_rows: bool = True
-    has_pad_rows: bool = True
-    fixed_head_activation: bool = True
-    ordered_vocabulary: bool = True
-
-
-# The decoder's own bias comes first: where the matrices are not tied, it need not be the head's.
-HEAD_NAMES = {
-    "lm_head.dense.weight": ("lm_head.dense.weight",),
-    "lm_head.dense.bias": ("lm_head.dense.bias",),
-    "lm_head.layer_norm.weight": ("lm_head.layer_norm.weight",),
-    "lm_head.layer_norm.bias": ("lm_head.layer_norm.bias",),
-    "lm_head.decoder.weight": ("lm_head.decoder.weight",),
-    "lm_head.bias": ("lm_head.decoder.bias", "lm_head.bias"),
-}
 _BERT_HEAD = {
     "lm_head.dense.weight": ("cls.predictions.transform.dense.weight",),
     "lm_head.dense.bias": ("cls.predictions.transform.dense.bias",),
@@ -56,6 +29,7 @@ _BERT_HEAD = {
     "lm_head.bias": ("cls.predictions.decoder.bias", "cls.predictions.bias"),
 }
 _ROBERTA = Layout(HEAD_NAMES)
+# Those of transformers; a family's own is part of its rules.
 LAYOUTS = {
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
@@ -68,35 +42,13 @@ LAYOUTS = {
         fixed_head_activation=False,
         ordered_vocabulary=False,
     ),
-    "abc_memory": Layout(HEAD_NAMES, counts_pad_rows=False, fixed_head_activation=False, ordered_vocabulary=False),
 }
 
 
-@dataclass
-class LoadedSource:
-    """A source: its config, its parameters by our names for the encoder's and its own for the head's."""
-
-    config: PreTrainedConfig
-    layout: Layout
-    tensors: dict[str, Tensor]
-    names: dict[str, str]  # our name of the encoder's, or its own -> its name in the source
-    ignored: list[str]  # in the files, but of no parameter of a masked-LM model
-
-    @property
-    def embedding(self) -> Tensor:
-        """(vocabulary, d), the word embedding; its type is that of the source."""
-        return self.tensors["embeddings.word_embeddings.weight"]
-
-    @property
-    def first(self) -> int:
-        """Rows in front of the table of positions that belong to no token."""
-        return self.config.pad_token_id + 1 if self.layout.has_pad_rows else 0
-
-    @property
-    def longest(self) -> int:
-        """Tokens that the source takes."""
-        counted = self.config.pad_token_id + 1 if self.layout.counts_pad_rows else 0
-        return self.config.max_position_embeddings - counted
+def layouts() -> dict[str, Layout]:
+    """Every model type that can be a source, and how to read it."""
+    own = {model_type: family.warm_start.layout for model_type, family in FAMILIES.items()}
+    return LAYOUTS | {model_type: layout for model_type, layout in own.items() if layout}
 
 
 def load_source(source: Source) -> LoadedSource:
@@ -119,14 +71,14 @@ def load_source(source: Source) -> LoadedSource:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing weights is replaced by ours
     try:
-        # Weights of another shape are let pass here, since its own error does not name them.
+        # Weights of another shape pass here, since transformers' own error does not name them.
         model, info = AutoModelForMaskedLM.from_pretrained(
             name, config=config, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
         )
     except _LOADING_ERRORS as error:
-        # Torch's own words advise to load a file that is no pickle without its safeguard.
+        # Torch's own message advises loading a file that is no pickle without its safeguard.
         is_garbage = isinstance(error, pickle.UnpicklingError)
-        reason = "a file is damaged, or holds something else than weights" if is_garbage else _first_line(error)
+        reason = "a file is damaged, or does not hold weights" if is_garbage else _first_line(error)
         raise ValueError(
             f"The weights of {name} cannot be loaded ({reason}). The folder must hold the whole file "
             "or files that `save_pretrained` wrote: copy or download it again."
@@ -184,27 +136,27 @@ def _check_config(config: dict[str, Any], name: str) -> None:
     Raises:
         ValueError: What it is, and what to give instead.
     """
-    kind = config.get("model_type")
-    wanted = f"A warm start needs an encoder of RoBERTa's architecture: {', '.join(LAYOUTS)}."
+    kind, known = config.get("model_type"), layouts()
+    wanted = f"A warm start needs an encoder of RoBERTa's architecture: {', '.join(known)}."
     if not kind:
         raise ValueError(f"{name}: its config names no `model_type`. {wanted}")
-    if kind == "luna":
+    if kind in FAMILIES and kind not in known:
         raise ValueError(
-            f"{name} is a Luna model already: load it with `from_pretrained`, and go on training. {wanted}"
+            f"{name} is a {kind} model already: load it with `from_pretrained`, and train it further. {wanted}"
         )
     if config.get("is_encoder_decoder"):
         raise ValueError(f"{name} is an encoder-decoder ({kind}). {wanted}")
     if config.get("is_decoder"):
         raise ValueError(
-            f"{name} is a decoder (`is_decoder` is true in its config): its tokens have learnt to look back only. "
+            f"{name} is a decoder (`is_decoder` is true in its config): its tokens have learned to look back only. "
             f"{wanted}"
         )
-    if kind not in LAYOUTS:
+    if kind not in known:
         is_decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
         what = "a decoder" if is_decoder else "another architecture"
         raise ValueError(f"{name} is a {kind} model, {what}. {wanted}")
     if config.get("add_cross_attention"):
-        raise ValueError(f"{name} has cross-attention (`add_cross_attention`), for which there is no place. {wanted}")
+        raise ValueError(f"{name} has cross-attention (`add_cross_attention`), which an encoder cannot use. {wanted}")
     positions = config.get("position_embedding_type") or "absolute"
     if positions not in ("absolute", "learned", "sinusoidal"):
         raise ValueError(
@@ -224,7 +176,7 @@ def _take_apart(model: PreTrainedModel, name: str, missing: set[str], ignored: l
         ValueError: A part of the encoder, or of the head, is not there; layers that the config does not count.
     """
     _check_layers(model.config.num_hidden_layers, [*dict(model.named_parameters()), *ignored], name)
-    layout, prefix = LAYOUTS[model.config.model_type], model.base_model_prefix + "."
+    layout, prefix = layouts()[model.config.model_type], model.base_model_prefix + "."
     tensors, names = {}, {}
     for own, tensor in model.named_parameters(remove_duplicate=False):
         if own in missing:

@@ -1,0 +1,127 @@
+"""How ABC starts from a trained encoder: a learned control from the source's own attention, instead of at random.
+
+A slot of ABC-MLP is attention with a learned query that does not depend on the text (the paper's section 4, "pseudo
+query"). A trained encoder has a good one for every place: what its own attention asks for there. Slots then hold the
+surroundings of places spread evenly over the text, and a token finds its surroundings in the slot nearest to it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+
+from .warm_start_rules import (
+    ATTENTION,
+    HEAD_NAMES,
+    INITIALISED,
+    POSITIONS,
+    SEGMENTS,
+    Layout,
+    WarmStartRules,
+    spread_places,
+)
+
+OWN_ATTENTION = "the source's own attention from evenly spread positions"
+
+
+@dataclass
+class AbcRules(WarmStartRules):
+    """ABC's part in a warm start.
+
+    Args:
+        control_init: how a learned control starts. `"attention"`, the default, starts every slot as the source's own
+            attention (that of the first layer, where the layers share the control) from one of `memory_size` evenly
+            spread positions; `"random"` as in a new model, which is the paper's way and takes far longer to recover.
+            Where the control does not weigh tokens as attention does (`mlp` with relu or sigmoid), or the source's
+            embeddings have no learned positions and norm, it starts at random; the report says which it was.
+
+    An ABC source keeps its own fields where none are given, and its trained control where it fits: in kind and in
+    shape, which for Linformer is that of the longest input.
+    """
+
+    control_init: str | None = None
+
+    table = {"control.weight": OWN_ATTENTION, f"{ATTENTION}.self.control.weight": OWN_ATTENTION}
+    layout = Layout(HEAD_NAMES, counts_pad_rows=False, fixed_head_activation=False, ordered_vocabulary=False)
+
+    @staticmethod
+    def slots_field(config: PreTrainedConfig) -> str | None:
+        """The size of the memory, but for full attention."""
+        return None if config.memory_control == "full" else "memory_size"
+
+    @staticmethod
+    def kind(name: str, config: PreTrainedConfig) -> str:
+        """Which control a parameter belongs to, if any."""
+        return getattr(config, "memory_control", "") if "control." in name else ""
+
+    def check(self) -> None:
+        """Refuse a start that the control cannot have.
+
+        Raises:
+            ValueError: Why, and what to do.
+        """
+        start, config = self.control_init, self.config
+        if start not in (None, "attention", "random"):
+            raise ValueError(f"`control_init` is {start!r}, but must be 'attention' or 'random'.")
+        if start and config.memory_control not in ("mlp", "linformer"):
+            raise ValueError("`control_init` is for learned controls, `mlp` and `linformer`. Leave it out.")
+        if start == "attention" and not self.can_attend():
+            reason = "the source is not laid out as RoBERTa (post-norm, learned positions, normed embeddings)"
+            if self.weighs_otherwise():
+                reason = f"`control_activation` {config.control_activation!r} does not weigh tokens as attention does"
+            raise ValueError(f"`control_init` cannot be 'attention': {reason}. Leave it out, to start at random.")
+
+    def weighs_otherwise(self) -> bool:
+        """Whether the control weighs tokens by something else than a softmax."""
+        return self.config.memory_control == "mlp" and self.config.control_activation != "exp"
+
+    def can_attend(self) -> bool:
+        """Whether the control can start as the source's attention, which has to read embedded positions."""
+        loaded = self.loaded
+        has_positions = loaded.first + loaded.longest == len(loaded.tensors.get(POSITIONS, ()))
+        has_norm = "embeddings.LayerNorm.weight" in loaded.tensors and not self.config.norm_first
+        return has_positions and has_norm and not self.weighs_otherwise()
+
+    def rule(self, template: str) -> str:
+        """The rule for a parameter, by its name in `table`."""
+        rule = super().rule(template)
+        at_random = rule == OWN_ATTENTION and (self.control_init == "random" or not self.can_attend())
+        return INITIALISED if at_random else rule
+
+    def make(self, rule: str, layer: str | None, empty: Tensor) -> Tensor:
+        """The values that a rule gives, in any floating-point type.
+
+        A learned control (h * m, d) is W of equation 7 such that `W x` are the logits of the source's attention,
+        `(W_q s + b_q) . W_k x / sqrt(c)`, each s being the state of a place without a word. The bias of the keys would
+        add the same to all tokens of a slot, which the softmax over them takes out. Linformer's control (h * m, N) is
+        that softmax over all places.
+        """
+        if rule != OWN_ATTENTION:
+            return super().make(rule, layer, empty)
+        config, longest, heads = self.config, self.loaded.longest, self.config.num_attention_heads
+        attention = f"{ATTENTION}.self".replace("{}", layer or "0")
+        parts = (f"{attention}.{part}" for part in ("query.weight", "query.bias", "key.weight"))
+        query, bias, key = (self.loaded.tensors[part].float() for part in parts)
+        states = self.place_states()
+        asked = F.linear(states[spread_places(config.memory_size, longest)], query, bias).unflatten(-1, (heads, -1))
+        logits = torch.einsum("mhc,hcd->hmd", asked, key.unflatten(0, (heads, -1)))
+        weight = (logits * asked.shape[-1] ** -0.5).flatten(0, 1)
+        if config.memory_control == "mlp":
+            return weight
+        repeats = -(-config.max_position_embeddings // longest)
+        return (weight @ states.repeat(repeats, 1)[: config.max_position_embeddings].T).softmax(-1)
+
+    def place_states(self) -> Tensor:
+        """(p, d) float32, what the first layer reads at places without a word: LayerNorm(position + first segment)."""
+        tensors = self.loaded.tensors
+        states = tensors[POSITIONS][self.loaded.first :].float()
+        states = states + tensors[SEGMENTS][0].float() if SEGMENTS in tensors else states
+        norm = (tensors[f"embeddings.LayerNorm.{kind}"].float() for kind in ("weight", "bias"))
+        return F.layer_norm(states, states.shape[-1:], *norm, self.config.layer_norm_eps)
+
+    def finish(self, new: dict[str, str]) -> None:
+        """Refuse `control_init` where the control is the source's own."""
+        if self.control_init and not any("control." in name for name in new):
+            raise ValueError("`control_init` has nothing to start: the source's own control is kept. Leave it out.")

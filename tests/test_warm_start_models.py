@@ -1,0 +1,268 @@
+"""`from_roberta` on every class of every family, with rules and without, with the package and without."""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+import torch
+from helpers import MODELS, TINY, code_name, inputs_for, model_class, run_python
+from huggingface_hub.dataclasses import strict
+from test_warm_start import body, make_source
+from transformers.dynamic_module_utils import get_imports
+
+from luna_hf import FAMILIES, warm_start_rules, warm_start_source
+from luna_hf import warm_start as warm_start_module
+from luna_hf.warm_start import warm_start
+from luna_hf.warm_start_rules import INITIALISED, ZERO, WarmStartRules
+
+families = pytest.mark.parametrize("family", FAMILIES)
+kinds = pytest.mark.parametrize("kind", MODELS)
+heads = pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("base", "mlm")])
+
+# Runs without luna_hf.
+WITHOUT_PACKAGE = """
+import sys
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+for folder, reference in (words.split("--") for words in sys.argv[1:]):
+    try:
+        get_class_from_dynamic_module(reference, folder).from_roberta("FacebookAI/roberta-base")
+    except ImportError as error:
+        print(error)
+"""
+
+
+def head_names(model):
+    """A model's parameters without those of its base model."""
+    encoder = {parameter.data_ptr() for parameter in model.base_model.parameters()}
+    return {name for name, parameter in model.named_parameters() if parameter.data_ptr() not in encoder}
+
+
+# Runs with luna_hf, on classes that come from a folder all the same.
+OF_A_FOLDER = """
+import sys, torch
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from luna_hf import FAMILIES
+source, *rest = sys.argv[1:]
+for folder, family, references in zip(rest[::3], rest[1::3], rest[2::3]):
+    *encoders, causal = [get_class_from_dynamic_module(name, folder) for name in references.split(",")]
+    for model_class, own in zip(encoders, FAMILIES[family].models, strict=True):
+        assert model_class is not own and model_class.__module__.startswith("transformers_modules")
+        states = [made.from_roberta(source).state_dict() for made in (model_class, own)]
+        if states[0].keys() == states[1].keys() and all(map(torch.equal, *(state.values() for state in states))):
+            print(model_class.__name__)
+    try:
+        causal.from_roberta(source)
+    except ValueError as error:
+        assert "look both ways" in str(error)
+    else:
+        raise AssertionError("a causal model was warm-started")
+"""
+
+
+@families
+@kinds
+def test_every_class_starts_from_the_encoder(family, kind, caplog):
+    source, wanted = make_source(), model_class(family, kind)
+    model = wanted.from_roberta(source, max_length=50, seed=3, conv_kernel_size=3)
+    assert type(model) is wanted and not model.training and model.config.max_position_embeddings == 50
+    own = dict(model.base_model.named_parameters())
+    for name, expected in body(source).items():
+        assert torch.equal(own[name][: len(expected)], expected), name
+    with torch.no_grad():
+        outputs = model(**inputs_for(kind))
+    assert all(torch.isfinite(value).all() for value in outputs.values() if isinstance(value, torch.Tensor))
+    (said,) = caplog.messages
+    expected, made = warm_start(wanted, source, max_length=50, seed=3, conv_kernel_size=3)
+    assert said.endswith(
+        "\n".join(made.lines(*(["extended", "new", "unused"] if made.unused else ["extended", "new"])))
+    )
+    assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
+
+
+@families
+@kinds
+def test_only_a_masked_lm_takes_a_head(family, kind):
+    source = make_source()
+    model, made = warm_start(model_class(family, kind), source)
+    assert sorted([*made.copied, *made.extended, *made.new]) == sorted(dict(model.named_parameters()))
+    heads = {name for name, _ in source.named_parameters() if name.startswith("lm_head.")}
+    if kind == "mlm":
+        assert heads - {"lm_head.bias"} <= set(made.copied.values()) and not made.unused
+    else:
+        assert set(made.unused) == heads
+        assert {name for name, rule in made.new.items() if rule == INITIALISED} >= head_names(model)
+
+
+@families
+@heads
+def test_a_new_head_is_that_of_a_new_model(family, kind):
+    """Also where the source has one of the same names and shapes, which was trained for something else."""
+    source = make_source(head="sequence")
+    wanted = model_class(family, kind)
+    model, made = warm_start(wanted, source, seed=1)
+    assert {name for name, _ in source.named_parameters() if name.startswith("classifier.")} <= set(made.unused)
+    for name in head_names(model):
+        parameter = model.get_parameter(name)
+        if parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(model.config.initializer_range, rel=0.3), name
+        else:
+            assert not parameter.any(), name
+    again, other = (warm_start(wanted, source, seed=seed)[0] for seed in (1, 2))
+    weights = [name for name in head_names(model) if model.get_parameter(name).dim() == 2]
+    assert all(torch.equal(model.get_parameter(name), again.get_parameter(name)) for name in weights)
+    assert not any(torch.equal(model.get_parameter(name), other.get_parameter(name)) for name in weights)
+
+
+@families
+def test_fields_of_the_head(family):
+    row = FAMILIES[family]
+    labels = {"id2label": {0: "no", 1: "yes", 2: "perhaps"}, "label2id": {"no": 0, "yes": 1, "perhaps": 2}}
+    for kind in ("sequence", "token"):
+        model = model_class(family, kind).from_roberta(make_source(), num_labels=3)
+        assert model(**inputs_for(kind)).logits.shape[-1] == model.config.num_labels == 3
+        model = model_class(family, kind).from_roberta(make_source(), problem_type="regression", **labels)
+        assert model(**inputs_for(kind)).logits.shape[-1] == 3
+        assert model.config.problem_type == "regression" and model.config.id2label == labels["id2label"]
+    for pooling in row.config.classifier_poolings():
+        fields = {"classifier_pooling": pooling, "classifier_hidden_size": 20, "classifier_activation": "relu"}
+        model = model_class(family, "sequence").from_roberta(make_source(), **fields)
+        assert model.classifier.dense.weight.shape == (20, 48)
+        assert {name: getattr(model.config, name) for name in fields} == fields
+
+
+@families
+@pytest.mark.parametrize("kind", ["base", "sequence"])
+def test_a_head_that_is_not_taken_may_have_another_activation(family, kind):
+    source = make_source(hidden_act="relu")
+    assert model_class(family, kind).from_roberta(source).config.hidden_act == "relu"
+    with pytest.raises(ValueError, match="head uses gelu and its layers relu"):
+        model_class(family, "mlm").from_roberta(source)
+
+
+@families
+def test_a_causal_model_is_refused(family):
+    row = FAMILIES[family]
+    own = [(row.base_model, {"is_decoder": True}), *((causal_class, {}) for causal_class in row.causal_models)]
+    assert len(own) > 1
+    for wanted, fields in own:
+        with pytest.raises(ValueError, match=f"have learned to look both ways: .*start a {row.masked_lm.__name__}"):
+            wanted.from_roberta("nowhere", **fields)
+
+
+def test_an_option_of_another_family():
+    for family, row in FAMILIES.items():
+        for other in (other for other in FAMILIES if other != family):
+            for option in FAMILIES[other].warm_start.options():
+                message = f"{row.config.__name__} has no field `{option}`; it is an option of {other} models"
+                with pytest.raises(ValueError, match=message):
+                    row.masked_lm.from_roberta(make_source(), **{option: "x"})
+
+
+# ---- a family without rules ----
+
+
+@pytest.fixture
+def without_rules(request, monkeypatch):
+    """A family like another one, but without rules; and its classes by kind."""
+    like = FAMILIES[request.param]
+    config = strict(type("ToyConfig", (like.config,), {"model_type": "toy", "__module__": __name__}))
+
+    def renamed(original):
+        return type("Toy", (original,), {"config_class": config, "__module__": __name__})
+
+    row = dataclasses.replace(
+        like,
+        config=config,
+        base_model=renamed(like.base_model),
+        masked_lm=renamed(like.masked_lm),
+        heads={auto_class: renamed(head) for auto_class, head in like.heads.items()},
+        warm_start=WarmStartRules,
+    )
+    monkeypatch.setitem(FAMILIES, "toy", row)
+    return request.param
+
+
+@pytest.mark.parametrize("without_rules", FAMILIES, indirect=True)
+@kinds
+def test_a_family_without_rules(without_rules, kind):
+    source, wanted = make_source(), model_class("toy", kind)
+    model, made = warm_start(wanted, source, conv_kernel_size=3)
+    assert type(model) is wanted and model.config.model_type == "toy"
+    named = dict(model.named_parameters())
+    assert sorted([*made.copied, *made.extended, *made.new]) == sorted(named)
+    parameters = dict(source.named_parameters())
+    for name, own_name in made.copied.items():
+        twin = parameters.get(own_name.replace("decoder.bias", "bias"), source.get_input_embeddings().weight)
+        assert torch.equal(named[name], twin)
+    convolutions = {name for name in named if "convolution" in name}
+    assert len(convolutions) == 3 and all(made.new[name] == ZERO and not named[name].any() for name in convolutions)
+    assert {rule for name, rule in made.new.items() if name not in convolutions} == {INITIALISED}
+    # What is new is what a new model of the family has besides RoBERTa, and a head.
+    family_own = {name for name, _ in model.base_model.named_parameters()} - set(body(source))
+    assert len(made.new) == len(family_own) + (0 if kind == "mlm" else len(head_names(model)))
+    # Initialised, and not what memory held.
+    assert all(named[name].isfinite().all() and named[name].abs().max() < 10 for name in made.new)
+    again, _ = warm_start(wanted, source, conv_kernel_size=3)
+    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
+
+
+@pytest.mark.parametrize("without_rules", FAMILIES, indirect=True)
+def test_a_family_without_rules_is_no_source(without_rules):
+    row = FAMILIES["toy"]
+    model = row.masked_lm(row.config(**TINY))
+    with pytest.raises(ValueError, match="is a toy model already: load it with `from_pretrained`"):
+        FAMILIES[without_rules].masked_lm.from_roberta(model)
+
+
+# ---- where the code is ----
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """For every family the folder of a warm-started model."""
+    root = tmp_path_factory.mktemp("warm-started")
+    for family, row in FAMILIES.items():
+        row.masked_lm.from_roberta(make_source()).save_pretrained(root / family)
+    return root
+
+
+@families
+def test_a_folder_carries_nothing_of_the_warm_start(saved, family):
+    code = list((saved / family).glob("*.py"))
+    assert f"modeling_{code_name(family)}.py" in {path.name for path in code}
+    assert not [path.name for path in code if "warm_start" in path.name]
+    # What transformers looks for before it runs the code.
+    assert not [path.name for path in code if "luna_hf" in get_imports(path)]
+
+
+def references(family):
+    row = FAMILIES[family]
+    module = f"modeling_{code_name(family)}"
+    return [f"{module}.{model.__name__}" for model in (*row.models, row.causal_lm)]
+
+
+def test_without_the_package_the_error_names_the_fix(saved, tmp_path):
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    classes = [f"{saved / family}--{reference}" for family in FAMILIES for reference in references(family)]
+    said = run_python(WITHOUT_PACKAGE, *classes, env=environment, blocked=True).splitlines()
+    assert len(said) == len(classes)
+    (message,) = set(said)
+    assert message.endswith("`pip install luna-hf`.") and ". " not in message
+
+
+def test_a_class_of_a_folder_starts_as_the_package_s(saved, tmp_path):
+    make_source().save_pretrained(tmp_path / "source")
+    folders = [word for family in FAMILIES for word in (saved / family, family, ",".join(references(family)))]
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    said = run_python(OF_A_FOLDER, tmp_path / "source", *folders, env=environment)
+    assert said.split() == [model.__name__ for row in FAMILIES.values() for model in row.models]
+
+
+def test_shared_files_name_no_family():
+    text = "".join(map(inspect.getsource, (warm_start_module, warm_start_source, warm_start_rules)))
+    known = [{item.name for item in dataclasses.fields(row.config)} for row in FAMILIES.values()]
+    own = set.union(*known) - set.intersection(*known)
+    for family, row in FAMILIES.items():
+        own |= {family, code_name(family), *row.warm_start.options(), row.base_model.__name__}
+    assert own and not [word for word in sorted(own) if re.search(rf"\b{word}\b", text, re.IGNORECASE)]
