@@ -46,6 +46,7 @@ class AbcConfig(EncoderConfig):
 
     # "abc" is taken: flash-linear-attention registers it for its causal model, and one process may import both.
     model_type = "abc_memory"
+    slots_field = "memory_size"
     base_model_fsdp_plan = {"embeddings": "free_full_weight", "encoder.layer.*": "free_full_weight"}
 
     memory_control: str = "mlp"

@@ -103,6 +103,7 @@ class EncoderConfig(PreTrainedConfig):
 
     model_type = "bounded_memory_encoder"
     keys_to_ignore_at_inference = ["past_key_values"]  # a Trainer gathers all other outputs
+    slots_field = None  # name of the field that holds the number of slots, in families that have slots
 
     vocab_size: int = 50265
     hidden_size: int = 768

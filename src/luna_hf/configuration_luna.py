@@ -48,6 +48,7 @@ class LunaConfig(EncoderConfig):
     """
 
     model_type = "luna"
+    slots_field = "projection_length"
     base_model_fsdp_plan = {"embeddings": "free_full_weight", "encoder.layer.*": "free_full_weight"}
 
     projection_length: int = 128
