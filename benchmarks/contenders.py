@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from measuring import extra_memory, steady_allocator
+from measuring import extra_memory, slots_of, steady_allocator
 from torch import Tensor, nn
 from transformers import (
     ModernBertConfig,
@@ -40,7 +40,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 # What `--models` may name besides single models; `standard` is what a run measures unless told.
 MODEL_SETS: dict[str, tuple[str, ...]] = {
-    "standard": ("roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64"),
+    "standard": (
+        *("roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64"),
+        *(family for family in FAMILIES if family not in VARIANTS),
+    ),
     "abc": ("roberta", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "eager": ("roberta", "roberta-eager", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "controls": ("roberta", "abc-mlp-64", *(name for name in VARIANTS["abc_memory"] if "mlp" not in name)),
@@ -60,7 +63,7 @@ class Setting:
     width: int
     heads: int
     modernbert_intermediate: int
-    projection_length: int
+    slots: int  # where the name of a model does not say how many
     max_length: int
     dtype: str
     device: str
@@ -137,11 +140,9 @@ def _modernbert_config(setting: Setting) -> ModernBertConfig:
 
 
 def _own_config(family: str, fields: dict[str, Any], setting: Setting) -> Any:
-    config_class = FAMILIES[family].config
-    if "projection_length" in config_class.__dataclass_fields__:
-        fields = {**fields, "projection_length": setting.projection_length}
     positions = {"max_position_embeddings": setting.max_length, "sparse_prediction": True}
-    return config_class(**_common(setting), **_NO_DROPOUT, **positions, **fields)
+    own = {**slots_of(family, setting.slots), **fields}
+    return FAMILIES[family].config(**_common(setting), **_NO_DROPOUT, **positions, **own)
 
 
 def make_batch(setting: Setting, rows: int, length: int, padded: bool = False) -> dict[str, Tensor]:

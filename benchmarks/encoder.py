@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--projection-length", type=int, default=128, help="slots of Luna; ABC's names say theirs")
+    parser.add_argument("--slots", type=int, default=128, help="of models whose names do not say theirs")
     parser.add_argument(
         "--models",
         nargs="+",
@@ -115,7 +115,7 @@ def make_setting(options: argparse.Namespace) -> Setting:
         width=options.width,
         heads=options.heads,
         modernbert_intermediate=options.modernbert_intermediate or 4 * options.width,
-        projection_length=options.projection_length,
+        slots=options.slots,
         max_length=max(options.lengths),
         dtype=options.dtype,
         device=options.device,

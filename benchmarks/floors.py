@@ -15,7 +15,7 @@ SPEED: dict[tuple[str, str, int | None], dict[str, dict[int, float]]] = {
     ("mlm_step", "float32", 4): {"luna-untied": {512: 1.75}, "luna-tied": {512: 1.75}},
     ("mlm_step", "float32", 12): {"luna-untied": {512: 1.3}, "luna-tied": {512: 1.3}},
 }
-BASE = {"width": 768, "heads": 12, "projection_length": 128, "threads": 1}
+BASE = {"width": 768, "heads": 12, "slots": 128, "threads": 1}
 
 # Ceilings: growth of the forward's time from 2048 to 16384 tokens, and a padded batch's time over an unpadded one's.
 GROWTH = 1.05

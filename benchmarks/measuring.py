@@ -21,6 +21,7 @@ import torch
 import transformers
 
 import luna_hf
+from luna_hf import FAMILIES
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -79,6 +80,15 @@ def growth_exponent(seconds_per_row: dict[int, float]) -> float:
     x = [math.log(length) for length in seconds_per_row]
     y = [math.log(seconds) for seconds in seconds_per_row.values()]
     return statistics.linear_regression(x, y).slope
+
+
+# Models of this package.
+
+
+def slots_of(family: str, number: int) -> dict[str, int]:
+    """The field that gives a family's models so many slots; nothing where a family has none."""
+    field = FAMILIES[family].config.slots_field
+    return {field: number} if field else {}
 
 
 # Clock and memory.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from measuring import slots_of
 from transformers import PreTrainedModel
 
 from luna_hf import FAMILIES
@@ -25,7 +26,6 @@ _SIZES = {
     "intermediate_size": 64,
 }
 _T5_SIZES = {**_TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 15}
-_OWN_FIELDS = {"luna": {"projection_length": 16}, "abc_memory": {"memory_size": 16}}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 
 def _own(family: str) -> Callable[[int], PreTrainedModel]:
     def build(length: int) -> PreTrainedModel:
-        fields = {**_SIZES, **_OWN_FIELDS.get(family, {}), "max_position_embeddings": length}
+        fields = {**_SIZES, **slots_of(family, 16), "max_position_embeddings": length}
         return FAMILIES[family].base_model(FAMILIES[family].config(**fields))
 
     return build

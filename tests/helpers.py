@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedModel,
     RobertaTokenizer,
 )
+from variants import COMMON, ROWS
 
 from luna_hf import FAMILIES, LunaConfig
-from luna_hf.memory_control import CAUSAL_CONTROLS, CONTROLS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,9 +38,6 @@ TINY = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-# A family's own fields at a size that fits the tiny model.
-OWN_FIELDS = {"luna": {"projection_length": 8}, "abc_memory": {"memory_size": 8}}
-
 # Short names of the heads, for parameters of tests.
 HEADS = {
     "sequence": AutoModelForSequenceClassification,
@@ -50,60 +47,13 @@ HEADS = {
 }
 MODELS = ["base", "mlm", *HEADS]
 
-# Options that every family has, together covering each optional part of the shared backbone.
-VARIANTS = {
-    "default": {},
-    "prenorm-sinusoidal": {
-        "norm_first": True,
-        "position_embedding_type": "sinusoidal",
-        "embedding_layer_norm": False,
-    },
-    "convolution-segments-untied": {"conv_kernel_size": 3, "type_vocab_size": 2, "tie_word_embeddings": False},
-}
-
-# What a family has a choice of, besides: every control strategy of ABC (its default is the shared `mlp` with exp).
-OWN_VARIANTS = {
-    "luna": {},
-    "abc_memory": {
-        **{control.replace("_", "-"): {"memory_control": control} for control in CONTROLS if control != "mlp"},
-        "mlp-of-each-layer": {"share_control": False},
-        "linformer-of-each-layer": {"memory_control": "linformer", "share_control": False},
-        "relu": {"control_activation": "relu"},
-        "sigmoid": {"control_activation": "sigmoid"},
-    },
-}
-# (family, name of a variant) and (family, pooling of a classification head), for parameters of tests.
-FAMILY_VARIANTS = [(family, name) for family in FAMILIES for name in (*VARIANTS, *OWN_VARIANTS[family])]
-FAMILY_OWN_VARIANTS = [(family, name) for family in FAMILIES for name in OWN_VARIANTS[family]]
+# (family, name of a variant) and (family, pooling of a classification head), for parameters of tests; "own" are those
+# that not every family has.
+FAMILY_VARIANTS = [(family, name) for family in FAMILIES for name in (*COMMON, *ROWS[family].encoder)]
+FAMILY_OWN_VARIANTS = [(family, name) for family in FAMILIES for name in ROWS[family].encoder]
+FAMILY_CAUSAL_VARIANTS = [(family, name) for family in FAMILIES for name in (*COMMON, *ROWS[family].causal)]
 FAMILY_POOLINGS = [
     (name, pooling) for name, family in FAMILIES.items() for pooling in family.config.classifier_poolings()
-]
-
-# Options of causal models, as VARIANTS and OWN_VARIANTS: each optional part of the backbone, then a family's own.
-CAUSAL_VARIANTS = {
-    "default": {},
-    "prenorm-sinusoidal": VARIANTS["prenorm-sinusoidal"],
-    "convolution-segments-untied": VARIANTS["convolution-segments-untied"],
-}
-OWN_CAUSAL_VARIANTS = {
-    "luna": {
-        "elu": {"pack_activation": "elu"},
-        "untied-kv": {"tie_kv": False},
-        "elu-untied-kv-prenorm": {"pack_activation": "elu", "tie_kv": False, "norm_first": True},
-    },
-    "abc_memory": {
-        **{name.replace("_", "-"): {"memory_control": name} for name in CAUSAL_CONTROLS if name != "mlp"},
-        "mlp-of-each-layer": {"share_control": False},
-        "linformer-of-each-layer": {"memory_control": "linformer", "share_control": False},
-        "random-of-each-layer": {"memory_control": "random", "share_control": False},
-        "relu": {"control_activation": "relu"},
-        "sigmoid": {"control_activation": "sigmoid"},
-        "sliding-window-convolution": {"memory_control": "sliding_window", "conv_kernel_size": 3},
-    },
-}
-# (family, name of a causal variant), for parameters of tests.
-FAMILY_CAUSAL_VARIANTS = [
-    (family, name) for family in FAMILIES for name in (*CAUSAL_VARIANTS, *OWN_CAUSAL_VARIANTS[family])
 ]
 
 SENTENCES = [
@@ -115,9 +65,15 @@ SENTENCES = [
 ]
 
 
+def slots_of(model_type: str, number: int = 8) -> dict[str, int]:
+    """The field that gives a family's models so many slots; nothing where a family has none."""
+    field = FAMILIES[model_type].config.slots_field
+    return {field: number} if field else {}
+
+
 def tiny_config_for(model_type: str, **overrides: Any) -> PreTrainedConfig:
     """A small configuration of a family, without dropout."""
-    return FAMILIES[model_type].config(**{**TINY, **OWN_FIELDS[model_type], **overrides})
+    return FAMILIES[model_type].config(**{**TINY, **slots_of(model_type), **overrides})
 
 
 def tiny_config(**overrides: Any) -> LunaConfig:
@@ -127,12 +83,12 @@ def tiny_config(**overrides: Any) -> LunaConfig:
 
 def variants_of(model_type: str) -> dict[str, dict[str, Any]]:
     """Options of a family's variants by their names: those that every family has, and its own."""
-    return {**VARIANTS, **OWN_VARIANTS[model_type]}
+    return {**COMMON, **ROWS[model_type].encoder}
 
 
 def causal_variants_of(model_type: str) -> dict[str, dict[str, Any]]:
     """Options of a family's causal variants by their names: those that every family has, and its own."""
-    return {**CAUSAL_VARIANTS, **OWN_CAUSAL_VARIANTS[model_type]}
+    return {**COMMON, **ROWS[model_type].causal}
 
 
 def code_name(model_type: str) -> str:

@@ -6,9 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 import transformers.modeling_flash_attention_utils as flash_utils
-from helpers import FAMILIES, OWN_VARIANTS, padded_batch, tiny_config, tiny_model, variants_of
+from helpers import FAMILIES, padded_batch, tiny_config, tiny_model, variants_of
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from variants import ROWS
 
 import luna_hf.attention_base as attention_base
 from luna_hf.attention_base import Linear, attend, make_key_mask
@@ -122,18 +123,7 @@ def use_flash(model):
     return model
 
 
-# Which kernel runs under padding. The memory of a dense control has no padding. Where slots may be empty, or every
-# query has keys of its own, the mask is more than one over tokens: sdpa takes the call.
-FLASH_KERNELS = {
-    ("luna", "default"): {"flash_varlen"},
-    ("abc_memory", "default"): {"flash_dense"},
-    ("abc_memory", "mlp-of-each-layer"): {"flash_dense"},
-    ("abc_memory", "sigmoid"): {"flash_dense"},
-    ("abc_memory", "linformer"): {"flash_dense"},
-    ("abc_memory", "linformer-of-each-layer"): {"flash_dense"},
-    ("abc_memory", "full"): {"flash_varlen"},
-}
-FLASH_CASES = [(family, variant) for family in FAMILIES for variant in ("default", *OWN_VARIANTS[family])]
+FLASH_CASES = [(family, variant) for family in FAMILIES for variant in ("default", *ROWS[family].encoder)]
 
 
 @pytest.mark.parametrize("kind", ["base", "sequence"])
@@ -159,7 +149,9 @@ def test_flash_attention_under_padding(flash_attention, model_type, variant, sid
         torch.testing.assert_close(
             parameter.grad, gradients[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
         )
-    assert set(flash_attention) == FLASH_KERNELS.get((model_type, variant), set())
+    # Dense where the memory has no padding. Where slots may be empty, or every query has keys of its own, the mask is
+    # more than one over tokens: sdpa takes the call.
+    assert set(flash_attention) == {kernel for name, kernel in ROWS[model_type].flash.items() if name == variant}
 
 
 @pytest.mark.parametrize(("model_type", "variant"), FLASH_CASES)
@@ -173,7 +165,7 @@ def test_flash_attention_without_padding(flash_attention, model_type, variant):
         expected = model(ids, position_ids=positions).last_hidden_state
         actual = use_flash(model)(ids, position_ids=positions).last_hidden_state
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    assert set(flash_attention) == ({"flash_dense"} if (model_type, variant) in FLASH_KERNELS else set())
+    assert set(flash_attention) == ({"flash_dense"} if variant in ROWS[model_type].flash else set())
 
 
 def test_the_stock_flash_path_is_wrong_for_unequal_lengths(flash_attention):

@@ -24,7 +24,7 @@ from measuring import growth_exponent, ratios, summary, win_length  # noqa: E402
 
 from luna_hf.memory_control import CONTROLS  # noqa: E402
 
-TINY = ["--lengths", "16", "32", "--layers", "2", "--width", "32", "--heads", "4", "--projection-length", "8"]
+TINY = ["--lengths", "16", "32", "--layers", "2", "--width", "32", "--heads", "4", "--slots", "8"]
 TINY += ["--tokens-per-batch", "64", "--rounds", "2"]
 # Of the scripts here; `demo-*`, `clm-*` and `perplexity-*` are figures of scripts for training (test_readme.py,
 # test_readme_generate.py), the others have tests of their own.

@@ -11,9 +11,9 @@ from helpers import (
     FAMILIES,
     FAMILY_CAUSAL_VARIANTS,
     HEADS,
-    OWN_FIELDS,
     causal_variants_of,
     random_ids,
+    slots_of,
     tiny_causal_model,
     tiny_config_for,
     tiny_model,
@@ -21,26 +21,27 @@ from helpers import (
 from reference import causal as reference
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache
+from variants import ROWS
 
 from luna_hf import MemoryCache
-from luna_hf.memory_control import random_slots
 
 families = pytest.mark.parametrize("model_type", FAMILIES)
 variants = pytest.mark.parametrize(("model_type", "variant"), FAMILY_CAUSAL_VARIANTS)
-# Those that are decoded over 512 tokens: every mechanism, and what else keeps a state.
-LONG = [("luna", "default"), ("luna", "convolution-segments-untied"), ("luna", "elu")]
-LONG += [("abc_memory", name) for name in ("default", "linformer", "random", "relu", "sliding-window-convolution")]
+# A family without a literal definition here has one in tests that are its own.
+DEFINED = [case for case in FAMILY_CAUSAL_VARIANTS if ROWS[case[0]].causal_reference]
 
 
 def make(model_type, variant="default", **overrides):
     """Two layers, without dropout, with attentions that are far from uniform."""
     options = {"num_hidden_layers": 2, **causal_variants_of(model_type)[variant], **overrides}
     model = tiny_causal_model(model_type, **options)
-    linformer = options.get("memory_control") == "linformer"  # its sums, no means, are large enough
+    unscaled = ROWS[model_type].unscaled.get(variant)
+    shared = (f"{model.base_model_prefix}.embeddings.", f"{model.base_model_prefix}.encoder.", "lm_head.")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            control = name.endswith("control.weight")
-            if (".attention.self." in name or control) and not (control and linformer):
+            # The attention's own: in its layers, or in the model for all layers.
+            own = ".attention.self." in name or not name.startswith(shared)
+            if own and not (unscaled and name.endswith(unscaled)):
                 parameter.mul_(4.0)
     return model
 
@@ -61,18 +62,15 @@ def weights_of(model):
     return {name: tensor.double() for name, tensor in state.items()}
 
 
-@variants
+@pytest.mark.parametrize(("model_type", "variant"), DEFINED)
 @torch.no_grad()
 def test_equals_the_definition(model_type, variant):
     """In float64; angles and sinusoids are float32 in the model, which is what the tolerance is for."""
     model = make(model_type, variant, max_position_embeddings=16).double()  # Linformer's columns begin again
-    config = SimpleNamespace(**model.config.to_dict())
-    if getattr(config, "memory_control", None) == "random":
-        ranks, own = torch.arange(21)[None], not config.share_control
-        config.draws = [random_slots(ranks, 8, config.control_seed + own * index)[0].tolist() for index in range(2)]
+    config, mechanism = SimpleNamespace(**model.config.to_dict()), ROWS[model_type].causal_reference
     for length in (1, 2, 21):
         ids = random_ids(1, length, seed=length)
-        expected = reference.decode_row(weights_of(model), ids[0].tolist(), config)
+        expected = reference.decode_row(weights_of(model), ids[0].tolist(), config, mechanism)
         assert_near(model(ids).logits[0], expected, 2e-6)
 
 
@@ -119,8 +117,8 @@ def step_by_step(model, ids, cache=None):
 
 @variants
 def test_decoding_equals_the_parallel_form(model_type, variant):
-    """Over 512 tokens for every mechanism: far more than `max_position_embeddings`, 64 here, and many chunks."""
-    length = 512 if (model_type, variant) in LONG else 80
+    """Over 512 tokens for all that keeps a state: far more than `max_position_embeddings`, 64 here, and many chunks."""
+    length = 512 if variant in ROWS[model_type].long else 80
     model, ids = make(model_type, variant), random_ids(2, length)
     logits, cache = step_by_step(model, ids)
     with torch.no_grad():
@@ -224,8 +222,7 @@ def test_bfloat16(model_type, variant):
     cache = MemoryCache(model.config)
     model(ids[:, :150], past_key_values=cache, use_cache=True)
     parts = model(ids[:, 150:], past_key_values=cache, use_cache=True).logits
-    control = getattr(model.config, "memory_control", None)
-    sum_dtype = torch.bfloat16 if control == "sliding_window" else torch.float32
+    sum_dtype = torch.bfloat16 if variant in ROWS[model_type].queues else torch.float32
     for layer in cache.layers:
         sums = {name: tensor for name, tensor in layer.states.items() if name != "convolution"}
         assert sums and {tensor.dtype for tensor in sums.values()} == {sum_dtype}
@@ -413,9 +410,10 @@ def test_an_encoder_gives_what_it_has_to_a_causal_model(model_type, tmp_path):
 
 @families
 def test_initialisation(model_type):
-    """normal(0, 0.02) for matrices, zero biases, norms 1; Luna's P is as large as normed states."""
+    """normal(0, 0.02) for matrices, but for what a family says otherwise; zero biases, norms 1."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "vocab_size": 500, **dict.fromkeys(OWN_FIELDS[model_type], 64), "conv_kernel_size": 5}
+    sizes = {"hidden_size": 128, "vocab_size": 500, **slots_of(model_type, 64), "conv_kernel_size": 5}
+    others = ROWS[model_type].causal_deviation
     config = tiny_config_for(model_type, is_decoder=True, **sizes)
     for name, parameter in FAMILIES[model_type].causal_lm._from_config(config).named_parameters():
         if name.endswith("LayerNorm.weight"):
@@ -424,7 +422,7 @@ def test_initialisation(model_type):
             assert not parameter.any(), name
         else:
             error = 5 / (2 * parameter.numel()) ** 0.5 + 0.05
-            deviation = 1.0 if name.endswith("pack.slots") else 0.02
+            deviation = next((others[end] for end in others if name.endswith(end)), 0.02)
             assert parameter.std().item() == pytest.approx(deviation, rel=error), name
 
 

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from helpers import FAMILY_CAUSAL_VARIANTS, causal_variants_of, random_ids, tiny_causal_model
+from helpers import FAMILY_CAUSAL_VARIANTS, causal_variants_of, random_ids, slots_of, tiny_causal_model
 from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
+from variants import ROWS
 
 from luna_hf import FAMILIES, MemoryCache
 from luna_hf.causal_memory import attend_causal_memory
@@ -128,22 +129,22 @@ def test_padding_in_front_of_a_rise_stays_finite(rise, padded):
     assert_close(out[:, :, keep[0]], attend_causal_memory(*rows, "softmax")[0], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("family", "other", "named"),
-    [
-        ("luna", {"projection_length": 5}, "projection_length=5"),
-        ("luna", {"pack_activation": "elu"}, "pack_activation='elu'"),
-        ("luna", {"num_hidden_layers": 1}, "num_hidden_layers=1"),
-        ("abc_memory", {"memory_control": "sliding_window"}, "memory_control='sliding_window'"),
-        ("abc_memory", {"control_activation": "relu"}, "control_activation='relu'"),
-        ("abc_memory", {"conv_kernel_size": 3}, "conv_kernel_size=3"),
-    ],
-)
-def test_the_state_of_another_model_is_refused_by_what_differs(family, other, named):
-    cache = MemoryCache(tiny_causal_model(family, **other).config)
-    with pytest.raises(ValueError, match="made for another model: ") as error:
-        tiny_causal_model(family)(IDS, past_key_values=cache)
-    assert named in str(error.value)
+BACKBONE = {"num_hidden_layers": 1, "conv_kernel_size": 3}
+OTHERS = [
+    pytest.param(family, options, id=f"{family}-{'-'.join(options)}")
+    for family in FAMILIES
+    for options in (BACKBONE, slots_of(family, 5), ROWS[family].state_options)
+    if options
+]
+
+
+@pytest.mark.parametrize(("family", "options"), OTHERS)
+def test_the_state_of_another_model_is_refused_by_what_differs(family, options):
+    for name, value in options.items():
+        cache = MemoryCache(tiny_causal_model(family, **{name: value}).config)
+        with pytest.raises(ValueError, match="made for another model: ") as error:
+            tiny_causal_model(family)(IDS, past_key_values=cache)
+        assert f"{name}={value!r}" in str(error.value)
 
 
 def test_the_state_of_another_family_is_refused():

@@ -7,7 +7,6 @@ from helpers import (
     FAMILY_OWN_VARIANTS,
     FAMILY_VARIANTS,
     MODELS,
-    VARIANTS,
     inputs_for,
     padded_batch,
     random_ids,
@@ -15,12 +14,13 @@ from helpers import (
     variants_of,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
+from variants import COMMON, ROWS
 
 from luna_hf import FAMILIES
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 kinds = pytest.mark.parametrize("kind", MODELS)
-variants = pytest.mark.parametrize("variant", list(VARIANTS))
+variants = pytest.mark.parametrize("variant", list(COMMON))
 
 # The tiny models have 8 slots: lengths on either side of that number, and equal to it.
 SHAPES = [(3, 12), (2, 5), (4, 31), (3, 8), (2, 3), (5, 64), (3, 9)]
@@ -92,8 +92,8 @@ def test_one_graph_for_every_form_of_mask(family, given):
 # A family's default, and its own variants: most of them take too long to be compiled again and again.
 TRAINED = [(family, "default") for family in FAMILIES]
 TRAINED += [
-    pytest.param(*case, marks=[] if case[1] in ("linformer", "cluster", "dilated") else pytest.mark.slow)
-    for case in FAMILY_OWN_VARIANTS
+    pytest.param(family, variant, marks=[] if variant in ROWS[family].compiled_training else pytest.mark.slow)
+    for family, variant in FAMILY_OWN_VARIANTS
 ]
 
 
@@ -181,7 +181,7 @@ def test_an_exported_program_can_be_stored(family, tmp_path):
 # Attention backends.
 
 
-SWITCHED = [(family, kind, variant) for family in FAMILIES for kind in MODELS for variant in VARIANTS]
+SWITCHED = [(family, kind, variant) for family in FAMILIES for kind in MODELS for variant in COMMON]
 SWITCHED += [(family, "mlm", variant) for family, variant in FAMILY_OWN_VARIANTS]
 
 
@@ -271,8 +271,7 @@ def test_autocast_stays_near_float32(family, kind, precision):
     assert relative_error(gradient, expected_gradient) < 5 * bound
 
 
-# K-means in half precision: a rounding may put a token that lies between two clusters into the other one.
-CONVERTED = [case for case in FAMILY_VARIANTS if case != ("abc_memory", "cluster")]
+CONVERTED = [(family, variant) for family, variant in FAMILY_VARIANTS if variant not in ROWS[family].inexact_in_half]
 
 
 @pytest.mark.parametrize(("family", "variant"), CONVERTED)
@@ -307,7 +306,7 @@ def test_a_converted_model_trains(family, kind, precision):
 @variants
 @torch.no_grad()
 def test_embeddings_in_place_of_ids(family, kind, variant):
-    model, inputs = tiny_model(family, kind, **VARIANTS[variant]), inputs_for(kind)
+    model, inputs = tiny_model(family, kind, **COMMON[variant]), inputs_for(kind)
     expected = model(**inputs)
     embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
     for name, tensor in model(inputs_embeds=embeds, **inputs).items():
@@ -318,7 +317,7 @@ def test_embeddings_in_place_of_ids(family, kind, variant):
 @variants
 @torch.no_grad()
 def test_explicit_positions(family, variant):
-    model, inputs = tiny_model(family, "mlm", **VARIANTS[variant]), uneven(3, 12)
+    model, inputs = tiny_model(family, "mlm", **COMMON[variant]), uneven(3, 12)
     default = model(**inputs).logits
     padding_idx, mask = model.config.pad_token_id, inputs["attention_mask"]
     counted = mask.cumsum(1) * mask + padding_idx

@@ -5,66 +5,78 @@ import json
 
 import pytest
 import torch
-from helpers import FAMILIES, OWN_FIELDS, padded_batch, tiny_causal_model, tiny_config_for, tiny_model
+from helpers import FAMILIES, padded_batch, slots_of, tiny_causal_model, tiny_config_for, tiny_model
 from transformers import AutoConfig, PreTrainedConfig
+from variants import ROWS, ConfigField
 
 from luna_hf import LunaConfig, LunaForMaskedLM, LunaModel
 
 LIBRARY_FIELDS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
-# A value that each field refuses, and a word of the fix that the message must name.
-BAD_VALUES = {
-    "vocab_size": (0, "at least 1"),
-    "hidden_size": (0, "at least 1"),
-    "num_hidden_layers": (0, "at least 1"),
-    "num_attention_heads": (5, "1, 2, 3, 4"),
-    "intermediate_size": (-1, "at least 1"),
-    "hidden_act": ("gleu", "gelu"),
-    "hidden_dropout_prob": (1.0, r"\[0, 1\)"),
-    "attention_probs_dropout_prob": (-0.1, r"\[0, 1\)"),
-    "activation_dropout": (2, r"\[0, 1\)"),
-    "max_position_embeddings": (0, "at least 1"),
-    "position_embedding_type": ("rotary", "sinusoidal"),
-    "type_vocab_size": (-1, "0"),
-    "layer_norm_eps": (0, "1e-5"),
-    "initializer_range": (-0.02, "0.02"),
-    "conv_kernel_size": (4, "odd"),
-    "classifier_pooling": ("max", "mean"),
-    "classifier_dropout": (1.5, r"\[0, 1\)"),
-    "classifier_hidden_size": (0, "None or at least 1"),
-    "classifier_activation": ("tahn", "tanh"),
-    "pad_token_id": (120, "vocab_size"),
-    "chunk_size_feed_forward": (-1, "0"),
-    "projection_length": (0, "at least 1"),
-    "num_projected_attention_heads": (7, "1, 2, 3, 4"),
-    "pack_activation": ("softmax", "'softplus' or 'elu'"),
-    "memory_control": ("mpl", "one of mlp, linformer"),
-    "memory_size": (0, "at least 1"),
-    "control_activation": ("softmax", "one of exp, relu, sigmoid"),
-    "control_seed": (-1, "at least 0"),
-    "cluster_iterations": (0, "at least 1"),
+# Checks of the fields that every family has; those of a family's own fields are in its row of `variants.py`.
+FIELDS = {
+    "vocab_size": ConfigField((0, "at least 1"), effect=(130, "parameters")),
+    "hidden_size": ConfigField((0, "at least 1"), effect=(64, "parameters")),
+    "num_hidden_layers": ConfigField((0, "at least 1"), effect=(2, "parameters")),
+    # In a decoder 16 heads are of size 3.
+    "num_attention_heads": ConfigField((5, "1, 2, 3, 4"), bad_in_decoder=(16, "even size"), effect=(2, "outputs")),
+    "intermediate_size": ConfigField((-1, "at least 1"), effect=(64, "parameters")),
+    "hidden_act": ConfigField(("gleu", "gelu"), effect=("relu", "outputs")),
+    "hidden_dropout_prob": ConfigField((1.0, r"\[0, 1\)"), effect=(0.5, "trained_outputs")),
+    "attention_probs_dropout_prob": ConfigField((-0.1, r"\[0, 1\)"), effect=(0.5, "trained_outputs")),
+    "activation_dropout": ConfigField((2, r"\[0, 1\)"), effect=(0.5, "trained_outputs")),
+    "max_position_embeddings": ConfigField((0, "at least 1"), effect=(80, "parameters"), encoders_only=True),
+    "position_embedding_type": ConfigField(
+        ("rotary", "sinusoidal"),
+        bad_in_decoder=("learned", "rotary or sinusoidal in a decoder"),
+        effect=("sinusoidal", "outputs"),
+    ),
+    "type_vocab_size": ConfigField((-1, "0"), effect=(2, "parameters")),
+    "embedding_layer_norm": ConfigField(effect=(False, "parameters")),
+    "norm_first": ConfigField(effect=(True, "parameters")),
+    "layer_norm_eps": ConfigField((0, "1e-5"), effect=(0.1, "outputs")),
+    "initializer_range": ConfigField((-0.02, "0.02"), effect=(0.5, "weight_scale")),
+    "conv_kernel_size": ConfigField((4, "odd"), effect=(5, "parameters")),
+    "sparse_prediction": ConfigField(effect=(True, "sparse_logits"), encoders_only=True),
+    "classifier_pooling": ConfigField(("max", "mean"), effect=("mean", "classifier_outputs"), encoders_only=True),
+    "classifier_dropout": ConfigField(
+        (1.5, r"\[0, 1\)"), effect=(0.5, "trained_classifier_outputs"), encoders_only=True
+    ),
+    "classifier_hidden_size": ConfigField(
+        (0, "None or at least 1"), effect=(16, "classifier_parameters"), encoders_only=True
+    ),
+    "classifier_activation": ConfigField(("tahn", "tanh"), effect=("relu", "classifier_outputs"), encoders_only=True),
+    "pad_token_id": ConfigField((120, "vocab_size"), effect=(2, "parameters")),
+    "bos_token_id": ConfigField(),
+    "eos_token_id": ConfigField(),
+    "tie_word_embeddings": ConfigField(effect=(False, "tied")),
+    "is_decoder": ConfigField(effect=(True, "outputs"), encoders_only=True),
+    "use_cache": ConfigField(effect=(False, "returns_state"), encoders_only=True),
 }
-# Fields of other types than their values are refused by transformers' own strict configurations.
-TYPED_ONLY = {"embedding_layer_norm", "norm_first", "sparse_prediction", "tie_word_embeddings", "tie_kv"}
-TYPED_ONLY |= {"dynamic_projection", "share_control", "bos_token_id", "eos_token_id", "is_decoder", "use_cache"}
-# What a decoder refuses besides, and a word of the fix.
-BAD_IN_DECODERS = {
-    "position_embedding_type": ("learned", "rotary or sinusoidal in a decoder"),
-    "num_projected_attention_heads": (2, "None"),
-    "memory_control": ("cluster", "one of mlp, linformer, random, sliding_window in a causal model"),
-    "num_attention_heads": (16, "even size"),  # heads of 3
-}
+SLOTS = ConfigField((0, "at least 1"), effect=(6, "outputs"))
 
 
 def own_fields(model_type):
     return {f.name for f in dataclasses.fields(FAMILIES[model_type].config)} - LIBRARY_FIELDS
 
 
+def checks_of(model_type):
+    """The check of every field of a family, in the order of their names."""
+    checks = {**FIELDS, **dict.fromkeys(slots_of(model_type), SLOTS), **ROWS[model_type].fields}
+    return dict(sorted(checks.items()))
+
+
+def fields_where(condition):
+    """(family, field) for every field whose checks meet the condition."""
+    return [(family, name) for family in FAMILIES for name, check in checks_of(family).items() if condition(check)]
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_field_is_in_the_tables(model_type):
-    fields = own_fields(model_type)
-    assert fields <= BAD_VALUES.keys() | TYPED_ONLY, "a field without a validation test"
-    assert fields <= EFFECTS.keys() | {"bos_token_id", "eos_token_id"}, "a field without a test of its effect"
+    checks = checks_of(model_type)
+    assert own_fields(model_type) == checks.keys(), "a field without a check, or a check without a field"
+    without_effect = {name for name, check in checks.items() if check.effect is None}
+    assert without_effect <= {"bos_token_id", "eos_token_id"}, "a field without a check of its effect"
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -75,22 +87,17 @@ def test_every_field_is_documented(model_type):
     assert not missing
 
 
-def fields_of_families(names):
-    """(family, field) for those of the names that are fields of the family."""
-    return [(family, name) for family in FAMILIES for name in sorted(own_fields(family).intersection(names))]
-
-
-@pytest.mark.parametrize(("model_type", "name"), fields_of_families(BAD_VALUES))
+@pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: check.bad))
 def test_bad_values_name_the_field_and_the_fix(model_type, name):
-    value, fix = BAD_VALUES[name]
+    value, fix = checks_of(model_type)[name].bad
     with pytest.raises(ValueError, match=f"(?s)`{name}`.*{fix}"):
         tiny_config_for(model_type, **{name: value})
 
 
-@pytest.mark.parametrize(("model_type", "name"), fields_of_families(BAD_IN_DECODERS))
+@pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: check.bad_in_decoder))
 def test_what_a_decoder_refuses_is_fine_in_an_encoder(model_type, name):
     """And an encoder's configuration of that kind becomes no decoder unsaid, but for the positions."""
-    value, fix = BAD_IN_DECODERS[name]
+    value, fix = checks_of(model_type)[name].bad_in_decoder
     with pytest.raises(ValueError, match=f"(?s)`{name}`.*{fix}"):
         tiny_config_for(model_type, is_decoder=True, **{name: value})
     encoder = tiny_config_for(model_type, **{name: value})
@@ -114,7 +121,7 @@ def test_positions_by_default(model_type):
     assert not sinusoidal.is_decoder
 
 
-@pytest.mark.parametrize(("model_type", "name"), fields_of_families({*TYPED_ONLY, *BAD_VALUES}))
+@pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: True))
 def test_wrong_types_name_the_field(model_type, name):
     with pytest.raises(Exception, match=f"field '{name}'"):
         tiny_config_for(model_type, **{name: [object()]})
@@ -127,7 +134,7 @@ def test_wrong_types_name_the_field(model_type, name):
 )
 def test_a_misspelt_field_is_caught(model_type, wrong, right):
     if wrong == "own field":
-        (right,) = OWN_FIELDS[model_type]
+        right = FAMILIES[model_type].config.slots_field or "norm_first"
         wrong = right[:-2] + right[:-3:-1]  # projection_lenght
     with pytest.raises(ValueError, match=f"`{wrong}`.*`{right}`"):
         FAMILIES[model_type].config(**{wrong: 1})
@@ -142,7 +149,8 @@ def test_bad_values_are_not_saved(model_type, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Effects: (override, how it shows). Models are compared with the same seed; other parameters are an effect too.
+# What shows an effect, by the names that the checks give. Models are compared with the same seed; other parameters are
+# an effect too.
 
 
 def parameters(config):
@@ -215,74 +223,24 @@ def returns_state(config):
     return model(**padded_batch([12, 5])).past_key_values is not None
 
 
-EFFECTS = {
-    "vocab_size": (130, parameters),
-    "hidden_size": (64, parameters),
-    "num_hidden_layers": (2, parameters),
-    "num_attention_heads": (2, outputs),
-    "intermediate_size": (64, parameters),
-    "hidden_act": ("relu", outputs),
-    "hidden_dropout_prob": (0.5, trained_outputs),
-    "attention_probs_dropout_prob": (0.5, trained_outputs),
-    "activation_dropout": (0.5, trained_outputs),
-    "max_position_embeddings": (80, parameters),
-    "position_embedding_type": ("sinusoidal", outputs),
-    "type_vocab_size": (2, parameters),
-    "embedding_layer_norm": (False, parameters),
-    "norm_first": (True, parameters),
-    "layer_norm_eps": (0.1, outputs),
-    "initializer_range": (0.5, weight_scale),
-    "conv_kernel_size": (5, parameters),
-    "sparse_prediction": (True, sparse_logits),
-    "classifier_pooling": ("mean", classifier_outputs),
-    "classifier_dropout": (0.5, trained_classifier_outputs),
-    "classifier_hidden_size": (16, classifier_parameters),
-    "classifier_activation": ("relu", classifier_outputs),
-    "pad_token_id": (2, parameters),
-    "tie_word_embeddings": (False, tied),
-    "projection_length": (6, parameters),
-    "num_projected_attention_heads": (2, outputs),
-    "tie_kv": (False, parameters),
-    "pack_activation": ("elu", causal_outputs),
-    "is_decoder": (True, outputs),
-    "use_cache": (False, returns_state),
-    "dynamic_projection": (False, outputs),
-    "memory_control": ("linformer", parameters),
-    "memory_size": (6, parameters),
-    "control_activation": ("relu", outputs),
-    "share_control": (False, parameters),
-    "control_seed": (1, outputs),
-    "cluster_iterations": (1, outputs),
-}
-# Other fields, where one has an effect only together with them.
-TOGETHER = {
-    "control_seed": {"memory_control": "random"},
-    "cluster_iterations": {"memory_control": "cluster", "memory_size": 3},
-    "pack_activation": {"is_decoder": True},
-}
-# Fields that a causal model has no use for: it takes any length, has no other head, and P has no use for fewer slots.
-ENCODERS_ONLY = {"max_position_embeddings", "sparse_prediction", "dynamic_projection", "cluster_iterations"}
-ENCODERS_ONLY |= {"num_projected_attention_heads", "is_decoder", "use_cache"}
-ENCODERS_ONLY |= {name for name in EFFECTS if name.startswith("classifier")}
-
-
-@pytest.mark.parametrize(("model_type", "name"), fields_of_families(EFFECTS))
+@pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: check.effect))
 def test_every_field_changes_something(model_type, name):
-    value, probe = EFFECTS[name]
-    others = TOGETHER.get(name, {})
-    before = probe(tiny_config_for(model_type, **others))
-    after = probe(tiny_config_for(model_type, **others, **{name: value}))
+    check = checks_of(model_type)[name]
+    value, probe = check.effect
+    configs = [tiny_config_for(model_type, **{**check.together, **more}) for more in ({}, {name: value})]
+    before, after = (globals()[probe](config) for config in configs)
     if isinstance(before, torch.Tensor):
         assert before.shape != after.shape or (before - after).abs().max() > 1e-4
     else:
         assert before != after
 
 
-@pytest.mark.parametrize(("model_type", "name"), fields_of_families(EFFECTS.keys() - ENCODERS_ONLY))
+@pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: check.effect and not check.encoders_only))
 def test_every_field_of_a_causal_model_changes_something(model_type, name):
     """Its numbers, or its parameters."""
-    others = {"is_decoder": True, **TOGETHER.get(name, {})}
-    configs = [tiny_config_for(model_type, **{**others, **more}) for more in ({}, {name: EFFECTS[name][0]})]
+    check = checks_of(model_type)[name]
+    others = {"is_decoder": True, **check.together}
+    configs = [tiny_config_for(model_type, **{**others, **more}) for more in ({}, {name: check.effect[0]})]
     before, after = (causal_outputs(config) for config in configs)
     if before.shape == after.shape and (before - after).abs().max() <= 1e-4:
         counts = [len(list(FAMILIES[model_type].causal_lm(config).parameters())) for config in configs]
@@ -334,4 +292,4 @@ def test_auto_config_round_trip(model_type, tmp_path):
     assert type(loaded) is type(config) and loaded.to_diff_dict() == config.to_diff_dict()
     stored = json.loads((tmp_path / "config.json").read_text())
     assert own_fields(model_type) <= stored.keys()
-    assert OWN_FIELDS[model_type].items() <= stored.items()
+    assert slots_of(model_type).items() <= stored.items()

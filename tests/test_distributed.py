@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from helpers import MODELS, OWN_VARIANTS, VARIANTS, inputs_for, run_python, tiny_model
+from helpers import MODELS, inputs_for, run_python, tiny_model
+from variants import COMMON, ROWS
 
 from luna_hf import FAMILIES
 
 # Every head, and the variants whose parameters only some losses reach.
 CASES = [(kind, {}) for kind in MODELS if kind != "base"]
-CASES += [("mlm", VARIANTS["prenorm-sinusoidal"]), ("mlm", VARIANTS["convolution-segments-untied"])]
+CASES += [("mlm", COMMON["prenorm-sinusoidal"]), ("mlm", COMMON["convolution-segments-untied"])]
 CASES += [("mlm", {"sparse_prediction": True})]
 
 
@@ -16,7 +17,7 @@ def cases_of(family):
     """(name, kind, options); a family's own ways of pooling and its variants are cases, too."""
     poolings = FAMILIES[family].config.classifier_poolings()
     cases = CASES + [("sequence", {"classifier_pooling": pooling}) for pooling in poolings]
-    cases += [("mlm", options) for options in OWN_VARIANTS[family].values()]
+    cases += [("mlm", options) for options in ROWS[family].encoder.values()]
     return [("-".join([kind, *map(str, options.values())]), kind, options) for kind, options in cases]
 
 

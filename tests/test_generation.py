@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import FAMILY_CAUSAL_VARIANTS, causal_variants_of, random_ids, tiny_causal_model
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList, set_seed
+from variants import ROWS
 
 from luna_hf import FAMILIES, MemoryCache
 
@@ -235,7 +236,7 @@ def test_everything_that_can_be_returned(family, variant):
         return_dict_in_generate=True,
         **{f"output_{name}": True for name in asked},
     )
-    slots = model.config.projection_length if family == "luna" else model.config.memory_size
+    slots = getattr(model.config, model.config.slots_field)
     for step in range(4):
         read = 7 if step == 0 else 1
         assert out.scores[step].shape == out.logits[step].shape == (2, 120)
@@ -461,8 +462,8 @@ def test_half_precision_keeps_its_sums_in_float32(family, variant, dtype):
     for layer in cache.layers:
         for name, tensor in layer.states.items():
             # A queue and a convolution keep token states, not sums.
-            sums = model.config.model_type == "luna" or model.config.memory_control != "sliding_window"
-            expected = torch.float32 if sums and name != "convolution" else dtype
+            sums = variant not in ROWS[family].queues and name != "convolution"
+            expected = torch.float32 if sums else dtype
             assert tensor.dtype == expected, name
     # The same text read at once, up to roundings.
     mask = torch.cat([left_padded(prompts(9, 4))["attention_mask"], torch.ones(2, 12, dtype=torch.long)], dim=1)
@@ -478,7 +479,7 @@ def test_autocast(family):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         sequences, logits, cache = with_logits(model, {"input_ids": random_ids(2, 7)})
     assert logits.isfinite().all()
-    assert {cache.layers[0].states[name].dtype for name in ("key", "value")} == {torch.float32}
+    assert {state.dtype for state in cache.layers[0].states.values()} == {torch.float32}
     with torch.no_grad():
         whole = model(sequences).logits[:, 6:-1].transpose(0, 1)
     assert (logits.float() - whole).square().mean().sqrt() / whole.square().mean().sqrt() < 0.03

@@ -5,6 +5,7 @@ import torch
 from helpers import FAMILY_CAUSAL_VARIANTS, causal_variants_of, random_ids, tiny_causal_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig
+from variants import ROWS
 
 from luna_hf import FAMILIES, MemoryCache
 
@@ -84,9 +85,11 @@ def test_other_methods_compiled(family, options):
     assert counter.frame_count == (1 if "do_sample" in options else 0)
 
 
-@pytest.mark.parametrize(
-    ("family", "variant"), [*((family, "default") for family in FAMILIES), ("abc_memory", "sliding-window-convolution")]
-)
+# A family's default, and a state that is a queue.
+BY_HAND = [(family, variant) for family in FAMILIES for variant in ("default", *ROWS[family].queues[-1:])]
+
+
+@pytest.mark.parametrize(("family", "variant"), BY_HAND)
 @torch.no_grad()
 def test_a_step_compiled_by_hand(family, variant):
     model, counter = wordy_model(family, variant), CompileCounterWithBackend("aot_eager")

@@ -13,7 +13,6 @@ from helpers import (
     FAMILY_OWN_VARIANTS,
     HEADS,
     MODELS,
-    OWN_VARIANTS,
     code_name,
     inputs_for,
     model_class,
@@ -30,6 +29,7 @@ from transformers import (
     AutoModelForPreTraining,
     AutoTokenizer,
 )
+from variants import ROWS
 
 from luna_hf import FAMILIES
 
@@ -107,7 +107,7 @@ def saved(tmp_path_factory):
             model.save_pretrained(first / kind)
             tokenizer.save_pretrained(first / kind)
             torch.save(inputs_for(kind), first / kind / "inputs.pt")
-        for variant, options in OWN_VARIANTS[family].items():
+        for variant, options in ROWS[family].encoder.items():
             tiny_model(family, vocab_size=len(tokenizer), **options).save_pretrained(first / variant)
             tokenizer.save_pretrained(first / variant)
             torch.save(inputs_for("base"), first / variant / "inputs.pt")
@@ -115,7 +115,7 @@ def saved(tmp_path_factory):
         torch.save(inputs_for("base"), first / "causal" / "inputs.pt")
         alone = root / family / "configuration"
         model.config.save_pretrained(alone)
-        auto_classes = AUTO_CLASSES | dict.fromkeys(OWN_VARIANTS[family], AutoModel)
+        auto_classes = AUTO_CLASSES | dict.fromkeys(ROWS[family].encoder, AutoModel)
         classes = json.dumps({name: auto_class.__name__ for name, auto_class in auto_classes.items()})
         for source, target in ((first, second), (second, third)):
             cache = {"HF_MODULES_CACHE": str(target) + "-modules", "HF_HOME": str(root / "home")}
@@ -253,7 +253,7 @@ def test_a_folder_carries_only_its_own_family(saved, family):
             code = {path.stem for path in (folder / kind).glob("*.py")}
             assert {f"modeling_{own}", f"attention_{own}", f"configuration_{own}", "modeling_base"} <= code
             assert not [name for name in code if name.endswith(tuple(f"_{other}" for other in others))]
-            assert ("memory_control" in code) is (family == "abc_memory")
+            assert code & {name for row in ROWS.values() for name in row.modules} == set(ROWS[family].modules)
 
 
 @families

@@ -9,10 +9,10 @@ from helpers import (
     FAMILY_POOLINGS,
     FAMILY_VARIANTS,
     MODELS,
-    OWN_FIELDS,
     inputs_for,
     model_class,
     random_ids,
+    slots_of,
     tiny_config_for,
     tiny_model,
     variants_of,
@@ -26,6 +26,7 @@ from transformers import (
     RobertaTokenizer,
 )
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+from variants import ROWS
 
 families = pytest.mark.parametrize("model_type", FAMILIES)
 variants = pytest.mark.parametrize(("model_type", "variant"), FAMILY_VARIANTS)
@@ -133,15 +134,12 @@ def test_every_parameter_gets_a_gradient(model_type, kind, pooling):
 
 def unimportant(name, model):
     """Gradients that are zero by construction."""
-    last = f"encoder.layer.{model.config.num_hidden_layers - 1}."
     return (
         # A constant added to all keys of a softmax, and segments or positions that the batch does not contain.
         name.endswith(("key.bias", "token_type_embeddings.weight"))
         # A constant added to the scores of all choices.
         or (name == "classifier.out_proj.bias" and "MultipleChoice" in type(model).__name__)
-        # The packed stream of the last layer, where the loss reads the tokens; the tokens', where it reads P.
-        or "packed_layer_norm" in name
-        or (model.config.classifier_pooling.startswith("packed") and (last in name or "final_layer_norm" in name))
+        or ROWS[model.config.model_type].unused(name, model.config)
     )
 
 
@@ -198,7 +196,7 @@ def test_initialisation(model_type):
         "hidden_size": 128,
         "vocab_size": 500,
         "intermediate_size": 256,
-        **dict.fromkeys(OWN_FIELDS[model_type], 64),
+        **slots_of(model_type, 64),
     }
     for kind in MODELS:
         model = model_class(model_type, kind)._from_config(tiny_config_for(model_type, **sizes, conv_kernel_size=5))

@@ -5,7 +5,7 @@ import json
 import pytest
 import tiny_training  # noqa: F401  (puts the scripts on the path)
 import torch
-from helpers import random_ids, randomise, tiny_tokenizer
+from helpers import FAMILIES, random_ids, randomise, slots_of, tiny_tokenizer
 from models import extend_positions, load_config, load_encoder, load_tokenizer, longest_input, make_config, model_fields
 from recipe import UserError
 from safetensors.torch import load_file, save_file
@@ -23,21 +23,15 @@ LENGTH = 24
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # Fields beyond the sizes with which a model takes LENGTH tokens and leaves nothing out at random.
+OWN = {family: {**slots_of(family), "max_position_embeddings": LENGTH, **NO_DROPOUT} for family in FAMILIES}
 FIELDS = {
-    "luna": {"projection_length": 8, "max_position_embeddings": LENGTH, **NO_DROPOUT},
-    "luna-sinusoidal": {
-        "model_type": "luna",
-        "projection_length": 8,
-        "position_embedding_type": "sinusoidal",
-        "max_position_embeddings": LENGTH,
-        **NO_DROPOUT,
-    },
-    "abc_memory": {"memory_size": 8, "max_position_embeddings": LENGTH, **NO_DROPOUT},
+    **OWN,
+    "luna-sinusoidal": {**OWN["luna"], "model_type": "luna", "position_embedding_type": "sinusoidal"},
     "roberta": {"max_position_embeddings": LENGTH + 2, **NO_DROPOUT},
     "bert": {"max_position_embeddings": LENGTH, **NO_DROPOUT},
     "modernbert": {"max_position_embeddings": LENGTH},
 }
-LEARNED = ["luna", "abc_memory", "roberta", "bert"]
+LEARNED = [*FAMILIES, "roberta", "bert"]
 
 
 def new_model(name, seed=0):

@@ -3,7 +3,8 @@ change nothing, in values and in gradients."""
 
 import pytest
 import torch
-from helpers import FAMILIES, FAMILY_POOLINGS, OWN_VARIANTS, random_ids, tiny_model
+from helpers import FAMILIES, FAMILY_POOLINGS, random_ids, tiny_model
+from variants import ROWS
 
 # Relative to the largest entry. In float64 and float32 only the order of summation differs. In bfloat16 (8 bits) a
 # state of size 1 to 4 is rounded by up to 2^-7 at every step, and a gradient is a sum of such terms.
@@ -16,10 +17,8 @@ VARIANTS = {
 }
 # Every family in these, and in what it has a choice of besides.
 OPTIONS = {
-    (family, name): fields for family in FAMILIES for name, fields in {**VARIANTS, **OWN_VARIANTS[family]}.items()
+    (family, name): fields for family in FAMILIES for name, fields in {**VARIANTS, **ROWS[family].encoder}.items()
 }
-# K-means in half precision: a rounding may put a token that lies between two clusters into the other one.
-INEXACT_IN_HALF = {("abc_memory", "cluster")}
 LENGTHS = [3, 17, 9, 1]  # with 8 slots: rows shorter and longer than the memory
 
 
@@ -78,10 +77,10 @@ def assert_near(actual, expected, dtype, what):
 def exact_cases():
     """(family, variant, dtype) where padding must change nothing."""
     return [
-        pytest.param(*case, dtype, id=f"{'-'.join(case)}-{str(dtype).removeprefix('torch.')}")
-        for case in OPTIONS
+        pytest.param(family, variant, dtype, id=f"{family}-{variant}-{str(dtype).removeprefix('torch.')}")
+        for family, variant in OPTIONS
         for dtype in TOLERANCE
-        if dtype != torch.bfloat16 or case not in INEXACT_IN_HALF
+        if dtype != torch.bfloat16 or variant not in ROWS[family].inexact_in_half
     ]
 
 

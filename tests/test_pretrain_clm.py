@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from gpt2_files import gpt2_folder
-from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
+from helpers import FAMILIES, ROOT, code_name, run_python, slots_of, tiny_model, tiny_tokenizer
 from huggingface_hub import ModelCard
 from test_training import environment
 from tiny_training import (
@@ -38,11 +38,14 @@ from luna_hf import MemoryCache
 DEMO = CAUSAL[0]
 SCRIPT = "training/pretrain_clm.py"
 PHRASE = ["the", "token", "reads", "every", "packed", "sequence", "of", "fixed", "length", "in", "its", "layer", "and"]
-FAMILIES = {
-    "luna": {"model__projection_length": 4},
-    "abc": {"model__model_type": "abc_memory", "model__memory_size": 4},
-    "gpt2": {"model__model_type": "gpt2"},
+OWN = [code_name(family) for family in FAMILIES]
+KINDS = {
+    code_name(family): {
+        f"model__{name}": value for name, value in {"model_type": family, **slots_of(family, 4)}.items()
+    }
+    for family in FAMILIES
 }
+KINDS["gpt2"] = {"model__model_type": "gpt2"}
 QUICK = {"sample_tokens": 4, "prompts": "['the token', 'fixed length']"}
 
 
@@ -115,12 +118,12 @@ def test_evaluation_is_the_model_s_own_loss_and_the_targets_are_what_it_is_a_mea
 # ---- what a run leaves ----
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=KINDS)
 def trained(request, corpus, tmp_path_factory):
     """A model of each family that has learnt the phrase."""
     folder = tmp_path_factory.mktemp(request.param) / "out"
     long = {"max_steps": 80, "learning_rate": 2e-2, "eval_steps": 40, "save_steps": 40, "min_gain_nats": 1.0}
-    figures = run(folder, data=corpus, **long, **FAMILIES[request.param])
+    figures = run(folder, data=corpus, **long, **KINDS[request.param])
     return request.param, folder, figures
 
 
@@ -129,7 +132,7 @@ def test_every_family_learns_what_follows(trained):
     assert figures["held_out_loss"] < figures["unigram_loss"] - 1.0
     held_out = [entry["loss"] for entry in loop.read_log(folder / "log.jsonl") if entry["kind"] == "held_out"]
     assert held_out[-1] < held_out[0] and held_out[-1] == pytest.approx(figures["held_out_loss"], rel=1e-5)
-    assert figures["model_type"] == {"abc": "abc_memory"}.get(family, family)
+    assert figures["model_type"] == KINDS[family]["model__model_type"]
     assert figures["longest_input"] == (64 if family == "gpt2" else None)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG") and not (folder / "checkpoints").exists()
 
@@ -275,10 +278,10 @@ def test_a_tokenizer_without_a_start_token_is_refused():
 DROPOUT = {"model__hidden_dropout_prob": 0.1, "max_steps": 6, "save_steps": 2, "eval_steps": 3, "log_steps": 2}
 
 
-@pytest.mark.parametrize("family", ["luna", "abc"])
+@pytest.mark.parametrize("family", OWN)
 @pytest.mark.parametrize("streaming", ["false", "true"])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(corpus, tmp_path, monkeypatch, family, streaming):
-    options = {"data": corpus, "streaming": streaming, **DROPOUT, **FAMILIES[family]}
+    options = {"data": corpus, "streaming": streaming, **DROPOUT, **KINDS[family]}
     run(tmp_path / "whole", **options)
     with monkeypatch.context() as patched, pytest.raises(Killed):
         dies_at_call(patched, loop, "one_update", 5)
@@ -360,10 +363,10 @@ def fresh_accelerate():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_half_precision_and_recomputed_states_learn_as_well(corpus, tmp_path, fresh_accelerate, family):
     options = {"gradient_checkpointing": "true", "mixed_precision": "bf16", "max_steps": 40, "learning_rate": 2e-2}
-    figures = run(tmp_path / "out", data=corpus, save_steps=20, eval_steps=20, **options, **FAMILIES[family])
+    figures = run(tmp_path / "out", data=corpus, save_steps=20, eval_steps=20, **options, **KINDS[family])
     assert figures["gain_nats"] > 1.0
 
 
@@ -378,7 +381,10 @@ def test_blocks_may_be_longer_than_the_positions_of_a_family(corpus, tmp_path):
     [
         ({"model__model_type": "gpt2", "block_size": 80, "global_batch_tokens": 160}, "raise `model.max_position_em"),
         ({"model__model_type": "gpt2", "sample_tokens": 70}, "with the 70 of `sample_tokens` "),
-        ({"model__model_type": "gpt3"}, "Unknown `model_type` 'gpt3'. Choose luna, abc_memory, or gpt2 to compare."),
+        (
+            {"model__model_type": "gpt3"},
+            f"Unknown `model_type` 'gpt3'. Choose {', '.join(FAMILIES)}, or gpt2 to compare.",
+        ),
         ({"model__model_type": "xlm"}, "Unknown `model_type` 'xlm'"),
         ({"model__model_type": "modernbert"}, "Unknown `model_type` 'modernbert'"),
         ({"model__model_type": "bart"}, "Unknown `model_type` 'bart'"),
@@ -406,9 +412,10 @@ def test_mistakes_are_told_before_anything_is_written(corpus, tmp_path, capsys, 
 
 
 def test_encoders_are_refused_by_name_and_causal_checkpoints_where_encoders_are_needed(tmp_path, trained):
-    for family in ("luna", "abc_memory"):
+    needed = f"A causal model is needed: {', '.join(FAMILIES)}"
+    for family in FAMILIES:
         tiny_model(family, "mlm").save_pretrained(tmp_path / family)
-        with pytest.raises(recipe.UserError, match=r"is an? .* encoder\. A causal model is needed: luna, abc_memory"):
+        with pytest.raises(recipe.UserError, match=rf"is an? .* encoder\. {needed}"):
             models.load_config(str(tmp_path / family), kind=models.CAUSAL)
     family, folder, _ = trained
     found = "causal .* checkpoint" if family != "gpt2" else "gpt2 checkpoint"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, padded_batch, tiny_model
+from helpers import FAMILIES, ROOT, padded_batch, tiny_model
 from transformers import FNetConfig, FNetModel, RobertaConfig, RobertaForMaskedLM
 
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
@@ -130,7 +130,7 @@ def test_abc_without_slots_has_one_kind_of_map(control):
     assert probe(flat, padded_batch(LENGTHS))["attention_entropy"] == pytest.approx([1.0] * 3)
 
 
-@pytest.mark.parametrize("family", ["luna", "abc_memory"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_padding_changes_nothing(family):
     model = tiny_model(family, "mlm")
     (short,) = padded_batch([5])["input_ids"]
@@ -185,7 +185,7 @@ def test_similarity_of_equal_and_orthogonal_slots():
     assert slot_similarity(torch.tensor([[[1.0, 0], [0, 2.0], [0, 1.0]]]), used) == pytest.approx(0)
 
 
-@pytest.mark.parametrize("family", ["luna", "abc_memory"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_looking_changes_nothing(family):
     model = tiny_model(family, "mlm", hidden_dropout_prob=0.3).train()
     batch = padded_batch(LENGTHS)

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import yaml
+from helpers import FAMILIES, code_name, slots_of
 from tiny_training import (
     CAUSAL,
     DEMO,
@@ -30,7 +31,7 @@ from tiny_training import (
 )
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
-from luna_hf import AbcConfig, AbcForMaskedLM, LunaConfig, LunaForMaskedLM
+from luna_hf import AbcConfig, LunaConfig
 
 PATHS = {path.stem: path for path in RECIPES}
 CONTINUED = [name for name in PATHS if name.endswith("-continue")]
@@ -105,15 +106,16 @@ def teacher(tmp_path_factory):
 )
 def test_recipe_goes_on_from_a_converted_model(path, teacher, tmp_path):
     script = {"pretrain_mlm": pretrain_mlm, "transfer_attention": transfer_attention}[path.parent.name]
-    luna = path.stem.startswith("luna")
-    model = LunaForMaskedLM if luna else AbcForMaskedLM
-    start = write_student(tmp_path / "start", teacher, model, **{"projection_length" if luna else "memory_size": 4})
+    # A recipe that names no family is ABC's.
+    family = next((family for family in FAMILIES if path.stem.startswith(code_name(family))), "abc_memory")
+    model = FAMILIES[family].masked_lm
+    start = write_student(tmp_path / "start", teacher, model, **slots_of(family, 4))
     data = local_texts(script.read_recipe(path, []).data, tmp_path)
     others = {"teacher": teacher} if script is transfer_attention else {}
     words = arguments(path, tmp_path / "out", data=data, model_name_or_path=start, mixed_precision="no", **others)
     assert script.main(without_model_section(words)) == 0
     figures = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert figures["model_type"] == ("luna" if luna else "abc_memory") and ("objective" in figures) == bool(others)
+    assert figures["model_type"] == family and ("objective" in figures) == bool(others)
     assert figures["seen_tokens"] == SHRINK["max_steps"] * SHRINK["global_batch_tokens"]
 
 

@@ -10,7 +10,6 @@ from helpers import (
     FAMILY_OWN_VARIANTS,
     FAMILY_VARIANTS,
     MODELS,
-    VARIANTS,
     inputs_for,
     model_class,
     padded_batch,
@@ -21,6 +20,7 @@ from helpers import (
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from variants import COMMON
 
 from luna_hf import FAMILIES
 
@@ -28,7 +28,7 @@ families = pytest.mark.parametrize("family", list(FAMILIES))
 kinds = pytest.mark.parametrize("kind", MODELS)
 variants = pytest.mark.parametrize(("family", "variant"), FAMILY_VARIANTS)
 # Every kind of model, and a family's own variants of one of them.
-CASES = [(family, kind, variant) for family in FAMILIES for kind in MODELS for variant in VARIANTS]
+CASES = [(family, kind, variant) for family in FAMILIES for kind in MODELS for variant in COMMON]
 CASES += [(family, "mlm", variant) for family, variant in FAMILY_OWN_VARIANTS]
 cases = pytest.mark.parametrize(("family", "kind", "variant"), CASES)
 ties = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -210,7 +210,7 @@ def test_another_number_of_labels_needs_ignore_mismatched_sizes(family, kind, tm
 def test_a_configuration_comes_back_with_every_field(family, tmp_path):
     names = {0: "no", 1: "maybe", 2: "yes"}
     label2id = {name: label for label, name in names.items()}
-    config = tiny_config_for(family, **VARIANTS["convolution-segments-untied"], id2label=names, label2id=label2id)
+    config = tiny_config_for(family, **COMMON["convolution-segments-untied"], id2label=names, label2id=label2id)
     config.save_pretrained(tmp_path)
     loaded = type(config).from_pretrained(tmp_path)
     for name in type(config).__dataclass_fields__:

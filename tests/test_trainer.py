@@ -26,6 +26,7 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
+from variants import ROWS
 
 from luna_hf import FAMILIES, modeling_base
 
@@ -266,31 +267,18 @@ def test_reentrant_checkpointing_draws_the_same_dropout_in_blocks_of_rows(monkey
 
 # LoRA.
 
-# Per family: modules to adapt, options of the model, and the names that are then adapted.
-TARGETS = {
-    "luna": {
-        "query-value": (["query", "value"], {"tie_kv": False}, {"query", "value"}),
-        "query-tied-key-value": (["query", "key_value"], {}, {"query", "key_value"}),
-        "all-linear": ("all-linear", {}, {"query", "key_value", "dense"}),
-    },
-    "abc_memory": {
-        "query-value": (["query", "value"], {}, {"query", "value"}),
-        "all-linear": ("all-linear", {"share_control": False}, {"query", "key", "value", "dense"}),
-    },
-}
 
-
-@pytest.mark.parametrize(("family", "targets"), [(family, name) for family in FAMILIES for name in TARGETS[family]])
+@pytest.mark.parametrize(("family", "targets"), [(family, name) for family in FAMILIES for name in ROWS[family].lora])
 def test_lora_trains_merges_and_comes_back(family, targets, tmp_path):
     peft = pytest.importorskip("peft")
-    names, options, expected = TARGETS[family][targets]
-    base = tiny_model(family, "sequence", **options)
+    lora = ROWS[family].lora[targets]
+    base = tiny_model(family, "sequence", **lora.options)
     config = peft.LoraConfig(
-        task_type="SEQ_CLS", r=4, target_modules=names, modules_to_save=["classifier"], lora_dropout=0.0
+        task_type="SEQ_CLS", r=4, target_modules=lora.targets, modules_to_save=["classifier"], lora_dropout=0.0
     )
     model = peft.get_peft_model(copy.deepcopy(base), config)
     adapted = {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name, _ in model.named_parameters() if "lora_A" in name}
-    assert adapted == expected
+    assert adapted == lora.adapted
     assert 0 < model.get_nb_trainable_parameters()[0] < model.get_nb_trainable_parameters()[1] / 2
 
     rows, batch = four_rows("sequence", {}), inputs_for("sequence")

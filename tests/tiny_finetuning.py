@@ -1,4 +1,4 @@
-"""What the tests of finetuning share: tiny checkpoints of three types, data that can be learnt, and short runs."""
+"""What the tests of finetuning share: tiny checkpoints, data that can be learnt, and short runs."""
 
 import csv
 import json
@@ -53,7 +53,7 @@ __all__ = [
 
 SCRIPT = "training/finetune_glue.py"
 RECIPES = sorted((ROOT / "training" / "recipes" / "finetune_glue").glob("*.yaml"))
-MODEL_TYPES = ["luna", "abc_memory", "roberta", "modernbert"]
+MODEL_TYPES = [*FAMILIES, "roberta", "modernbert"]
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 WORDS = ["every", "token", "reads", "the", "packed", "sequence", "in", "turn", "quick", "brown", "lazy"]
 # A run that takes a second.

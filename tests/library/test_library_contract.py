@@ -11,14 +11,16 @@ decorators skip may only be for want of hardware or of an optional library.
 import inspect
 import unittest
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import transformers_suite
+from helpers import slots_of
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 from transformers.testing_utils import torch_device
+from variants import ROWS, LibraryVariant
 
 from luna_hf import FAMILIES
 from luna_hf.configuration_base import EncoderConfig
@@ -30,86 +32,16 @@ from transformers_library_tests.test_configuration_common import ConfigTester  #
 from transformers_library_tests.test_modeling_common import ModelTesterMixin, ids_tensor  # noqa: E402
 from transformers_library_tests.test_training_mixin import TrainingTesterMixin  # noqa: E402
 
-
-class Variant(NamedTuple):
-    """A family's own fields in one tested configuration, and what the mixins must know about it."""
-
-    fields: dict[str, Any]
-    num_keys: int  # that its recorded attentions have
-    maps_are_copies: bool = False  # recorded attentions are put together for the record: they get no gradient
-    overfit_steps: int = 300  # the library's own number
-
-
-# Fields that every family has: the default layout, and its opposite wherever there is a choice.
-COMMON_FIELDS: dict[str, dict[str, Any]] = {
-    "Default": {},
-    "PreNorm": {
-        "norm_first": True,
-        "position_embedding_type": "sinusoidal",
-        "embedding_layer_norm": False,
-        "type_vocab_size": 2,
-        "conv_kernel_size": 3,
-        "tie_word_embeddings": False,
-    },
-}
-
-# Luna: fewer slots than most rows have tokens, then more slots than the longest; both differ from every other size.
-VARIANTS: dict[str, dict[str, Variant]] = {
-    "luna": {
-        "Default": Variant({"projection_length": 4, "num_projected_attention_heads": 2}, num_keys=4),
-        "PreNorm": Variant(
-            {
-                "projection_length": 12,
-                "dynamic_projection": False,
-                "tie_kv": False,
-                "classifier_pooling": "packed_attention",
-            },
-            num_keys=12,
-        ),
-    },
-    # ABC: the learned control shared by the layers and of each layer; the strategies that differ most from it.
-    "abc_memory": {
-        "Default": Variant({"memory_size": 4}, num_keys=4),
-        # After 300 steps the loss has fallen by 98.7 %, the gradient by 89 % (90 % are asked for), and both still fall.
-        "PreNorm": Variant(
-            {"memory_size": 12, "share_control": False, "classifier_pooling": "mean"}, num_keys=12, overfit_steps=400
-        ),
-        "Full": Variant({"memory_control": "full"}, num_keys=9),
-        "SlidingWindow": Variant(
-            {"memory_control": "sliding_window", "memory_size": 4}, num_keys=4, maps_are_copies=True
-        ),
-    },
-}
-
-# The causal models: a rotary post-norm decoder and its opposite; the ways of writing the memory that differ most.
-PRE_NORM_DECODER = {
+# The opposite of the default layout wherever there is a choice.
+OPPOSITE = {
     "norm_first": True,
     "position_embedding_type": "sinusoidal",
     "embedding_layer_norm": False,
     "conv_kernel_size": 3,
     "tie_word_embeddings": False,
 }
-CAUSAL_VARIANTS: dict[str, dict[str, Variant]] = {
-    "luna": {
-        "Default": Variant({"projection_length": 4}, num_keys=4, maps_are_copies=True),
-        # After 300 steps the gradient has fallen by 89.6 % (90 % are asked for), and it still falls.
-        "PreNorm": Variant(
-            {**PRE_NORM_DECODER, "projection_length": 12, "tie_kv": False, "pack_activation": "elu"},
-            num_keys=12,
-            maps_are_copies=True,
-            overfit_steps=400,
-        ),
-    },
-    "abc_memory": {
-        "Default": Variant({"memory_size": 4}, num_keys=4, maps_are_copies=True),
-        "Linformer": Variant(
-            {**PRE_NORM_DECODER, "memory_control": "linformer", "memory_size": 12}, num_keys=12, maps_are_copies=True
-        ),
-        "SlidingWindow": Variant(
-            {"memory_control": "sliding_window", "memory_size": 4}, num_keys=4, maps_are_copies=True
-        ),
-    },
-}
+# Fewer slots than most rows have tokens; in the opposite layout more than the longest. Both differ from other sizes.
+SLOTS, OPPOSITE_SLOTS = 4, 12
 
 # Start of a test's name, and the reason that it gives for not applying to these models.
 EXPECTED_SKIPS: dict[str, str] = {
@@ -170,13 +102,16 @@ class TinyModelTester:
     num_hidden_layers = 2
     num_attention_heads = 4
 
-    def __init__(self, family_name: str, variant: Variant, fields: dict[str, Any], special_ids: dict[str, int]) -> None:
+    def __init__(
+        self, family_name: str, variant: LibraryVariant, fields: dict[str, Any], special_ids: dict[str, int]
+    ) -> None:
         self.config_class = FAMILIES[family_name].config
         self.base_model_class = FAMILIES[family_name].base_model
-        self.fields = {**fields, **variant.fields}
+        slots = OPPOSITE_SLOTS if variant.opposite else SLOTS
+        self.fields = {**fields, **slots_of(family_name, slots), **variant.fields}
         self.special_ids = special_ids
         self.pad_token_id = special_ids["pad_token_id"]
-        self.key_length = variant.num_keys
+        self.key_length = variant.num_keys or slots
 
     def get_config(self) -> EncoderConfig:
         return self.config_class(
@@ -221,27 +156,23 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
     """The mixins, set up for one variant of a family's encoders; `make_test_cases` makes the collected classes."""
 
     family_name: str
-    variant_name: str
+    variant: LibraryVariant
     # TrainingTesterMixin declares an abstract property, which a plain attribute fulfils.
     model_tester: TinyModelTester = None
     # Off in the library unless a model asks for it, since its older models fail.
     test_can_init_all_missing_weights_before_2023 = True
     expected_skips = {**EXPECTED_SKIPS, **ENCODER_SKIPS}
     special_ids = {"pad_token_id": 1}
+    common_fields: dict[str, Any] = {}
+    opposite_fields = {**OPPOSITE, "type_vocab_size": 2}
+    maps_are_copies = False  # of every variant
     # ConfigTester leaves the number of heads at the default of 12.
     configured_width = 36
 
     def setUp(self) -> None:
-        self.model_tester = TinyModelTester(self.family_name, self.variant, self.common_fields, self.special_ids)
+        fields = {**self.common_fields, **(self.opposite_fields if self.variant.opposite else {})}
+        self.model_tester = TinyModelTester(self.family_name, self.variant, fields, self.special_ids)
         self.training_overfit_steps = self.variant.overfit_steps
-
-    @property
-    def variant(self) -> Variant:
-        return VARIANTS[self.family_name][self.variant_name]
-
-    @property
-    def common_fields(self) -> dict[str, Any]:
-        return COMMON_FIELDS.get(self.variant_name, {})
 
     @property
     def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
@@ -262,7 +193,7 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
 
     def test_retain_grad_hidden_states_attentions(self) -> None:
         # Of the maps that are copies only the hidden states can be asked for a gradient.
-        if self.variant.maps_are_copies:
+        if self.maps_are_copies or self.variant.maps_are_copies:
             self.has_attentions = False
         super().test_retain_grad_hidden_states_attentions()
 
@@ -298,15 +229,10 @@ class CausalTests(FamilyTests, GenerationTesterMixin):
     expected_skips = EXPECTED_SKIPS
     # The sequence that TrainingTesterMixin teaches, and has generated, begins with token 1.
     special_ids = {"pad_token_id": 0, "bos_token_id": 1}
+    common_fields = {"is_decoder": True}
+    opposite_fields = OPPOSITE
+    maps_are_copies = True
     configured_width = 48  # rotary positions need heads of an even size
-
-    @property
-    def variant(self) -> Variant:
-        return CAUSAL_VARIANTS[self.family_name][self.variant_name]
-
-    @property
-    def common_fields(self) -> dict[str, Any]:
-        return {"is_decoder": True}
 
     @property
     def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
@@ -331,12 +257,13 @@ def decorator_skips(test: Callable[..., None] | None) -> Iterator[str]:
 def make_test_cases() -> dict[str, type[unittest.TestCase]]:
     """One test case for each variant of each family, its encoders' and its causal models'."""
     cases = {}
-    for tests, variants, kind in ((FamilyTests, VARIANTS, ""), (CausalTests, CAUSAL_VARIANTS, "Causal")):
-        for family_name in FAMILIES:
-            for variant_name in variants[family_name]:
-                family = FAMILIES[family_name].config.__name__.removesuffix("Config")
-                name = f"{family}{kind}{variant_name}Test"
-                body = {"family_name": family_name, "variant_name": variant_name, "__module__": __name__}
+    for family_name, family in FAMILIES.items():
+        prefix, row = family.config.__name__.removesuffix("Config"), ROWS[family_name]
+        kinds = ((FamilyTests, row.library_encoder, ""), (CausalTests, row.library_causal, "Causal"))
+        for tests, variants, kind in kinds:
+            for variant_name, variant in variants.items():
+                name = f"{prefix}{kind}{variant_name}Test"
+                body = {"family_name": family_name, "variant": variant, "__module__": __name__}
                 cases[name] = type(name, (tests, unittest.TestCase), body)
     return cases
 

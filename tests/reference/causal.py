@@ -6,6 +6,7 @@ tokens, then a size. Section and equation numbers: Luna is Ma et al. 2021 (arXiv
 """
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -182,37 +183,58 @@ def convolution(taps: Tensor, states: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-def attend(weights: dict, own: str, index: int, x: Tensor, config: SimpleNamespace) -> Tensor:
-    """The attention of one layer on (n, d), heads side by side, no output projection."""
-    keys, values = key_value(weights, own, x)
-    query, key, value = (
-        heads(part, config.num_attention_heads) for part in (linear(weights, f"{own}.query", x), keys, values)
-    )
+def project(weights: dict, own: str, x: Tensor, config: SimpleNamespace) -> list[Tensor]:
+    """Query, key and value (h, n, c) of one layer on (n, d), the first two turned where positions are rotary."""
+    sides = linear(weights, f"{own}.query", x), *key_value(weights, own, x)
+    query, key, value = (heads(side, config.num_attention_heads) for side in sides)
     if config.position_embedding_type == "rotary":
         query, key = rotate(query), rotate(key)
-    if config.model_type == "luna":
-        pack_query = heads(
-            linear(weights, f"{own}.pack.query", weights[f"{own}.pack.slots"]), config.num_attention_heads
-        )
-        pack_key = heads(linear(weights, f"{own}.pack.key", x), config.num_attention_heads)
-        logits = pack_key @ pack_query.transpose(-1, -2) / math.sqrt(pack_key.shape[-1])
-        out, _ = luna(query, key, value, omega(logits, config.pack_activation))
-    elif config.memory_control == "sliding_window":
-        out, _ = sliding_window(query, key, value, config.memory_size)
-    elif config.memory_control == "random":
-        out, _ = random(query, key, value, config.draws[index][: x.shape[0]], config.memory_size)
-    else:
-        name = "control.weight" if config.share_control else f"{own}.control.weight"
-        matrix = weights[name].unflatten(0, (config.num_attention_heads, -1))  # (h, m, d or N)
-        if config.memory_control == "linformer":
-            out, _ = linformer(query, key, value, matrix)
-        else:
-            out, _ = mlp(query, key, value, x @ matrix.transpose(-1, -2), config.control_activation)
-    return torch.cat(list(out), dim=-1)
+    return [query, key, value]
 
 
-def decode_row(weights: dict, token_ids: list[int], config: SimpleNamespace) -> Tensor:
-    """A causal model on one row: logits (n, vocab_size). Weights under the names of the base model, and `lm_head`."""
+def attend_luna(
+    weights: dict, own: str, index: int, x: Tensor, states: list[Tensor], config: SimpleNamespace
+) -> Tensor:
+    """Luna's layer; see `decode_row`."""
+    query = heads(linear(weights, f"{own}.pack.query", weights[f"{own}.pack.slots"]), config.num_attention_heads)
+    key = heads(linear(weights, f"{own}.pack.key", x), config.num_attention_heads)
+    logits = key @ query.transpose(-1, -2) / math.sqrt(key.shape[-1])
+    return luna(*states, omega(logits, config.pack_activation))[0]
+
+
+def attend_abc(
+    weights: dict,
+    own: str,
+    index: int,
+    x: Tensor,
+    states: list[Tensor],
+    config: SimpleNamespace,
+    draw: Callable[[Tensor, int, int], Tensor],
+) -> Tensor:
+    """ABC's layer; see `decode_row`. `draw` takes places (1, n), the number of slots and a seed, and gives slots."""
+    m = config.memory_size
+    if config.memory_control == "sliding_window":
+        return sliding_window(*states, m)[0]
+    if config.memory_control == "random":
+        seed = config.control_seed if config.share_control else config.control_seed + index
+        return random(*states, draw(torch.arange(x.shape[0])[None], m, seed)[0].tolist(), m)[0]
+    name = "control.weight" if config.share_control else f"{own}.control.weight"
+    matrix = weights[name].unflatten(0, (config.num_attention_heads, -1))  # (h, m, d or N)
+    if config.memory_control == "linformer":
+        return linformer(*states, matrix)[0]
+    return mlp(*states, x @ matrix.transpose(-1, -2), config.control_activation)[0]
+
+
+def decode_row(
+    weights: dict, token_ids: list[int], config: SimpleNamespace, mechanism: Callable[..., Tensor]
+) -> Tensor:
+    """A causal model on one row: logits (n, vocab_size).
+
+    Args:
+        weights: under the names of the base model, and `lm_head`.
+        mechanism: the attention of a family (h, n, c), from the weights, the name of the attention and the index of its
+            layer, its input (n, d), query, key and value (h, n, c) with their positions, and the config.
+    """
     eps = config.layer_norm_eps
     x = torch.stack([weights["embeddings.word_embeddings.weight"][i] for i in token_ids])
     if config.position_embedding_type == "sinusoidal":
@@ -225,7 +247,9 @@ def decode_row(weights: dict, token_ids: list[int], config: SimpleNamespace) -> 
         name = f"encoder.layer.{index}"
         norm_a, norm_f = f"{name}.attention.output.LayerNorm", f"{name}.output.LayerNorm"
         inner = layer_norm(weights, norm_a, x, eps) if config.norm_first else x
-        mixed = attend(weights, f"{name}.attention.self", index, inner, config)
+        own = f"{name}.attention.self"
+        states = project(weights, own, inner, config)
+        mixed = torch.cat(list(mechanism(weights, own, index, inner, states, config)), dim=-1)
         mixed = linear(weights, f"{name}.attention.output.dense", mixed)
         if f"{name}.attention.convolution.weight" in weights:
             mixed = mixed + convolution(weights[f"{name}.attention.convolution.weight"], inner)
