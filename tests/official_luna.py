@@ -48,7 +48,7 @@ def encoder_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def attention_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of the authors' attention alone under the names of `LunaSelfAttention`."""
+    """Weights of the authors' attention alone under the names of `LunaAttention`."""
     return {f"{ATTENTION[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}": t for name, t in weights.items()}
 
 

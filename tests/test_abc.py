@@ -123,11 +123,11 @@ def test_other_controls_have_no_parameters(control, share):
 def test_layers_draw_the_same_random_slots_if_they_share_the_control(share):
     model = tiny_model("abc_memory", memory_control="random", share_control=share)
     first, *others = (layer.attention.self for layer in model.encoder.layer)
-    memory, masks = model.begin(torch.randn(2, 40, 48), None)
+    carried, context = model.begin(torch.randn(2, 40, 48), None)
     states = torch.randn(2, 40, 48)
     for other in others:
         other.load_state_dict(first.state_dict())
-        assert torch.equal(other(states, memory, masks)[0], first(states, memory, masks)[0]) is share
+        assert torch.equal(other(states, carried, context)[0], first(states, carried, context)[0]) is share
 
 
 def test_linformer_starts_with_slots_of_the_size_of_a_token():

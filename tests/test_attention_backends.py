@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from variants import ROWS
 
-import luna_hf.attention_base as attention_base
+from luna_hf import dispatch
 from luna_hf.attention_base import Linear, attend, make_key_mask
 from luna_hf.functional import masked_softmax, softmax_attention
 
@@ -217,7 +217,7 @@ def test_masked_softmax(dtype):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_half_precision_on_cpu(monkeypatch, model_type, slow):
     """Both ways of computing bfloat16 on a CPU, whatever this machine has, equal float32 within its rounding."""
-    monkeypatch.setattr(attention_base, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16] if slow else []))
+    monkeypatch.setattr(dispatch, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16] if slow else []))
     torch.manual_seed(0)
     layer, states = Linear(32, 16), torch.randn(5, 32)
     expected = layer(states)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import causal as reference
 
-from luna_hf import causal_memory, functional
+from luna_hf import causal_memory, dispatch
 from luna_hf.causal_memory import CausalMemory, attend_causal_memory
 
 SLOTS, SIZE = 6, 4
@@ -20,7 +20,7 @@ MECHANISMS = {
     "sigmoid": "softmax",
 }
 FORMS = {"softmax": ("loop", "tree")}
-CASES = [(name, form) for name, kind in MECHANISMS.items() for form in FORMS.get(kind, ("loop", "at-once"))]
+CASES = [(name, form) for name, kind in MECHANISMS.items() for form in FORMS.get(kind, ("loop", "at_once"))]
 cases = pytest.mark.parametrize(("mechanism", "form"), CASES)
 # Large logits in float32, relative to the root mean square of the exact result: outputs and gradients of the loop and
 # of the tree.
@@ -32,9 +32,8 @@ def use(monkeypatch):
     """Choose the schedule: chunk by chunk, all chunks at once, or the tree."""
 
     def choose(form):
-        monkeypatch.setattr(causal_memory, "is_tracing", lambda states: form == "tree")
-        for module in (causal_memory, functional):
-            monkeypatch.setattr(module, "scans_in_a_loop", lambda states: form == "loop")
+        for operation in ("causal_scan", "causal_memory", "causal_softmax_memory"):
+            monkeypatch.setitem(dispatch.IMPLEMENTATIONS, operation, {"default": form})
 
     return choose
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from reference import causal as reference
 
-from luna_hf import functional
+from luna_hf import dispatch
 from luna_hf.functional import causal_scan
 
 CHUNKS = (1, 7, 16, 64, 100)
 SIZES = (5, 3)  # p and r
 
 
-@pytest.fixture(params=["loop", "at-once"])
+@pytest.fixture(params=["loop", "at_once"])
 def schedule(request, monkeypatch):
     """Both ways in which the chunks are treated."""
-    monkeypatch.setattr(functional, "scans_in_a_loop", lambda states: request.param == "loop")
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "causal_scan", {"default": request.param})
     return request.param
 
 

@@ -10,20 +10,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from luna_hf import memory_control
 from luna_hf.attention_abc import _WRITERS
-from luna_hf.functional import move_to_ranks, token_ranks, write_to_slots
+from luna_hf.functional import move_to_ranks, row_lengths, token_ranks, write_to_slots
 from luna_hf.memory_control import (
     ACTIVATIONS,
     CONTROLS,
     cluster_slots,
     compressive_slots,
     control_weights,
-    from_windows,
     global_slots,
-    interleave,
     random_slots,
-    row_lengths,
     slot_counts,
-    to_windows,
+)
+from luna_hf.windows import (
+    interleave,
+    join_blocks,
+    key_blocks,
+    query_blocks,
     undo_interleave,
     window_mask,
     window_reach,
@@ -247,22 +249,25 @@ def test_clusters_of_a_padded_row_are_those_of_the_row_alone():
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 23])
-@pytest.mark.parametrize("window", [1, 2, 5, 8, 30])
-def test_blocks_hold_the_neighbours_of_their_queries(window, length):
+@pytest.mark.parametrize(("window", "block"), [(1, 1), (2, 2), (5, 5), (8, 8), (30, 30), (1, 8), (5, 8), (8, 9)])
+def test_blocks_hold_the_neighbours_of_their_queries(window, block, length):
     before, after = window_reach(window)
     assert before + 1 + after == window and before - after in (0, 1)
     keep = torch.rand(2, length, generator=torch.Generator().manual_seed(length)) < 0.7
     places = torch.arange(length).view(1, 1, length, 1).expand(2, 1, length, 1).double()
-    queries, keys, values = to_windows(places, places, places + 100, window)
-    mask = window_mask(keep, length, window, keep.device)
-    assert mask.shape == (queries.shape[0], 1, window, 2 * window - 1) and keys.shape[2] == 2 * window - 1
+    queries, keys, values = (
+        query_blocks(places, block),
+        *(key_blocks(states, window, block) for states in (places, places + 100)),
+    )
+    mask = window_mask(keep, length, window, block, keep.device)
+    assert mask.shape == (queries.shape[0], 1, block, block + window - 1) and keys.shape[2] == block + window - 1
     queries, keys, mask, values = (
-        from_windows(part, 2, length)
+        join_blocks(part, 2, length)
         for part in (
             queries[:, 0],
-            keys.transpose(-1, -2).expand(-1, -1, window, -1)[:, 0],
+            keys.transpose(-1, -2).expand(-1, -1, block, -1)[:, 0],
             mask[:, 0],
-            values.transpose(-1, -2).expand(-1, -1, window, -1)[:, 0],
+            values.transpose(-1, -2).expand(-1, -1, block, -1)[:, 0],
         )
     )
     for b in range(2):
@@ -313,8 +318,8 @@ def run_attention(control: str, length: int, counter, implementation: str = "eag
     states = normal(1, length, 48, dtype=torch.float32).requires_grad_()
     keep = torch.arange(length)[None] < length - 3
     with counter:
-        memory, masks = model.begin(states, keep)
-        output, _, _ = attention(states, memory, masks)
+        carried, context = model.begin(states, keep)
+        output, _, _ = attention(states, carried, context)
         if backward:
             output.sum().backward()
     return counter
@@ -348,11 +353,11 @@ def test_cost_of_writing(control):
     model, attention = attention_of(control, m, cluster_iterations=3)
     states = normal(1, length, width, dtype=torch.float32)
     key = value = states.unflatten(-1, (heads, -1)).transpose(1, 2)
-    memory, masks = model.begin(states, None)
+    carried, context = model.begin(states, None)
     flops, largest = FlopCounterMode(display=False), LargestTensor()
     for counter in (flops, largest):
         with counter, torch.no_grad():
-            _WRITERS[control](attention, states, key, value, memory, masks)
+            _WRITERS[control](attention, states, key, value, carried, context)
     if control in ONE_SLOT:
         assert flops.get_total_flops() == 0
         assert largest.numel <= max(length, m) * width
@@ -379,7 +384,7 @@ def test_clusters_are_found_in_blocks_of_tokens(monkeypatch):
     """The blocks of a CPU are no boundary: membership is that of all tokens at once."""
     torch.manual_seed(0)
     key = torch.randn(2, 3, 29, 4)
-    ranks, lengths = token_ranks(None, 29, key.device), memory_control.row_lengths(None, 29, key.device)
+    ranks, lengths = token_ranks(None, 29, key.device), row_lengths(None, 29, key.device)
     whole = memory_control.cluster_slots(key, ranks, lengths, None, 5, iterations=3)
     monkeypatch.setattr(memory_control, "_NEAREST_TOKENS", 8)
     assert torch.equal(memory_control.cluster_slots(key, ranks, lengths, None, 5, iterations=3), whole)

@@ -30,7 +30,7 @@ def projections(weights: dict[str, torch.Tensor], theirs: str) -> dict[str, torc
 
 
 def make_attention(config: AbcConfig, weights: dict[str, torch.Tensor], dtype: torch.dtype):
-    """A model of one layer for its masks, and its attention with these weights."""
+    """A model of one layer for its context, and its attention with these weights."""
     model = AbcModel(config).eval().to(dtype)
     attention = model.encoder.layer[0].attention.self
     attention.load_state_dict(weights)
@@ -74,13 +74,13 @@ def test_third_party_module(case, dtype, backend):
     ours = projections(weights, "{}_proj")
     model, attention = make_attention(config, {**ours, "control.weight": torch.zeros(heads * slots, 32)}, dtype)
     states, padding = fixture.input(case, "query").to(dtype), fixture.input(case, "key_padding_mask")
-    _, masks = model.begin(states, None if padding is None else ~padding)
+    _, context = model.begin(states, None if padding is None else ~padding)
 
     def write(side: str):
         matrix = weights[f"{side}_proj.weight"].unflatten(0, (heads, -1))  # (h, c, d)
         control = torch.matmul(weights[f"compress_{side}"].T, matrix).flatten(0, 1)  # (h * m, d)
         key, value = (split_heads(layer(states), heads) for layer in (attention.key, attention.value))
-        return attention.write_mlp(states, key, value, control, masks)
+        return attention.write_mlp(states, key, value, control, context)
 
     with torch.no_grad():
         query = split_heads(attention.query(states), heads)

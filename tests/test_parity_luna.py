@@ -20,9 +20,15 @@ from official_luna import (
     sentence_encoder_config,
 )
 
-from luna_hf import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaModel
-from luna_hf.attention_base import make_key_mask
-from luna_hf.attention_luna import LunaMasks, LunaSelfAttention
+from luna_hf import (
+    LunaConfig,
+    LunaForMaskedLM,
+    LunaForSequenceClassification,
+    LunaModel,
+    read_memory,
+    write_memory,
+)
+from luna_hf.attention_luna import LunaAttention
 
 MLM = ["tied_dynamic", "tied_fixed", "untied_dynamic", "untied_fixed"]
 SENTENCE = [
@@ -164,7 +170,7 @@ def test_attention(name, case, dtype, implementation):
         attn_implementation=implementation,
     )
     out_proj = part(weights, "out_proj.")
-    attention = LunaSelfAttention(config)
+    attention = LunaAttention(config)
     ours = attention_weights({n: t for n, t in weights.items() if not n.startswith("out_proj")})
     missing, unexpected = attention.load_state_dict(ours, strict=False)
     assert set(missing) == {"packed_layer_norm.weight", "packed_layer_norm.bias"} and not unexpected
@@ -172,14 +178,15 @@ def test_attention(name, case, dtype, implementation):
     packed_contexts = []
     attention.pack.register_forward_hook(lambda module, args, output: packed_contexts.append(output[0]))
 
-    query, memory = fixture.input(case, "query").to(dtype), fixture.input(case, "pquery").to(dtype)
+    query, packed = fixture.input(case, "query").to(dtype), fixture.input(case, "pquery").to(dtype)
     context = fixture.input(case, "context")
-    keep = [fixture.input(case, n) for n in ("context_padding_mask", "pcontext_padding_mask")]
-    masks = LunaMasks(*(make_key_mask(config, None if padding is None else ~padding) for padding in keep))
+    padding = [fixture.input(case, name) for name in ("context_padding_mask", "pcontext_padding_mask")]
+    tokens, slots = (None if mask is None else ~mask for mask in padding)
     with torch.no_grad():
-        mixed, _, unpack_weights = attention(
-            query, memory, masks, context=None if context is None else context.to(dtype)
+        memory = write_memory(
+            attention, query if context is None else context.to(dtype), tokens, carried=packed, carried_mask=slots
         )
+        mixed, unpack_weights = read_memory(attention, query, memory)
         output = torch.nn.functional.linear(mixed, out_proj["weight"].to(dtype), out_proj["bias"].to(dtype))
     atol = tolerance(fixture, case, dtype)
     assert_near(packed_contexts[0], fixture.output(case, "packed"), atol, "packed")

@@ -10,10 +10,10 @@ import torch
 from official_luna import Fixture, part
 
 from luna_hf import LunaConfig, MemoryCache
-from luna_hf.attention_luna_causal import LunaCausalSelfAttention, pack_weights
+from luna_hf.attention_luna_causal import LunaCausalAttention, pack_weights
 from luna_hf.causal_memory import attend_causal_memory
+from luna_hf.context import make_context
 from luna_hf.functional import causal_scan, split_heads
-from luna_hf.state import CausalContext
 
 NAMES = ["tied_softplus", "untied_softplus", "tied_elu", "untied_elu"]
 CASES = ["plain", "masked_px", "key_mask_ignored", "large"]
@@ -110,7 +110,7 @@ def test_step_by_step(name, case, dtype):
 @pytest.mark.parametrize("case", ["plain", "key_mask_ignored", "large"])
 @pytest.mark.parametrize("parts", ["parallel", "incremental"])
 def test_module(name, case, dtype, parts):
-    """`LunaCausalSelfAttention` with the authors' weights; their P comes with the input, one for each row."""
+    """`LunaCausalAttention` with the authors' weights; their P comes with the input, one for each row."""
     fixture = Fixture("luna_causal_attention", name)
     config = LunaConfig(
         is_decoder=True,
@@ -123,7 +123,7 @@ def test_module(name, case, dtype, parts):
         num_hidden_layers=1,
         attn_implementation="eager",
     )
-    attention = LunaCausalSelfAttention(config)
+    attention = LunaCausalAttention(config)
     weights = fixture.weights()
     out_proj = {f"out_proj.{kind}": tensor.to(dtype) for kind, tensor in part(weights, "out_proj.").items()}
     ours = {name: tensor for name, tensor in weights.items() if not name.startswith("out_proj")}
@@ -135,13 +135,13 @@ def test_module(name, case, dtype, parts):
         attention.to(dtype).eval()
         cache, outputs, reads, first = MemoryCache(config), [], [], 0
         for tokens in states[row : row + 1].split(sizes, dim=1):
-            steps = torch.arange(first + 1, first + tokens.shape[1] + 1)[None]
-            context = CausalContext(keep=None, before=torch.tensor([[first]]), steps=steps, angles=None, cache=cache)
+            context = make_context(None, tokens.shape[1], tokens.device, cache)
             with torch.no_grad():
                 output, _, read = attention(tokens, None, context)
             outputs.append(output)
             reads.append(read)
             first += tokens.shape[1]
+            cache.count(context.lengths[0], tokens.shape[1])
         output = linear(out_proj, "out_proj", torch.cat(outputs, dim=1))
         read = torch.cat(reads, dim=2)
         assert_near(output, fixture.output(case, parts)[row : row + 1], fixture, case, "output")

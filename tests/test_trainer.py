@@ -28,7 +28,7 @@ from transformers import (
 )
 from variants import ROWS
 
-from luna_hf import FAMILIES, modeling_base
+from luna_hf import FAMILIES, modeling_layers
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 
@@ -256,7 +256,7 @@ def test_gradient_checkpointing_changes_no_gradient(family, kind, variant, reent
 
 def test_reentrant_checkpointing_draws_the_same_dropout_in_blocks_of_rows(monkeypatch):
     """Its first pass has no gradients, but is no inference: the feed-forward network must not be cut into blocks."""
-    monkeypatch.setattr(modeling_base, "_FEED_FORWARD_ROWS", {"cpu": 8})
+    monkeypatch.setattr(modeling_layers, "_FEED_FORWARD_ROWS", {"cpu": 8})
     model = tiny_model("luna", "mlm", hidden_dropout_prob=0.1, activation_dropout=0.1).double().train()
     batch = inputs_for("mlm", labels=True)
     expected = gradients(model, batch)

@@ -23,7 +23,7 @@ from transformers.testing_utils import torch_device
 from variants import ROWS, LibraryVariant
 
 from luna_hf import FAMILIES
-from luna_hf.configuration_base import EncoderConfig
+from luna_hf.configuration_base import BoundedMemoryConfig
 
 transformers_suite.load()
 
@@ -113,7 +113,7 @@ class TinyModelTester:
         self.pad_token_id = special_ids["pad_token_id"]
         self.key_length = variant.num_keys or slots
 
-    def get_config(self) -> EncoderConfig:
+    def get_config(self) -> BoundedMemoryConfig:
         return self.config_class(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -125,7 +125,7 @@ class TinyModelTester:
             **self.fields,
         )
 
-    def prepare_config_and_inputs_for_common(self) -> tuple[EncoderConfig, dict[str, torch.Tensor]]:
+    def prepare_config_and_inputs_for_common(self) -> tuple[BoundedMemoryConfig, dict[str, torch.Tensor]]:
         """Rows of 9, 7, 5, 3 and 1 tokens, the second padded on the left."""
         lengths = torch.arange(self.seq_length, 0, -2, device=torch_device)[:, None]
         mask = (torch.arange(self.seq_length, device=torch_device) < lengths).long()
