@@ -128,6 +128,12 @@ def tiny_causal_model(model_type: str = "luna", seed: int = 0, **overrides: Any)
     return model
 
 
+def normal_states(batch: int, length: int, width: int, seed: int = 0) -> torch.Tensor:
+    """(batch, length, width) states in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, length, width, generator=generator, dtype=torch.float64)
+
+
 def random_ids(batch: int, length: int, vocab_size: int = 120, seed: int = 0) -> torch.Tensor:
     """(batch, length) ids without special tokens but `<s>` in front."""
     ids = torch.randint(4, vocab_size - 1, (batch, length), generator=torch.Generator().manual_seed(seed))

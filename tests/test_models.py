@@ -293,7 +293,7 @@ def test_a_control_with_weights_for_every_position_is_not_extended(tmp_path):
     fields = {**SIZES, **FIELDS["abc_memory"], "memory_control": "linformer"}
     model = AutoModelForMaskedLM.from_config(make_config({"model_type": "abc_memory", **fields}, None, 120))
     assert extend_positions(model, LENGTH) is None
-    with pytest.raises(UserError, match=rf"linformer.*roberta_to_abc.py .* --max-length {LENGTH + 1}\."):
+    with pytest.raises(UserError, match=rf"linformer.*--max-length {LENGTH + 1}`"):
         extend_positions(model, LENGTH + 1)
     assert longest_input(model.config) == LENGTH
     model.save_pretrained(tmp_path)

@@ -73,8 +73,11 @@ class Literal:
         self.seed = model.config.control_seed + (0 if model.config.share_control else layer)
 
     def __call__(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        slots = random_slots(torch.arange(len(row))[None], self.config.memory_size, self.seed)[0].tolist()
-        return reference.attention(self.weights, row, self.config, self.control, slots)
+        return self.cross(row, row)
+
+    def cross(self, row: torch.Tensor, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = random_slots(torch.arange(len(context))[None], self.config.memory_size, self.seed)[0].tolist()
+        return reference.attention(self.weights, row, self.config, self.control, slots, context)
 
 
 def weighted_sum(states: torch.Tensor) -> torch.Tensor:

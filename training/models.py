@@ -173,12 +173,10 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
     config, trained = model.config, longest_input(model.config)
     if length <= trained:
         return None
-    if getattr(config, "memory_control", None) == "linformer":
+    if isinstance(config, BoundedMemoryConfig) and (reason := config.fixed_length()):
         raise UserError(
-            f"The model takes {trained:,} tokens, and {length:,} are asked for, but its control (`linformer`) has "
-            "learned weights for every position, which cannot be repeated. Shorten the inputs, or make it anew from "
-            "its softmax model: conversion/roberta_to_abc.py SOURCE TARGET --memory-control linformer "
-            f"--max-length {length}."
+            f"The model takes {trained:,} tokens, and {length:,} are asked for, but {reason}. Shorten the inputs, or "
+            f"convert its softmax model again with `--max-length {length}` (conversion/README.md)."
         )
     added = length - trained
     embeddings = getattr(model.base_model, "embeddings", None)

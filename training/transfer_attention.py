@@ -272,11 +272,10 @@ class TransferObjective(Objective):
         check_names(teacher, recipe.teacher)
         names = pretraining.parameter_names(student)
         if recipe.groups and not any(re.search(NEW_PARAMETERS, name) for name in names):
-            control = getattr(student, "memory_control", student.model_type)
             raise UserError(
-                f"{recipe.model_name_or_path} ({control}, no convolution) has no parameters that its teacher has not, "
-                "so there is nothing new to fit. Convert with `--conv-kernel-size`, or with a control that is learned "
-                "(mlp, linformer); or leave this stage out; or fit all of its attention (`--parameter_groups []`)."
+                f"{recipe.model_name_or_path} ({student.model_type}, no convolution) has no parameters that its teacher "
+                "lacks, so there is nothing new to fit. Convert with `--conv-kernel-size` or to a memory that is "
+                "learned, leave this stage out, or fit all of its attention (`--parameter_groups []`)."
             )
 
     def make_module(

@@ -56,6 +56,12 @@ class AbcConfig(BoundedMemoryConfig):
     control_seed: int = 0
     cluster_iterations: int = 2
 
+    def fixed_length(self) -> str | None:
+        """Linformer's matrix has as many columns as there are positions."""
+        if self.memory_control != "linformer":
+            return None
+        return "its control (`linformer`) has learned weights for every position, which cannot be repeated"
+
     def validate_values(self) -> None:
         """Check every field; runs at construction and again when the config is saved."""
         super().validate_values()

@@ -180,6 +180,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
         self._require("classifier_pooling", lambda v: v in poolings, f"one of {', '.join(poolings)}")
         self._require("pad_token_id", lambda v: 0 <= v < self.vocab_size, f"in [0, vocab_size={self.vocab_size})")
 
+    def fixed_length(self) -> str | None:
+        """Why the model can take no longer inputs, however its positions are extended; `None` if it can."""
+        return None
+
     def as_decoder(self) -> "BoundedMemoryConfig":
         """The config of a causal model of the same size: itself if it is one, else a copy with `is_decoder=True`.
 

@@ -193,20 +193,24 @@ def attention(
     config: SimpleNamespace,
     control: Tensor | None = None,
     slots: list[int] | None = None,
+    context: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Multi-head ABC on one row without padding.
 
     Args:
         weights: of query, key and value, under these names.
-        x: (n, d).
+        x: (n, d), what reads.
         config: fields of `AbcConfig`.
         control: the learned matrix, (h * m, d) or (h * m, N).
-        slots: the random draw, n slots.
+        slots: the random draw, a slot for every token of the context.
+        context: (any, d), what is written; x itself (self-attention) unless given.
 
     Returns:
         (n, d), heads side by side, without output projection; and the weights (h, n, m), 0 for what is not read.
     """
-    query, key, value = (linear(weights, name, x) for name in ("query", "key", "value"))
+    context = x if context is None else context
+    query = linear(weights, "query", x)
+    key, value = (linear(weights, name, context) for name in ("key", "value"))
     heads, m = config.num_attention_heads, config.memory_size
     size = x.shape[-1] // heads
     outputs, reads = [], []
@@ -216,7 +220,7 @@ def attention(
             attend = window if config.memory_control == "sliding_window" else dilated_window
             output, weight = attend(q, k, v, m)
         else:
-            phi = controls(x, k, config, None if control is None else control[h * m : (h + 1) * m], slots)
+            phi = controls(context, k, config, None if control is None else control[h * m : (h + 1) * m], slots)
             used = [bool(column.any()) for column in phi.T]
             memory_k, memory_v = write(phi, k), write(phi, v)
             rows = [read(token, memory_k, memory_v, used) for token in q]

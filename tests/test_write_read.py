@@ -1,0 +1,234 @@
+"""A context is written once and read many times: self-attention, cross-attention, and reads of several memories.
+
+ABC's cross-attention is compared with the literal definition in float64, Luna's with the authors' numbers
+(`test_parity_luna.py`, `*_cross`).
+"""
+
+import math
+
+import pytest
+import torch
+from helpers import FAMILY_VARIANTS, normal_states, tiny_model, variants_of
+from test_reference_abc import HEADS, WIDTH, Literal, assert_near, assert_same_gradients, control_of, make_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from luna_hf import FAMILIES, AbcConfig, read_memory, write_memory
+from luna_hf.attention_abc import AbcAttention
+from luna_hf.memory_control import CONTROLS
+from luna_hf.memory_read import SlotMemory, WindowMemory, read_memories
+
+WINDOWS = ("sliding_window", "dilated")
+SLOT_CONTROLS = [control for control in CONTROLS if control not in WINDOWS]
+WRITES = {
+    **{control: {"memory_control": control} for control in SLOT_CONTROLS},
+    "mlp-relu": {"control_activation": "relu"},
+    "mlp-sigmoid": {"control_activation": "sigmoid"},
+    "mlp-of-each-layer": {"share_control": False},
+}
+backends = pytest.mark.parametrize("backend", ["eager", "sdpa"])
+
+
+def carried_of(model):
+    """What the first layer is given besides tokens, for one row: ABC's shared control, Luna's packed states."""
+    carried, _ = model.begin(normal_states(1, 40, model.config.hidden_size), None)
+    return carried
+
+
+def weighted_sum(states):
+    return (states * torch.linspace(-1, 1, states.numel(), dtype=states.dtype).view_as(states)).sum()
+
+
+# ---- cross-attention ----
+
+
+@backends
+@pytest.mark.parametrize("length", [1, 7, 30])
+@pytest.mark.parametrize("variant", WRITES)
+def test_abc_reads_a_context_as_defined(variant, length, backend):
+    """Output, weights and every gradient: 5 queries, a context of another length."""
+    model = make_model(num_hidden_layers=1, **WRITES[variant])
+    model.set_attn_implementation(backend)
+    attention, literal = model.encoder.layer[0].attention.self, Literal(model)
+    queries, context = normal_states(1, 5, WIDTH, seed=1), normal_states(1, length, WIDTH, seed=2)
+    results = []
+    for states in ([queries, context], [queries[0], context[0]]):
+        states = [part.detach().clone().requires_grad_() for part in states]
+        if states[0].dim() == 3:
+            control = control_of(model, 0)
+            memory = write_memory(attention, states[1], carried=control)
+            output, weights = read_memory(attention, states[0], memory)
+            output, weights = output[0], None if weights is None else weights[0]
+        else:
+            output, weights = literal.cross(*states)
+        weighted_sum(output).backward()
+        results.append((output, weights, [part.grad.reshape(-1, WIDTH) for part in states]))
+    (output, weights, grads), (expected, expected_weights, expected_grads) = results
+    assert_near(output, expected, 1e-10, "output")
+    if backend == "eager":
+        assert_near(weights, expected_weights, 1e-10, "weights")
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        assert_near(ours, theirs, 1e-8, "gradient of the states")
+    assert_same_gradients(model, literal)
+
+
+@backends
+@pytest.mark.parametrize("variant", WRITES)
+@torch.no_grad()
+def test_padding_of_a_context_changes_nothing(variant, backend):
+    model = make_model(num_hidden_layers=1, **WRITES[variant])
+    model.set_attn_implementation(backend)
+    attention, control = model.encoder.layer[0].attention.self, control_of(model, 0)
+    queries, context = normal_states(2, 4, WIDTH, seed=1), normal_states(2, 20, WIDTH, seed=2)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :6] = 0
+    mask[1, 3::4] = 0
+    garbage = context.masked_fill(mask[..., None] == 0, 1e3)
+    output, _ = read_memory(attention, queries, write_memory(attention, garbage, mask, carried=control))
+    for row in range(2):
+        alone = write_memory(attention, context[row : row + 1, mask[row] == 1], carried=control)
+        expected, _ = read_memory(attention, queries[row : row + 1], alone)
+        assert_near(output[row], expected[0], 1e-10, f"row {row}")
+
+
+@pytest.mark.parametrize("control", WINDOWS)
+def test_a_window_is_read_by_its_own_tokens_only(control):
+    model = make_model(num_hidden_layers=1, memory_control=control)
+    attention = model.encoder.layer[0].attention.self
+    memory = write_memory(attention, normal_states(1, 20, WIDTH))
+    with pytest.raises(ValueError, match=r"written from \(20\), but there are 3 queries"):
+        read_memory(attention, normal_states(1, 3, WIDTH), memory)
+
+
+def test_luna_asks_for_its_packed_states():
+    model = tiny_model("luna").double()
+    with pytest.raises(ValueError, match="give them as `carried`"):
+        write_memory(model.encoder.layer[0].attention.self, normal_states(1, 9, 48))
+
+
+# ---- written once, read many times ----
+
+
+@pytest.mark.parametrize(("family", "variant"), FAMILY_VARIANTS)
+@torch.no_grad()
+def test_self_attention_is_a_read_of_what_the_tokens_wrote(family, variant):
+    model = tiny_model(family, **variants_of(family)[variant]).double()
+    states, mask = normal_states(2, 20, 48), torch.ones(2, 20, dtype=torch.long)
+    mask[0, 15:] = 0
+    carried, context = model.begin(states, mask.bool())
+    attention = model.encoder.layer[0].attention.self
+    expected, carried_on, _ = attention(states, carried, context)
+    memory = write_memory(attention, states, mask, carried=carried)
+    for _ in range(2):
+        output, _ = read_memory(attention, states, memory)
+        assert torch.equal(output, expected)
+    assert (memory.carried is None and carried_on is None) or torch.equal(memory.carried, carried_on)
+
+
+def cost_of_reading(family, length, **options):
+    """Operations of a second read of 16 states, and bytes of the memory."""
+    model = tiny_model(family, max_position_embeddings=50_000, **options)
+    model.set_attn_implementation("eager")  # whose products are counted
+    attention = model.encoder.layer[0].attention.self
+    context, queries = normal_states(1, length, 48).float(), normal_states(1, 16, 48, seed=1).float()
+    carried = carried_of(model.double())
+    model.float()
+    with torch.no_grad():
+        memory = write_memory(attention, context, carried=None if carried is None else carried.float())
+        read_memory(attention, queries, memory)
+        with FlopCounterMode(display=False) as counter:
+            read_memory(attention, queries, memory)
+    return counter.get_total_flops(), sum(part.key.nbytes + part.value.nbytes for part in memory.parts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_read_costs_the_same_for_500_and_50000_tokens(family):
+    short, long = (cost_of_reading(family, length) for length in (500, 50_000))
+    assert short == long and short[0] > 0
+
+
+def test_the_measure_above_sees_a_memory_that_grows():
+    short, long = (cost_of_reading("abc_memory", length, memory_control="full") for length in (500, 5_000))
+    assert long[0] > 5 * short[0] and long[1] == 10 * short[1]
+
+
+# ---- several memories in one softmax ----
+
+
+def make_attention(backend="eager"):
+    fields = {"vocab_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "max_position_embeddings": 64}
+    config = AbcConfig(hidden_size=WIDTH, num_attention_heads=HEADS, attn_implementation=backend, **fields)
+    return AbcAttention(config).double().eval()
+
+
+def by_heads(length, seed, rows=2):
+    return normal_states(rows, length, WIDTH, seed=seed).unflatten(-1, (HEADS, -1)).transpose(1, 2).contiguous()
+
+
+def literal_read(query, keys, values, reads):
+    """Token by token: softmax over the keys that `reads(row, token)` lists, (memory, place) each."""
+    rows, heads, length, size = query.shape
+    output = torch.zeros(rows, length, heads * size, dtype=query.dtype)
+    for row in range(rows):
+        for head in range(heads):
+            for token in range(length):
+                found = [(keys[m][row, head, p], values[m][row, head, p]) for m, p in reads(row, token)]
+                if not found:
+                    continue
+                logits = [math.exp(float(query[row, head, token] @ key) / size**0.5) for key, _ in found]
+                mean = sum(logit / sum(logits) * value for logit, (_, value) in zip(logits, found, strict=True))
+                output[row, token, head * size : (head + 1) * size] = mean
+    return output
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("windows", [(), (4,), (4, 7)])
+@backends
+@torch.no_grad()
+def test_one_softmax_over_a_list_of_memories(backend, windows, causal):
+    """Slots, partly empty, and windows of the same tokens; a row of 11 and a row of 8 tokens."""
+    attention, query = make_attention(backend), by_heads(11, seed=0)
+    lengths, filled = [11, 8], torch.tensor([[True] * 3, [True, False, True]])[:, None]
+    keep = torch.arange(11) < torch.tensor(lengths)[:, None]
+    ranks = torch.arange(11).clamp(max=10).expand(2, -1)
+    slots, few = (by_heads(3, seed=1), by_heads(3, seed=2)), (by_heads(2, seed=3), by_heads(2, seed=4))
+    key, value = by_heads(11, seed=5), by_heads(11, seed=6)
+    memories = [SlotMemory(*slots, filled), SlotMemory(*few)]
+    memories += [WindowMemory(key, value, keep, w, ranks=ranks, keep=keep, causal=causal) for w in windows]
+
+    def reads(row, token):
+        places = [(0, p) for p in range(3) if filled[row, 0, p]] + [(1, p) for p in range(2)]
+        for number, w in enumerate(windows):
+            first = token - (w - 1 if causal else w // 2)
+            places += [(2 + number, p) for p in range(first, first + w) if 0 <= p < lengths[row]]
+        return places
+
+    keys, values = zip(slots, few, *((key, value) for _ in windows), strict=True)
+    expected = literal_read(query, keys, values, reads)
+    output, weights = read_memories(attention, query, memories)
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(output[row, :length], expected[row, :length], rtol=0, atol=1e-12)
+    if backend == "eager":
+        assert weights.shape == (2, HEADS, 11, 5 + sum(windows))
+        torch.testing.assert_close(weights[0].sum(-1), torch.ones(HEADS, 11, dtype=torch.float64))
+    with torch.enable_grad():  # all heads at once instead of a few at a time
+        whole, _ = read_memories(attention, query, memories)
+    torch.testing.assert_close(whole.detach(), output, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_empty_slots_leave_a_window_as_it_is():
+    attention, query, key, value = make_attention(), *(by_heads(13, seed) for seed in range(3))
+    window = WindowMemory(key, value, None, 5)
+    empty = SlotMemory(by_heads(4, 3), by_heads(4, 4), torch.zeros(2, 1, 4, dtype=torch.bool))
+    alone, _ = read_memories(attention, query, [window])
+    both, weights = read_memories(attention, query, [empty, window])
+    torch.testing.assert_close(both, alone, rtol=0, atol=1e-14)
+    assert not weights[..., :4].any()
+
+
+@torch.no_grad()
+def test_a_window_over_the_whole_row_is_full_attention():
+    attention, query, key, value = make_attention(), *(by_heads(9, seed) for seed in range(3))
+    full, _ = read_memories(attention, query, [SlotMemory(key, value)])
+    window, _ = read_memories(attention, query, [WindowMemory(key, value, None, 19)])
+    torch.testing.assert_close(window, full, rtol=0, atol=1e-14)
