@@ -273,9 +273,9 @@ class TransferObjective(Objective):
         names = pretraining.parameter_names(student)
         if recipe.groups and not any(re.search(NEW_PARAMETERS, name) for name in names):
             raise UserError(
-                f"{recipe.model_name_or_path} ({student.model_type}, no convolution) has no parameters that its teacher "
-                "lacks, so there is nothing new to fit. Convert with `--conv-kernel-size` or to a memory that is "
-                "learned, leave this stage out, or fit all of its attention (`--parameter_groups []`)."
+                f"{recipe.model_name_or_path} ({student.model_type}, no convolution) has no parameters that its "
+                "teacher lacks, so there is nothing new to fit. Convert with `--conv-kernel-size` or to a memory that "
+                "is learned, leave this stage out, or fit all of its attention (`--parameter_groups []`)."
             )
 
     def make_module(

@@ -117,12 +117,11 @@ def write_memory(
 ) -> Memory:
     """Write a context once, for any number of reads with `read_memory`.
 
-    The cost is that of the context, and what is kept does not grow with it: reading 500 tokens costs as much as reading
-    50,000. Any family's attention can be asked, that of a model (`model.encoder.layer[0].attention.self`) or one made
-    from a config (`AbcAttention(config)`).
+    Writing costs time linear in the context. What is kept does not grow with it, so that a read costs the same after
+    500 tokens and after 50,000 (but for ABC's `full`, which keeps every token).
 
     Args:
-        attention: of an encoder.
+        attention: of a layer of any encoder here, `model.encoder.layer[0].attention.self`.
         states: (b, n, d) the context, already normed in a pre-norm model.
         attention_mask: (b, n), 1 for tokens and 0 for padding; all are tokens by default.
         carried: what the family's layers take besides tokens: Luna's packed states (b, l, d), or the control's matrix

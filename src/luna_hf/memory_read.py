@@ -78,10 +78,8 @@ class SlotMemory(NamedTuple):
 
     def views(self, weights: Tensor, tokens: Tensor) -> Views:
         """What may be looked at, given the read weights (b, h, n, m) and which queries are tokens (b, n)."""
-        filled = self.filled_slots()
-        used = (
-            torch.ones_like(self.key[..., 0], dtype=torch.bool) if filled is None else filled.expand(self.key.shape[:3])
-        )
+        filled, each = self.filled_slots(), self.key[..., 0]  # (b, h, m)
+        used = torch.ones_like(each, dtype=torch.bool) if filled is None else filled.expand_as(each)
         return {"read_entropy": AttentionMap(weights, tokens, used), "slot_similarity": Slots(self.key, used)}
 
 
@@ -150,21 +148,21 @@ def _join_slots(memories: Sequence[SlotMemory]) -> tuple[Tensor, Tensor, KeyMask
         (memory,) = memories
         filled = memory.filled
         return memory.key, memory.value, filled.unsqueeze(-2) if isinstance(filled, Tensor) else filled
-    parts = [memory.in_blocks(memory.key.shape[0]) for memory in memories]
+    return _side_by_side([memory.in_blocks(memory.key.shape[0]) for memory in memories])
+
+
+def _side_by_side(parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and masks (b, 1 or h, 1 or q, k) of several memories as one; without a mask all is read."""
+    if len(parts) == 1:
+        return parts[0]
     keys, values, masks = zip(*parts, strict=True)
-    return torch.cat(keys, 2), torch.cat(values, 2), _join_masks(masks, keys)
-
-
-def _join_masks(masks: Sequence[Tensor | None], keys: Sequence[Tensor]) -> Tensor | None:
-    """(b, 1 or h, 1 or q, k) masks side by side; `None` stands for a memory that is read as a whole."""
+    key, value = torch.cat(keys, 2), torch.cat(values, 2)
     if all(mask is None for mask in masks):
-        return None
+        return key, value, None
     shape = torch.broadcast_shapes(*(mask.shape[:-1] for mask in masks if mask is not None))
-    full = keys[0].new_ones((), dtype=torch.bool)
-    return torch.cat(
-        [(full if mask is None else mask).expand(*shape, key.shape[2]) for mask, key in zip(masks, keys, strict=True)],
-        dim=-1,
-    )
+    everything = key.new_ones((), dtype=torch.bool)
+    masks = (everything if mask is None else mask for mask in masks)
+    return key, value, torch.cat([m.expand(*shape, k.shape[2]) for m, k in zip(masks, keys, strict=True)], dim=-1)
 
 
 def _read_in_blocks(
@@ -172,45 +170,43 @@ def _read_in_blocks(
 ) -> tuple[Tensor, Tensor | None]:
     windows = [memory for memory in memories if isinstance(memory, WindowMemory)]
     order, block = windows[0], max(memory.window for memory in windows)
-    earlier = order.earlier
-    if order.key.shape[2] - earlier != query.shape[2]:
-        raise ValueError(
-            f"A window is read by the tokens that it was written from ({order.key.shape[2] - earlier}), but there are "
-            f"{query.shape[2]} queries. Choose a memory with slots for cross-attention."
-        )
-    query = move_to_ranks(query, order.ranks, order.keep)
-    query = F.pad(query, (0, 0, earlier, 0)) if earlier else query
-    length = query.shape[2]
-    query = _dilate(query) if order.dilated else query
+    query = _put_in_order(query, order)
     rows, places = query.shape[0], query.shape[2]
     query = query_blocks(query, block)
     parts = [
         _window_in_blocks(memory, block) if isinstance(memory, WindowMemory) else memory.in_blocks(query.shape[0])
         for memory in memories
     ]
-    keys, values, masks = zip(*parts, strict=True)
-    if len(parts) == 1:
-        key, value, mask = parts[0]
-    else:
-        key, value, mask = torch.cat(keys, 2), torch.cat(values, 2), _join_masks(masks, keys)
-    output, weights = attend_heads(module, query, key, value, mask, **options)
-
-    def in_order(states: Tensor) -> Tensor:
-        """(b * blocks, s, ...) to (b, n, ...), the queries where they came from."""
-        states = join_blocks(states, rows, places)
-        if order.dilated:
-            states = first_places(undo_interleave(states), length)
-        states = states[:, earlier:] if earlier else states
-        if order.ranks is None:
-            return states
-        ranks = order.ranks.view(*order.ranks.shape, *(1 for _ in states.shape[2:]))
-        return states.gather(1, ranks.expand(states.shape))
-
+    output, weights = attend_heads(module, query, *_side_by_side(parts), **options)
     if weights is not None:
-        pieces = zip(memories, weights.split([key.shape[2] for key in keys], -1), strict=True)
+        pieces = zip(memories, weights.split([key.shape[2] for key, _, _ in parts], -1), strict=True)
         pieces = [window_weights(w, m.window) if isinstance(m, WindowMemory) else w for m, w in pieces]
-        weights = in_order(torch.cat(pieces, -1).transpose(1, 2)).transpose(1, 2)
-    return in_order(output), weights
+        weights = _put_back(join_blocks(torch.cat(pieces, -1).transpose(1, 2), rows, places), order).transpose(1, 2)
+    return _put_back(join_blocks(output, rows, places), order), weights
+
+
+def _put_in_order(query: Tensor, order: WindowMemory) -> Tensor:
+    """Queries (b, h, n, c) where a window has their tokens, (b or 2 b, h, places, c)."""
+    tokens = order.key.shape[2] - order.earlier
+    if tokens != query.shape[2]:
+        raise ValueError(
+            f"A window is read by the tokens that it was written from ({tokens}), but there are {query.shape[2]} "
+            "queries. Choose a memory with slots for cross-attention."
+        )
+    query = move_to_ranks(query, order.ranks, order.keep)
+    query = F.pad(query, (0, 0, order.earlier, 0)) if order.earlier else query
+    return _dilate(query) if order.dilated else query
+
+
+def _put_back(states: Tensor, order: WindowMemory) -> Tensor:
+    """(b or 2 b, places, ...) to (b, n, ...), the queries where they came from."""
+    if order.dilated:
+        states = first_places(undo_interleave(states), order.key.shape[2])
+    states = states[:, order.earlier :] if order.earlier else states
+    if order.ranks is None:
+        return states
+    ranks = order.ranks.view(*order.ranks.shape, *(1 for _ in states.shape[2:]))
+    return states.gather(1, ranks.expand(states.shape))
 
 
 def _window_in_blocks(memory: WindowMemory, block: int) -> tuple[Tensor, Tensor, Tensor]:
