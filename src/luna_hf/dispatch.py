@@ -19,6 +19,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "causal_softmax_memory": {"graph": "tree", "default": "loop"},
     # A window's keys and values are copies that fit a CPU's cache when they are those of a few heads.
     "window_heads": {"cpu inference": "parts", "default": "whole"},
+    # A graph keeps all slots and masks those beyond the length: a minimum would bind it to lengths on one side of it.
+    "dynamic_slots": {"graph": "mask", "default": "cut"},
     # A graph pads even and odd lengths alike, or it would be made again.
     "dilation": {"graph": "uniform", "default": "least"},
     # The inner states of the feed-forward network are the largest tensors of a model.

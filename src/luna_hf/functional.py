@@ -217,7 +217,7 @@ def token_positions(keep: Tensor, padding_idx: int) -> Tensor:
     Returns:
         (b, n) long.
     """
-    return keep.cumsum(-1) * keep + padding_idx
+    return keep.long().cumsum(-1) * keep + padding_idx
 
 
 def sinusoids(num_positions: int, dim: int, padding_idx: int | None = None) -> Tensor:

@@ -25,6 +25,7 @@ from .attention_base import Linear, attend, make_key_mask
 from .attention_luna import LunaAttention, LunaPackAttention, valid_slots
 from .configuration_luna import LunaConfig
 from .context import ForwardContext, drop_if_full, make_context
+from .dispatch import choose
 from .functional import first_kept, masked_mean
 from .modeling_base import BoundedMemoryPreTrainedModel
 from .modeling_encoder import (
@@ -61,7 +62,7 @@ class LunaModelOutput(ModelOutput):
     Args:
         last_hidden_state: token states (b, n, d).
         packed_last_hidden_state: packed states (b, l, d); l is `projection_length`, or n where that is less and the
-            projection dynamic.
+            projection dynamic (a traced, compiled or exported model always has `projection_length` slots).
         packed_attention_mask: (b, slots) long, 1 for the slots that hold a row's packed sequence: with dynamic
             projection a row of t tokens uses its first t slots, the others are never read. `None` without it.
         hidden_states, attentions: token states of every layer, unpack weights (b, h, n, l).
@@ -193,11 +194,14 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     def begin(self, hidden_states: Tensor, keep: Tensor | None, **options: Any) -> tuple[Tensor, ForwardContext]:
         """The packed states (b, l, d) that the first layer reads, and the context of all layers."""
         batch, length = hidden_states.shape[:2]
+        context = make_context(keep, length, hidden_states.device, options=options)
         num_slots = self.config.projection_length
         if self.config.dynamic_projection:
-            # Slots beyond the padded length would be masked in every row; a shape and not the data decides.
-            num_slots = torch.sym_min(num_slots, length)
-        context = make_context(keep, length, hidden_states.device, options=options)
+            # Slots beyond the padded length would be masked in every row.
+            if choose("dynamic_slots", hidden_states) == "cut":
+                num_slots = min(num_slots, length)
+            else:
+                context = context._replace(carried_keep=valid_slots(context.tokens(hidden_states), num_slots))
         packed_queries = hidden_states[:, :1].expand(-1, num_slots, -1)  # of P's shape, which is all that masks need
         context = self.attention_class.prepare(self.config, hidden_states, packed_queries, context)
         return self.packed_embeddings(batch, num_slots, context.carried_keep), context
@@ -208,8 +212,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         # Not `context.carried_keep`: which fields an output has must not depend on the data.
         slots = None
         if self.config.dynamic_projection:
-            slots = packed.new_ones(packed.shape[:2], dtype=torch.long)
-            slots = slots if context.keep is None else valid_slots(context.keep, packed.shape[1]).long()
+            slots = valid_slots(context.tokens(hidden_states), packed.shape[1]).long()
         return LunaModelOutput(
             last_hidden_state=hidden_states, packed_last_hidden_state=packed, packed_attention_mask=slots
         )
