@@ -137,8 +137,9 @@ def unimportant(name, model):
     return (
         # A constant added to all keys of a softmax, and segments or positions that the batch does not contain.
         name.endswith(("key.bias", "token_type_embeddings.weight"))
-        # A constant added to the scores of all choices.
+        # A constant added to the scores of all choices, or of all places where a span may start or end.
         or (name == "classifier.out_proj.bias" and "MultipleChoice" in type(model).__name__)
+        or name == "qa_outputs.bias"
         or ROWS[model.config.model_type].unused(name, model.config)
     )
 

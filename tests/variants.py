@@ -1,6 +1,6 @@
 """What the tests know about each family: one row of `ROWS` a family, beside the options that every family has.
 
-A new family adds a row. Its default values fit a family that writes slots with softmax reads and has no other options.
+A new family adds a row. The defaults fit one that reads slots with a softmax and has no options of its own.
 """
 
 from collections.abc import Callable
@@ -36,6 +36,11 @@ class LibraryVariant:
     num_keys: int | None = None  # that recorded attentions have, where it is not the number of slots
     maps_are_copies: bool = False  # an encoder's maps are put together for the record: they get no gradient
     overfit_steps: int = 300  # the library's own number
+
+
+def _both_layouts() -> dict[str, LibraryVariant]:
+    # After 300 steps the gradient of pre-norm models has fallen by about 89 %, of 90 % that are asked for.
+    return {"Default": LibraryVariant(), "PreNorm": LibraryVariant(opposite=True, overfit_steps=400)}
 
 
 @dataclass(frozen=True)
@@ -92,12 +97,8 @@ class Variants:
 
     encoder: dict[str, Options] = field(default_factory=dict)
     causal: dict[str, Options] = field(default_factory=dict)
-    library_encoder: dict[str, LibraryVariant] = field(
-        default_factory=lambda: {"Default": LibraryVariant(), "PreNorm": LibraryVariant(opposite=True)}
-    )
-    library_causal: dict[str, LibraryVariant] = field(
-        default_factory=lambda: {"Default": LibraryVariant(), "PreNorm": LibraryVariant(opposite=True)}
-    )
+    library_encoder: dict[str, LibraryVariant] = field(default_factory=_both_layouts)
+    library_causal: dict[str, LibraryVariant] = field(default_factory=_both_layouts)
     fields: dict[str, ConfigField] = field(default_factory=dict)
     inexact_in_half: tuple[str, ...] = ()
     compiled_training: tuple[str, ...] = ()
