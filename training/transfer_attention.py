@@ -14,7 +14,6 @@ import extra  # noqa: F401
 
 # isort: split
 import dataclasses
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,9 +38,6 @@ from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 from luna_hf import FAMILIES
 from luna_hf.configuration_base import BoundedMemoryConfig
 
-# What a converted model has and its teacher has not: ABC's control, Luna's pack attention and packed sequence, the
-# convolution of every family.
-NEW_PARAMETERS = "control|convolution|pack"
 # Types with RoBERTa's module names, for messages; `check_names` looks at the modules.
 TEACHERS = f"{', '.join(FAMILIES)}, roberta, xlm-roberta, camembert, data2vec-text or bert"
 
@@ -258,6 +254,12 @@ def freeze_unused(module: AttentionTransfer, sample: dict[str, Tensor]) -> list[
     return names
 
 
+def encoder_names(config: PreTrainedConfig) -> set[str]:
+    """Names of the parameters of a model's encoder, without that of its base model."""
+    names = (name.partition(".") for name in pretraining.parameter_names(config))
+    return {name for prefix, _, name in names if prefix not in ("lm_head", "cls")}
+
+
 # ---- the run ----
 
 
@@ -270,8 +272,7 @@ class TransferObjective(Objective):
         teacher = load_config(recipe.teacher, TEACHERS)
         check_pair(student, teacher, recipe)
         check_names(teacher, recipe.teacher)
-        names = pretraining.parameter_names(student)
-        if recipe.groups and not any(re.search(NEW_PARAMETERS, name) for name in names):
+        if recipe.groups and not encoder_names(student) - encoder_names(teacher):
             raise UserError(
                 f"{recipe.model_name_or_path} ({student.model_type}, no convolution) has no parameters that its "
                 "teacher lacks, so there is nothing new to fit. Convert with `--conv-kernel-size` or to a memory that "
