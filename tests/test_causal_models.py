@@ -385,7 +385,7 @@ def test_saved_and_loaded(model_type, variant, tmp_path):
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     trunk = AutoModel.from_pretrained(tmp_path)
-    assert type(trunk) is FAMILIES[model_type].base_model
+    assert type(trunk) is FAMILIES[model_type].causal_model
     assert torch.equal(trunk(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
     assert isinstance(trunk(ids).past_key_values, MemoryCache)
     for auto_class in (AutoModelForMaskedLM, *HEADS.values()):
