@@ -413,7 +413,7 @@ def test_initialisation(model_type):
     """normal(0, 0.02) for matrices, but for what a family says otherwise; zero biases, norms 1."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "vocab_size": 500, **slots_of(model_type, 64), "conv_kernel_size": 5}
-    others = ROWS[model_type].causal_deviation
+    others = ROWS[model_type].deviation
     config = tiny_config_for(model_type, is_decoder=True, **sizes)
     for name, parameter in FAMILIES[model_type].causal_lm._from_config(config).named_parameters():
         if name.endswith("LayerNorm.weight"):
