@@ -199,7 +199,8 @@ def run_python(code: str, *args: Any, env: dict[str, str] | None = None, blocked
     """Run code in a new process and return what it printed; fail with its error output if it fails.
 
     Args:
-        code: the program; it finds `args` in `sys.argv[1:]` and the helpers of this folder on its path.
+        code: the program; it finds `args` in `sys.argv[1:]`, and on its path the helpers of this folder and the package
+            beside it.
         env: variables to add.
         blocked: make `import luna_hf` impossible, as on a machine without the package.
     """
@@ -210,7 +211,7 @@ def run_python(code: str, *args: Any, env: dict[str, str] | None = None, blocked
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": "" if blocked else str(ROOT / "tests"),
+        "PYTHONPATH": "" if blocked else os.pathsep.join((str(ROOT / "tests"), str(ROOT / "src"))),
         **(env or {}),
     }
     command = [sys.executable, "-c", code, *map(str, args)]

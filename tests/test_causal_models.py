@@ -385,7 +385,7 @@ def test_saved_and_loaded(model_type, variant, tmp_path):
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     trunk = AutoModel.from_pretrained(tmp_path)
-    assert type(trunk) is FAMILIES[model_type].base_model
+    assert type(trunk) is FAMILIES[model_type].causal_model
     assert torch.equal(trunk(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
     assert isinstance(trunk(ids).past_key_values, MemoryCache)
     for auto_class in (AutoModelForMaskedLM, *HEADS.values()):
@@ -413,7 +413,7 @@ def test_initialisation(model_type):
     """normal(0, 0.02) for matrices, but for what a family says otherwise; zero biases, norms 1."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "vocab_size": 500, **slots_of(model_type, 64), "conv_kernel_size": 5}
-    others = ROWS[model_type].causal_deviation
+    others = ROWS[model_type].deviation
     config = tiny_config_for(model_type, is_decoder=True, **sizes)
     for name, parameter in FAMILIES[model_type].causal_lm._from_config(config).named_parameters():
         if name.endswith("LayerNorm.weight"):

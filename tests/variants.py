@@ -88,7 +88,7 @@ class Variants:
         queues: causal variants whose state holds states of tokens, in the model's type, instead of sums in float32.
         unscaled: by causal variant, the end of the names of parameters that are large enough without being scaled up.
         causal_reference: the attention of a causal layer, written out; see `reference.causal.decode_row`.
-        causal_deviation: standard deviation at initialisation, where it is not 0.02, by the end of a parameter's name.
+        deviation: standard deviation at initialisation, where it is not 0.02, by the end of a parameter's name.
         state_options: values of its own fields with which a model makes states that the default model refuses.
         unused: whether a parameter (by name, with the config) has no gradient by construction.
         lora: what LoRA adapts, by names for the tests.
@@ -107,7 +107,7 @@ class Variants:
     queues: tuple[str, ...] = ()
     unscaled: dict[str, str] = field(default_factory=dict)
     causal_reference: Callable[..., Any] | None = None
-    causal_deviation: dict[str, float] = field(default_factory=dict)
+    deviation: dict[str, float] = field(default_factory=dict)
     state_options: Options = field(default_factory=dict)
     unused: Callable[[str, PreTrainedConfig], bool] = lambda name, config: False
     lora: dict[str, Lora] = field(default_factory=lambda: {"query-value": Lora(["query", "value"], {"query", "value"})})
@@ -151,7 +151,7 @@ LUNA = Variants(
     flash={"default": "flash_varlen"},
     long=("default", "convolution-segments-untied", "elu"),
     causal_reference=reference.attend_luna,
-    causal_deviation={"pack.slots": 1.0},  # as large as normed states
+    deviation={"pack.slots": 1.0},  # as large as normed states
     state_options={"pack_activation": "elu"},
     unused=_unused_in_luna,
     lora={
