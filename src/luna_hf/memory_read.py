@@ -212,12 +212,9 @@ def _put_back(states: Tensor, order: WindowMemory) -> Tensor:
 def _window_in_blocks(memory: WindowMemory, block: int) -> tuple[Tensor, Tensor, Tensor]:
     key, value, real, window = memory.key, memory.value, memory.real, memory.window
     if memory.dilated:
-        length = key.shape[2]
-        key, value = _dilate(key), _dilate(value)
-        padded = key.shape[2] * 2 > length
-        if real is None and padded:
-            real = torch.ones(1, length, dtype=torch.bool, device=key.device).expand(memory.key.shape[0], -1)
-        real = None if real is None else _dilate(real[:, None, :, None])[:, 0, :, 0]
+        # Places that are added to make the length even must not be read.
+        real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if real is None else real
+        key, value, real = _dilate(key), _dilate(value), _dilate(real[:, None, :, None])[:, 0, :, 0]
     rows, places = key.shape[0], key.shape[2]
     mask = window_mask(real, places, window, block, key.device, memory.causal)
     mask = mask if real is not None else mask.repeat(rows, 1, 1, 1)
@@ -226,8 +223,8 @@ def _window_in_blocks(memory: WindowMemory, block: int) -> tuple[Tensor, Tensor,
 
 def _dilate(states: Tensor) -> Tensor:
     """(b, h, n, c) to (2 b, h, n / 2, c), even and odd places as rows of their own, padded with zeros where it must."""
-    length = states.shape[2]
+    length, uniform = states.shape[2], choose("dilation", states) == "uniform"
     # A graph is the same for even and odd lengths, and has two places of either kind at least.
-    extra = 2 * ((length + 3) // 2) - length if choose("dilation", states) == "uniform" else length % 2
-    states = F.pad(states, (0, 0, 0, extra)) if extra else states
-    return interleave(states.transpose(1, 2)).transpose(1, 2)
+    extra = 2 * ((length + 3) // 2) - length if uniform else length % 2
+    states = states.transpose(1, 2)
+    return interleave(F.pad(states, (0, 0, 0, 0, 0, extra)) if uniform or extra else states).transpose(1, 2)
