@@ -68,10 +68,21 @@ def run(model, rows, width, side, content):
     return [row.detach() for row in real], {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-def assert_near(actual, expected, dtype, what):
+def assert_near(actual, expected, dtype, what, rounding=lambda: 0.0):
     scale = max(expected.abs().max().item(), 1.0)
     difference = (actual.double() - expected.double()).abs().max().item()
-    assert difference <= TOLERANCE[dtype] * scale, f"{what}: {difference:.2e} (largest entry {scale:.2e})"
+    if difference > TOLERANCE[dtype] * scale:
+        assert difference <= 2 * rounding(), f"{what}: {difference:.2e} (largest entry {scale:.2e})"
+
+
+def run_alone(model, rows):
+    """Token states of every row for itself, and the sums of their gradients in float64."""
+    alone, gradients = [], {}
+    for row in rows:
+        (states,), row_gradients = run(model, [row], len(row), "right", pad_tokens)
+        alone.append(states)
+        gradients = {n: g.double() + gradients.get(n, 0.0) for n, g in row_gradients.items()}
+    return alone, gradients
 
 
 def exact_cases():
@@ -90,17 +101,20 @@ def test_padding_changes_nothing(family, variant, attention, side, dtype):
     model = tiny_model(family, **OPTIONS[family, variant]).to(dtype)
     model.set_attn_implementation(attention)
     rows = [random_ids(1, length, seed=length)[0] for length in LENGTHS]
-    alone, gradients = [], {}
-    for row in rows:
-        (states,), row_gradients = run(model, [row], len(row), "right", pad_tokens)
-        alone.append(states)
-        gradients = {n: g.double() + gradients.get(n, 0.0) for n, g in row_gradients.items()}
+    alone, gradients = run_alone(model, rows)
+
+    def rounding_of(name):
+        """How far rounding moves a row's own gradient: a logit next to zero may fall on either side of a relu."""
+        exact = tiny_model(family, **OPTIONS[family, variant]).double()
+        return (run_alone(exact, rows)[1][name] - gradients[name]).abs().max().item()
+
     for width, content in [(17, pad_tokens), (17, garbage), (33, garbage)]:
         together, together_gradients = run(model, rows, width, side, content)
         for i, states in enumerate(alone):
             assert_near(together[i], states, dtype, f"row {i} of width {width}")
         for name, gradient in gradients.items():
-            assert_near(together_gradients[name], gradient, dtype, f"gradient of {name} at width {width}")
+            what = f"gradient of {name} at width {width}"
+            assert_near(together_gradients[name], gradient, dtype, what, lambda name=name: rounding_of(name))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -47,10 +47,10 @@ def scaled(original, part, factor):
 
 
 def assert_close(report):
-    """Equal, and to a small part of what is allowed for numbers of this size."""
+    """Equal, and to a fifth of what is allowed for numbers of this size: float32 rounds by 1e-6 on some machines."""
     assert report.ok, report.summary()
     for row in report.rows:
-        assert row.difference <= 1e-6 * max(1.0, row.magnitude), row
+        assert row.difference <= 2e-6 * max(1.0, row.magnitude), row
 
 
 def edit_weights(folder, edit):
