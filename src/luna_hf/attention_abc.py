@@ -46,7 +46,7 @@ class AbcAttention(AbcControlled):
     ) -> SlotMemory:
         """Equation 7."""
         phi = self.control_map(states, weight, context)
-        filled = phi.any(-1) if self.config.control_activation == "relu" else None
+        filled = (phi != 0).any(-1) if self.config.control_activation == "relu" else None
         return SlotMemory(product(phi, key), product(phi, value), filled)
 
     def control_map(self, states: Tensor, weight: Tensor, context: ForwardContext) -> Tensor:
