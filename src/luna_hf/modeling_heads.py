@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_outputs import (
+    MaskedLMOutput,
+    ModelOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
@@ -192,7 +199,7 @@ class MaskedLMMixin(HeadMixin):
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> MaskedLMOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
@@ -252,7 +259,7 @@ class SequenceClassificationMixin(PooledHeadMixin):
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> SequenceClassifierOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
@@ -294,7 +301,7 @@ class MultipleChoiceMixin(PooledHeadMixin):
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> MultipleChoiceModelOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model, with one more
@@ -340,7 +347,7 @@ class TokenClassificationMixin(HeadMixin):
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> TokenClassifierOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
@@ -383,7 +390,7 @@ class QuestionAnsweringMixin(HeadMixin):
         end_positions: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> QuestionAnsweringModelOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
