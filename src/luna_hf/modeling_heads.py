@@ -216,6 +216,7 @@ class MaskedLMMixin(HeadMixin):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
+            return_dict=True,
             **kwargs,
         )
         states, loss = outputs.last_hidden_state, None
@@ -275,6 +276,7 @@ class SequenceClassificationMixin(PooledHeadMixin):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
+            return_dict=True,
             **kwargs,
         )
         logits = self.pooled_logits(outputs, input_ids, attention_mask)
@@ -321,7 +323,7 @@ class MultipleChoiceMixin(PooledHeadMixin):
             "inputs_embeds": inputs_embeds,
         }
         flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in flat.items()}
-        outputs = self.base_model(**flat, **kwargs)
+        outputs = self.base_model(**flat, return_dict=True, **kwargs)
         logits = self.pooled_logits(outputs, flat["input_ids"], flat["attention_mask"]).view(-1, num_choices)
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
         return self.make_output(outputs, loss=loss, logits=logits)
@@ -363,6 +365,7 @@ class TokenClassificationMixin(HeadMixin):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
+            return_dict=True,
             **kwargs,
         )
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
@@ -407,6 +410,7 @@ class QuestionAnsweringMixin(HeadMixin):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
+            return_dict=True,
             **kwargs,
         )
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
