@@ -23,7 +23,7 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, is_tracing
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -77,7 +77,7 @@ class LunaModelOutput(ModelOutput):
     Args:
         last_hidden_state: token states (b, n, d).
         packed_last_hidden_state: packed states (b, l, d); l is `projection_length`, or n where that is less and the
-            projection dynamic.
+            projection dynamic (not in a traced, compiled or exported model, whose l is always `projection_length`).
         packed_attention_mask: (b, slots) long, 1 for the slots that hold a row's packed sequence: with dynamic
             projection a row of t tokens uses its first t slots, the others are never read. `None` without it.
         hidden_states, attentions: token states of every layer, unpack weights (b, h, n, l).
@@ -258,11 +258,12 @@ class LunaModel(EncoderModelMixin, DecoderModelMixin, LunaPreTrainedModel):
         memory, masks = self.begin(hidden_states, keep)
         hidden_states, memory = self.encoder(hidden_states, memory, masks, keep, **kwargs)
         hidden_states, memory = join_streams(hidden_states, self.packed_layer_norm(memory))
+        # Not the mask of `begin`: which fields an output has must not depend on the data.
+        used = self.used_slots(hidden_states, keep, memory.shape[1]) if self.config.dynamic_projection else None
         return LunaModelOutput(
             last_hidden_state=hidden_states,
             packed_last_hidden_state=memory,
-            # Not `slots`: which fields an output has must not depend on the data.
-            packed_attention_mask=self.used_slots(hidden_states, keep),
+            packed_attention_mask=None if used is None else used.long(),
         )
 
     def begin(self, hidden_states: Tensor, keep: Tensor | None) -> tuple[Tensor, LunaMasks]:
@@ -270,9 +271,12 @@ class LunaModel(EncoderModelMixin, DecoderModelMixin, LunaPreTrainedModel):
         batch, length = hidden_states.shape[:2]
         num_slots, slots = self.config.projection_length, None
         if self.config.dynamic_projection:
-            # Slots beyond the padded length would be masked in every row; a shape and not the data decides.
-            num_slots = torch.sym_min(num_slots, length)
-            slots = None if keep is None else drop_if_full(valid_slots(keep, num_slots))
+            # Slots beyond the padded length would be masked in every row. A graph keeps and masks them: a minimum would
+            # bind it to lengths on one side of it, or be a symbol that inductor cannot compare with other sizes.
+            in_graph = is_tracing(hidden_states)
+            num_slots = num_slots if in_graph else min(num_slots, length)
+            if in_graph or keep is not None:
+                slots = drop_if_full(self.used_slots(hidden_states, keep, num_slots))
         memory = self.packed_embeddings(batch, num_slots, slots)
         masks = LunaMasks(
             tokens=make_key_mask(self.config, keep, queries=memory, keys=hidden_states),
@@ -280,14 +284,11 @@ class LunaModel(EncoderModelMixin, DecoderModelMixin, LunaPreTrainedModel):
         )
         return memory, masks
 
-    def used_slots(self, hidden_states: Tensor, keep: Tensor | None) -> Tensor | None:
-        """(b, l) long, 1 for the slots that hold a row's packed sequence; `None` where all do by definition."""
-        if not self.config.dynamic_projection:
-            return None
-        num_slots = torch.sym_min(self.config.projection_length, hidden_states.shape[1])
+    def used_slots(self, hidden_states: Tensor, keep: Tensor | None, num_slots: int) -> Tensor:
+        """(b, l) boolean with l = `num_slots`, True for the slots that hold a row's packed sequence."""
         if keep is None:
-            return hidden_states.new_ones(hidden_states.shape[0], num_slots, dtype=torch.long)
-        return valid_slots(keep, num_slots).long()
+            keep = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+        return valid_slots(keep, num_slots)
 
 
 class LunaPooling(nn.Module):
