@@ -18,7 +18,8 @@ SCAN_CHUNK = 64
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
     """(b, n, d) to (b, h, n, c) with c = d / h; a view."""
-    return states.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    # Not `unflatten`: with it the older ONNX exporter takes the length of the example for that of all inputs.
+    return states.view(*states.shape[:-1], num_heads, states.shape[-1] // num_heads).transpose(1, 2)
 
 
 def softmax_attention(
@@ -228,7 +229,7 @@ def token_positions(keep: Tensor, padding_idx: int) -> Tensor:
     Returns:
         (b, n) long.
     """
-    return keep.cumsum(-1) * keep + padding_idx
+    return keep.long().cumsum(-1) * keep + padding_idx  # ONNX cannot add up booleans
 
 
 def sinusoids(num_positions: int, dim: int, padding_idx: int | None = None) -> Tensor:
