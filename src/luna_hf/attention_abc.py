@@ -126,7 +126,7 @@ class AbcSelfAttention(nn.Module):
         expanded = weight.expand(hidden_states.shape[0], -1, -1)
         logits = product(expanded, hidden_states.transpose(1, 2)).unflatten(1, (self.num_heads, -1))  # (b, h, m, n)
         phi = control_weights(logits, masks.keep, self.config.control_activation)
-        filled = phi.any(-1) if self.config.control_activation == "relu" else None
+        filled = (phi != 0).any(-1) if self.config.control_activation == "relu" else None
         return Memory(product(phi, key), product(phi, value), filled)
 
     def write_linformer(
