@@ -8,7 +8,6 @@ from helpers import (
     FAMILY_CAUSAL_VARIANTS,
     FAMILY_VARIANTS,
     MODELS,
-    VARIANTS,
     causal_variants_of,
     inputs_for,
     padded_batch,
@@ -18,6 +17,7 @@ from helpers import (
     variants_of,
 )
 from torch import nn
+from variants import COMMON
 
 from luna_hf import FAMILIES
 from luna_hf.functional import SCAN_CHUNK
@@ -179,7 +179,7 @@ def export_to_onnx(model, inputs):
 
 
 EXPORTED = [(family, kind, "default") for family in FAMILIES for kind in MODELS]
-EXPORTED += [(family, "mlm", variant) for family in FAMILIES for variant in VARIANTS if variant != "default"]
+EXPORTED += [(family, "mlm", variant) for family in FAMILIES for variant in COMMON if variant != "default"]
 EXPORTED += [("abc_memory", "mlm", variant) for variant in ("full", "relu", "sigmoid", "mlp-of-each-layer")]
 
 

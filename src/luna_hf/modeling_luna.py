@@ -19,6 +19,8 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder
 
 from .attention_base import Linear, attend, make_key_mask
@@ -177,6 +179,18 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         super().add_layers(config)
         packed_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.packed_layer_norm = packed_norm if config.norm_first else nn.Identity()
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LunaModelOutput:
+        """As `EncoderModelMixin.forward`; also takes `output_packed_hidden_states` and `output_pack_attentions`."""
+        return super().forward(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs)
 
     def check_keywords(self, keywords: dict[str, Any]) -> None:
         """As every encoder; and pack maps only from a backend that has them.
