@@ -1,0 +1,182 @@
+"""Times of this working tree beside those of an earlier commit, in one process, interleaved.
+
+    python benchmarks/against_commit.py 65e44cd
+
+The package of the commit is unpacked under another name, models of both versions get the same weights, and every round
+runs both, the first one in turn. What is timed is what the other benchmarks time: encoders forward and in a training
+step, with and without padding; causal models forward, in a training step and decoding one token; causal operators.
+One thread. A ratio above 1 means that this tree is slower.
+"""
+
+import argparse
+import importlib
+import io
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import torch
+from measuring import RESULTS, header, ratios, seconds, slots_of, steady_allocator, summary, write_json
+from transformers import PreTrainedModel
+
+import luna_hf
+from luna_hf import FAMILIES
+from luna_hf.memory_control import CONTROLS
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {
+    **{"vocab_size": 1000, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 4096},
+}
+ENCODERS = {
+    "luna-tied": ("luna", {"tie_kv": True}),
+    "luna-untied": ("luna", {"tie_kv": False}),
+    **{f"abc-{control}": ("abc_memory", {"memory_control": control}) for control in CONTROLS},
+}
+CAUSAL = {
+    "luna": ("luna", {}),
+    "luna-conv": ("luna", {"conv_kernel_size": 5}),
+    "abc-mlp": ("abc_memory", {}),
+    "abc-window": ("abc_memory", {"memory_control": "sliding_window"}),
+}
+# Tokens decoded at a time: one is too short for the clock.
+DECODED = 20
+
+Pair = tuple[Callable[[], Any], Callable[[], Any]]
+
+
+def load_commit(commit: str, folder: Path) -> ModuleType:
+    """The package as of a commit, importable beside the installed one."""
+    archive = subprocess.run(
+        ["git", "archive", commit, "src/luna_hf"], cwd=ROOT, check=True, capture_output=True
+    ).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+    (folder / "src" / "luna_hf").rename(folder / "luna_hf_before")
+    sys.path.insert(0, str(folder))
+    return importlib.import_module("luna_hf_before")
+
+
+def models(before: ModuleType, kind: str, family: str, options: dict[str, Any]) -> Iterator[PreTrainedModel]:
+    """The same model of both versions, the earlier one first, with equal weights."""
+    name, weights = FAMILIES[family].config.__name__.removesuffix("Config"), None
+    for package in (before, luna_hf):
+        fields = {**SIZES, **slots_of(family, 64), "num_hidden_layers": 4 if kind == "decode" else 2, **options}
+        suffix = {"forward": "Model", "padded": "Model", "train": "ForMaskedLM"}.get(kind, "ForCausalLM")
+        model = getattr(package, name + suffix)(getattr(package, f"{name}Config")(**fields)).eval()
+        weights = model.state_dict() if weights is None else weights
+        model.load_state_dict(weights)
+        yield model
+
+
+def step(model: PreTrainedModel, kind: str, length: int, package: ModuleType) -> Callable[[], Any]:
+    """What is timed."""
+    ids = torch.randint(4, 1000, (max(1, 1024 // length), length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, 3 * length // 4 :] = 0
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(ids, attention_mask=mask if kind == "padded" else None)
+
+    def train() -> None:
+        model.train()
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+
+    cache = package.MemoryCache(model.config) if kind == "decode" else None
+
+    @torch.no_grad()
+    def decode() -> None:
+        for _ in range(DECODED):
+            model(ids[:1, :1], past_key_values=cache, use_cache=True)
+
+    return {"decode": decode, "train": train, "causal-train": train}.get(kind, forward)
+
+
+def operators(before: ModuleType, name: str, length: int) -> Pair:
+    """A causal operator of both versions."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, weights = (torch.randn(1, 12, length, 64, generator=generator) for _ in range(4))
+    steps = torch.arange(1, length + 1)[None]
+
+    def call(package: ModuleType) -> Callable[[], Any]:
+        memory = importlib.import_module(f"{package.__name__}.causal_memory")
+        functional = importlib.import_module(f"{package.__name__}.functional")
+        if name == "scan":
+            return lambda: functional.causal_scan(query, key, value)
+        if name == "steps":
+            return lambda: memory.attend_causal_memory(query, key, value, weights.exp(), "steps", steps=steps)
+        return lambda: memory.attend_causal_memory(query, key, value, weights, "softmax")
+
+    return call(before), call(luna_hf)
+
+
+def cases(before: ModuleType) -> dict[str, Callable[[], Pair]]:
+    """What is compared, by name; a pair is made when it is its turn."""
+    made: dict[str, Callable[[], Pair]] = {}
+
+    def add(name: str, kind: str, length: int, family: str, options: dict[str, Any]) -> None:
+        def make() -> Pair:
+            packages = (before, luna_hf)
+            pair = zip(models(before, kind, family, options), packages, strict=True)
+            return tuple(step(model, kind, length, package) for model, package in pair)
+
+        made[f"{kind}-{name}-{length}"] = make
+
+    for name, (family, options) in ENCODERS.items():
+        for kind, length in (("forward", 512), ("forward", 2048), ("padded", 512), ("train", 512)):
+            add(name, kind, length, family, options)
+    for name, (family, options) in CAUSAL.items():
+        for kind, length in (("causal", 2048), ("causal-train", 1024), ("decode", 1024)):
+            add(name, kind, length, family, options)
+    for name in ("scan", "steps", "softmax"):
+        made[f"operator-{name}-2048"] = lambda name=name: operators(before, name, 2048)
+    return made
+
+
+def compare(pair: Pair, rounds: int) -> dict[str, Any]:
+    """Seconds of both, round by round, after one warm-up of each."""
+    for action in pair:
+        action()
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds):
+        for side in (0, 1) if number % 2 else (1, 0):
+            times[side].append(seconds(pair[side], "cpu"))
+    return {"before": summary(times[0]), "now": summary(times[1]), "ratio": summary(ratios(times[1], times[0]))}
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", help="what this tree is compared with")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose names contain this")
+    parser.add_argument("--rounds", type=int, default=9, help="of each case (default: 9)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/results/against-COMMIT.json)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    steady_allocator()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, make in cases(load_commit(options.commit, Path(folder))).items():
+            if options.only in name:
+                results[name] = compare(make(), options.rounds)
+                ratio, low, high = (results[name]["ratio"][part] for part in ("median", "min", "max"))
+                milliseconds = 1e3 * results[name]["before"]["median"]
+                print(f"{name:32} {milliseconds:9.1f} ms, now x {ratio:.3f} ({low:.3f} to {high:.3f})", flush=True)
+    if not results:
+        parser.error(f"no case is called {options.only!r}")
+    medians = [result["ratio"]["median"] for result in results.values()]
+    print(f"{len(medians)} cases: ratios from {min(medians):.3f} to {max(medians):.3f}, median {median(medians):.3f}")
+    path = options.output or RESULTS / f"against-{options.commit}.json"
+    write_json(path, {**header("against_commit.py", sys.argv[1:], "cpu"), "results": results})
+
+
+if __name__ == "__main__":
+    main()
