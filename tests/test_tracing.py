@@ -1,0 +1,204 @@
+"""Models in the forms that other runtimes take: tuples for outputs, traces, ONNX files, graphs with all slots."""
+
+import io
+
+import pytest
+import torch
+from helpers import (
+    FAMILY_CAUSAL_VARIANTS,
+    FAMILY_VARIANTS,
+    MODELS,
+    VARIANTS,
+    causal_variants_of,
+    inputs_for,
+    padded_batch,
+    random_ids,
+    tiny_causal_model,
+    tiny_model,
+    variants_of,
+)
+from torch import nn
+
+from luna_hf import FAMILIES
+from luna_hf.functional import SCAN_CHUNK
+
+families = pytest.mark.parametrize("family", list(FAMILIES))
+
+# The tracer warns of every check of a shape, the exporter of every index.
+pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::UserWarning:torch.onnx")
+
+# The tiny models have 8 slots: examples on either side of that number, lengths on either side, and equal to it.
+EXAMPLES = {"above": (3, 12), "below": (3, 5)}
+SHAPES = [(2, 5), (4, 31), (3, 8), (1, 1), (5, 64)]
+CAUSAL_SHAPES = [(2, 5), (3, SCAN_CHUNK), (2, 2 * SCAN_CHUNK + 3)]
+
+
+def make(family, kind, **options):
+    """A tiny model of one layer; a causal one without a state, which no trace can return."""
+    if kind == "causal":
+        return tiny_causal_model(family, num_hidden_layers=1, use_cache=False, **options)
+    return tiny_model(family, kind, num_hidden_layers=1, **options)
+
+
+def make_batch(kind, shape, left=False):
+    """Rows of unequal lengths, padded on the right or on the left; two choices of each row for multiple choice."""
+    batch, length = shape
+    inputs = padded_batch([max(1, length - 2 * row) for row in range(batch)], seed=length)
+    if left:
+        inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
+    if kind == "choice":
+        inputs = {name: torch.stack([tensor, tensor.flip(0)], dim=1) for name, tensor in inputs.items()}
+    return inputs
+
+
+def assert_same_numbers(run, model, kind, shapes=SHAPES):
+    """`run` against the model, with padding on either side; not the packed states, of which a graph has more."""
+    outputs = slice(2 if kind == "span" else 1)
+    for shape in shapes:
+        for left in (False, True):
+            inputs = make_batch(kind, shape, left)
+            actual, expected = run(inputs)[outputs], model(**inputs, return_dict=True).to_tuple()[outputs]
+            # Float32: a compiler or another runtime adds up in another order.
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+# Tuples.
+
+
+@families
+@pytest.mark.parametrize("kind", [*MODELS, "causal"])
+@torch.no_grad()
+def test_tuples_hold_what_named_outputs_do(family, kind):
+    model, inputs = make(family, kind), make_batch(kind, (3, 12))
+    expected = model(**inputs).to_tuple()
+    by_keyword = model(**inputs, return_dict=False)
+    model.config.return_dict = False
+    for outputs in (by_keyword, model(**inputs)):
+        assert type(outputs) is tuple
+        torch.testing.assert_close(outputs, expected, atol=0, rtol=0)
+
+
+@families
+def test_a_model_that_returns_tuples_generates(family):
+    model, prompt = tiny_causal_model(family), random_ids(2, 5)
+    expected = model.generate(prompt, max_new_tokens=4)
+    model.config.return_dict = False
+    assert torch.equal(model.generate(prompt, max_new_tokens=4), expected)
+
+
+# torch.jit.trace.
+
+
+def trace(model, inputs):
+    """A function that runs the traced model."""
+    model.config.return_dict = False
+    traced = torch.jit.trace(model, example_kwarg_inputs=inputs, check_trace=False)
+    return lambda inputs: traced(**inputs)
+
+
+TRACED = [(family, kind, "default", example) for family in FAMILIES for kind in MODELS for example in EXAMPLES]
+TRACED += [(family, "mlm", variant, "above") for family, variant in FAMILY_VARIANTS if variant != "default"]
+
+
+@pytest.mark.parametrize(("family", "kind", "variant", "example"), TRACED)
+@torch.no_grad()
+def test_one_trace_serves_all_lengths(family, kind, variant, example):
+    model = make(family, kind, **variants_of(family)[variant])
+    assert_same_numbers(trace(model, make_batch(kind, EXAMPLES[example])), model, kind)
+
+
+def sums_in_a_tree(family, variant):
+    """Whether the depth of the computation follows from the length: ABC's learned control, but for relu."""
+    options = causal_variants_of(family)[variant]
+    learned = options.get("memory_control", "mlp") == "mlp"
+    return family == "abc_memory" and learned and options.get("control_activation") != "relu"
+
+
+@pytest.mark.parametrize(("family", "variant"), [case for case in FAMILY_CAUSAL_VARIANTS if not sums_in_a_tree(*case)])
+@torch.no_grad()
+def test_a_causal_trace_of_several_chunks_serves_all_lengths(family, variant):
+    model = make(family, "causal", **causal_variants_of(family)[variant])
+    traced = trace(model, make_batch("causal", (3, SCAN_CHUNK + 16)))
+    assert_same_numbers(traced, model, "causal", CAUSAL_SHAPES)
+
+
+@families
+@torch.no_grad()
+def test_a_trace_of_embeddings_without_a_mask(family):
+    model = make(family, "base")
+    traced = trace(model, {"inputs_embeds": torch.randn(3, 12, 48)})
+    for shape in SHAPES:
+        embeds = {"inputs_embeds": torch.randn(*shape, 48)}
+        torch.testing.assert_close(traced(embeds)[0], model(**embeds)[0], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_graph_has_all_slots_of_luna():
+    model = make("luna", "base")
+    traced = trace(model, make_batch("base", (3, 12)))
+    for shape in SHAPES:
+        inputs = make_batch("base", shape)
+        expected = model(**inputs, return_dict=True)
+        _, packed, used = traced(inputs)
+        assert packed.shape[1] == used.shape[1] == model.config.projection_length
+        slots = expected.packed_attention_mask.shape[1]
+        assert torch.equal(used[:, :slots], expected.packed_attention_mask) and not used[:, slots:].any()
+        torch.testing.assert_close(packed[:, :slots], expected.packed_last_hidden_state, atol=1e-5, rtol=1e-4)
+
+
+# The older ONNX exporter.
+
+
+class Positional(nn.Module):
+    """A model as a function of two tensors: the exporter passes a `None` for every other parameter."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask):
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, return_dict=False)
+
+
+def export_to_onnx(model, inputs):
+    """A function that runs the exported model."""
+    from onnx import load_from_string
+    from onnx.reference import ReferenceEvaluator
+
+    axes = {name: {axis: f"{name}_{axis}" for axis in range(tensor.dim())} for name, tensor in inputs.items()}
+    example, file = tuple(inputs.values()), io.BytesIO()
+    torch.onnx.export(Positional(model), example, file, dynamo=False, input_names=list(inputs), dynamic_axes=axes)
+    session = ReferenceEvaluator(load_from_string(file.getvalue()))
+
+    def run(inputs):
+        outputs = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        return tuple(torch.as_tensor(output) for output in outputs)
+
+    return run
+
+
+EXPORTED = [(family, kind, "default") for family in FAMILIES for kind in MODELS]
+EXPORTED += [(family, "mlm", variant) for family in FAMILIES for variant in VARIANTS if variant != "default"]
+EXPORTED += [("abc_memory", "mlm", variant) for variant in ("full", "relu", "sigmoid", "mlp-of-each-layer")]
+
+
+@pytest.mark.parametrize(("family", "kind", "variant"), EXPORTED)
+@torch.no_grad()
+def test_one_onnx_file_serves_all_lengths(family, kind, variant):
+    model = make(family, kind, **variants_of(family)[variant])
+    assert_same_numbers(export_to_onnx(model, make_batch(kind, (3, 12))), model, kind)
+
+
+# Compiled training with a convolution, which inductor lays out by the sizes of its input.
+
+
+@pytest.mark.slow
+@families
+def test_inductor_trains_with_a_convolution(family):
+    model = make(family, "mlm", conv_kernel_size=3).train()
+    batch, gradients = inputs_for("mlm", labels=True), []
+    for run in (torch.compile(model, fullgraph=True, dynamic=True), model):
+        model.zero_grad()
+        run(**batch).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
