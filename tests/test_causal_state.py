@@ -83,7 +83,7 @@ def test_what_is_kept_of_the_weights_follows_them():
 def test_gradients_through_a_carried_state_are_those_of_the_whole_text(family, name, trained):
     gradients = []
     for parts in ([IDS], IDS.split(7, 1)):
-        model = variant(family, name).train()
+        model = variant(family, name).double().train()
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(trained == "all" or ".self.query." in parameter_name)
         cache, total = MemoryCache(model.config), 0.0
@@ -93,7 +93,8 @@ def test_gradients_through_a_carried_state_are_those_of_the_whole_text(family, n
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     scale = max(gradient.abs().max().item() for gradient in gradients[0])
     for whole, carried in zip(*gradients, strict=True):
-        assert_close(carried, whole, atol=1e-5 * scale, rtol=1e-4)
+        # Float64: a family whose reads are nearly uniform has gradients at its queries that are all rounding in float32.
+        assert_close(carried, whole, atol=1e-12 * scale, rtol=1e-9)
 
 
 @FAMILY
