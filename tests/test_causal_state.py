@@ -93,7 +93,7 @@ def test_gradients_through_a_carried_state_are_those_of_the_whole_text(family, n
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     scale = max(gradient.abs().max().item() for gradient in gradients[0])
     for whole, carried in zip(*gradients, strict=True):
-        # Float64: a family whose reads are nearly uniform has gradients at its queries that are all rounding in float32.
+        # In float64: where reads are nearly uniform, float32 gradients of the queries are nothing but rounding.
         assert_close(carried, whole, atol=1e-12 * scale, rtol=1e-9)
 
 

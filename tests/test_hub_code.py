@@ -257,6 +257,20 @@ def test_a_folder_carries_only_its_own_family(saved, family):
 
 
 @families
+def test_a_folder_carries_what_its_model_needs_and_no_more(saved, family):
+    """No decoder beside an encoder, no task heads beside a decoder, no warm start anywhere, and not many lines."""
+    first = saved[family][0]
+    for kind in (*MODELS, "causal"):
+        files = {path.stem: len(path.read_text().splitlines()) for path in (first / kind).glob("*.py")}
+        assert not {"families", "positions"} & files.keys()
+        assert not [name for name in files if name.startswith("warm_start")]
+        assert {"modeling_encoder", "modeling_decoder", "state"} & files.keys() == (
+            {"modeling_decoder", "state"} if kind == "causal" else {"modeling_encoder"}
+        )
+        assert sum(files.values()) <= 3300
+
+
+@families
 def test_a_configuration_alone_carries_its_code(saved, family):
     assert results_of(saved[family][1])["configuration alone"] == (FAMILIES[family].config.__name__, 48)
 
