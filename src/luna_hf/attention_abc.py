@@ -118,7 +118,6 @@ class AbcAttention(AbcControlled):
         keep, dilated = context.keep, self.config.memory_control == "dilated"
         if keep is None:
             return WindowMemory(key, value, None, self.config.memory_size, dilated=dilated)
-        key, value = (move_to_ranks(part, context.ranks, keep) for part in (key, value))
         real = torch.arange(key.shape[2], device=key.device) < context.lengths
         window = self.config.memory_size
         return WindowMemory(key, value, real, window, ranks=context.ranks, keep=keep, dilated=dilated)

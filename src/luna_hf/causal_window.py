@@ -34,7 +34,7 @@ def write_window(
     key, value = (move_to_ranks(states, ranks, keep) for states in (key, value))
     real = None if keep is None else torch.arange(length, device=keep.device) < keep.sum(1, keepdim=True)
     if queue is None:
-        return WindowMemory(key, value, real, window, ranks=ranks, keep=keep, causal=True)
+        return WindowMemory(key, value, real, window, ranks=ranks, keep=keep, ordered=True, causal=True)
     real = torch.ones(batch, length, dtype=torch.bool, device=key.device) if real is None else real
     filled = _filled(window, context.before).expand(batch, -1)
     key, value = (
@@ -42,7 +42,8 @@ def write_window(
     )
     cache.write(**_newest(key, value, real, window))
     real = torch.cat([filled, real], dim=1)
-    return WindowMemory(key, value, real, window, earlier=window, ranks=ranks, keep=keep, causal=True)
+    order = {"earlier": window, "ranks": ranks, "keep": keep, "ordered": True}
+    return WindowMemory(key, value, real, window, **order, causal=True)
 
 
 def _filled(window: int, tokens: Tensor) -> Tensor:

@@ -91,11 +91,12 @@ class WindowMemory(NamedTuple):
 
     key: Tensor  # (b, h, earlier + n, c)
     value: Tensor
-    real: Tensor | None  # (b, earlier + n); `None`: all
+    real: Tensor | None  # (b, earlier + n), in order; `None`: all
     window: int  # tokens that a query may read, itself among them
     earlier: int = 0  # tokens in front that ask for nothing
-    ranks: Tensor | None = None  # (b, n) places that the queries have in this order; `None`: they are in order
-    keep: Tensor | None = None  # (b, n) queries that are tokens
+    ranks: Tensor | None = None  # (b, n) places of the tokens in their order; `None`: they stand there already
+    keep: Tensor | None = None  # (b, n) real tokens
+    ordered: bool = False  # whether keys and values are in order, whatever `ranks` says of the queries
     causal: bool = False
     dilated: bool = False  # only every other token is read
 
@@ -211,10 +212,13 @@ def _put_back(states: Tensor, order: WindowMemory) -> Tensor:
 
 def _window_in_blocks(memory: WindowMemory, block: int) -> tuple[Tensor, Tensor, Tensor]:
     key, value, real, window = memory.key, memory.value, memory.real, memory.window
+    if not memory.ordered:
+        key, value = (move_to_ranks(states, memory.ranks, memory.keep) for states in (key, value))
     if memory.dilated:
-        # Places that are added to make the length even must not be read.
-        real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if real is None else real
-        key, value, real = _dilate(key), _dilate(value), _dilate(real[:, None, :, None])[:, 0, :, 0]
+        if real is None and _places_to_add(key) is not None:  # which must not be read
+            real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool)
+        key, value = _dilate(key), _dilate(value)
+        real = None if real is None else _dilate(real[:, None, :, None])[:, 0, :, 0]
     rows, places = key.shape[0], key.shape[2]
     mask = window_mask(real, places, window, block, key.device, memory.causal)
     mask = mask if real is not None else mask.repeat(rows, 1, 1, 1)
@@ -223,8 +227,13 @@ def _window_in_blocks(memory: WindowMemory, block: int) -> tuple[Tensor, Tensor,
 
 def _dilate(states: Tensor) -> Tensor:
     """(b, h, n, c) to (2 b, h, n / 2, c), even and odd places as rows of their own, padded with zeros where it must."""
-    length, uniform = states.shape[2], choose("dilation", states) == "uniform"
-    # A graph is the same for even and odd lengths, and has two places of either kind at least.
-    extra = 2 * ((length + 3) // 2) - length if uniform else length % 2
-    states = states.transpose(1, 2)
-    return interleave(F.pad(states, (0, 0, 0, 0, 0, extra)) if uniform or extra else states).transpose(1, 2)
+    extra, states = _places_to_add(states), states.transpose(1, 2)
+    return interleave(states if extra is None else F.pad(states, (0, 0, 0, 0, 0, extra))).transpose(1, 2)
+
+
+def _places_to_add(states: Tensor) -> int | None:
+    """What makes the length of (b, h, n, c) even; `None` where it is."""
+    length = states.shape[2]
+    if choose("dilation", states) == "least":
+        return length % 2 or None
+    return 2 * ((length + 3) // 2) - length  # for even and odd lengths; and two places of either kind at least
