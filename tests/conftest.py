@@ -11,6 +11,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 from accelerate.state import AcceleratorState
 
+# Files that are laid over a copy of the repository (test_toy_mechanism.py), and belong to no package here.
+collect_ignore = ["toy"]
+
 
 @pytest.fixture(scope="module", autouse=True)
 def own_accelerator():

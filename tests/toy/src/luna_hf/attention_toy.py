@@ -1,0 +1,51 @@
+"""A toy mechanism in encoders: a slot is a mean of the tokens, and those near the slot's centre count for more.
+
+w_js = 1 / (1 + |x_j - c_s|^2 / c),  K_s = sum_j w_js k_j / sum_j w_js,  V_s = sum_j w_js v_j / sum_j w_js
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .attention_base import product
+from .configuration_toy import ToyConfig
+from .context import ForwardContext
+from .functional import split_heads
+from .memory_attention import Memory, MemoryAttention
+from .memory_read import SlotMemory
+
+
+def closeness(states: Tensor, centres: Tensor) -> Tensor:
+    """w of (b, n, d) states and the centres (h, m, c): (b, h, n, m)."""
+    difference = split_heads(states, centres.shape[0]).unsqueeze(-2) - centres.unsqueeze(-3)
+    return 1 / (1 + difference.square().mean(-1))
+
+
+def weighted_means(weights: Tensor, states: Tensor, keep: Tensor | None) -> Tensor:
+    """Means (b, h, m, c) of (b, h, n, c) states with weights (b, h, n, m); zeros where no token is kept."""
+    if keep is not None:
+        weights = weights.masked_fill(~keep[:, None, :, None], 0.0)
+    total = weights.sum(2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    return product((weights / total).transpose(-1, -2), states)
+
+
+class ToySlots(MemoryAttention):
+    """An attention whose slots have centres, in encoders and decoders."""
+
+    def __init__(self, config: ToyConfig, layer_idx: int = 0) -> None:
+        super().__init__(config, layer_idx)
+        size = config.hidden_size // config.num_attention_heads
+        self.centres = nn.Parameter(torch.empty(config.num_attention_heads, config.num_slots, size))
+
+    def initialise(self, config: ToyConfig) -> None:
+        """As far from each other as normed states."""
+        init.normal_(self.centres)
+
+
+class ToyAttention(ToySlots):
+    """The slots are written with all tokens."""
+
+    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+        """The slots' keys and values."""
+        weights, parts = closeness(states, self.centres), self.key_and_value(states)
+        return Memory([SlotMemory(*(weighted_means(weights, part, context.keep) for part in parts))], carried)

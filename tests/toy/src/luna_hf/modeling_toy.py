@@ -1,0 +1,67 @@
+"""Toy encoders: the arithmetic is in `attention_toy.py`."""
+
+from .attention_toy import ToyAttention
+from .configuration_toy import ToyConfig
+from .modeling_base import BoundedMemoryPreTrainedModel
+from .modeling_encoder import (
+    EncoderModelMixin,
+    MaskedLMMixin,
+    MultipleChoiceMixin,
+    QuestionAnsweringMixin,
+    SequenceClassificationMixin,
+    TokenClassificationMixin,
+)
+
+
+class ToyPreTrainedModel(BoundedMemoryPreTrainedModel):
+    """What all toy models share."""
+
+    config: ToyConfig
+    base_model_prefix = "toy"
+
+
+class ToyModel(EncoderModelMixin, ToyPreTrainedModel):
+    """The toy encoder without a head."""
+
+    attention_class = ToyAttention
+
+
+class ToyForMaskedLM(MaskedLMMixin, ToyPreTrainedModel):
+    """The toy with a masked language modelling head."""
+
+    base_model_class = ToyModel
+
+
+class ToyForSequenceClassification(SequenceClassificationMixin, ToyPreTrainedModel):
+    """The toy with a sequence classification or regression head."""
+
+    base_model_class = ToyModel
+
+
+class ToyForMultipleChoice(MultipleChoiceMixin, ToyPreTrainedModel):
+    """The toy with a head that scores choices."""
+
+    base_model_class = ToyModel
+
+
+class ToyForTokenClassification(TokenClassificationMixin, ToyPreTrainedModel):
+    """The toy with a token classification head."""
+
+    base_model_class = ToyModel
+
+
+class ToyForQuestionAnswering(QuestionAnsweringMixin, ToyPreTrainedModel):
+    """The toy with a span head."""
+
+    base_model_class = ToyModel
+
+
+__all__ = [
+    "ToyForMaskedLM",
+    "ToyForMultipleChoice",
+    "ToyForQuestionAnswering",
+    "ToyForSequenceClassification",
+    "ToyForTokenClassification",
+    "ToyModel",
+    "ToyPreTrainedModel",
+]
