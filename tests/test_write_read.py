@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from helpers import FAMILY_VARIANTS, normal_states, tiny_model, variants_of
+from helpers import FAMILY_VARIANTS, normal_states, tiny_causal_model, tiny_model, variants_of
 from test_reference_abc import HEADS, WIDTH, Literal, assert_near, assert_same_gradients, control_of, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -97,6 +97,13 @@ def test_a_window_is_read_by_its_own_tokens_only(control):
     memory = write_memory(attention, normal_states(1, 20, WIDTH))
     with pytest.raises(ValueError, match=r"written from \(20\), but there are 3 queries"):
         read_memory(attention, normal_states(1, 3, WIDTH), memory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder_writes_no_context(family):
+    attention = tiny_causal_model(family).double().base_model.encoder.layer[0].attention.self
+    with pytest.raises(ValueError, match="with an encoder's attention"):
+        write_memory(attention, normal_states(1, 9, 48))
 
 
 def test_luna_asks_for_its_packed_states():

@@ -48,7 +48,7 @@ class SharedControl:
 
 
 class AbcControlled(MemoryAttention):
-    """An attention with a control of its own, or that of all layers."""
+    """An attention whose control is the layer's own, or shared by all layers."""
 
     def __init__(self, config: AbcConfig, layer_idx: int = 0) -> None:
         super().__init__(config, layer_idx)

@@ -133,7 +133,7 @@ class AbcAttention(AbcControlled):
             return {"attention_entropy": views["read_entropy"]}
         if control == "mlp":
             phi, slots = self.control_map(states, self.control_weight(carried), context), views["slot_similarity"].used
-            # Heads as rows: each has slots of its own that are filled.
+            # Heads as rows: which slots are filled differs from head to head.
             tokens = context.tokens(states).repeat_interleave(self.num_heads, 0)
             views["write_entropy"] = AttentionMap(phi.flatten(0, 1).unsqueeze(1), slots.flatten(0, 1), tokens)
         return views

@@ -5,13 +5,23 @@ from torch import Tensor
 from .causal_memory import attend_causal_memory
 from .context import ForwardContext
 from .functional import rotate, split_heads
-from .memory_attention import MemoryAttention
+from .memory_attention import Memory, MemoryAttention
 
 
 class CausalMemoryAttention(MemoryAttention):
     """Causal multi-head attention to a memory of slots; a family defines `write_weights`."""
 
     views = None  # a probe looks at the read weights alone
+
+    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+        """Refused: a decoder's memory changes from token to token.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "A causal attention writes and reads in one scan. Write a context with an encoder's attention."
+        )
 
     def write_weights(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
