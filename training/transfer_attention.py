@@ -33,7 +33,7 @@ from pretrain_recipe import PretrainRecipe
 from recipe import UserError, load_recipe
 from throughput import forward_flops
 from torch import Tensor, nn
-from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
 from luna_hf import FAMILIES
 from luna_hf.configuration_base import BoundedMemoryConfig
@@ -254,10 +254,11 @@ def freeze_unused(module: AttentionTransfer, sample: dict[str, Tensor]) -> list[
     return names
 
 
-def encoder_names(config: PreTrainedConfig) -> set[str]:
-    """Names of the parameters of a model's encoder, without that of its base model."""
-    names = (name.partition(".") for name in pretraining.parameter_names(config))
-    return {name for prefix, _, name in names if prefix not in ("lm_head", "cls")}
+def layer_parameters(config: PreTrainedConfig) -> set[tuple[str, torch.Size]]:
+    """Names, without that of the base model, and shapes of a model's parameters besides embeddings and head."""
+    with torch.device("meta"):
+        parameters = AutoModel.from_config(config).named_parameters()
+        return {(name, weight.shape) for name, weight in parameters if not name.startswith(("embeddings.", "pooler."))}
 
 
 # ---- the run ----
@@ -272,7 +273,7 @@ class TransferObjective(Objective):
         teacher = load_config(recipe.teacher, TEACHERS)
         check_pair(student, teacher, recipe)
         check_names(teacher, recipe.teacher)
-        if recipe.groups and not encoder_names(student) - encoder_names(teacher):
+        if recipe.groups and not layer_parameters(student) - layer_parameters(teacher):
             raise UserError(
                 f"{recipe.model_name_or_path} ({student.model_type}, no convolution) has no parameters that its "
                 "teacher lacks, so there is nothing new to fit. Convert with `--conv-kernel-size` or to a memory that "
