@@ -123,7 +123,7 @@ def register() -> None:
         family.register()
 
 
-__all__ = ["FAMILIES", "Family", "register"]
+__all__ = ["FAMILIES"]
 __all__ += configuration_abc.__all__
 __all__ += configuration_luna.__all__
 __all__ += modeling_abc.__all__
