@@ -12,8 +12,9 @@ from huggingface_hub.dataclasses import strict
 from test_warm_start import body, make_source
 from transformers.dynamic_module_utils import get_imports
 
-from luna_hf import FAMILIES, Family, warm_start_rules, warm_start_source
+from luna_hf import FAMILIES, warm_start_rules, warm_start_source
 from luna_hf import warm_start as warm_start_module
+from luna_hf.families import Family
 from luna_hf.warm_start import warm_start
 from luna_hf.warm_start_rules import INITIALISED, ZERO
 
