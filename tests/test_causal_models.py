@@ -470,3 +470,13 @@ def test_wrong_states_name_the_fix(model_type):
         cache.crop(1)
     with pytest.raises(NotImplementedError, match="sums"):
         cache.update(torch.zeros(1), torch.zeros(1), 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_encoder_alone_refuses_a_decoders_config(family, monkeypatch):
+    """As in a checkpoint folder, whose code has no decoder beside an encoder."""
+    config = tiny_causal_model(family).config
+    assert type(FAMILIES[family].base_model(config)) is FAMILIES[family].causal_model
+    monkeypatch.setattr(FAMILIES[family].base_model, "causal_model_class", None)
+    with pytest.raises(ValueError, match="load it with AutoModel"):
+        FAMILIES[family].base_model(config)

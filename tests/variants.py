@@ -1,6 +1,6 @@
 """What the tests know about each family: one row of `ROWS` a family, beside the options that every family has.
 
-A new family adds a row. The defaults fit one that reads slots with a softmax and has no options of its own.
+A new family adds a row. The defaults fit one that reads slots with a softmax and adds no options.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class Variants:
         unscaled: by causal variant, the end of the names of parameters that are large enough without being scaled up.
         causal_reference: the attention of a causal layer, written out; see `reference.causal.decode_row`.
         deviation: standard deviation at initialisation, where it is not 0.02, by the end of a parameter's name.
-        state_options: values of its own fields with which a model makes states that the default model refuses.
+        state_options: values of the family's fields with which a model makes states that the default model refuses.
         unused: whether a parameter (by name, with the config) has no gradient by construction.
         lora: what LoRA adapts, by names for the tests.
         modules: files that its checkpoints carry, beside those that are called after it and those of every family.

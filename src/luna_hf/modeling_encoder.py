@@ -47,10 +47,18 @@ class EncoderModelMixin(BaseModelMixin):
     causal_model_class: type[PreTrainedModel] | None = None
 
     def __new__(cls, config: BoundedMemoryConfig | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The encoder; or the family's decoder without a head, for a config that describes one (`is_decoder`)."""
-        if config is not None and config.is_decoder and cls.causal_model_class is not None:
-            return cls.causal_model_class(config, *args, **kwargs)
-        return super().__new__(cls)
+        """The encoder; or the family's decoder without a head, for a config that describes one (`is_decoder`).
+
+        Raises:
+            ValueError: The config is a decoder's, and the code of a checkpoint folder has no decoder.
+        """
+        if config is None or not config.is_decoder:
+            return super().__new__(cls)
+        if cls.causal_model_class is None:
+            raise ValueError(
+                f"{cls.__name__} is an encoder, but the config is a causal model's: load it with AutoModel."
+            )
+        return cls.causal_model_class(config, *args, **kwargs)
 
     @capture_outputs
     def forward(

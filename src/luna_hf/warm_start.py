@@ -110,7 +110,7 @@ def _grouped(made: dict[str, str], with_how: bool) -> list[str]:
 
 
 def _find_family(model_class: type[PreTrainedModel], is_decoder: bool) -> Family:
-    """The row of a model class, found by model type: the code in a checkpoint folder has classes of its own.
+    """The row of a model class, found by model type: the code in a checkpoint folder defines other classes.
 
     Raises:
         ValueError: There is none, or a causal model is asked for.
