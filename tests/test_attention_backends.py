@@ -149,8 +149,8 @@ def test_flash_attention_under_padding(flash_attention, model_type, variant, sid
         torch.testing.assert_close(
             parameter.grad, gradients[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
         )
-    # Dense where the memory has no padding. Where slots may be empty, or keys differ from query to query, the mask is more
-    # than one over tokens: sdpa takes the call.
+    # Dense where the memory has no padding. Where slots may be empty, or keys differ from query to query, the mask is
+    # not one over tokens alone: sdpa takes the call.
     assert set(flash_attention) == {kernel for name, kernel in ROWS[model_type].flash.items() if name == variant}
 
 
