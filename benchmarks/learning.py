@@ -29,10 +29,10 @@ sys.path.insert(0, str(ROOT / "training"))  # the training scripts import their 
 import learning_finetune  # noqa: E402
 import learning_report  # noqa: E402
 import pretrain_mlm  # noqa: E402
-from card import portable, portable_command  # noqa: E402
-from data import open_corpus, train_tokenizer  # noqa: E402
+from common.options import UserError  # noqa: E402
+from data.prepare import open_corpus, train_tokenizer  # noqa: E402
+from engine.card import portable, portable_command  # noqa: E402
 from learning_speed import measure_steps  # noqa: E402
-from recipe import UserError  # noqa: E402
 
 RECIPE = Path(__file__).with_suffix(".yaml")
 

@@ -13,7 +13,8 @@ import finetune_glue
 import torch
 from learning_plots import plot_scores
 from measuring import progress, write_json
-from recipe import UserError
+
+from luna_hf.scripting import UserError
 
 # One setting for all models, chosen for none of them, and the last weights count: nothing is selected on the dev sets.
 SETTING = {

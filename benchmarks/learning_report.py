@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from recipe import UserError
+from luna_hf.scripting import UserError
 
 # What Luna with the convolution must reach.
 STEP_SHARE = 0.5  # plain RoBERTa's final loss, in at most this share of its steps

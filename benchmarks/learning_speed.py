@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from groups import parameter_groups
+from common.models import make_config
+from engine.groups import parameter_groups
+from engine.recipe import PretrainRecipe
 from measuring import progress, summary, synchronize
-from models import make_config
-from pretrain_recipe import PretrainRecipe
 from transformers import AutoModelForMaskedLM
 
 STEPS = 4  # a turn

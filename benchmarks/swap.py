@@ -32,10 +32,10 @@ import learning_finetune  # noqa: E402
 import pretrain_mlm  # noqa: E402
 import swap_report  # noqa: E402
 import transfer_attention  # noqa: E402
-from card import portable, portable_command  # noqa: E402
-from data import open_corpus  # noqa: E402
-from models import load_tokenizer  # noqa: E402
-from recipe import UserError  # noqa: E402
+from common.models import load_tokenizer  # noqa: E402
+from common.options import UserError  # noqa: E402
+from data.prepare import open_corpus  # noqa: E402
+from engine.card import portable, portable_command  # noqa: E402
 
 from luna_hf import AbcForMaskedLM, LunaForMaskedLM  # noqa: E402
 from luna_hf.warm_start import warm_start  # noqa: E402

@@ -6,7 +6,8 @@ from typing import Any
 
 from learning_plots import plain, pyplot, save
 from learning_report import first_step_at
-from recipe import UserError
+
+from luna_hf.scripting import UserError
 
 # The loss that a converted model must reach, relative to that of the equally continued teacher.
 GOAL = 0.02

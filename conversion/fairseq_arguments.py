@@ -5,9 +5,9 @@ The way back of `fairseq_config`.
 
 from typing import Any
 
-from common import UserError
 from fairseq_config import ACTIVATIONS, BOS, EOS, PAD, POOLINGS
 from fairseq_tokenizer import MASK, SPECIALS
+from shared import UserError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_hf import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel

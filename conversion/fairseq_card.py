@@ -5,10 +5,10 @@ from pathlib import Path
 from string import Template
 
 import torch
-from common import ROOT
 from fairseq_checkpoint import Original
 from fairseq_config import Head
 from huggingface_hub import ModelCardData
+from shared import ROOT
 from transformers import PreTrainedModel
 
 from luna_hf import LunaConfig

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from common import UserError
+from shared import UserError
 from torch import Tensor
 
 # Names of a model file, in the order in which they are preferred.

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from common import UserError
 from fairseq_checkpoint import HEADS, Options, Original, layers
 from fairseq_names import EMBEDDING, THEIR_ENCODER, TIED
+from shared import UserError
 from torch import Tensor
 
 from luna_hf import LunaConfig

@@ -15,12 +15,12 @@ from functools import reduce
 from pathlib import Path
 
 import torch
-from common import Parser, UserError, check_target, portable, run_script, save, writing
 from fairseq_card import AUTO_CLASSES, is_half, make_card, make_tokenizer_card, target_name
 from fairseq_checkpoint import BPE_NAMES, DICTIONARIES, Original, heads, open_original
 from fairseq_config import HEAD_TYPES, POOLINGS, RANKING, UNK, Head, classes, is_tied, make_config
 from fairseq_names import EMBEDDING, THEIR_LM_HEAD, TIED, Translated, to_ours
 from fairseq_tokenizer import build_tokenizer, is_roberta, read_bpe, read_dictionary, write_vocabulary
+from shared import Parser, UserError, check_target, portable, run_script, save, writing
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verify import compare, parse_override
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from common import UserError
 from fairseq_checkpoint import HEADS, NORM
+from shared import UserError
 from torch import Tensor
 
 # The attention of a layer: pack, then unpack; tied models have `pc_proj` and `c_proj`, untied ones the other four.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import UserError, without_retry_warnings
+from shared import UserError, without_retry_warnings
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase, RobertaTokenizer
 from transformers.utils import cached_file

@@ -9,7 +9,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from common import (
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import StrictDataclassError
+from next_steps import next_steps
+from shared import (
     ROOT,
     Parser,
     UserError,
@@ -21,9 +24,6 @@ from common import (
     save,
     writing,
 )
-from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import StrictDataclassError
-from next_steps import next_steps
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import FAMILIES

@@ -18,17 +18,6 @@ from string import Template
 from typing import Any
 
 import torch
-from common import (
-    Parser,
-    UserError,
-    check_target,
-    find,
-    load_tokenizer,
-    portable,
-    run_script,
-    without_retry_warnings,
-    writing,
-)
 from fairseq_arguments import (
     CHOICES,
     DEFAULT_HEAD,
@@ -44,6 +33,17 @@ from fairseq_names import OUR_ALIASES, THEIR_LM_HEAD, to_theirs
 from fairseq_tokenizer import export_tokenizer
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from shared import (
+    Parser,
+    UserError,
+    check_target,
+    find,
+    load_tokenizer,
+    portable,
+    run_script,
+    without_retry_warnings,
+    writing,
+)
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging

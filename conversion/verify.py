@@ -47,11 +47,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Parser, UserError, run_script
 from fairseq_checkpoint import NORM, Original, heads, open_original
 from fairseq_reference import PADDING_ID, embed_tokens, encode, run
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from shared import Parser, UserError, run_script
 from torch import Tensor
 from transformers import (
     AutoConfig,

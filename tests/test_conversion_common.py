@@ -6,12 +6,12 @@ import subprocess
 import sys
 import time
 
-import common
 import fairseq_luna
 import pytest
-from common import UserError, run_script, writing
+import shared as common
 from helpers import ROOT
 from safetensors import SafetensorError
+from shared import UserError, run_script, writing
 from tiny_fairseq import write_archive, write_tiny
 
 # A conversion that says when it has begun to write, and then takes its time.

@@ -26,7 +26,6 @@ from luna_hf import FairseqBpeTokenizer
 
 sys.path.insert(0, str(ROOT / "conversion"))  # the scripts import their siblings plainly
 
-from common import UserError
 from fairseq_tokenizer import (
     Bpe,
     bpe_from_merges,
@@ -36,6 +35,7 @@ from fairseq_tokenizer import (
     read_bpe,
     read_dictionary,
 )
+from shared import UserError
 
 FIXTURE = ROOT / "tests" / "fixtures" / "luna_fairseq_checkpoint"
 # SHA-256 of published files, written again by json.dumps: GPT-2's vocab.json, and that of FacebookAI/roberta-base.

@@ -19,7 +19,6 @@ from tiny_finetuning import (
     finetune_labels,
     finetune_trainer,
     glue_folder,
-    recipe,
     run,
     tokenizer,
     topics,
@@ -28,6 +27,7 @@ from tiny_finetuning import (
 from transformers import AutoConfig, pipeline
 
 from luna_hf import FAMILIES
+from luna_hf.scripting import UserError
 
 TASKS = finetune_glue.TASKS
 LEARN = {"num_train_epochs": 8, "learning_rate": 1e-2, "early_stopping_patience": 0}
@@ -312,14 +312,14 @@ def test_kind_of_the_labels_follows_from_their_values(values, problem, names, en
 )
 def test_labels_that_do_not_fit_are_told(train, other, known, message):
     feature = List(Value("int64")) if train == [[], []] else None
-    with pytest.raises(recipe.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         finetune_labels.read_labels({"train": rows(train, feature), "validation": rows(other, feature)}, "label", known)
 
 
 def test_numbers_are_wanted_where_the_task_is_a_regression():
     read = finetune_labels.read_labels
     assert read({"train": rows([0, 5])}, "label", (), is_number=True).problem_type == "regression"
-    with pytest.raises(recipe.UserError, match="holds texts, but this task needs a number"):
+    with pytest.raises(UserError, match="holds texts, but this task needs a number"):
         read({"train": rows(["a", "b"])}, "label", (), is_number=True)
 
 

@@ -24,13 +24,14 @@ from tiny_finetuning import (
     finetune_trainer,
     finetuning,
     glue_folder,
-    recipe,
     run,
     start_script,
     tokenizer,
     topics,
 )
 from transformers import AutoModelForSequenceClassification, pipeline
+
+from luna_hf.scripting import UserError
 
 SINGLE, MULTI, REGRESSION = finetune_trainer.SINGLE_LABEL, finetune_trainer.MULTI_LABEL, finetune_trainer.REGRESSION
 
@@ -318,7 +319,7 @@ def test_plan_of_the_papers_sweep(tmp_path):
         (batch, rate) for batch in (16, 32) for rate in (5e-6, 1e-5, 2e-5)
     }
     arguments, training = parsed(*words, "--gradient_accumulation_steps", "3")
-    with pytest.raises(recipe.UserError, match=r"16 rows cannot be divided among 1 process.* 3 accumulation"):
+    with pytest.raises(UserError, match=r"16 rows cannot be divided among 1 process.* 3 accumulation"):
         finetune_plan.plan(arguments, training)
 
 
@@ -326,7 +327,7 @@ def test_models_have_short_names_that_differ():
     labels = finetune_plan.unique_labels
     assert labels(["a/luna", "org/roberta"]) == {"a/luna": "luna", "org/roberta": "roberta"}
     assert labels(["a/best", "b/best"]) == {"a/best": "a-best", "b/best": "b-best"}
-    with pytest.raises(recipe.UserError, match="twice"):
+    with pytest.raises(UserError, match="twice"):
         labels(["a", "a"])
 
 
@@ -394,17 +395,17 @@ def test_recipe_and_command_line(tmp_path):
     ],
 )
 def test_mistake_in_an_option_is_told(words, message, tmp_path):
-    with pytest.raises(recipe.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         parsed("--output_dir", str(tmp_path), "--use_cpu", *words)
 
 
 def test_missing_options_and_recipes_are_told(tmp_path):
     parse = finetune_arguments.parse
-    with pytest.raises(recipe.UserError, match="--output_dir is missing"):
+    with pytest.raises(UserError, match="--output_dir is missing"):
         parsed("--use_cpu")
-    with pytest.raises(recipe.UserError, match="--model_name_or_path is missing"):
+    with pytest.raises(UserError, match="--model_name_or_path is missing"):
         parse(finetune_glue.GlueArguments, ["--task_name", "sst2", "--output_dir", str(tmp_path)])
-    with pytest.raises(recipe.UserError, match=r"no recipe file none\.yaml"):
+    with pytest.raises(UserError, match=r"no recipe file none\.yaml"):
         parse(finetune_glue.GlueArguments, ["none.yaml"])
     for text, message in (
         ("a: [1", "not valid YAML"),
@@ -412,7 +413,7 @@ def test_missing_options_and_recipes_are_told(tmp_path):
         ("sed: 1", "unknown key `sed`.*`seed`"),
     ):
         (tmp_path / "x.yaml").write_text(text)
-        with pytest.raises(recipe.UserError, match=message):
+        with pytest.raises(UserError, match=message):
             parse(finetune_glue.GlueArguments, [str(tmp_path / "x.yaml")])
 
 

@@ -13,7 +13,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from helpers import ROOT
-from tiny_training import DEMO, arguments, recipe, write_corpus
+from tiny_training import DEMO, arguments, write_corpus
+
+from luna_hf.scripting import UserError
 
 CONFIGS = {path.stem: path for path in (ROOT / "training" / "accelerate").glob("*.yaml")}
 SCRIPT = ROOT / "training" / "pretrain_mlm.py"
@@ -130,14 +132,14 @@ def test_multi_cpu_starts_two_processes_that_do_what_one_does(single, corpus, tm
 
 @pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
 def test_sharding_that_accelerate_would_pass_over_is_refused(monkeypatch, variable):
-    import sharding
+    from engine import sharding
 
     class OneProcess:
         distributed_type = DistributedType.NO
 
     sharding.check_backend(OneProcess)
     monkeypatch.setenv(variable, "true")
-    with pytest.raises(recipe.UserError, match=r"no device for it.*multi_cpu\.yaml"):
+    with pytest.raises(UserError, match=r"no device for it.*multi_cpu\.yaml"):
         sharding.check_backend(OneProcess)
 
 
@@ -175,7 +177,7 @@ def test_sharded_training_resumes_exactly(posing, corpus, tmp_path, name):
     words = arguments(DEMO, tmp_path / "out", data=corpus, **OPTIONS)
     launch(name, posing, arguments(DEMO, tmp_path / "whole", data=corpus, **OPTIONS))
     dying = tmp_path / "dying.py"
-    kill = "import pretraining\nsave = pretraining.save_checkpoint\n"
+    kill = "from engine import pretraining\nsave = pretraining.save_checkpoint\n"
     kill += f"pretraining.save_checkpoint = lambda *a: (save(*a), os.kill(os.getpid(), {int(signal.SIGKILL)}))\n"
     dying.write_text(posing.read_text().replace("sys.exit", kill + "sys.exit"))
     assert launch(name, dying, words).returncode != 0

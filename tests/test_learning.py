@@ -13,12 +13,13 @@ from pyarrow.parquet import write_table
 sys.path.insert(0, str(ROOT / "benchmarks"))
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
 
-import finetune_arguments
 import learning
 import learning_finetune
 import learning_report
-from models import make_config
-from recipe import UserError
+from common.models import make_config
+from tasks import arguments as finetune_arguments
+
+from luna_hf.scripting import UserError
 
 WORDS = ["the", "token", "reads", "every", "packed", "sequence", "of", "fixed", "length", "in", "its", "layer"]
 SHRINK = {

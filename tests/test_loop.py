@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_training import SETTINGS, batch_of, checkpoint, loop, make_run, masked_rows, recipe, small_model
+from tiny_training import SETTINGS, batch_of, checkpoint, loop, make_run, masked_rows, small_model
 from torch import nn
+
+from luna_hf.scripting import UserError
 
 
 def train(run, counters=None):
@@ -54,7 +56,7 @@ def test_the_global_batch_is_the_same_on_any_number_of_processes(rows, batch_siz
 
 
 def test_a_global_batch_that_cannot_be_shared_is_refused():
-    with pytest.raises(recipe.UserError, match="9 blocks an update, which 2 processes"):
+    with pytest.raises(UserError, match="9 blocks an update, which 2 processes"):
         loop.split_update(9, 4, 2)
 
 
@@ -106,7 +108,7 @@ def test_a_step_that_is_not_finite_is_skipped_as_often_as_allowed(tmp_path, caps
 
 def test_a_step_that_is_not_finite_stops_the_run_with_a_message(tmp_path):
     run = broken_run(tmp_path, {3}, allowed=0)
-    with pytest.raises(recipe.UserError, match=r"broke down at step 3: loss nan.*learning_rate"):
+    with pytest.raises(UserError, match=r"broke down at step 3: loss nan.*learning_rate"):
         train(run)
     assert torch.isfinite(run.model.weight).all()
 
@@ -195,7 +197,7 @@ def test_a_truncated_checkpoint_is_named_and_an_older_one_taken(tmp_path):
     assert checkpoint.newest_complete(tmp_path, told.append).name == "step-00000001"
     assert "step-00000002 is damaged (model.safetensors has 100 bytes instead of" in told[0]
     (tmp_path / "checkpoints" / "step-00000001" / "optimizer.bin").unlink()
-    with pytest.raises(recipe.UserError, match="Every checkpoint in"):
+    with pytest.raises(UserError, match="Every checkpoint in"):
         checkpoint.newest_complete(tmp_path, told.append)
 
 
@@ -205,7 +207,7 @@ def test_a_checkpoint_of_another_number_of_processes_is_refused(tmp_path):
     content = json.loads(state.read_text())
     content["counters"]["processes"] = 4
     state.write_text(json.dumps(content))
-    with pytest.raises(recipe.UserError, match=r"written by 4 process\(es\), but this run has 1"):
+    with pytest.raises(UserError, match=r"written by 4 process\(es\), but this run has 1"):
         checkpoint.load_checkpoint(run.accelerator, state.parent)
 
 

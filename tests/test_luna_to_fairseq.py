@@ -25,10 +25,10 @@ sys.path.insert(0, str(ROOT / "conversion"))  # the scripts import their sibling
 
 import fairseq_luna
 import luna_to_fairseq
-from common import UserError
 from fairseq_checkpoint import HEADS, open_original
 from fairseq_tokenizer import build_tokenizer, read_bpe, read_dictionary
 from luna_to_fairseq import to_state
+from shared import UserError
 
 from luna_hf import LunaForMaskedLM
 

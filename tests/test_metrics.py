@@ -9,7 +9,7 @@ from helpers import ROOT
 from scipy import stats
 from sklearn import metrics
 
-FOLDER = ROOT / "training" / "metrics" / "scores"
+FOLDER = ROOT / "training" / "tasks" / "metrics" / "scores"
 
 
 @pytest.fixture(scope="module")

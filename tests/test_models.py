@@ -5,11 +5,18 @@ import json
 import pytest
 import tiny_training  # noqa: F401  (puts the scripts on the path)
 import torch
+from common.models import (
+    extend_positions,
+    load_config,
+    load_encoder,
+    load_tokenizer,
+    longest_input,
+    make_config,
+    model_fields,
+)
+from engine.throughput import training_flops
 from helpers import FAMILIES, random_ids, randomise, slots_of, tiny_tokenizer
-from models import extend_positions, load_config, load_encoder, load_tokenizer, longest_input, make_config, model_fields
-from recipe import UserError
 from safetensors.torch import load_file, save_file
-from throughput import training_flops
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -18,6 +25,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+from luna_hf.scripting import UserError
 
 LENGTH = 24
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

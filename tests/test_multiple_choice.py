@@ -28,9 +28,9 @@ from transformers import (
 
 import finetune_csqa  # isort: skip  (tiny_finetuning puts the scripts on the path)
 import finetune_race  # isort: skip
-import multiple_choice  # isort: skip
-from multiple_choice import ChoiceCollator, Layout, Limits  # isort: skip
-from recipe import UserError  # isort: skip
+from tasks import multiple_choice  # isort: skip
+from tasks.multiple_choice import ChoiceCollator, Layout, Limits  # isort: skip
+from luna_hf.scripting import UserError  # isort: skip
 
 SCRIPTS = {"race": finetune_race, "csqa": finetune_csqa}
 RECIPES = sorted((ROOT / "training" / "recipes").glob("finetune_[rc]*/*.yaml"))

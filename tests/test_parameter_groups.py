@@ -18,7 +18,6 @@ from tiny_training import (
     masked_rows,
     pretrain_mlm,
     pretraining,
-    recipe,
     run,
     same_weights,
     small_model,
@@ -26,6 +25,8 @@ from tiny_training import (
     write_corpus,
 )
 from tiny_training import checkpoint as checkpoints
+
+from luna_hf.scripting import UserError
 
 # Of the tiny Luna: the packed sequence and what packs, its first layer, and the rest.
 PACK = {"match": "pack", "learning_rate": 0.5, "frozen_steps": 2}
@@ -218,12 +219,12 @@ def test_the_word_embeddings_stay_as_they_began(corpus, tmp_path, uninterrupted)
     ],
 )
 def test_a_mistake_in_an_entry_is_told_when_the_recipe_is_read(entry, message):
-    with pytest.raises(recipe.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         pretrain_mlm.read_recipe(DEMO, ["--parameter_groups", json.dumps([entry])])
 
 
 def test_groups_are_a_list():
-    with pytest.raises(recipe.UserError, match=r"`parameter_groups` is 'pack'.*but must be a list"):
+    with pytest.raises(UserError, match=r"`parameter_groups` is 'pack'.*but must be a list"):
         pretrain_mlm.read_recipe(DEMO, ["--parameter_groups", "pack"])
 
 

@@ -15,8 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 sys.path.insert(0, str(ROOT / "training"))
 
 import evaluate_perplexity
-from perplexity import Settings, load, read_tokens, score
-from recipe import UserError
+from engine.perplexity import Settings, load, read_tokens, score
+
+from luna_hf.scripting import UserError
 
 SETTINGS = Settings((16, 64), tokens=128, part=16, stride=4, rows=32)
 

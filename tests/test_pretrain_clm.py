@@ -26,7 +26,6 @@ from tiny_training import (
     masking,
     models,
     pretrain_clm,
-    recipe,
     rows,
     same_weights,
     without_model_section,
@@ -34,6 +33,7 @@ from tiny_training import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
 from luna_hf import MemoryCache
+from luna_hf.scripting import UserError
 
 DEMO = CAUSAL[0]
 SCRIPT = "training/pretrain_clm.py"
@@ -266,10 +266,10 @@ def test_a_tokenizer_without_a_start_token_is_refused():
     backend = tiny_tokenizer().backend_tokenizer
     ending = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
     objective = causal_objective.CausalObjective()
-    with pytest.raises(recipe.UserError, match="puts an end token behind every text"):
+    with pytest.raises(UserError, match="puts an end token behind every text"):
         objective.adapt_tokenizer(ending, "some/tokenizer", new_model=True)
     endless = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
-    with pytest.raises(recipe.UserError, match="has no end token"):
+    with pytest.raises(UserError, match="has no end token"):
         objective.adapt_tokenizer(endless, "some/tokenizer", new_model=True)
 
 
@@ -415,16 +415,16 @@ def test_encoders_are_refused_by_name_and_causal_checkpoints_where_encoders_are_
     needed = f"A causal model is needed: {', '.join(FAMILIES)}"
     for family in FAMILIES:
         tiny_model(family, "mlm").save_pretrained(tmp_path / family)
-        with pytest.raises(recipe.UserError, match=rf"is an? .* encoder\. {needed}"):
+        with pytest.raises(UserError, match=rf"is an? .* encoder\. {needed}"):
             models.load_config(str(tmp_path / family), kind=models.CAUSAL)
     family, folder, _ = trained
     found = "causal .* checkpoint" if family != "gpt2" else "gpt2 checkpoint"
-    with pytest.raises(recipe.UserError, match=f"is a {found}. An encoder is needed: luna"):
+    with pytest.raises(UserError, match=f"is a {found}. An encoder is needed: luna"):
         models.load_config(str(folder))
 
 
 def test_types_that_are_encoders_by_default_become_causal():
     config = models.make_config({"model_type": "roberta"}, None, 300, models.CAUSAL)
     assert config.is_decoder and not models.make_config({"model_type": "roberta"}, None, 300).is_decoder
-    with pytest.raises(recipe.UserError, match="follows from the script"):
+    with pytest.raises(UserError, match="follows from the script"):
         models.make_config({"model_type": "roberta", "is_decoder": True}, None, 300)

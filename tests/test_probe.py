@@ -10,7 +10,7 @@ from transformers import FNetConfig, FNetModel, RobertaConfig, RobertaForMaskedL
 
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
 
-from probe import normalised_entropy, probe, slot_similarity
+from engine.probe import normalised_entropy, probe, slot_similarity
 
 LENGTHS = [12, 5, 9]  # of 8 slots, the second row uses 5
 

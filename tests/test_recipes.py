@@ -32,6 +32,7 @@ from tiny_training import (
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
 from luna_hf import AbcConfig, LunaConfig
+from luna_hf.scripting import UserError
 
 PATHS = {path.stem: path for path in RECIPES}
 CONTINUED = [name for name in PATHS if name.endswith("-continue")]
@@ -295,7 +296,7 @@ def changed(tmp_path, **values):
     ],
 )
 def test_mistake_in_a_recipe_names_the_key(tmp_path, values, message):
-    with pytest.raises(recipe.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         pretrain_mlm.read_recipe(changed(tmp_path, **values), [])
 
 
@@ -314,7 +315,7 @@ def test_mistake_in_a_recipe_names_the_key(tmp_path, values, message):
     ],
 )
 def test_mistake_in_an_override_is_told(words, message):
-    with pytest.raises(recipe.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         pretrain_mlm.read_recipe(DEMO, words)
 
 
@@ -323,7 +324,7 @@ def test_override_values_may_hold_equal_signs_and_minus_signs():
 
 
 def test_missing_recipe_file_names_those_that_exist(tmp_path):
-    with pytest.raises(recipe.UserError, match=r"no recipe file .*training/recipes/pretrain_mlm/demo\.yaml"):
+    with pytest.raises(UserError, match=r"no recipe file .*training/recipes/pretrain_mlm/demo\.yaml"):
         pretrain_mlm.read_recipe(tmp_path / "pretrain_mlm" / "none.yaml", [])
 
 
@@ -332,5 +333,5 @@ def test_missing_recipe_file_names_those_that_exist(tmp_path):
 )
 def test_file_that_is_no_recipe_is_refused(tmp_path, text, message):
     (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(recipe.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         pretrain_mlm.read_recipe(tmp_path / "x.yaml", [])

@@ -18,7 +18,6 @@ from tiny_training import (
     losses,
     pretrain_mlm,
     pretraining,
-    recipe,
     same_weights,
     transfer_attention,
     truncated,
@@ -45,6 +44,7 @@ from transformers import (
 )
 
 from luna_hf import AbcForMaskedLM, LunaForMaskedLM
+from luna_hf.scripting import UserError
 from luna_hf.warm_start import warm_start
 
 LENGTHS = [12, 5, 9]
@@ -397,5 +397,5 @@ def test_damaged_weights_are_found_before_an_earlier_model_is_removed(corpus, te
 
 def test_sharding_is_refused():
     accelerator = SimpleNamespace(distributed_type=transfer_attention.DistributedType.FSDP)
-    with pytest.raises(recipe.UserError, match=r"does not run sharded \(FSDP\).*multi_gpu.yaml"):
+    with pytest.raises(UserError, match=r"does not run sharded \(FSDP\).*multi_gpu.yaml"):
         transfer_attention.TransferObjective().make_module(None, None, accelerator)

@@ -11,11 +11,11 @@ import pytest
 import torch
 import verify
 import verify_report
-from common import UserError
 from fairseq_checkpoint import open_original
 from fairseq_config import Head
 from helpers import tiny_model
 from safetensors.torch import load_file, save_file
+from shared import UserError
 from transformers import AutoModelForTokenClassification
 from verify_originals import CHECKPOINTS, ENCODER, HEADS, MLM, mlm_file, mlm_original
 

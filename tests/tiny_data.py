@@ -13,15 +13,10 @@ from helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
 
-import corpus
-import cpython_docs
-import data
-import masking
-import rows
-import sources
-import streaming
-import token_store
-from recipe import UserError
+from data import corpus, cpython_docs, masking, rows, sources, streaming, token_store
+from data import prepare as data
+
+from luna_hf.scripting import UserError
 
 __all__ = ["UserError", "corpus", "cpython_docs", "data", "masking", "rows", "sources", "streaming", "token_store"]
 

@@ -27,16 +27,16 @@ from luna_hf import FAMILIES
 
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
 
-import finetune_arguments
-import finetune_best
-import finetune_data
 import finetune_glue
-import finetune_labels
-import finetune_plan
-import finetune_report
-import finetune_trainer
-import finetuning
-import recipe
+from common import options as recipe
+from tasks import arguments as finetune_arguments
+from tasks import best as finetune_best
+from tasks import files as finetune_data
+from tasks import labels as finetune_labels
+from tasks import plan as finetune_plan
+from tasks import report as finetune_report
+from tasks import runs as finetuning
+from tasks import trainer as finetune_trainer
 
 __all__ = [
     "finetune_arguments",

@@ -18,22 +18,16 @@ from luna_hf.warm_start import warm_start
 
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
 
-import card
-import causal_objective
-import checkpoint
-import data
-import groups
-import loop
-import masking
-import models
-import objective
 import pretrain_clm
 import pretrain_mlm
-import pretrain_recipe
-import pretraining
-import recipe
-import rows
 import transfer_attention
+from common import models
+from common import options as recipe
+from data import masking, rows
+from data import prepare as data
+from engine import card, checkpoint, groups, loop, objective, pretraining
+from engine import recipe as pretrain_recipe
+from objectives import causal as causal_objective
 
 __all__ = [
     "card",

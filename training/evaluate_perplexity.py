@@ -9,7 +9,7 @@ tokens. With `--output`, figures, a table and a plot are written there.
 It needs the `train` extra: pip install -e ".[train]"
 """
 
-import extra  # noqa: F401
+from common import extra  # noqa: F401
 
 # isort: split
 import argparse
@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from card import machine, portable_command
-from checkpoint import write_atomically
-from output import check_writable
-from perplexity import MODES, Settings, evaluate
-from recipe import UserError
+from engine.card import machine, portable_command
+from engine.checkpoint import write_atomically
+from engine.output import check_writable
+from engine.perplexity import MODES, Settings, evaluate
+
+from luna_hf.scripting import UserError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset
-from finetune_data import load_splits, require_columns
-from multiple_choice import (
+from tasks.files import load_splits, require_columns
+from tasks.multiple_choice import (
     QUESTION_LENGTH,
     ChoiceArguments,
     ChoiceTask,
@@ -38,8 +38,9 @@ from multiple_choice import (
     read_questions,
     run_choice_script,
 )
-from recipe import UserError
 from transformers import PreTrainedTokenizerBase
+
+from luna_hf.scripting import UserError
 
 COLUMNS = ("id", "question", "choices", "answerKey")
 EXAMPLE = """question = "Where does a fox sleep?"

@@ -18,16 +18,18 @@ from typing import Any
 
 import evaluate
 import numpy as np
-from card import portable
+from common.options import did_you_mean
 from datasets import Dataset
-from finetune_data import Encoded, encode_texts, load_splits, read_file, require_columns, require_text
-from finetune_labels import Labels, read_labels
-from finetune_trainer import MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from finetuning import FinetuneArguments, Task, run_script
-from recipe import UserError, did_you_mean
+from engine.card import portable
+from tasks.files import Encoded, encode_texts, load_splits, read_file, require_columns, require_text
+from tasks.labels import Labels, read_labels
+from tasks.runs import FinetuneArguments, Task, run_script
+from tasks.trainer import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-METRICS = Path(__file__).resolve().parent / "metrics" / "scores"
+from luna_hf.scripting import UserError
+
+METRICS = Path(__file__).resolve().parent / "tasks" / "metrics" / "scores"
 HUB_NAME = "nyu-mll/glue"
 
 

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.options import did_you_mean
 from datasets import Dataset, concatenate_datasets
-from finetune_data import load_splits, require_columns
-from multiple_choice import (
+from tasks.files import load_splits, require_columns
+from tasks.multiple_choice import (
     QUESTION_LENGTH,
     ChoiceArguments,
     ChoiceTask,
@@ -42,8 +43,9 @@ from multiple_choice import (
     read_questions,
     run_choice_script,
 )
-from recipe import UserError, did_you_mean
 from transformers import PreTrainedTokenizerBase
+
+from luna_hf.scripting import UserError
 
 COLUMNS = ("example_id", "article", "question", "options", "answer")
 LEVELS = ("middle", "high")

@@ -9,19 +9,19 @@ are explained in the recipes. The same command again goes on from the last check
 It needs the `train` extra: pip install -e ".[train]"
 """
 
-import extra  # noqa: F401
+from common import extra  # noqa: F401
 
 # isort: split
 import sys
 from functools import partial
 from typing import Any
 
-import pretraining
-from causal_objective import CausalObjective
-from models import CAUSAL
-from pretrain_recipe import CausalRecipe
-from pretraining import adapt_to_overrides, command_line
-from recipe import load_recipe
+from common.models import CAUSAL
+from common.options import load_recipe
+from engine import pretraining
+from engine.pretraining import adapt_to_overrides, command_line
+from engine.recipe import CausalRecipe
+from objectives.causal import CausalObjective
 
 
 def read_recipe(path: str, words: list[str]) -> CausalRecipe:

@@ -9,19 +9,19 @@ are explained in the recipes. The same command again goes on from the last check
 It needs the `train` extra: pip install -e ".[train]"
 """
 
-import extra  # noqa: F401
+from common import extra  # noqa: F401
 
 # isort: split
 import sys
 from functools import partial
 from typing import Any
 
-import pretraining
-from models import MASKED
-from objective import Objective
-from pretrain_recipe import PretrainRecipe
-from pretraining import adapt_to_overrides, command_line
-from recipe import load_recipe
+from common.models import MASKED
+from common.options import load_recipe
+from engine import pretraining
+from engine.objective import Objective
+from engine.pretraining import adapt_to_overrides, command_line
+from engine.recipe import PretrainRecipe
 
 
 def read_recipe(path: str, words: list[str]) -> PretrainRecipe:

@@ -10,7 +10,7 @@ exact targets, without those before or after it. The recipes, the checkpoints an
 of `pretrain_mlm.py`; one more key names the teacher.
 """
 
-import extra  # noqa: F401
+from common import extra  # noqa: F401
 
 # isort: split
 import dataclasses
@@ -20,23 +20,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pretraining
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from card import plot_transfer, portable
-from groups import check_groups
-from loop import RunLog
-from models import load_config, load_encoder, longest_input
-from objective import Objective, Rows
-from pretrain_recipe import PretrainRecipe
-from recipe import UserError, load_recipe
-from throughput import forward_flops
+from common.models import load_config, load_encoder, longest_input
+from common.options import load_recipe
+from engine import pretraining
+from engine.card import plot_transfer, portable
+from engine.groups import check_groups
+from engine.loop import RunLog
+from engine.objective import Objective, Rows
+from engine.recipe import PretrainRecipe
+from engine.throughput import forward_flops
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
 from luna_hf import FAMILIES
 from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.scripting import UserError
 
 # Types with RoBERTa's module names, for messages; `check_names` looks at the modules.
 TEACHERS = f"{', '.join(FAMILIES)}, roberta, xlm-roberta, camembert, data2vec-text or bert"

@@ -1,0 +1,376 @@
+"""Models of any type for the scripts: configurations, loading with every missing weight said, longer positions."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RobertaConfig,
+)
+from transformers.utils import logging
+
+from common.options import did_you_mean
+from luna_hf import FAMILIES
+from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.positions import repeat_positions
+from luna_hf.scripting import UserError
+
+# Fields of a config that the tokenizer decides, and the tokenizer's attribute for each.
+_FROM_TOKENIZER = {
+    "pad_token_id": "pad_token_id",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "cls_token_id": "cls_token_id",
+    "sep_token_id": "sep_token_id",
+}
+
+
+class ModelKind(NamedTuple):
+    """What a script trains: the class that makes it, the types that there are of it, and words for messages."""
+
+    auto_class: type
+    types: Any  # config classes
+    name: str
+    to_compare: str
+    choice: str
+
+
+_OURS = ", ".join(FAMILIES)
+MASKED = ModelKind(
+    AutoModelForMaskedLM,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    "An encoder",
+    "roberta or modernbert",
+    f"{_OURS}, roberta, modernbert, or another that has a masked-LM head",
+)
+CAUSAL = ModelKind(
+    AutoModelForCausalLM,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    "A causal model",
+    "gpt2",
+    f"{_OURS} made by training/pretrain_clm.py, gpt2, or another that has a causal-LM head",
+)
+# Attention backends that a recipe may choose; transformers' default is sdpa.
+_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+# Types whose table of learned positions begins with the rows up to the pad's, and whose config counts them.
+_COUNTS_PAD_ROWS = {
+    *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+
+
+def model_fields(model_type: str, kind: ModelKind = MASKED) -> set[str]:
+    """Names that the model section of a recipe may hold for a model type, with the other names of the same fields.
+
+    Raises:
+        UserError: transformers knows no such type, or it is not of the kind.
+    """
+    types = {config.model_type for config in kind.types}
+    config_class = CONFIG_MAPPING[model_type] if model_type in types and model_type in CONFIG_MAPPING else None
+    if config_class is None or (kind is CAUSAL and not _can_be_causal(config_class)):
+        raise UserError(f"Unknown `model_type` {model_type!r}. Choose {_OURS}, or {kind.to_compare} to compare.")
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return names | set(config_class.attribute_map) | {"attn_implementation"}
+
+
+def _can_be_causal(config_class: type[PreTrainedConfig]) -> bool:
+    """Whether a type with a causal-LM head is one by itself, or by its field `is_decoder`."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    both = config_class in MODEL_FOR_MASKED_LM_MAPPING
+    return not config_class.is_encoder_decoder and ("is_decoder" in names or not both)
+
+
+def make_config(
+    fields: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    kind: ModelKind = MASKED,
+) -> PreTrainedConfig:
+    """A new model's config from a recipe's model section.
+
+    Sparse prediction is on unless the section says otherwise, for encoders that have it. A causal model of a type that
+    is an encoder by default gets `is_decoder`.
+
+    Args:
+        fields: `model_type`, and fields of its config; `attn_implementation` chooses the attention backend.
+        tokenizer: decides the special tokens; `None` stands for one that `data` trains.
+        vocab_size: rows of the embedding.
+        kind: of model.
+
+    Raises:
+        UserError: An unknown model type or field, or a value that the config refuses.
+    """
+    fields = dict(fields)
+    model_type = fields.pop("model_type")
+    known = model_fields(model_type, kind)
+    special = {name: getattr(tokenizer, attribute, None) for name, attribute in _FROM_TOKENIZER.items()}
+    if tokenizer is None:
+        special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
+    special = {name: value for name, value in special.items() if name in known and value is not None}
+    for name in fields:
+        if name == "vocab_size" or name in _FROM_TOKENIZER:
+            raise UserError(f"`model.{name}` follows from the tokenizer: take it out of the model section.")
+        if name == "is_decoder":
+            raise UserError("`model.is_decoder` follows from the script: take it out of the model section.")
+        if name not in known:
+            raise UserError(f"A {model_type} config has no field `{name}`.{did_you_mean(name, known)}")
+    backend = fields.get("attn_implementation", "sdpa")
+    if backend not in _BACKENDS:
+        raise UserError(f"`model.attn_implementation` is {backend!r}, but must be {', '.join(_BACKENDS)}.")
+    if kind is MASKED and "sparse_prediction" in known:
+        fields.setdefault("sparse_prediction", True)
+    if kind is CAUSAL and "is_decoder" in known:
+        fields["is_decoder"] = True
+    try:
+        return AutoConfig.for_model(model_type, vocab_size=vocab_size, **special, **fields)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(f"Model section of the recipe: {error}") from error
+
+
+def longest_input(config: PreTrainedConfig) -> int | float:
+    """Tokens that the positions of a model have room for: without an end (`math.inf`) in the decoders of luna_hf.
+
+    Raises:
+        UserError: Its config does not say.
+    """
+    if isinstance(config, BoundedMemoryConfig) and config.is_decoder:
+        return math.inf
+    if not hasattr(config, "max_position_embeddings"):
+        raise UserError(f"A {config.model_type} config has no `max_position_embeddings`: its longest input is unknown.")
+    if _counts_pad_rows(config):
+        return config.max_position_embeddings - config.pad_token_id - 1
+    return config.max_position_embeddings
+
+
+def extend_positions(model: PreTrainedModel, length: int) -> str | None:
+    """Make a model take `length` tokens, in place.
+
+    Learned positions are repeated: the rows for the first tokens stand again where the trained ones end, so that
+    neighbours keep the offsets they were trained with (`positions.repeat_positions`). Sinusoidal and rotary positions
+    are functions of the index and need no rule.
+
+    Returns:
+        A sentence that says what was done; `None` if the model takes `length` tokens already.
+
+    Raises:
+        UserError: The model keeps its positions where this function does not look, or its attention has weights for
+            every position.
+    """
+    config, trained = model.config, longest_input(model.config)
+    if length <= trained:
+        return None
+    if isinstance(config, BoundedMemoryConfig) and (reason := config.fixed_length()):
+        raise UserError(
+            f"The model takes {trained:,} tokens, and {length:,} are asked for, but {reason}. Shorten the inputs, or "
+            f"convert its softmax model again with `--max-length {length}` (conversion/README.md)."
+        )
+    added = length - trained
+    embeddings = getattr(model.base_model, "embeddings", None)
+    table = getattr(embeddings, "position_embeddings", None)
+    if table is None and hasattr(config, "rope_parameters"):
+        config.max_position_embeddings += added
+        return f"Rotary positions: the model now takes {length:,} tokens; it was trained on at most {trained:,}."
+    if isinstance(table, nn.Embedding):
+        embeddings.position_embeddings = _repeat_rows(table, trained, length)
+        rule = f"the {trained:,} learned positions are repeated"
+    elif hasattr(table, "make_table"):  # luna_hf's sinusoids
+        remade = type(table)(table.num_positions + added, table.dim, table.padding_idx)
+        embeddings.position_embeddings = remade.to(table.table.device, table.table.dtype)
+        rule = "the sinusoids go on"
+    else:
+        raise UserError(f"How a {config.model_type} model keeps its positions is unknown here: it cannot be extended.")
+    config.max_position_embeddings += added
+    if hasattr(embeddings, "max_position_embeddings"):
+        embeddings.max_position_embeddings += added
+    for name in ("position_ids", "token_type_ids"):  # RoBERTa's and BERT's buffers, one entry a position
+        buffer = getattr(embeddings, name, None)
+        if isinstance(buffer, torch.Tensor):
+            longer = torch.arange(buffer.shape[1] + added, device=buffer.device).expand(1, -1)
+            embeddings.register_buffer(name, longer if name == "position_ids" else longer * 0, persistent=False)
+    return f"Positions extended from {trained:,} to {length:,} tokens: {rule}."
+
+
+def load_encoder(
+    auto_class: type, name_or_path: str, *, length: int | None = None, **config_overrides: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load an encoder for a task, or a causal model.
+
+    Args:
+        auto_class: `AutoModelForMaskedLM`, `AutoModelForSequenceClassification`, ...; `AutoModelForCausalLM`.
+        name_or_path: folder, or name on the Hub.
+        length: tokens that the model must take; learned positions are extended where needed.
+        config_overrides: fields of the config, `num_labels=3` for example.
+
+    Returns:
+        The model, and what its user should know: parameters that are new, weights that were not used, positions.
+
+    Raises:
+        UserError: Nothing there, not a model of the kind, a damaged file, an unknown field, or weights of the body
+            missing.
+    """
+    config = load_config(name_or_path, kind=CAUSAL if auto_class is AutoModelForCausalLM else MASKED)
+    if type(config) not in auto_class._model_mapping:
+        raise UserError(
+            f"{name_or_path} is a {config.model_type} checkpoint, for which there is no {auto_class.__name__}."
+        )
+    override(config, config_overrides)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of missing weights is replaced by the notes
+    try:
+        model, info = auto_class.from_pretrained(
+            name_or_path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, dtype=torch.float32
+        )
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        fields = ", ".join(f"{name}={value!r}" for name, value in config_overrides.items())
+        raise UserError(
+            f"The weights of {name_or_path} cannot be loaded{f' with {fields}' if fields else ''}: {error}"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+    notes = _loading_notes(model, info, name_or_path)
+    if length is not None and (extended := extend_positions(model, length)):
+        notes.append(extended)
+    return model, notes
+
+
+def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
+    """Set fields of a loaded config, in place, with the checks that a new one would go through.
+
+    Raises:
+        UserError: An unknown field, or a value that the config refuses.
+    """
+    for name, value in fields.items():
+        if not hasattr(config, name):
+            known = {field.name for field in dataclasses.fields(config)}
+            raise UserError(f"A {config.model_type} config has no field `{name}`.{did_you_mean(name, known)}")
+        try:
+            setattr(config, name, value)
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            raise UserError(f"A {config.model_type} config cannot have {name}={value!r}: {error}") from error
+    if isinstance(config, BoundedMemoryConfig):
+        try:
+            config.validate_values()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+
+def load_config(name_or_path: str, choice: str = "", kind: ModelKind = MASKED) -> PreTrainedConfig:
+    """The config of an encoder with a masked-LM head, or of a causal model.
+
+    Args:
+        name_or_path: folder, or name on the Hub.
+        choice: the model types to name where another kind of model is found; "" names those of the kind.
+        kind: of model.
+
+    Raises:
+        UserError: No such folder or name, no config in it, or the config of another kind of model.
+    """
+    folder = Path(name_or_path)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise UserError(f"{name_or_path} is no checkpoint: it holds no config.json.")
+    try:
+        config = AutoConfig.from_pretrained(name_or_path)
+    except (OSError, ValueError, KeyError, HFValidationError, HfHubHTTPError, StrictDataclassError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"There is no model {name_or_path!r}, neither as a folder nor on the Hub ({reason})") from error
+    if type(config) not in kind.types or getattr(config, "is_encoder_decoder", False):
+        found = f"{config.model_type} checkpoint"
+    elif kind is MASKED and isinstance(config, BoundedMemoryConfig) and config.is_decoder:
+        found = f"causal {config.model_type} checkpoint"
+    elif kind is CAUSAL and type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        found = f"{config.model_type} encoder"
+    else:
+        return config
+    article = "an" if found[0] in "aeiou" else "a"
+    raise UserError(f"{name_or_path} is {article} {found}. {kind.name} is needed: {choice or kind.choice}.")
+
+
+def load_tokenizer(
+    name_or_path: str, config: PreTrainedConfig | None = None, padded: bool = True
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub name.
+
+    Args:
+        name_or_path: folder, or name on the Hub.
+        config: of the model that it must fit.
+        padded: whether it must have a padding token.
+
+    Raises:
+        UserError: There is none, it lacks the tokens that every script needs, or it does not fit `config`.
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except Exception as error:  # tokenizer files fail in many ways, all of them the user's to mend
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"There is no tokenizer at {name_or_path!r} ({reason})") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"The tokenizer at {name_or_path!r} has no vocabulary: its files are missing.")
+    if padded and tokenizer.pad_token_id is None:
+        raise UserError(f"The tokenizer at {name_or_path!r} has no padding token, which every model here needs.")
+    if config is None:
+        return tokenizer
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"The tokenizer at {name_or_path!r} has {len(tokenizer):,} tokens, but the model {config.vocab_size:,}."
+        )
+    if None not in (config.pad_token_id, tokenizer.pad_token_id) and tokenizer.pad_token_id != config.pad_token_id:
+        raise UserError(
+            f"The tokenizer at {name_or_path!r} pads with token {tokenizer.pad_token_id}, but the model takes token "
+            f"{config.pad_token_id} for padding: they do not belong together."
+        )
+    return tokenizer
+
+
+def _counts_pad_rows(config: PreTrainedConfig) -> bool:
+    return isinstance(config, RobertaConfig) or config.model_type in _COUNTS_PAD_ROWS
+
+
+def _repeat_rows(table: nn.Embedding, trained: int, length: int) -> nn.Embedding:
+    first = table.num_embeddings - trained  # the rows before belong to no position
+    rows = repeat_positions(table.weight.detach(), first, length)
+    return nn.Embedding(*rows.shape, padding_idx=table.padding_idx, _weight=rows)
+
+
+def _loading_notes(model: PreTrainedModel, info: dict[str, Any], name_or_path: str) -> list[str]:
+    """What was loaded and what not, in sentences; weights of the body must all be there."""
+    prefix = model.base_model_prefix + "."
+    mismatched = sorted(key for key, *_ in info["mismatched_keys"])
+    new = sorted({*info["missing_keys"], *mismatched})
+    body = [key for key in new if key.startswith(prefix) and ".pooler." not in key]
+    if body:
+        what = "decoder" if model.can_generate() else "encoder"
+        raise UserError(
+            f"{name_or_path} lacks {len(body)} weights of the {what}, or has them in other shapes ({_some(body)}). "
+            "Files and config do not belong together."
+        )
+    notes = []
+    if new:
+        notes.append(f"New, to be trained (not in {Path(name_or_path).name}): {_some(new)}.")
+    unused = sorted(info["unexpected_keys"])
+    if unused:
+        notes.append(f"Not used from {Path(name_or_path).name}: {_some(unused)}.")
+    return notes
+
+
+def _some(names: list[str], shown: int = 4) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -1,0 +1,1 @@
+"""From documents to rows: sources, the store of tokens, masking, order."""

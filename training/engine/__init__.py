@@ -1,0 +1,1 @@
+"""The pretraining engine: its loop, checkpoints, speed, and what a run leaves."""

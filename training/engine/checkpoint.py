@@ -1,0 +1,236 @@
+"""Checkpoints of a run: written whole or not at all, checked before they are read, rotated; and the wish to stop.
+
+    OUTPUT/checkpoints/step-00000300/     model, optimizer, schedule, random states, data position, counters
+    OUTPUT/checkpoints/step-00000300/files.json     names and sizes of the others, written last
+
+A checkpoint is written to a folder with another name and renamed when everything in it is on the disk, so a kill at any
+moment leaves the ones before it as they were.
+"""
+
+import json
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from pickle import UnpicklingError
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError
+
+from luna_hf.scripting import UserError
+
+_FOLDER = "checkpoints"
+_PREFIX = "step-"
+_UNFINISHED = ".unfinished"
+_MANIFEST = "files.json"
+_STATE = "state.json"
+
+
+@dataclass
+class Counters:
+    """Where a run stands: updates done, tokens seen, seconds of training, updates skipped, the losses since the last
+    entry of the log, and the number of processes."""
+
+    step: int = 0
+    seen_tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    window: list[float] = field(default_factory=list)
+    processes: int = 1
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Finished checkpoints of a run, oldest first."""
+    folder = output_dir / _FOLDER
+    found = folder.glob(f"{_PREFIX}*") if folder.is_dir() else []
+    return sorted(path for path in found if path.suffix != _UNFINISHED)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or `None`."""
+    try:
+        sizes = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"{_MANIFEST} is missing or unreadable"
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
+    return None
+
+
+def newest_complete(output_dir: Path, tell: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is whole; damaged ones are named, and passed over.
+
+    Raises:
+        UserError: There are checkpoints, and every one is damaged.
+    """
+    found = checkpoints(output_dir)
+    for checkpoint in reversed(found):
+        wrong = damage(checkpoint)
+        if wrong is None:
+            return checkpoint
+        tell(f"The checkpoint {checkpoint.name} is damaged ({wrong}); looking for an older one.")
+    if found:
+        raise UserError(
+            f"Every checkpoint in {output_dir / _FOLDER} is damaged. Remove that folder to start the run again."
+        )
+    return None
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    output_dir: Path,
+    counters: Counters,
+    recipe: dict[str, Any],
+    data_state: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write a checkpoint of everything that `accelerator` has prepared; called by every process.
+
+    Args:
+        accelerator: its model, optimizer, registered schedule, scaler and random states are saved.
+        output_dir: of the run.
+        counters: where the run stands.
+        recipe: what is run, to be compared when it is resumed.
+        data_state: the data position of this process.
+        keep: checkpoints to keep; older ones are removed after the new one is complete.
+    """
+    final = output_dir / _FOLDER / f"{_PREFIX}{counters.step:08d}"
+    unfinished = final.with_name(final.name + _UNFINISHED)
+    if accelerator.is_main_process:
+        remove_unfinished(output_dir)
+        unfinished.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns of tied weights at every save
+    accelerator.save_state(str(unfinished))
+    torch.save({"data": data_state, "random": torch.get_rng_state()}, unfinished / _data_file(accelerator))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        state = {"counters": asdict(counters), "recipe": recipe}
+        (unfinished / _STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        _seal(unfinished)
+        if final.exists():  # of a run that was resumed from an older one
+            shutil.rmtree(final)
+        os.replace(unfinished, final)
+        _sync(final.parent)
+        for old in checkpoints(output_dir)[:-keep]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def read_state(checkpoint: Path) -> tuple[Counters, dict[str, Any]]:
+    """Counters and recipe of a checkpoint."""
+    state = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    known = {entry.name for entry in fields(Counters)}
+    return Counters(**{name: value for name, value in state["counters"].items() if name in known}), state["recipe"]
+
+
+def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
+    """Load a checkpoint into what `accelerator` has prepared, and return the data position of this process.
+
+    Raises:
+        UserError: It was written by another number of processes, whose random states and data parts are others; or its
+            files do not fit the run.
+    """
+    counters, _ = read_state(checkpoint)
+    if counters.processes != accelerator.num_processes:
+        raise UserError(
+            f"{checkpoint.name} was written by {counters.processes} process(es), but this run has "
+            f"{accelerator.num_processes}: it would not go on exactly. Start as many as before."
+        )
+    try:
+        accelerator.load_state(str(checkpoint))
+        own = torch.load(checkpoint / _data_file(accelerator), weights_only=True)
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
+        raise UserError(f"{checkpoint} cannot be loaded: {error}") from error
+    accelerator.step = (
+        0  # of the passes of an update: a checkpoint stands between updates, however many passes they have
+    )
+    if not torch.equal(torch.get_rng_state(), own["random"]):  # accelerate passes over what it cannot restore
+        raise UserError(f"The random states in {checkpoint} cannot be restored here: the run would not go on exactly.")
+    return own["data"]
+
+
+def remove_unfinished(output_dir: Path) -> None:
+    """Remove what a kill in the middle of a save has left."""
+    for path in (output_dir / _FOLDER).glob(f"{_PREFIX}*{_UNFINISHED}"):
+        shutil.rmtree(path)
+
+
+def remove_all(output_dir: Path) -> None:
+    """Remove the checkpoints of a run that is done, or is to start again."""
+    shutil.rmtree(output_dir / _FOLDER, ignore_errors=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader, or a run after a kill, sees the old content or the new, never a part."""
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+class StopRequest:
+    """SIGTERM and SIGINT (Ctrl-C) ask the run to save and stop; a second signal stops it at once.
+
+    A context manager: the handlers before it are restored.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            try:
+                self._before[number] = signal.signal(number, self._receive)
+            except ValueError:  # only the main thread may; elsewhere the signals do what they did
+                break
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self.name = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+def _data_file(accelerator: Accelerator) -> str:
+    return f"data_{accelerator.process_index}.pt"
+
+
+def _seal(folder: Path) -> None:
+    """Bring every file to the disk and list names and sizes in the manifest."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in paths:
+        _sync(path)
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+    (folder / _MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
+    _sync(folder / _MANIFEST)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""What a pretraining run minimises."""

@@ -1,0 +1,1 @@
+"""Finetuning on the Trainer: tasks, runs, sweeps and reports."""
