@@ -354,7 +354,7 @@ def test_tokenizers_that_are_missing_broken_or_of_another_model(tmp_path):
 
     (tmp_path / "empty").mkdir()
     for missing in (str(tmp_path / "empty"), "nobody/nothing"):
-        with pytest.raises(UserError, match=r"no tokenizer at|has no vocabulary"):
+        with pytest.raises(UserError, match=missing):
             load_tokenizer(missing)
     (tmp_path / "good" / "broken").mkdir()
     (tmp_path / "good" / "broken" / "tokenizer.json").write_text("{")

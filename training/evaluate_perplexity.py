@@ -14,18 +14,16 @@ from common import extra  # noqa: F401
 # isort: split
 import argparse
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine.card import machine, portable_command
-from engine.checkpoint import write_atomically
+from engine.card import machine
 from engine.output import check_writable
 from engine.perplexity import MODES, Settings, evaluate
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, portable_command, write_json, write_text
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,8 +75,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     if options.output:
         folder = Path(options.output)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "perplexity.json", json.dumps(result, indent=2) + "\n")
-        write_atomically(folder / "perplexity.md", table(models, settings) + "\n")
+        write_json(folder / "perplexity.json", result)
+        write_text(folder / "perplexity.md", table(models, settings) + "\n")
         plot(models, folder / "perplexity.png")
     return result
 

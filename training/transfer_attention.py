@@ -26,7 +26,7 @@ from accelerate.utils import DistributedType
 from common.models import load_config, load_encoder, longest_input
 from common.options import load_recipe
 from engine import pretraining
-from engine.card import plot_transfer, portable
+from engine.card import plot_transfer
 from engine.groups import check_groups
 from engine.loop import RunLog
 from engine.objective import Objective, Rows
@@ -37,7 +37,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreT
 
 from luna_hf import FAMILIES
 from luna_hf.configuration_base import BoundedMemoryConfig
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, portable
 
 # Types with RoBERTa's module names, for messages; `check_names` looks at the modules.
 TEACHERS = f"{', '.join(FAMILIES)}, roberta, xlm-roberta, camembert, data2vec-text or bert"

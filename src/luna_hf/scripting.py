@@ -1,5 +1,225 @@
-"""What the commands of this repository share: errors for their users."""
+"""What the training and conversion commands share: errors for the user, exit codes, atomic writes, portable paths.
+
+Nothing heavy is imported here; transformers is loaded by the functions that need it.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# The checkout, when the package is installed from one (`pip install -e .`).
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "sentencepiece.bpe.model"),
+    *("spiece.model", "special_tokens_map.json"),
+)
+
+
+# ---- errors and exit codes ----
 
 
 class UserError(ValueError):
     """A mistake that the user can fix; commands print the message without a traceback."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises `UserError` instead of exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message.
+
+        Raises:
+            UserError: Always.
+        """
+        raise UserError(f"{message} (see --help)")
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def run_script(
+    script: Callable[[], int | None], stopped: str = "nothing was written", clean_on_sigterm: bool = True
+) -> int:
+    """Run a command and return its exit status.
+
+    Args:
+        script: the command; may return a status of its own.
+        stopped: what to print after Ctrl-C or SIGTERM.
+        clean_on_sigterm: unwind the stack on SIGTERM, so that temporary files are removed. Leave it off where the
+            command installs its own handler, or where processes may block inside a collective operation.
+
+    Returns:
+        The script's status, or 0; 2 for a `UserError` or a missing permission; 130 after Ctrl-C.
+    """
+    try:
+        with _without_progress_bars(), _sigterm_unwinds(stopped) if clean_on_sigterm else nullcontext():
+            return script() or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except PermissionError as error:
+        print(f"error: no permission to use {error.filename or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted: {stopped}", file=sys.stderr)
+        return 130
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Hide transformers' bars for reading and writing files, which take seconds; keep those of downloads."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
+
+    shown, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    if downloads:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _sigterm_unwinds(stopped: str) -> Iterator[None]:
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        print(f"terminated: {stopped}", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---- files ----
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically: after a kill at any moment it holds the old content or the new, never a part."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON as `write_text` writes text."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[Path]:
+    """Replace a folder atomically: yields a folder beside it, which takes its place if no error occurs.
+
+    A target that was empty or missing at the start must still be so at the end.
+
+    Raises:
+        UserError: The disk refuses, or another run has filled the target meanwhile.
+    """
+    target = target.resolve()  # replaces what a link points to, not the link
+    unfinished, earlier = (target.parent / f".{target.name}.{word}-{os.getpid()}" for word in ("unfinished", "earlier"))
+    was_free = _is_free(target)
+    made = [parent for parent in target.parents if not parent.exists()]
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if was_free and not _is_free(target):
+            raise UserError(f"Another run has written to {target} in the meantime. Name another folder.")
+        if target.exists():
+            target.rename(earlier)
+        unfinished.rename(target)
+    except Exception as error:
+        # Libraries written in Rust report a full disk in words only.
+        if isinstance(error, UserError) or not (isinstance(error, OSError) or "(os error" in str(error)):
+            raise
+        raise UserError(f"{target} cannot be written ({getattr(error, 'strerror', None) or error}).") from error
+    finally:
+        if earlier.exists() and not target.exists():
+            earlier.rename(target)
+        for leftover in (unfinished, earlier):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for parent in made if not target.exists() else ():
+            with suppress(OSError):  # not empty
+                parent.rmdir()
+
+
+def _is_free(target: Path) -> bool:
+    return not target.exists() or not any(target.iterdir())
+
+
+# ---- paths in cards and results ----
+
+
+def portable(text: str | Path) -> str:
+    """A path without this machine's folders: relative to the repository if inside it, else the last part."""
+    path = Path(text)
+    if not path.is_absolute():
+        return str(text)
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
+def portable_command(words: list[str]) -> str:
+    """A command line with portable paths, quoted for a shell."""
+    parts = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        parts.append(f"{key}={portable(value)}" if equals else portable(word))
+    return shlex.join(parts)
+
+
+# ---- tokenizers ----
+
+
+def load_tokenizer(source: str, required: bool = False) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a folder or a Hub repository, or `None` if it has none.
+
+    Raises:
+        UserError: Its files cannot be read or are incomplete; or, with `required`, there are none.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file, logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        tokenizer, why = AutoTokenizer.from_pretrained(source), "its vocabulary is missing"
+    except Exception as error:  # tokenizer files fail in many ways, all of them the user's to fix
+        tokenizer, why = None, reason(error)
+    finally:
+        logging.set_verbosity(verbosity)
+    # transformers makes an empty tokenizer where there are no files.
+    if tokenizer is not None and len(tokenizer) > len(tokenizer.all_special_ids):
+        return tokenizer
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    present = []
+    with suppress(OSError, ValueError):  # no such source
+        present = [name for name in TOKENIZER_FILES if cached_file(source, name, **quiet)]
+    if present:
+        raise UserError(f"The tokenizer at {source} ({present[0]}) cannot be read: {why}.")
+    if required:
+        raise UserError(f"There is no tokenizer at {source} ({why}).")
+    return None

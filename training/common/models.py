@@ -16,7 +16,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,7 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from common.options import did_you_mean
-from luna_hf import FAMILIES
+from luna_hf import FAMILIES, scripting
 from luna_hf.configuration_base import BoundedMemoryConfig
 from luna_hf.positions import repeat_positions
 from luna_hf.scripting import UserError
@@ -313,17 +312,7 @@ def load_tokenizer(
     Raises:
         UserError: There is none, it lacks the tokens that every script needs, or it does not fit `config`.
     """
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-    except Exception as error:  # tokenizer files fail in many ways, all of them the user's to mend
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"There is no tokenizer at {name_or_path!r} ({reason})") from error
-    finally:
-        logging.set_verbosity(verbosity)
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(f"The tokenizer at {name_or_path!r} has no vocabulary: its files are missing.")
+    tokenizer = scripting.load_tokenizer(name_or_path, required=True)
     if padded and tokenizer.pad_token_id is None:
         raise UserError(f"The tokenizer at {name_or_path!r} has no padding token, which every model here needs.")
     if config is None:

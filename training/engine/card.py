@@ -19,29 +19,13 @@ from huggingface_hub import EvalResult, ModelCardData
 from engine.loop import RunLog
 from engine.recipe import CausalRecipe, PretrainRecipe, RunRecipe
 from luna_hf import FAMILIES
+from luna_hf.scripting import portable, portable_command  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "model_cards" / "template.md"
 CAUSAL_TEMPLATE = ROOT / "model_cards" / "causal.md"
 PLOT = "loss.png"
 _PACKAGES = ("luna-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets")
-
-
-def portable(text: str) -> str:
-    """A path without the machine it is on: relative to the repository if inside it, else its last part."""
-    path = Path(text)
-    if not path.is_absolute():
-        return text
-    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-
-
-def portable_command(words: list[str]) -> str:
-    """The command line as a user of any machine would type it."""
-    parts = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        parts.append(f"{key}={portable(value)}" if equals else portable(word))
-    return " ".join(f"'{part}'" if " " in part else part for part in parts)
 
 
 def count(value: int | None) -> str:

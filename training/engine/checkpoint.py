@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, write_json
 
 _FOLDER = "checkpoints"
 _PREFIX = "step-"
@@ -116,7 +116,7 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         state = {"counters": asdict(counters), "recipe": recipe}
-        (unfinished / _STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        write_json(unfinished / _STATE, state)
         _seal(unfinished)
         if final.exists():  # of a run that was resumed from an older one
             shutil.rmtree(final)
@@ -172,16 +172,6 @@ def remove_all(output_dir: Path) -> None:
     shutil.rmtree(output_dir / _FOLDER, ignore_errors=True)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a reader, or a run after a kill, sees the old content or the new, never a part."""
-    unfinished = path.with_name(path.name + _UNFINISHED)
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-
-
 class StopRequest:
     """SIGTERM and SIGINT (Ctrl-C) ask the run to save and stop; a second signal stops it at once.
 
@@ -223,8 +213,7 @@ def _seal(folder: Path) -> None:
     for path in paths:
         _sync(path)
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
-    (folder / _MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
-    _sync(folder / _MANIFEST)
+    write_json(folder / _MANIFEST, sizes)
     _sync(folder)
 
 

@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from engine.checkpoint import Counters, write_atomically
+from engine.checkpoint import Counters
 from engine.groups import drop_frozen
 from engine.recipe import RunRecipe
 from engine.sharding import check_backend
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, write_text
 
 # A model that knows token statistics and topic but does not read its context stays within this many nats of the unigram
 # baseline (measured: benchmarks/README.md, "Learning").
@@ -51,7 +51,7 @@ class RunLog:
         self.entries = [] if resume_step is None else [e for e in read_log(path) if e["step"] <= resume_step]
         self.path = path if is_main_process else None
         if self.path:
-            write_atomically(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
+            write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
 
     def add(self, kind: str, step: int, **values: Any) -> None:
         """Append an entry, `kind` being "train", "held_out", "probe", "objective" or "resumed"."""

@@ -11,12 +11,12 @@ from data.rows import RowFormat
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
-from engine.card import make_card, plot_loss, portable
+from engine.card import make_card, plot_loss
 from engine.loop import PLATEAU_GAIN, RunLog
 from engine.probe import probe
 from engine.recipe import RunRecipe
 from engine.throughput import training_flops
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, portable
 
 Rows = Sequence[dict[str, Tensor]]
 

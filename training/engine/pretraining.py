@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils.logging import disable_progress_bar
 
-from engine.card import PLOT, count, machine, portable, portable_command
+from engine.card import PLOT, count, machine
 from engine.checkpoint import (
     Counters,
     StopRequest,
@@ -38,7 +37,6 @@ from engine.checkpoint import (
     remove_all,
     remove_unfinished,
     save_checkpoint,
-    write_atomically,
 )
 from engine.groups import check_groups, parameter_groups
 from engine.loop import (
@@ -56,7 +54,7 @@ from engine.output import clear_output, find_checkpoint, push, reserve_repositor
 from engine.recipe import RunRecipe
 from engine.sharding import prepare_model
 from engine.throughput import peak_flops
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, portable, portable_command, write_json, write_text
 
 # ---- what is run ----
 
@@ -408,9 +406,9 @@ def finish(
     if accelerator.is_main_process:
         figures |= objective.samples(reloaded, AutoTokenizer.from_pretrained(folder), recipe)
         objective.plot(run.log, text.unigram["loss"], folder / PLOT)
-        write_atomically(folder / "README.md", objective.card(recipe, figures))
+        write_text(folder / "README.md", objective.card(recipe, figures))
         # Written last but for the checkpoints: a run that has it is finished.
-        write_atomically(folder / "metrics.json", json.dumps(figures, indent=2) + "\n")
+        write_json(folder / "metrics.json", figures)
         report(figures, recipe.output_dir, objective)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
