@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -193,6 +196,15 @@ def tiny_tokenizer(sentences: list[str] | None = None, vocab_size: int = 400) ->
 def _merges(tokenizer: Tokenizer) -> list[list[str]]:
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+
+
+@contextmanager
+def refused(*named: Any, error: type[Exception] = ValueError) -> Iterator[None]:
+    """Expect an error of this class with a message that names each of these values, in any order and wording."""
+    with pytest.raises(error) as caught:
+        yield
+    missing = [value for value in map(str, named) if value not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
 
 
 def run_python(code: str, *args: Any, env: dict[str, str] | None = None, blocked: bool = False) -> str:

@@ -13,6 +13,7 @@ from helpers import (
     HEADS,
     causal_variants_of,
     random_ids,
+    refused,
     slots_of,
     tiny_causal_model,
     tiny_config_for,
@@ -389,7 +390,7 @@ def test_saved_and_loaded(model_type, variant, tmp_path):
     assert torch.equal(trunk(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
     assert isinstance(trunk(ids).past_key_values, MemoryCache)
     for auto_class in (AutoModelForMaskedLM, *HEADS.values()):
-        with pytest.raises(ValueError, match="AutoModelForCausalLM"):
+        with refused("AutoModelForCausalLM"):
             auto_class.from_pretrained(tmp_path)
 
 
@@ -431,24 +432,33 @@ def test_initialisation(model_type):
 
 @families
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    ("inputs", "named"),
     [
-        ({}, "exactly one"),
-        ({"input_ids": random_ids(1, 4), "inputs_embeds": torch.zeros(1, 4, 48)}, "exactly one"),
-        ({"input_ids": random_ids(1, 4)[0]}, r"\(batch, length\)"),
-        ({"input_ids": random_ids(1, 4)[:, :0]}, "no tokens"),
-        ({"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 5)}, r"\(2, 4\).*\(2, 5\)"),
-        ({"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 1, 4, 4)}, "pairs of tokens"),
-        ({"input_ids": random_ids(2, 4), "attention_mask": torch.full((2, 4), -1e9)}, "1 for tokens"),
-        ({"input_ids": random_ids(2, 4), "token_type_ids": torch.zeros(2, 4).long()}, "type_vocab_size"),
-        ({"input_ids": random_ids(2, 4), "atention_mask": torch.ones(2, 4)}, "attention_mask"),
-        ({"input_ids": random_ids(2, 4), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, "own memory"),
-        ({"input_ids": random_ids(2, 4), "past_key_values": DynamicCache()}, r"DynamicCache.*MemoryCache\(model"),
+        ({}, ["input_ids", "inputs_embeds"]),
+        ({"input_ids": random_ids(1, 4), "inputs_embeds": torch.zeros(1, 4, 48)}, ["input_ids", "inputs_embeds"]),
+        ({"input_ids": random_ids(1, 4)[0]}, ["input_ids", "(4,)"]),
+        ({"input_ids": random_ids(1, 4)[:, :0]}, [0]),
+        ({"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 5)}, ["attention_mask", "(2, 4)", "(2, 5)"]),
+        (
+            {"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 1, 4, 4)},
+            ["attention_mask", "(2, 4)", "(2, 1, 4, 4)"],
+        ),
+        ({"input_ids": random_ids(2, 4), "attention_mask": torch.full((2, 4), -1e9)}, ["attention_mask", 1, 0]),
+        (
+            {"input_ids": random_ids(2, 4), "token_type_ids": torch.zeros(2, 4).long()},
+            ["token_type_ids", "type_vocab_size"],
+        ),
+        ({"input_ids": random_ids(2, 4), "atention_mask": torch.ones(2, 4)}, ["atention_mask", "attention_mask"]),
+        ({"input_ids": random_ids(2, 4), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, ["cu_seq_lens_q"]),
+        (
+            {"input_ids": random_ids(2, 4), "past_key_values": DynamicCache()},
+            ["past_key_values", "DynamicCache", "MemoryCache"],
+        ),
     ],
     ids=["none", "both", "1d", "empty", "mask", "4d", "additive", "segments", "misspelt", "packed", "cache"],
 )
-def test_wrong_inputs_name_the_fix(model_type, inputs, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+def test_wrong_inputs_are_refused_by_name(model_type, inputs, named):
+    with refused(*named):
         make(model_type)(**inputs)
 
 
@@ -456,19 +466,19 @@ def test_wrong_inputs_name_the_fix(model_type, inputs, message):
 @torch.no_grad()
 def test_wrong_states_name_the_fix(model_type):
     model, other, ids = make(model_type), make(model_type, num_hidden_layers=3), random_ids(2, 4)
-    with pytest.raises(ValueError, match=r"another model: num_hidden_layers=3 and not 2"):
+    with refused("num_hidden_layers", 3, 2):
         model(ids, past_key_values=other(ids).past_key_values)
     cache = model(ids).past_key_values
-    with pytest.raises(ValueError, match=r"2 rows.*3.*batch_select_indices"):
+    with refused(2, 3):
         model(random_ids(3, 1), past_key_values=cache)
     # A mask with its past is at least as long as the input, and has its rows.
     for shape in ((2, 2), (3, 8), (2, 8, 8)):
-        with pytest.raises(ValueError, match="attention_mask"):
+        with refused("attention_mask"):
             model(random_ids(2, 4), attention_mask=torch.ones(shape), past_key_values=cache)
     assert cache.get_seq_length() == 4  # and none of that has changed it
-    with pytest.raises(ValueError, match="sums"):
+    with refused("MemoryCache"):
         cache.crop(1)
-    with pytest.raises(NotImplementedError, match="sums"):
+    with refused("MemoryCache", error=NotImplementedError):
         cache.update(torch.zeros(1), torch.zeros(1), 0)
 
 
@@ -478,5 +488,5 @@ def test_an_encoder_alone_refuses_a_decoders_config(family, monkeypatch):
     config = tiny_causal_model(family).config
     assert type(FAMILIES[family].base_model(config)) is FAMILIES[family].causal_model
     monkeypatch.setattr(FAMILIES[family].base_model, "causal_model_class", None)
-    with pytest.raises(ValueError, match="load it with AutoModel"):
+    with refused("AutoModel"):
         FAMILIES[family].base_model(config)

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from helpers import FAMILY_CAUSAL_VARIANTS, causal_variants_of, random_ids, slots_of, tiny_causal_model
+from helpers import FAMILY_CAUSAL_VARIANTS, causal_variants_of, random_ids, refused, slots_of, tiny_causal_model
 from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
 from variants import ROWS
 
 from luna_hf import FAMILIES, MemoryCache
-from luna_hf.causal_memory import attend_causal_memory
+from luna_hf.causal_memory import NORMALISERS, attend_causal_memory
 
 IDS = random_ids(2, 24)
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -101,7 +101,7 @@ def test_gradients_through_a_carried_state_are_those_of_the_whole_text(family, n
 def test_gradient_checkpointing_with_a_state_is_refused(family):
     model = tiny_causal_model(family).train()
     model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="leave `past_key_values` out"):
+    with refused("past_key_values"):
         model(IDS, past_key_values=MemoryCache(model.config))
     assert model(IDS, labels=IDS).past_key_values is None
     assert model.eval()(IDS, past_key_values=MemoryCache(model.config)).logits.isfinite().all()
@@ -143,13 +143,12 @@ OTHERS = [
 def test_the_state_of_another_model_is_refused_by_what_differs(family, options):
     for name, value in options.items():
         cache = MemoryCache(tiny_causal_model(family, **{name: value}).config)
-        with pytest.raises(ValueError, match="made for another model: ") as error:
+        with refused(name, repr(value)):
             tiny_causal_model(family)(IDS, past_key_values=cache)
-        assert f"{name}={value!r}" in str(error.value)
 
 
 def test_the_state_of_another_family_is_refused():
-    with pytest.raises(ValueError, match="model_type='abc_memory' and not 'luna'"):
+    with refused("abc_memory", "luna"):
         tiny_causal_model("luna")(IDS, past_key_values=MemoryCache(tiny_causal_model("abc_memory").config))
 
 
@@ -162,5 +161,5 @@ def test_a_cache_may_be_made_from_the_encoders_config(family):
 
 def test_an_unknown_normaliser_is_refused():
     query, key, value, weights = torch.ones(4, 1, 1, 3, 2).unbind()
-    with pytest.raises(ValueError, match="'mean', but must be one of steps, none, written, total, softmax"):
+    with refused("mean", *NORMALISERS):
         attend_causal_memory(query, key, value, weights, "mean")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import FAMILIES, padded_batch, slots_of, tiny_causal_model, tiny_config_for, tiny_model
+from helpers import FAMILIES, padded_batch, refused, slots_of, tiny_causal_model, tiny_config_for, tiny_model
 from transformers import AutoConfig, PreTrainedConfig
 from variants import ROWS, ConfigField
 
@@ -15,36 +15,32 @@ LIBRARY_FIELDS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
 # Checks of the fields that every family has; those of a family's own fields are in its row of `variants.py`.
 FIELDS = {
-    "vocab_size": ConfigField((0, "at least 1"), effect=(130, "parameters")),
-    "hidden_size": ConfigField((0, "at least 1"), effect=(64, "parameters")),
-    "num_hidden_layers": ConfigField((0, "at least 1"), effect=(2, "parameters")),
+    "vocab_size": ConfigField((0,), effect=(130, "parameters")),
+    "hidden_size": ConfigField((0,), effect=(64, "parameters")),
+    "num_hidden_layers": ConfigField((0,), effect=(2, "parameters")),
     # In a decoder 16 heads are of size 3.
-    "num_attention_heads": ConfigField((5, "1, 2, 3, 4"), bad_in_decoder=(16, "even size"), effect=(2, "outputs")),
-    "intermediate_size": ConfigField((-1, "at least 1"), effect=(64, "parameters")),
+    "num_attention_heads": ConfigField((5, "hidden_size", 48), bad_in_decoder=(16,), effect=(2, "outputs")),
+    "intermediate_size": ConfigField((-1,), effect=(64, "parameters")),
     "hidden_act": ConfigField(("gleu", "gelu"), effect=("relu", "outputs")),
-    "hidden_dropout_prob": ConfigField((1.0, r"\[0, 1\)"), effect=(0.5, "trained_outputs")),
-    "attention_probs_dropout_prob": ConfigField((-0.1, r"\[0, 1\)"), effect=(0.5, "trained_outputs")),
-    "activation_dropout": ConfigField((2, r"\[0, 1\)"), effect=(0.5, "trained_outputs")),
-    "max_position_embeddings": ConfigField((0, "at least 1"), effect=(80, "parameters"), encoders_only=True),
+    "hidden_dropout_prob": ConfigField((1.0,), effect=(0.5, "trained_outputs")),
+    "attention_probs_dropout_prob": ConfigField((-0.1,), effect=(0.5, "trained_outputs")),
+    "activation_dropout": ConfigField((2,), effect=(0.5, "trained_outputs")),
+    "max_position_embeddings": ConfigField((0,), effect=(80, "parameters"), encoders_only=True),
     "position_embedding_type": ConfigField(
         ("rotary", "sinusoidal"),
-        bad_in_decoder=("learned", "rotary or sinusoidal in a decoder"),
+        bad_in_decoder=("learned", "rotary", "sinusoidal"),
         effect=("sinusoidal", "outputs"),
     ),
-    "type_vocab_size": ConfigField((-1, "0"), effect=(2, "parameters")),
+    "type_vocab_size": ConfigField((-1,), effect=(2, "parameters")),
     "embedding_layer_norm": ConfigField(effect=(False, "parameters")),
     "norm_first": ConfigField(effect=(True, "parameters")),
-    "layer_norm_eps": ConfigField((0, "1e-5"), effect=(0.1, "outputs")),
-    "initializer_range": ConfigField((-0.02, "0.02"), effect=(0.5, "weight_scale")),
-    "conv_kernel_size": ConfigField((4, "odd"), effect=(5, "parameters")),
+    "layer_norm_eps": ConfigField((0,), effect=(0.1, "outputs")),
+    "initializer_range": ConfigField((-0.02,), effect=(0.5, "weight_scale")),
+    "conv_kernel_size": ConfigField((4,), effect=(5, "parameters")),
     "sparse_prediction": ConfigField(effect=(True, "sparse_logits"), encoders_only=True),
     "classifier_pooling": ConfigField(("max", "mean"), effect=("mean", "classifier_outputs"), encoders_only=True),
-    "classifier_dropout": ConfigField(
-        (1.5, r"\[0, 1\)"), effect=(0.5, "trained_classifier_outputs"), encoders_only=True
-    ),
-    "classifier_hidden_size": ConfigField(
-        (0, "None or at least 1"), effect=(16, "classifier_parameters"), encoders_only=True
-    ),
+    "classifier_dropout": ConfigField((1.5,), effect=(0.5, "trained_classifier_outputs"), encoders_only=True),
+    "classifier_hidden_size": ConfigField((0,), effect=(16, "classifier_parameters"), encoders_only=True),
     "classifier_activation": ConfigField(("tahn", "tanh"), effect=("relu", "classifier_outputs"), encoders_only=True),
     "pad_token_id": ConfigField((120, "vocab_size"), effect=(2, "parameters")),
     "bos_token_id": ConfigField(),
@@ -53,7 +49,7 @@ FIELDS = {
     "is_decoder": ConfigField(effect=(True, "outputs"), encoders_only=True),
     "use_cache": ConfigField(effect=(False, "returns_state"), encoders_only=True),
 }
-SLOTS = ConfigField((0, "at least 1"), effect=(6, "outputs"))
+SLOTS = ConfigField((0,), effect=(6, "outputs"))
 
 
 def own_fields(model_type):
@@ -88,25 +84,25 @@ def test_every_field_is_documented(model_type):
 
 
 @pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: check.bad))
-def test_bad_values_name_the_field_and_the_fix(model_type, name):
-    value, fix = checks_of(model_type)[name].bad
-    with pytest.raises(ValueError, match=f"(?s)`{name}`.*{fix}"):
+def test_bad_values_are_refused_by_name(model_type, name):
+    value, *allowed = checks_of(model_type)[name].bad
+    with refused(name, value, *allowed):
         tiny_config_for(model_type, **{name: value})
 
 
 @pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: check.bad_in_decoder))
 def test_what_a_decoder_refuses_is_fine_in_an_encoder(model_type, name):
     """And an encoder's configuration of that kind becomes no decoder unsaid, but for the positions."""
-    value, fix = checks_of(model_type)[name].bad_in_decoder
-    with pytest.raises(ValueError, match=f"(?s)`{name}`.*{fix}"):
+    value, *allowed = checks_of(model_type)[name].bad_in_decoder
+    with refused(name, value, *allowed):
         tiny_config_for(model_type, is_decoder=True, **{name: value})
     encoder = tiny_config_for(model_type, **{name: value})
     if name == "position_embedding_type":
         assert encoder.as_decoder().position_embedding_type == "rotary" and encoder.position_embedding_type == "learned"
     else:
-        with pytest.raises(ValueError, match=f"(?s)`{name}`.*{fix}"):
+        with refused(name, value, *allowed):
             encoder.as_decoder()
-        with pytest.raises(ValueError, match=f"(?s)`{name}`.*{fix}"):
+        with refused(name, value, *allowed):
             FAMILIES[model_type].causal_lm(encoder)
 
 
@@ -123,7 +119,7 @@ def test_positions_by_default(model_type):
 
 @pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: True))
 def test_wrong_types_name_the_field(model_type, name):
-    with pytest.raises(Exception, match=f"field '{name}'"):
+    with refused(name, error=Exception):
         tiny_config_for(model_type, **{name: [object()]})
 
 
@@ -136,7 +132,7 @@ def test_a_misspelt_field_is_caught(model_type, wrong, right):
     if wrong == "own field":
         right = FAMILIES[model_type].config.slots_field or "norm_first"
         wrong = right + right[-1]
-    with pytest.raises(ValueError, match=f"`{wrong}`.*`{right}`"):
+    with refused(f"`{wrong}`", f"`{right}`"):
         FAMILIES[model_type].config(**{wrong: 1})
 
 
@@ -144,7 +140,7 @@ def test_a_misspelt_field_is_caught(model_type, wrong, right):
 def test_bad_values_are_not_saved(model_type, tmp_path):
     config = tiny_config_for(model_type)
     config.num_attention_heads = 5
-    with pytest.raises(Exception, match="num_attention_heads"):
+    with refused("num_attention_heads", 5, error=Exception):
         config.save_pretrained(tmp_path)
 
 
@@ -280,7 +276,7 @@ def test_presets_are_the_published_models():
     # "147 M" in the authors' list; every matrix and vector that the untied model adds is accounted for here.
     assert untied_size - tied_size == 12 * 2 * (768 * 768 + 768)
     assert abs(untied_size / 1e6 - 147) < 1
-    with pytest.raises(ValueError, match="base-2048"):
+    with refused("huge", "base-2048"):
         LunaConfig.preset("huge")
 
 

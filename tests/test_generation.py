@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from helpers import FAMILY_CAUSAL_VARIANTS, causal_variants_of, random_ids, tiny_causal_model
+from helpers import FAMILY_CAUSAL_VARIANTS, causal_variants_of, random_ids, refused, tiny_causal_model
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList, set_seed
 from variants import ROWS
 
@@ -147,9 +147,9 @@ def test_beams_take_their_states_with_them(family):
 @families
 def test_assisted_generation_is_refused(family):
     model = wordy_model(family)
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+    with pytest.raises(ValueError, match="assisted generation"):
         model.generate(random_ids(1, 5), assistant_model=wordy_model(family), max_new_tokens=4)
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+    with pytest.raises(ValueError, match="assisted generation"):
         model.generate(random_ids(1, 5), prompt_lookup_num_tokens=2, max_new_tokens=4)
 
 
@@ -161,7 +161,7 @@ def test_right_padding_is_warned_of_and_read_right(family, caplog):
     for index, row in enumerate(rows):
         right["input_ids"][index, : len(row)], right["attention_mask"][index, : len(row)] = row, 1
     model.generate(**right, max_new_tokens=2)
-    assert "right-padding was detected" in caplog.text
+    assert "right-padding" in caplog.text
     # By hand it goes: every row is read at its last token, and its next one follows that.
     cache = MemoryCache(model.config)
     logits = model(**right, past_key_values=cache).logits
@@ -184,7 +184,7 @@ def test_length_limits(family):
     assert torch.equal(model.generate(ids, max_length=20), long[:, :20])
     config = GenerationConfig(max_new_tokens=5, pad_token_id=1)
     assert torch.equal(model.generate(ids, generation_config=config), long[:, :12])
-    with pytest.raises(ValueError, match="`max_length` is set to 7"):
+    with pytest.raises(ValueError, match="max_length"):
         model.generate(ids, max_length=7)
 
 
@@ -290,9 +290,9 @@ def test_segments_are_continued(family):
 @families
 def test_wrong_arguments_are_refused(family):
     model, ids = wordy_model(family), random_ids(2, 7)
-    with pytest.raises(ValueError, match="not used by the model: \\['atention_mask'\\]"):
+    with pytest.raises(ValueError, match="atention_mask"):
         model.generate(ids, atention_mask=torch.ones_like(ids), max_new_tokens=3)
-    with pytest.raises(ValueError, match="must be 2D"):
+    with pytest.raises(ValueError):
         model.generate(ids, attention_mask=torch.ones(2, 1, 7, 7), max_new_tokens=3)
 
 
@@ -347,18 +347,17 @@ def test_what_a_state_has_read_cannot_be_masked(family):
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[1, 5:7] = 0
     new = {"input_ids": random_ids(2, 3), "attention_mask": mask}
-    hidden = "keeps 5 of the earlier tokens of row 1, but the state has read 7"
-    with pytest.raises(ValueError, match=hidden):
+    with refused("attention_mask", 5, 7):
         model(**new, past_key_values=cache)
     for options in ({}, {"cache_implementation": "static"}):
-        with pytest.raises(ValueError, match=hidden):
+        with refused("attention_mask", 5, 7):
             model.generate(**new, past_key_values=cache, max_new_tokens=3, **options)
     cache = MemoryCache(model.config, compileable=True)
     model(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match=hidden):
+    with refused("attention_mask", 5, 7):
         model.generate(**new, past_key_values=cache, max_new_tokens=3)
     for state, seen in ((cache, 7), (MemoryCache(model.config), 0)):
-        with pytest.raises(ValueError, match=f"has 12 columns, but the input has 3, and the state has seen {seen}"):
+        with refused("attention_mask", 12, 3, seen):
             model(random_ids(2, 3), attention_mask=torch.ones(2, 12), past_key_values=state)
 
 
@@ -393,17 +392,17 @@ def test_a_copied_state_branches_the_text(family):
 @families
 def test_other_caches_are_refused(family):
     model, ids = wordy_model(family), random_ids(2, 7)
-    with pytest.raises(ValueError, match=r"is a DynamicCache, but the state of .* is a `luna_hf.MemoryCache`"):
+    with refused("past_key_values", "DynamicCache", "MemoryCache"):
         model.generate(ids, past_key_values=DynamicCache(), max_new_tokens=3)
     # Without "hybrid", which transformers itself takes for nothing.
     for name in ("offloaded", "quantized", "sliding_window", "offloaded_static", "dynamic_full"):
-        with pytest.raises(ValueError, match=name):
+        with refused("cache_implementation", name):
             model.generate(ids, cache_implementation=name, max_new_tokens=3)
-    with pytest.raises(ValueError, match="The cache holds 2 rows, but the input has 3"):
+    with refused(2, 3):
         cache = MemoryCache(model.config)
         model.generate(ids, past_key_values=cache, max_new_tokens=3)
         model.generate(random_ids(3, 12), past_key_values=cache, max_new_tokens=3)
-    with pytest.raises(ValueError, match="another model: num_hidden_layers=3 and not 2"):
+    with refused("num_hidden_layers", 3, 2):
         smaller = wordy_model(family, num_hidden_layers=2)
         smaller.generate(ids, past_key_values=MemoryCache(model.config), max_new_tokens=3)
 

@@ -12,6 +12,7 @@ from helpers import (
     inputs_for,
     model_class,
     random_ids,
+    refused,
     slots_of,
     tiny_config_for,
     tiny_model,
@@ -59,27 +60,36 @@ def test_any_length_up_to_the_limit(model_type, variant):
 def test_beyond_the_limit_is_an_error_with_both_numbers(model_type):
     model = tiny_model(model_type)
     for inputs in ({"input_ids": random_ids(1, 65)}, {"inputs_embeds": torch.zeros(1, 65, 48)}):
-        with pytest.raises(ValueError, match=r"(?s)65 .*64"):
+        with refused(65, 64):
             model(**inputs)
 
 
 @families
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    ("inputs", "named"),
     [
-        ({}, "exactly one"),
-        ({"input_ids": random_ids(1, 4), "inputs_embeds": torch.zeros(1, 4, 48)}, "exactly one"),
-        ({"input_ids": random_ids(1, 4)[0]}, r"\(batch, length\)"),
-        ({"input_ids": random_ids(1, 4)[:, :0]}, "no tokens"),
-        ({"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 5)}, r"\(2, 4\).*\(2, 5\)"),
-        ({"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 1, 4, 4)}, "pairs of tokens"),
-        ({"input_ids": random_ids(2, 4), "token_type_ids": torch.zeros(2, 4).long()}, "type_vocab_size"),
-        ({"input_ids": random_ids(2, 4), "atention_mask": torch.ones(2, 4)}, "attention_mask"),
-        ({"input_ids": random_ids(2, 4), "output_hiden_states": True}, "output_hidden_states"),
-        ({"input_ids": random_ids(2, 4), "attention_mask": torch.tensor([[0.0, 0, -1e9, -1e9]] * 2)}, "1 for tokens"),
-        ({"input_ids": random_ids(1, 4), "seq_idx": torch.tensor([[0, 0, 1, 1]])}, "own memory"),
-        ({"input_ids": random_ids(2, 4), "head_mask": torch.ones(3, 4)}, "head_mask"),
-        ({"input_ids": random_ids(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, "own memory"),
+        ({}, ["input_ids", "inputs_embeds"]),
+        ({"input_ids": random_ids(1, 4), "inputs_embeds": torch.zeros(1, 4, 48)}, ["input_ids", "inputs_embeds"]),
+        ({"input_ids": random_ids(1, 4)[0]}, ["input_ids", "(4,)"]),
+        ({"input_ids": random_ids(1, 4)[:, :0]}, [0]),
+        ({"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 5)}, ["attention_mask", "(2, 4)", "(2, 5)"]),
+        (
+            {"input_ids": random_ids(2, 4), "attention_mask": torch.ones(2, 1, 4, 4)},
+            ["attention_mask", "(2, 4)", "(2, 1, 4, 4)"],
+        ),
+        (
+            {"input_ids": random_ids(2, 4), "token_type_ids": torch.zeros(2, 4).long()},
+            ["token_type_ids", "type_vocab_size"],
+        ),
+        ({"input_ids": random_ids(2, 4), "atention_mask": torch.ones(2, 4)}, ["atention_mask", "attention_mask"]),
+        ({"input_ids": random_ids(2, 4), "output_hiden_states": True}, ["output_hiden_states", "output_hidden_states"]),
+        (
+            {"input_ids": random_ids(2, 4), "attention_mask": torch.tensor([[0.0, 0, -1e9, -1e9]] * 2)},
+            ["attention_mask", 1, 0],
+        ),
+        ({"input_ids": random_ids(1, 4), "seq_idx": torch.tensor([[0, 0, 1, 1]])}, ["seq_idx"]),
+        ({"input_ids": random_ids(2, 4), "head_mask": torch.ones(3, 4)}, ["head_mask"]),
+        ({"input_ids": random_ids(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, ["cu_seq_lens_q"]),
     ],
     ids=[
         "none",
@@ -97,8 +107,8 @@ def test_beyond_the_limit_is_an_error_with_both_numbers(model_type):
         "unpadded",
     ],
 )
-def test_wrong_inputs_name_the_fix(model_type, inputs, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+def test_wrong_inputs_are_refused_by_name(model_type, inputs, named):
+    with refused(*named):
         tiny_model(model_type)(**inputs)
 
 
@@ -185,7 +195,7 @@ def test_losses_equal_their_definitions(model_type):
             per_item = model(ids, labels=labels, num_items_in_batch=2 * labels.numel()).loss
             torch.testing.assert_close(per_item, expected / 2)
             assert model.config.problem_type == given
-    with pytest.raises(ValueError, match=r"(?s)\(4,\).*\(4, 3\)"):
+    with refused("(4,)", "(4, 3)"):
         tiny_model(model_type, "sequence", num_labels=3)(ids, labels=torch.randn(4))
 
 

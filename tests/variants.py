@@ -11,7 +11,7 @@ from typing import Any
 from reference import causal as reference
 from transformers import PreTrainedConfig
 
-from luna_hf.memory_control import CAUSAL_CONTROLS, CONTROLS, random_slots
+from luna_hf.memory_control import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS, random_slots
 
 Options = dict[str, Any]  # fields of a config
 
@@ -48,15 +48,15 @@ class ConfigField:
     """How `test_configuration.py` tests a field of a config.
 
     Args:
-        bad: a value that is refused, and a word of the fix that the message names; `None` if only the type is checked.
+        bad: a value that is refused, then what the message names besides it; `None` if only the type is checked.
         bad_in_decoder: the same for a value that only decoders refuse.
         effect: another value, and the name of the function of `test_configuration.py` that shows what it changes.
         together: fields without which it has no effect.
         encoders_only: whether a causal model has no use for it.
     """
 
-    bad: tuple[Any, str] | None = None
-    bad_in_decoder: tuple[Any, str] | None = None
+    bad: tuple | None = None
+    bad_in_decoder: tuple | None = None
     effect: tuple[Any, str] | None = None
     together: Options = field(default_factory=dict)
     encoders_only: bool = False
@@ -140,12 +140,12 @@ LUNA = Variants(
     },
     fields={
         "num_projected_attention_heads": ConfigField(
-            (7, "1, 2, 3, 4"), bad_in_decoder=(2, "None"), effect=(2, "outputs"), encoders_only=True
+            (7, "hidden_size", 48), bad_in_decoder=(2,), effect=(2, "outputs"), encoders_only=True
         ),
         "tie_kv": ConfigField(effect=(False, "parameters")),
         "dynamic_projection": ConfigField(effect=(False, "outputs"), encoders_only=True),
         "pack_activation": ConfigField(
-            ("softmax", "'softplus' or 'elu'"), effect=("elu", "causal_outputs"), together={"is_decoder": True}
+            ("softmax", "softplus", "elu"), effect=("elu", "causal_outputs"), together={"is_decoder": True}
         ),
     },
     flash={"default": "flash_varlen"},
@@ -196,15 +196,15 @@ ABC = Variants(
     },
     fields={
         "memory_control": ConfigField(
-            ("mpl", "one of mlp, linformer"),
-            bad_in_decoder=("cluster", "one of mlp, linformer, random, sliding_window in a causal model"),
+            ("mpl", *CONTROLS),
+            bad_in_decoder=("cluster", *CAUSAL_CONTROLS),
             effect=("linformer", "parameters"),
         ),
-        "control_activation": ConfigField(("softmax", "one of exp, relu, sigmoid"), effect=("relu", "outputs")),
+        "control_activation": ConfigField(("softmax", *ACTIVATIONS), effect=("relu", "outputs")),
         "share_control": ConfigField(effect=(False, "parameters")),
-        "control_seed": ConfigField((-1, "at least 0"), effect=(1, "outputs"), together={"memory_control": "random"}),
+        "control_seed": ConfigField((-1,), effect=(1, "outputs"), together={"memory_control": "random"}),
         "cluster_iterations": ConfigField(
-            (0, "at least 1"),
+            (0,),
             effect=(1, "outputs"),
             together={"memory_control": "cluster", "memory_size": 3},
             encoders_only=True,
