@@ -233,7 +233,7 @@ def versions() -> dict[str, str]:
 def header(script: str, arguments: Sequence[str], device: str) -> dict[str, Any]:
     """What every result file starts with: command, date, machine, versions."""
     return {
-        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *arguments]),
+        "command": shlex.join(["python", "/".join(Path(script).resolve().parts[-2:]), *arguments]),
         "date": date.today().isoformat(),
         "machine": machine(device),
         "versions": versions(),

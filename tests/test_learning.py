@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 from pyarrow.parquet import write_table
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "experiments"))
 sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
 
 import learning
@@ -115,7 +115,7 @@ def test_report_of_finished_runs(runs, data, tmp_path, capsys):
 
 
 def check_header(result):
-    assert result["command"] == "python benchmarks/learning.py report" and result["protocol"] and result["date"]
+    assert result["command"] == "python experiments/learning.py report" and result["protocol"] and result["date"]
     assert result["machine"]["cpu"] and result["machine"]["cores"] >= 1 and result["machine"]["threads"] >= 1
     assert {"python", "torch", "transformers", "luna_hf"} <= result["versions"].keys()
 
@@ -265,7 +265,7 @@ def leaves(value, path=()):
 
 
 def test_committed_results():
-    results = ROOT / "benchmarks" / "results"
+    results = ROOT / "experiments" / "results"
     (pretraining,) = results.glob("learning-pretrain-*.json")
     (finetuning,) = results.glob("learning-finetune-*.json")
     found = check_pretraining(pretraining)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers import ROOT, SENTENCES, run_python, tiny_model, tiny_tokenizer
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "experiments"))
 sys.path.insert(0, str(ROOT / "training"))
 
 import swap_report
@@ -20,7 +20,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", README, re.DOT
 
 
 def result(name):
-    return json.loads((RESULTS / f"{name}-torch2.13.0.json").read_text(encoding="utf-8"))
+    (path,) = ROOT.glob(f"*/results/{name}-torch2.13.0.json")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -179,7 +180,9 @@ def test_commands_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"make ([a-z-]+)", README)) - {"one"}:
         assert f"\n{target}:" in makefile, target
-    for command in re.findall(r"^    (python (?:training|benchmarks|conversion)/[^\\\n]*)", README, re.MULTILINE):
+    for command in re.findall(
+        r"^    (python (?:training|benchmarks|experiments|conversion)/[^\\\n]*)", README, re.MULTILINE
+    ):
         words = [word for word in shlex.split(command) if word.endswith((".py", ".yaml"))]
         assert words and all((ROOT / word).exists() for word in words), command
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):

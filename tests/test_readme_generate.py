@@ -13,13 +13,14 @@ import evaluate_perplexity  # isort: skip  # tiny_training has put the scripts o
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTION = README.split("\n## Generate\n")[1].split("\n## ")[0]
 TEXT = " ".join(SECTION.split())
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "experiments" / "results"
 BLOCKS = re.findall(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", SECTION, re.DOTALL)
 OWN = ("luna-64", "abc-mlp-64", "abc-window-64")
 
 
 def result(name):
-    return json.loads((RESULTS / f"{name}-torch2.13.0.json").read_text(encoding="utf-8"))
+    (path,) = ROOT.glob(f"*/results/{name}-torch2.13.0.json")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")

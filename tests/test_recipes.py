@@ -158,7 +158,7 @@ def test_transfer_recipes_begin_with_what_is_new_and_at_base_size_all_of_attenti
 def test_the_benchmarks_recipes_have_the_order_of_the_others():
     scripts = {"swap": pretrain_mlm, "learning": pretrain_mlm, "swap_transfer": transfer_attention}
     for name, script in scripts.items():
-        path = ROOT / "benchmarks" / f"{name}.yaml"
+        path = ROOT / "experiments" / f"{name}.yaml"
         kind = transfer_attention.TransferRecipe if script is transfer_attention else pretrain_mlm.PretrainRecipe
         keys = re.findall(r"^(\w+):", path.read_text(), re.MULTILINE)
         like = PATHS["demo"] if script is pretrain_mlm else TRANSFERS[0]
@@ -167,7 +167,7 @@ def test_the_benchmarks_recipes_have_the_order_of_the_others():
 
 
 def test_lines_of_recipes_fit_a_page():
-    paths = [*(ROOT / "training" / "recipes").rglob("*.yaml"), *(ROOT / "benchmarks").glob("*.yaml")]
+    paths = [*(ROOT / "training" / "recipes").rglob("*.yaml"), *(ROOT / "experiments").glob("*.yaml")]
     long = [(path.name, line) for path in paths for line in path.read_text().splitlines() if len(line) > 120]
     assert len(paths) > 15 and long == []
 

@@ -11,7 +11,7 @@ from test_learning import SHRINK_WORDS, learning
 from test_learning import data as learning_data  # noqa: F401  a fixture
 from transformers import AutoModelForMaskedLM
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "experiments"))
 
 import swap
 import swap_report
@@ -96,7 +96,7 @@ def test_finished_runs_are_left_alone_and_the_report_is_whole(runs, learning_dat
 def check(path):
     """A result file is whole, and its tables and plot belong to it."""
     result = json.loads(path.read_text())
-    assert result["command"] == "python benchmarks/swap.py report" and result["protocol"] and result["date"]
+    assert result["command"] == "python experiments/swap.py report" and result["protocol"] and result["date"]
     assert result["machine"]["cpu"] and {"python", "torch", "transformers", "luna_hf"} <= result["versions"].keys()
     assert path.with_suffix(".md").read_text() == swap_report.text(result)
     assert path.with_suffix(".png").stat().st_size > 10_000
@@ -169,7 +169,7 @@ def test_comparison_with_the_twin():
 
 
 def test_committed_results():
-    for path in (ROOT / "benchmarks" / "results").glob("swap-pretrain-*.json"):
+    for path in (ROOT / "experiments" / "results").glob("swap-pretrain-*.json"):
         result = check(path)
         teacher = {
             (run["convolution"], run["rate"]): run["final_loss"] for run in result["runs"] if run["system"] == "teacher"

@@ -1,16 +1,16 @@
 """RoBERTa's attention swapped for a bounded memory, on real text: loss after the swap, after transfer, and continued.
 
-    python benchmarks/learning.py pretrain --data DATA --systems roberta --seeds 1
-    python benchmarks/swap.py run --data DATA
-    python benchmarks/swap.py finetune --data DATA
-    python benchmarks/swap.py report
+    python experiments/learning.py pretrain --data DATA --systems roberta --seeds 1
+    python experiments/swap.py run --data DATA
+    python experiments/swap.py finetune --data DATA
+    python experiments/swap.py report
 
 The first line trains the RoBERTa of the learning experiments on blocks of 64 tokens. `run` trains it on at blocks of
 256: that is the teacher. Then it converts the teacher to every system, with and without a convolution, with and without
 attention transfer, and continues all of them, and the teacher itself, at two rates. It works through its list run by
 run, leaves finished runs alone and goes on with an interrupted one. DATA is a folder with
 enwiki/{train,validation}.parquet (column `text`) and the task folders. `report` writes JSON, tables and plots of what
-is there to benchmarks/results. See benchmarks/README.md for the protocol.
+is there to experiments/results. See benchmarks/README.md for the protocol.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, header, progress, result_path, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "training"))  # the training scripts import their siblings plainly
+RESULTS = ROOT / "experiments" / "results"
+sys.path[:0] = [str(ROOT / "training"), str(ROOT / "benchmarks")]
 
 import learning_finetune  # noqa: E402
 import pretrain_mlm  # noqa: E402
@@ -36,11 +36,12 @@ from common.models import load_tokenizer  # noqa: E402
 from common.options import UserError  # noqa: E402
 from data.prepare import open_corpus  # noqa: E402
 from engine.card import portable, portable_command  # noqa: E402
+from measuring import header, progress, result_path, write_json  # noqa: E402
 
 from luna_hf import AbcForMaskedLM, LunaForMaskedLM  # noqa: E402
 from luna_hf.warm_start import warm_start  # noqa: E402
 
-RECIPE, TRANSFER_RECIPE = ROOT / "benchmarks" / "swap.yaml", ROOT / "benchmarks" / "swap_transfer.yaml"
+RECIPE, TRANSFER_RECIPE = ROOT / "experiments" / "swap.yaml", ROOT / "experiments" / "swap_transfer.yaml"
 
 # What the teacher becomes: model class and keywords of `warm_start`. `teacher` stays what it is, through the same
 # classes; the `-random` ones have the paper's random start of their control.
@@ -166,7 +167,7 @@ def train_teacher(options: argparse.Namespace, command: str) -> Path:
     if not (folder / "metrics.json").is_file():
         if not (options.base / "config.json").is_file():
             raise UserError(
-                f"There is no RoBERTa in {options.base}. Train it with `python benchmarks/learning.py pretrain "
+                f"There is no RoBERTa in {options.base}. Train it with `python experiments/learning.py pretrain "
                 "--data DATA --systems roberta --seeds 1`, or name another folder (--base)."
             )
         progress("the teacher")
@@ -224,7 +225,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """
     torch.set_num_threads(options.threads)
     shared = [portable(word) for word in arguments]
-    command = portable_command(["python", "benchmarks/swap.py", *shared])
+    command = portable_command(["python", "experiments/swap.py", *shared])
     teacher = train_teacher(options, command)
     for variant in variants(options.systems, options.rates):
         folder = options.runs / "continued" / variant.name
@@ -297,7 +298,7 @@ def report(options: argparse.Namespace) -> None:
     shared = {name: first[name] for name in ("date", "machine", "versions")}
     device = "cuda" if "accelerator" in first["machine"] else "cpu"
     dtype = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[first["recipe"]["mixed_precision"]]
-    command = "python benchmarks/swap.py report"
+    command = "python experiments/swap.py report"
     result = {
         "command": command,
         "commands": sorted({run["command"] for run in found["runs"]}),

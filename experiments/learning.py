@@ -1,14 +1,14 @@
 """What Luna learns on real text beside RoBERTa: pretraining curves, and scores after finetuning.
 
-    python benchmarks/learning.py pretrain --data DATA
-    python benchmarks/learning.py speed --data DATA
-    python benchmarks/learning.py finetune --data DATA
-    python benchmarks/learning.py report
+    python experiments/learning.py pretrain --data DATA
+    python experiments/learning.py speed --data DATA
+    python experiments/learning.py finetune --data DATA
+    python experiments/learning.py report
 
 DATA is a folder with enwiki/{train,validation}.parquet (column `text`) for pretraining, and the task folders for
 finetuning. `pretrain` and `finetune` work through their list run by run, leave finished runs alone and go on with an
 interrupted one: they may be stopped and given again. `report` reads what is there, and writes JSON, tables and plots to
-benchmarks/results. See benchmarks/README.md for the protocol.
+experiments/results. See benchmarks/README.md for the protocol.
 """
 
 import argparse
@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learning_plots import plot_attention, plot_losses
-from measuring import RESULTS, header, progress, result_path, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "training"))  # the training scripts import their siblings plainly
+RESULTS = ROOT / "experiments" / "results"
+sys.path[:0] = [str(ROOT / "training"), str(ROOT / "benchmarks")]
 
 import learning_finetune  # noqa: E402
 import learning_report  # noqa: E402
@@ -32,7 +31,9 @@ import pretrain_mlm  # noqa: E402
 from common.options import UserError  # noqa: E402
 from data.prepare import open_corpus, train_tokenizer  # noqa: E402
 from engine.card import portable, portable_command  # noqa: E402
+from learning_plots import plot_attention, plot_losses  # noqa: E402
 from learning_speed import measure_steps  # noqa: E402
+from measuring import header, progress, result_path, write_json  # noqa: E402
 
 RECIPE = Path(__file__).with_suffix(".yaml")
 
@@ -162,7 +163,7 @@ def pretrain(options: argparse.Namespace, arguments: Sequence[str]) -> None:
                 continue
             progress(f"{system}, seed {seed}")
             recipe = pretrain_mlm.read_recipe(str(RECIPE), recipe_words(options, system, seed) + tokenizer)
-            if pretrain_mlm.pretrain(recipe, portable_command(["python", "benchmarks/learning.py", *shared])) is None:
+            if pretrain_mlm.pretrain(recipe, portable_command(["python", "experiments/learning.py", *shared])) is None:
                 raise KeyboardInterrupt
             values = dataclasses.asdict(recipe)
             values |= {name: portable(values[name]) for name in _PATHS}
@@ -220,7 +221,7 @@ def report(options: argparse.Namespace) -> None:
     device = "cuda" if "accelerator" in runs[0]["machine"] else "cpu"
     dtype = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[recipe["mixed_precision"]]
     result = {
-        "command": "python benchmarks/learning.py report",
+        "command": "python experiments/learning.py report",
         "commands": sorted({run["command"] for run in runs}),
         **shared,
         "protocol": PROTOCOL,
@@ -244,7 +245,7 @@ def report(options: argparse.Namespace) -> None:
     tasks = learning_finetune.read_results(options.runs / "finetune")
     if tasks:
         path = result_path(options.results, "learning-finetune", device, dtype)
-        learning_finetune.write_report(tasks, shared, "python benchmarks/learning.py report", path)
+        learning_finetune.write_report(tasks, shared, "python experiments/learning.py report", path)
 
 
 _SHARED = {"command", "date", "machine", "versions", "recipe"}

@@ -35,7 +35,7 @@ def read(folder: Path) -> dict[str, Any]:
     """
     finished = sorted((folder / "continued").glob("*/run.json"))
     if not finished:
-        raise UserError(f"{folder} holds no finished run. Run `python benchmarks/swap.py run` first.")
+        raise UserError(f"{folder} holds no finished run. Run `python experiments/swap.py run` first.")
     return {
         "teacher": _json(folder / "teacher" / "metrics.json"),
         "runs": [read_run(folder, path.parent) for path in finished],

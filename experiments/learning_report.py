@@ -26,10 +26,10 @@ def read_runs(folder: Path) -> list[Run]:
     finished = sorted((folder / "pretrain").glob("*/run.json"))
     speed = folder / "speed.json"
     if finished and not speed.is_file():
-        raise UserError(f"{speed} is missing. Run `python benchmarks/learning.py speed` first.")
+        raise UserError(f"{speed} is missing. Run `python experiments/learning.py speed` first.")
     runs = [read_run(path.parent, json.loads(speed.read_text(encoding="utf-8"))) for path in finished]
     if not runs:
-        raise UserError(f"{folder} holds no finished run. Run `python benchmarks/learning.py pretrain` first.")
+        raise UserError(f"{folder} holds no finished run. Run `python experiments/learning.py pretrain` first.")
     for run in runs[1:]:
         differing = [key for key, value in run["recipe"].items() if key not in OWN and value != runs[0]["recipe"][key]]
         if differing:
