@@ -358,7 +358,7 @@ def test_tokenizers_that_are_missing_broken_or_of_another_model(tmp_path):
             load_tokenizer(missing)
     (tmp_path / "good" / "broken").mkdir()
     (tmp_path / "good" / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="no tokenizer at"):
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_tokenizer(str(tmp_path / "good" / "broken"))
 
     small = make_config({"model_type": "luna", **SIZES}, tokenizer, 120)

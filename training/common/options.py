@@ -1,25 +1,146 @@
-"""Recipes: a complete YAML file, parsed into a typed and validated dataclass, with overrides from the command line.
+"""Options of the training commands: dataclasses filled from an optional YAML recipe and the command line.
 
-    python training/pretrain_mlm.py RECIPE.yaml --max-steps 20 --model.hidden_size 64 --push-to-hub
+    python training/COMMAND.py [RECIPE.yaml] [--key value ...]
 
-Hyphens and underscores are the same in a key, and a key that is true or false needs no value to be true.
+The command line overrides the recipe, the recipe overrides the defaults of the dataclasses.
+
+* Hyphens and underscores are the same in a key. `--key=value` and `--key value` are the same.
+* A boolean key needs no value to be true; `--no_key` makes it false.
+* Lists are several words (`--seeds 1 2 3`) or YAML (`--seeds '[1, 2, 3]'`).
+* `--section.key value` sets one key of a section, such as `--model.hidden_size 64`.
 """
 
+import dataclasses
 import difflib
+import enum
+import inspect
 import re
-from collections.abc import Callable, Collection
+import textwrap
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from luna_hf.scripting import UserError
 
 RecipeType = TypeVar("RecipeType")
+Values = dict[str, Any]
+
+TRAINING = Path(__file__).resolve().parents[1]
+_WIDTH = 110
+_TRAINER_DOCS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
+
+
+def parse(
+    classes: Sequence[type],
+    words: Sequence[str],
+    description: str = "",
+    *,
+    command: str = "",
+    recipe: Literal["required", "optional", "none"] = "optional",
+    positional: str = "",
+    refused: Mapping[str, str] | None = None,
+    adapt: Callable[[Values, Values], None] | None = None,
+) -> tuple[Any, ...]:
+    """Fill dataclasses from a recipe and the command line.
+
+    Args:
+        classes: dataclasses with distinct fields. A field without a default must be given. `metadata["help"]`, or
+            else the comment beside the key in the command's first recipe, is its line in `--help`.
+        words: the command line without the name of the command.
+        description: what `--help` prints first.
+        command: name of the command, `pretrain_mlm`; its recipes are in `training/recipes/<command>/`.
+        recipe: whether the first word names a recipe.
+        positional: field that takes the words before the first option, where there is no recipe.
+        refused: keys that may not be given, with the reason.
+        adapt: called with the recipe's values and the overrides, both of which it may change, before they are merged.
+            An override of a section has the key `section.key`.
+
+    Returns:
+        An instance of each class.
+
+    Raises:
+        UserError: No such recipe, an unknown, refused or missing key, or a value of the wrong type.
+        SystemExit: After `--help`.
+    """
+    kinds = {key: kind for one in classes for key, kind in _kinds(one).items()}
+    if {"-h", "--help"} & set(words):
+        print(_help(classes, description, command, recipe, positional, refused or {}))
+        raise SystemExit(0)
+    first = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+    bare, words = list(words[:first]), list(words[first:])
+    values: Values = {}
+    source = ""
+    if recipe != "none" and bare:
+        source = bare.pop(0)
+        # `key:` without a value is the same as leaving the key out.
+        read = read_yaml(Path(source)).items()
+        values = {key.replace("-", "_"): value for key, value in read if value is not None}
+    elif recipe == "required":
+        raise UserError(f"The first argument is a recipe, for example {', '.join(_recipes(command))}.")
+    elif positional and bare:
+        values, bare = {positional: _from_texts(positional, bare, kinds[positional])}, []
+    if bare:
+        raise UserError(f"Unexpected argument {bare[0]!r}; options are written `--key value`.")
+    overrides = _overrides(words, kinds)
+    for key in [*values, *overrides]:
+        if key in (refused or {}):
+            raise UserError(f"`{key}` cannot be set here: {refused[key]}.")
+        if "." not in key and key not in kinds:
+            raise UserError(f"Unknown key `{key}`{f' in {source}' * (key in values)}.{did_you_mean(key, kinds)}")
+    if adapt:
+        adapt(values, overrides)
+    for key, value in overrides.items():
+        section, _, field = key.partition(".")
+        if not field:
+            values[key] = value
+        elif isinstance(values.get(section), dict):
+            values[section][field] = value
+        else:
+            raise UserError(f"--{key}: there is no section `{section}`.")
+    return tuple(_make(one, values, source) for one in classes)
+
+
+def load_recipe(
+    recipe_class: type[RecipeType],
+    path: str | Path,
+    words: Sequence[str] = (),
+    adapt: Callable[[Values, Values], None] | None = None,
+) -> RecipeType:
+    """Read one dataclass from a recipe and overrides; see `parse`."""
+    return parse([recipe_class], [str(path), *words], recipe="required", adapt=adapt)[0]
+
+
+def read_yaml(path: Path) -> Values:
+    """The keys and values of a YAML file.
+
+    Raises:
+        UserError: No such file, not YAML, or not a mapping.
+    """
+    if not path.is_file():
+        raise UserError(f"There is no recipe {path}. Recipes: {', '.join(_recipes(path.parent.name))}.")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"{path} must consist of `key: value` lines.")
+    return values
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The closest known word as a question, or the known words if none is close."""
+    known = sorted(known)
+    close = difflib.get_close_matches(str(word), known, n=1)
+    if close:
+        return f" Did you mean `{close[0]}`?"
+    return f" Known: {', '.join(known)}." if len(known) < 60 else " `--help` lists the keys."
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes `1e-3` for text, because it has no point; here it is a number."""
+    """YAML 1.1 reads `1e-3` as text, because it has no point; here it is a number."""
 
 
 _Loader.add_implicit_resolver(
@@ -27,150 +148,177 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_recipe(
-    recipe_class: type[RecipeType],
-    path: str | Path,
-    words: list[str] | None = None,
-    adapt: Callable[[dict[str, Any], dict[str, str]], None] | None = None,
-) -> RecipeType:
-    """Read a recipe file and apply `--key value` overrides.
-
-    Args:
-        recipe_class: dataclass with one field per key.
-        path: YAML file.
-        words: command line words, `["--max_steps", "20", "--model.hidden_size=64"]`.
-        adapt: called with the file's values (to change) and the overrides, before these are applied.
-
-    Raises:
-        UserError: No such file, not YAML, a missing or unknown key, a value of a wrong type or out of range.
-    """
-    types = get_type_hints(recipe_class)
-    values = read_yaml(Path(path))
-    overrides = parse_overrides(words or [], flags={key for key, kind in types.items() if kind is bool})
-    for key in overrides:
-        if "." not in key and key not in types:
-            raise UserError(f"--{key}: unknown key `{key}`.{did_you_mean(key, types)}")
-    if adapt:
-        adapt(values, overrides)
-    for key, text in overrides.items():
-        # `no` is a text where text is wanted.
-        is_text = types.get(key) is str or (types.get(key) == str | list[Any] and not text.startswith("["))
-        value = text if is_text else _yaml_value(key, text)
-        section, _, field = key.partition(".")
-        if field and isinstance(values.get(section), dict):
-            values[section][field] = value
-        elif field:
-            raise UserError(f"--{key}: the recipe has no section `{section}`.")
-        else:
-            values[key] = value
-    return recipe_class(**check_types(values, types, str(path)))
+# ---- types ----
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The `key: value` lines of a recipe file.
+def _kinds(one: type) -> dict[str, tuple[Any, ...]]:
+    """The types that each field of a dataclass accepts."""
+    hints = get_type_hints(one)
+    unions = (Union, types.UnionType)
+    return {
+        field.name: get_args(hint) if get_origin(hint := hints[field.name]) in unions else (hint,)
+        for field in dataclasses.fields(one)
+        if field.init
+    }
 
-    Raises:
-        UserError: No such file, not YAML, or something else than keys and values.
-    """
-    if not path.is_file():
-        raise UserError(f"There is no recipe file {path}. Those that exist: {', '.join(_recipes_near(path))}.")
+
+def _name(kind: Any) -> str:
+    names = {
+        **{int: "a whole number", float: "a number", bool: "true or false", type(None): "null"},
+        str: "text (in quotes if YAML reads it as something else)",
+    }
+    if kind in names:
+        return names[kind]
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return ", ".join(str(choice.value) for choice in kind)
+    if get_origin(kind) is list:
+        return f"a list ({_name(get_args(kind)[0])})" if get_args(kind)[0] is not Any else "a list"
+    return "a section of `key: value` lines"
+
+
+def _accepts(kind: Any, value: Any) -> bool:
+    if kind is Any:
+        return True
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_accepts(get_args(kind)[0], item) for item in value)
+    if (get_origin(kind) or kind) is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if issubclass(kind, enum.Enum):
+        return value in [choice.value for choice in kind]
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind
+
+
+def _typed(key: str, value: Any, kinds: tuple[Any, ...], source: str) -> Any:
+    """The value as one of the types; a single item where a list is expected becomes a list."""
+    kind = next((kind for kind in kinds if _accepts(kind, value)), None)
+    lists = [kind for kind in kinds if get_origin(kind) is list and _accepts(kind, [value])]
+    if kind is float:
+        return float(value)
+    if kind is None and lists and not isinstance(value, list):
+        value, kind = [value], lists[0]
+    if kind is None:
+        allowed = " or ".join(_name(kind) for kind in kinds)
+        raise UserError(f"{source}`{key}` is {value!r}, but must be {allowed}.")
+    return [float(item) for item in value] if kind == list[float] else value
+
+
+def _from_texts(key: str, texts: list[str], kinds: tuple[Any, ...]) -> Any:
+    """What the words after an option stand for."""
+    if not texts:
+        if bool in kinds:
+            return True
+        raise UserError(f"--{key} needs a value: `--{key} VALUE`.")
+    items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is list]
+    if len(texts) > 1 or (items and str not in kinds and not texts[0].startswith("[")):
+        if not items:
+            raise UserError(f"--{key} takes one value, but {len(texts)} follow it: {' '.join(texts)}")
+        return [_from_texts(key, [text], (items[0],)) for text in texts]
+    (text,) = texts
+    if set(kinds) <= {str, type(None)}:
+        return text
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold `key: value` lines, but it is a {type(values).__name__}.")
-    return values
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        value = text
+        if str not in kinds:
+            raise UserError(f"--{key} {text}: not a YAML value ({error}).") from error
+    return value if str not in kinds or any(_accepts(kind, value) for kind in kinds) else text
 
 
-def check_types(values: dict[str, Any], types: dict[str, Any], source: str) -> dict[str, Any]:
-    """The values, each of its declared type (whole numbers are taken for `float` fields).
-
-    Raises:
-        UserError: A key is unknown or missing, or a value has another type.
-    """
-    for key in values:
-        if key not in types:
-            raise UserError(f"{source}: unknown key `{key}`.{did_you_mean(key, types)}")
-    missing = [key for key in types if key not in values]
-    if missing:
-        raise UserError(f"{source}: missing key `{'`, `'.join(missing)}`. A recipe states every key.")
-    return {key: _typed(key, value, types[key], source) for key, value in values.items()}
-
-
-def did_you_mean(word: str, known: Any) -> str:
-    """The closest known word as a question, or all of them if nothing is close."""
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f" Did you mean `{close[0]}`?" if close else f" Known: {', '.join(sorted(known))}."
-
-
-def parse_overrides(words: list[str], flags: Collection[str] = ()) -> dict[str, str]:
-    """`--key value` and `--key=value` to a dictionary of texts.
-
-    Args:
-        words: of the command line.
-        flags: keys that stand for true where no value follows.
-
-    Raises:
-        UserError: A word that is no option, or an option without a value.
-    """
-    overrides = {}
+def _overrides(words: list[str], kinds: dict[str, tuple[Any, ...]]) -> Values:
+    """`--key value ...` and `--key=value` as a dictionary; later options replace earlier ones."""
+    overrides: Values = {}
     remaining = list(words)
     while remaining:
-        word = remaining.pop(0)
-        if not word.startswith("--"):
-            raise UserError(f"Unexpected argument {word!r}: after the recipe come options, `--key value`.")
-        key, equals, text = word[2:].partition("=")
-        key = key.replace("-", "_")
-        if not equals:
-            if remaining and not remaining[0].startswith("--"):
-                text = remaining.pop(0)
-            elif key in flags:
-                text = "true"
-            else:
-                raise UserError(f"--{key} needs a value: `--{key} VALUE`, with any key of the recipe.")
-        overrides[key] = text
+        key, equals, text = remaining.pop(0)[2:].partition("=")
+        key, texts = key.replace("-", "_"), [text] if equals else []
+        while not equals and remaining and not remaining[0].startswith("--"):
+            texts.append(remaining.pop(0))
+        if key not in kinds and key.startswith("no_") and bool in kinds.get(key[3:], ()) and not texts:
+            overrides[key[3:]] = False
+        else:
+            overrides[key] = _from_texts(key, texts, kinds.get(key, (Any,)))
     return overrides
 
 
-def _yaml_value(key: str, text: str) -> Any:
+def _make(one: type, values: Values, source: str) -> Any:
+    where, kinds, given = f"{source}: " if source else "", _kinds(one), {}
+    fields = [field for field in dataclasses.fields(one) if field.init]
+    for field in fields:
+        if field.name in values:
+            given[field.name] = _typed(field.name, values[field.name], kinds[field.name], where)
+    missing = [field.name for field in fields if not _has_default(field) and field.name not in given]
+    if missing:
+        raise UserError(f"{where}missing key `{'`, `'.join(missing)}`. `--help` describes each.")
     try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"--{key} {text}: not a YAML value ({error}).") from error
+        return one(**given)
+    except (ValueError, ImportError, TypeError) as error:
+        raise error if isinstance(error, UserError) else UserError(str(error)) from error
 
 
-def _typed(key: str, value: Any, expected: Any, source: str) -> Any:
-    name = {
-        str: "text (in quotes if YAML takes it for something else)",
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-    }.get(expected)
-    if expected == list[str]:
-        accepted = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        name = "a list of text"
-    elif expected == list[Any]:
-        accepted = isinstance(value, list)
-        name = "a list"
-    elif expected == str | list[Any]:
-        accepted = isinstance(value, str | list)
-        name = "text, or a list"
-    elif expected == dict[str, Any]:
-        accepted = isinstance(value, dict) and all(isinstance(item, str) for item in value)
-        name = "a section of `key: value` lines"
-    elif expected is float:
-        accepted = isinstance(value, int | float) and not isinstance(value, bool)
-        value = float(value) if accepted else value
-    else:
-        accepted = type(value) is expected
-    if not accepted:
-        raise UserError(f"{source}: `{key}` is {value!r} ({type(value).__name__}), but must be {name}.")
-    return value
+def _has_default(field: dataclasses.Field) -> bool:
+    return not (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING)
 
 
-def _recipes_near(path: Path) -> list[str]:
-    known = Path(__file__).resolve().parents[1] / "recipes"
-    found = sorted(known.rglob("*.yaml"))
-    same_script = [recipe for recipe in found if recipe.parent.name == path.parent.name]
-    return [f"training/{recipe.relative_to(known.parent).as_posix()}" for recipe in same_script or found]
+# ---- help ----
+
+
+def _help(
+    classes: Sequence[type], description: str, command: str, recipe: str, positional: str, refused: Mapping[str, str]
+) -> str:
+    """The description, one entry an option, and the names of the options inherited from transformers."""
+    word = {"required": " RECIPE.yaml", "optional": " [RECIPE.yaml]", "none": f" {positional.upper()} ..."}[recipe]
+    lines = [f"usage: python training/{command}.py{word} [--key value ...]", "", description.strip(), ""]
+    recipes = _recipes(command) if recipe != "none" else []
+    if recipes:
+        lines += ["Recipes:", *(f"  {path}" for path in recipes), ""]
+    comments = recipe_comments(TRAINING.parent / recipes[0]) if recipe == "required" and recipes else {}
+    inherited: list[str] = []
+    lines.append("Options:")
+    for field in (field for one in classes for field in dataclasses.fields(one)):
+        if not field.init or field.name in refused:
+            continue
+        owner = next(c for one in classes for c in one.__mro__ if field.name in inspect.get_annotations(c))
+        if owner.__module__.startswith("transformers."):
+            inherited.append(f"--{field.name}")
+            continue
+        text = field.metadata.get("help") or comments.get(field.name, "")
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if _has_default(field) and default not in (None, False, "", []):
+            text += f" [default: {default}]"
+        entry = textwrap.fill(text, _WIDTH, initial_indent=" " * 30, subsequent_indent=" " * 30)
+        option = f"  {positional.upper() if field.name == positional else '--' + field.name}"
+        lines.append(f"{option:<29} {entry.strip()}" if len(option) < 29 else f"{option}\n{entry}")
+    if inherited:
+        lines += ["", "Options of transformers.TrainingArguments, described at", f"  {_TRAINER_DOCS}"]
+        lines += [textwrap.fill(" ".join(inherited), _WIDTH, initial_indent="  ", subsequent_indent="  ")]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def recipe_comments(path: Path) -> dict[str, str]:
+    """The comment beside each key of a recipe, with its continuation lines."""
+    comments: dict[str, str] = {}
+    key = ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        before, mark, comment = line.partition(" # ")
+        if found := re.match(r"(\w+):", before):
+            key = found[1] if mark else ""
+            comments |= {key: comment.strip()} if mark else {}
+        elif mark and key and not before.strip():
+            comments[key] += f" {comment.strip()}"
+        else:
+            key = ""
+    return comments
+
+
+def _recipes(command: str) -> list[str]:
+    """The recipes of a command, the demo first; those of all commands if it has none."""
+    found = sorted(TRAINING.glob("recipes/*/*.yaml"), key=lambda path: (path.stem != "demo", path))
+    own = [path for path in found if path.parent.name == command]
+    return [path.relative_to(TRAINING.parent).as_posix() for path in own or found]

@@ -59,7 +59,7 @@ from luna_hf.scripting import UserError, portable, portable_command, write_json,
 # ---- what is run ----
 
 
-def adapt_to_overrides(values: dict[str, Any], overrides: dict[str, str], kind: ModelKind = MASKED) -> None:
+def adapt_to_overrides(values: dict[str, Any], overrides: dict[str, Any], kind: ModelKind = MASKED) -> None:
     """Take out of the file's values what an override on the command line contradicts, and say so."""
     model = values.get("model") if isinstance(values.get("model"), dict) else {}
     if overrides.get("model_name_or_path"):
@@ -68,7 +68,7 @@ def adapt_to_overrides(values: dict[str, Any], overrides: dict[str, str], kind: 
             but = f" But for {', '.join(given)}, as given on the command line." if given else ""
             print(f"The file's model section is left out: {overrides['model_name_or_path']} has its own config.{but}")
         values["model"] = {}
-        overrides.setdefault("train_tokenizer", "false")
+        overrides.setdefault("train_tokenizer", False)
     elif overrides.get("model.model_type", model.get("model_type")) != model.get("model_type"):
         model_type = overrides["model.model_type"]
         unknown = sorted(set(model) - model_fields(model_type, kind) - {"model_type"})
@@ -78,8 +78,8 @@ def adapt_to_overrides(values: dict[str, Any], overrides: dict[str, str], kind: 
             )
         values["model"] = {name: value for name, value in model.items() if name not in unknown}
     if "tokenizer" in overrides:
-        overrides.setdefault("train_tokenizer", "false")
-    elif overrides.get("train_tokenizer") == "true":
+        overrides.setdefault("train_tokenizer", False)
+    elif overrides.get("train_tokenizer") is True:
         values["tokenizer"] = ""
 
 

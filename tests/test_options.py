@@ -1,0 +1,171 @@
+"""The option system of the training commands, on small dataclasses."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from common.options import parse
+
+from luna_hf.scripting import UserError
+
+
+@dataclasses.dataclass
+class Complete:
+    """Every key must be given, as in a pretraining recipe."""
+
+    name: str
+    steps: int
+    rate: float
+    fast: bool
+    data: str | list[Any]
+    prompts: list[str]
+    model: dict[str, Any]
+
+
+@dataclasses.dataclass
+class Defaults:
+    """Every key has a default, as in finetuning."""
+
+    seeds: list[int] = dataclasses.field(default_factory=list, metadata={"help": "Seeds of the runs."})
+    rates: list[float] = dataclasses.field(default_factory=lambda: [1.0])
+    limit: int | None = 2
+    keep: bool = True
+
+
+RECIPE = """
+name: tiny
+steps: 3
+rate: 1e-3
+fast: false
+data: texts
+prompts: [one]
+model:
+  width: 8
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def complete(path, *words, **options):
+    return parse([Complete], [str(path), *words], recipe="required", **options)[0]
+
+
+def test_a_recipe_gives_typed_values(recipe):
+    expected = Complete("tiny", 3, 1e-3, False, "texts", ["one"], {"width": 8})
+    assert complete(recipe) == expected
+    assert type(complete(recipe, "--rate", "2").rate) is float
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--steps", "7"], "steps", 7),
+        (["--steps=7", "--steps", "8"], "steps", 8),
+        (["--rate", "-1e-4"], "rate", -1e-4),
+        (["--fast"], "fast", True),
+        (["--fast", "false"], "fast", False),
+        (["--name", "no"], "name", "no"),
+        (["--name=a=b"], "name", "a=b"),
+        (["--data", "123"], "data", "123"),
+        (["--data", "[a.txt, {path: b, weight: 2}]"], "data", ["a.txt", {"path": "b", "weight": 2}]),
+        (["--prompts", "['A <mask>.', b]"], "prompts", ["A <mask>.", "b"]),
+        (["--prompts", "A b", "c"], "prompts", ["A b", "c"]),
+        (["--prompts", "alone"], "prompts", ["alone"]),
+        (["--model.width", "16", "--model.tied=true"], "model", {"width": 16, "tied": True}),
+        (["--model", "{width: 4}"], "model", {"width": 4}),
+    ],
+)
+def test_the_command_line_overrides_the_recipe(recipe, words, key, value):
+    assert getattr(complete(recipe, *words), key) == value
+
+
+def test_several_classes_with_defaults(recipe, tmp_path):
+    assert parse([Defaults], []) == (Defaults(),)
+    words = ["--seeds", "1", "2", "--rates=3", "--no-keep", "--limit", "null"]
+    given = parse([Complete, Defaults], [str(recipe), *words])
+    assert given == (complete(recipe), Defaults([1, 2], [3.0], None, False))
+    (tmp_path / "other.yaml").write_text("seeds: 4\nlimit:\n")
+    (from_file,) = parse([Defaults], [str(tmp_path / "other.yaml")])
+    assert from_file == Defaults(seeds=[4])
+
+
+def test_words_before_the_first_option_may_fill_a_field():
+    (given,) = parse([Defaults], ["1.5", "2", "--seeds", "1"], positional="rates", recipe="none")
+    assert (given.rates, given.seeds) == ([1.5, 2.0], [1])
+
+
+def test_values_are_adapted_before_they_are_merged(recipe):
+    def adapt(values, overrides):
+        assert values["model"] == {"width": 8} and overrides == {"name": "big", "model.depth": 2}
+        values["model"] = {}
+        overrides.setdefault("steps", 9)
+
+    given = complete(recipe, "--name", "big", "--model.depth", "2", adapt=adapt)
+    assert (given.name, given.steps, given.model) == ("big", 9, {"depth": 2})
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--stesp", "3"], "`steps`"),
+        (["--steps"], "--steps"),
+        (["--steps", "--fast"], "--steps"),
+        (["--steps", "many"], "`steps` is 'many'"),
+        (["--steps", "2.5"], "`steps` is 2.5"),
+        (["--steps", "true"], "`steps` is True"),
+        (["--steps", "1", "2"], "1 2"),
+        (["--rate", "false"], "`rate` is False"),
+        (["--fast", "perhaps"], "`fast` is 'perhaps'"),
+        (["--model", "luna"], "`model` is 'luna'"),
+        (["--modle.width", "3"], "`modle`"),
+        (["--prompts", "[one"], "--prompts"),
+        (["--prompts", "[1]"], r"`prompts` is \[1\]"),
+        (["steps", "3"], "'steps'"),
+        (["--secret", "3"], "`secret`.*the reason"),
+    ],
+)
+def test_a_mistake_on_the_command_line_names_the_key(recipe, words, named):
+    with pytest.raises(UserError, match=named):
+        complete(recipe, *words, refused={"secret": "the reason"})
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (RECIPE.replace("steps:", "step:"), "`step`.*`steps`"),
+        (RECIPE.replace("steps: 3", "").replace("name: tiny", ""), "`name`, `steps`"),
+        (RECIPE.replace("tiny", "false"), "`name` is False"),
+        ("a: [1", "recipe.yaml"),
+        ("- a", "recipe.yaml"),
+        ("", "recipe.yaml"),
+    ],
+)
+def test_a_mistake_in_a_recipe_names_the_key_or_the_file(recipe, text, named):
+    recipe.write_text(text)
+    with pytest.raises(UserError, match=named):
+        complete(recipe)
+
+
+def test_a_missing_recipe_names_those_of_the_command(tmp_path):
+    with pytest.raises(UserError, match=r"none\.yaml.*training/recipes/pretrain_mlm/demo\.yaml"):
+        complete(tmp_path / "pretrain_mlm" / "none.yaml")
+    with pytest.raises(UserError, match=r"training/recipes/pretrain_clm/demo\.yaml"):
+        parse([Complete], ["--steps", "3"], recipe="required", command="pretrain_clm")
+
+
+def test_help_lists_own_options_with_their_lines_and_inherited_ones_by_name(capsys):
+    from tasks.arguments import FinetuneTrainingArguments
+
+    with pytest.raises(SystemExit, match="0"):
+        parse([Defaults, FinetuneTrainingArguments], ["--help"], "What it does.", command="finetune_glue")
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: python training/finetune_glue.py [RECIPE.yaml]")
+    assert "What it does." in printed and "training/recipes/finetune_glue/tiny.yaml" in printed
+    assert "--seeds " in printed and "Seeds of the runs." in printed and "[default: 2]" in printed
+    assert "--ddp_backend" in printed.rpartition("transformers.TrainingArguments")[2]
+    assert max(map(len, printed.splitlines())) <= 120
