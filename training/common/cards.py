@@ -1,0 +1,92 @@
+"""Model cards: a template of `model_cards/` filled with figures, under a header that the Hub reads."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from luna_hf import FAMILIES
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "model_cards"
+
+
+def fill(template: str, model_type: str, metadata: str, **fields: Any) -> str:
+    """Fill a template.
+
+    Args:
+        template: name of a file of `model_cards/`.
+        model_type: decides `$trust` (an argument of `from_pretrained`) and `$trust_note`.
+        metadata: from `metadata`.
+        fields: the other fields of the template.
+
+    Raises:
+        KeyError: A field of the template is missing.
+    """
+    custom = model_type in FAMILIES
+    return Template((TEMPLATES / template).read_text(encoding="utf-8")).substitute(
+        fields,
+        metadata=metadata,
+        model_type=model_type,
+        trust=", trust_remote_code=True" if custom else "",
+        trust_note=" With the package `luna_hf` imported, `trust_remote_code` is not needed." if custom else "",
+    )
+
+
+def metadata(
+    *,
+    name: str,
+    model_type: str,
+    base_model: str,
+    tags: Sequence[str],
+    results: Iterable[EvalResult],
+    **fields: Any,
+) -> str:
+    """The YAML header of a card, as the Hub reads it.
+
+    Args:
+        name: of the model.
+        model_type: custom code is tagged as such.
+        base_model: folder or Hub name that the model was made from; only names on the Hub are stated.
+        tags: further tags.
+        results: the measured figures.
+        fields: other fields of `ModelCardData`; those that are empty are left out.
+    """
+    return ModelCardData(
+        library_name="transformers",
+        model_name=name,
+        base_model=base_model if on_hub(base_model) else None,
+        tags=[*tags, *(["linear-attention", "custom_code"] if model_type in FAMILIES else [])],
+        eval_results=[*results],
+        **{key: value or None for key, value in fields.items()},
+    ).to_yaml()
+
+
+def on_hub(name: str) -> bool:
+    """Whether a name can be one of the Hub, and is no local path."""
+    return bool(name) and name.count("/") <= 1 and not Path(name).exists()
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; bars in cells are escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(content: Any) -> str:
+    return str(content).replace("\\|", "|").replace("|", "\\|")
+
+
+def code(text: str) -> str:
+    """Text as inline code for a table cell.
+
+    Whitespace alone is shown by its `repr`, line breaks become spaces, and a backtick does not end the code.
+    """
+    text = " ".join((text.strip() or repr(text)).splitlines())
+    return (f"`` {text} ``" if "`" in text else f"`{text}`").replace("|", "\\|")
+
+
+def bullets(notes: Iterable[str]) -> str:
+    """A Markdown list."""
+    return "\n".join(f"- {note}" for note in notes)
