@@ -1,47 +1,44 @@
-"""What Luna learns on real text beside RoBERTa: pretraining curves, and scores after finetuning.
+"""Learning on real text, Luna beside RoBERTa: pretraining curves, and scores after finetuning.
 
     python experiments/learning.py pretrain --data DATA
     python experiments/learning.py speed --data DATA
     python experiments/learning.py finetune --data DATA
     python experiments/learning.py report
 
-DATA is a folder with enwiki/{train,validation}.parquet (column `text`) for pretraining, and the task folders for
-finetuning. `pretrain` and `finetune` work through their list run by run, leave finished runs alone and go on with an
-interrupted one: they may be stopped and given again. `report` reads what is there, and writes JSON, tables and plots to
-experiments/results. See benchmarks/README.md for the protocol.
+DATA has enwiki/{train,validation}.parquet (column `text`) for pretraining, and the task folders for finetuning.
+`pretrain` and `finetune` skip finished runs and continue interrupted ones: stop and repeat them freely. `speed` times a
+training step of every pretrained system. `report` writes JSON, tables and plots of the finished runs.
+
+Options of `pretrain` and `finetune` that are not listed here, `--key value`, override the recipe (learning.yaml) and
+the options of the finetuning commands.
 """
 
 import argparse
-import dataclasses
-import json
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import finetuning
+import learning_report
 import torch
+from accelerate import Accelerator
+from running import DEVICE, describe, make_parser, pretrain, progress, publish, run_study, shared_fields
+from study_plots import plot_attention, plot_losses
+from transformers import AutoConfig, AutoModelForMaskedLM
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "experiments" / "results"
-sys.path[:0] = [str(ROOT / "training"), str(ROOT / "benchmarks")]
+from luna_hf.scripting import write_json
 
-import learning_finetune  # noqa: E402
-import learning_report  # noqa: E402
-import pretrain_mlm  # noqa: E402
-from common.options import UserError  # noqa: E402
-from data.prepare import open_corpus, train_tokenizer  # noqa: E402
-from engine.card import portable, portable_command  # noqa: E402
-from learning_plots import plot_attention, plot_losses  # noqa: E402
-from learning_speed import measure_steps  # noqa: E402
-from measuring import header, progress, result_path, write_json  # noqa: E402
-
+SCRIPT = "experiments/learning.py"
 RECIPE = Path(__file__).with_suffix(".yaml")
 
-# What makes a system: its fields in the recipe's model section. Luna's key and value are untied unless the name says
-# otherwise, since RoBERTa's are.
+# Fields of the recipe's model section that make a system. Luna's key and value are untied, as RoBERTa's are, unless the
+# name says `tied`.
 _LUNA = {"model_type": "luna", "tie_kv": False, "projection_length": 32}
-# RoBERTa's attention is eager, as Luna's is on a CPU in bfloat16: PyTorch's fused kernel takes 1.7 times as long there.
-# Its configuration counts two rows of positions that are never read.
+# Eager attention for RoBERTa, since Luna's is eager on a CPU in bfloat16: PyTorch's fused kernel takes 1.7 times as
+# long there. RoBERTa's config counts two rows of positions that are never read.
 _SOFTMAX = {"attn_implementation": "eager", "max_position_embeddings": 66, "type_vocab_size": 1}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "roberta": {"model_type": "roberta", **_SOFTMAX},
@@ -60,225 +57,175 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 PROTOCOL = (
-    "All systems: the same tokenizer, training rows in the same order, masks, steps and schedule, and the same masked "
-    "held-out tokens, by the seed alone; a seed is that of weights, order and masks. One run after the other on the "
-    "same machine. Losses at masked tokens of held-out documents, after every eval_steps. Seconds: steps times the "
-    "median cost of a training step of the system, which is measured with all systems taking turns, on a CPU in "
-    "processor time (the machine was shared while the runs were made: their own clock, kept as training_seconds, is "
-    "not comparable); evaluation, saving and loading are not in them. RoBERTa computes its head at every position "
-    "while training, the others at the masked ones, because transformers' RoBERTa has no other way. Entropies are "
-    "shares of their maximum, slot similarity is the mean cosine between the packed rows Y_P of a sequence, both over "
-    "8 held-out rows, first layer first."
+    "All systems share the tokenizer, the order of training rows, the masks, steps and schedule, and the masked "
+    "held-out tokens; the seed sets weights, order and masks. Runs follow one another on the same machine. Losses are "
+    "those at masked tokens of held-out documents, every eval_steps. Seconds are steps times the median cost of a "
+    "training step of the system, measured with all systems taking turns, on a CPU in processor time; evaluation, "
+    "saving and loading are not included. The machine was shared during the runs, so their own clock "
+    "(training_seconds) is not comparable. While training, RoBERTa computes its head at every position, because "
+    "transformers' RoBERTa has no other way; the others compute it at the masked ones. Entropies are shares of their "
+    "maximum, and slot similarity is the mean cosine between the packed rows Y_P of a sequence, both over 8 held-out "
+    "rows, first layer first."
 )
+STEPS_PER_TURN = 4
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; what follows the known options of `pretrain` overrides the recipe."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="what", required=True)
-    pretraining = commands.add_parser("pretrain", help="train the systems; --key value overrides the recipe")
-    pretraining.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    pretraining.add_argument("--seeds", type=int, nargs="+", default=[0])
-    reporting = commands.add_parser("report", help="write tables and plots of the runs that are finished")
-    reporting.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files, tables and plots")
-    timing = commands.add_parser("speed", help="time a training step of every system, in turns")
-    timing.add_argument("--rounds", type=int, default=15)
-    tuning = commands.add_parser("finetune", help="finetune on the tasks; --key value overrides the scripts' options")
-    tuning.add_argument("--tasks", nargs="+", choices=learning_finetune.TASKS, default=list(learning_finetune.TASKS))
-    tuning.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["roberta", "luna-conv", "luna-conv-1"])
-    tuning.add_argument("--pretraining-seed", type=int, default=0, help="which runs to start from")
-    tuning.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of the finetuning")
-    for command in (pretraining, timing, tuning):
-        command.add_argument("--data", type=Path, required=True, help="folder of the corpora and tasks")
-        command.add_argument("--threads", type=int, default=1)
-    for command in (pretraining, timing, tuning, reporting):
-        command.add_argument("--runs", type=Path, default=Path("outputs/learning"), help="folder of the runs")
-    options, overrides = parser.parse_known_args(arguments)
-    if overrides and options.what == "report":
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-    options.overrides = overrides
+    """Command line; unknown options are overrides.
+
+    Raises:
+        UserError: A value of the wrong type.
+    """
+    parser = make_parser(__doc__, COMMANDS, "outputs/learning")
+    add = parser.add_argument
+    add("--systems", nargs="+", choices=SYSTEMS, help="default: all for `pretrain`, three for `finetune`")
+    add("--seeds", type=int, nargs="+", help="of pretraining (default: 0) or finetuning (default: 0 1)")
+    add("--tasks", nargs="+", choices=finetuning.TASKS, default=list(finetuning.TASKS), help="of `finetune`")
+    add("--pretraining-seed", type=int, default=0, help="of the runs that `finetune` starts from (default: 0)")
+    add("--rounds", type=int, default=15, help="turns of each system in `speed` (default: 15)")
+    options, options.overrides = parser.parse_known_args(arguments)
     return options
 
 
-def run_folder(runs: Path, system: str, seed: int) -> Path:
-    """Where a pretraining run stands."""
-    return runs / "pretrain" / f"{system}-seed{seed}"
+def run_folder(options: argparse.Namespace, system: str, seed: int) -> Path:
+    """Folder of a pretraining run."""
+    return options.runs / "pretrain" / f"{system}-seed{seed}"
 
 
-def shared_tokenizer(options: argparse.Namespace) -> Path:
-    """The tokenizer of all runs, trained on the training documents the first time.
-
-    Raises:
-        UserError: The corpus cannot be read.
-    """
-    folder = options.runs / "tokenizer"
-    if not folder.exists():
-        recipe = pretrain_mlm.read_recipe(str(RECIPE), recipe_words(options, "roberta", seed=0))
-        progress("training the tokenizer")
-        documents = open_corpus(recipe).training_documents()
-        unfinished = folder.with_name("tokenizer.unfinished")
-        train_tokenizer(documents, recipe.vocab_size, recipe.block_size).save_pretrained(unfinished)
-        unfinished.rename(folder)
-    return folder
-
-
-def recipe_words(options: argparse.Namespace, system: str, seed: int) -> list[str]:
-    """Overrides of the recipe for one run; those of the command line come last and win.
-
-    The seed is that of everything: weights, order and masks. Systems with one seed see the same rows and masks.
-    """
-    corpus = options.data / "enwiki"
-    values = {
-        "data": corpus / "train.parquet",
-        "validation": corpus / "validation.parquet",
+def recipe_values(options: argparse.Namespace, system: str, seed: int) -> dict[str, Any]:
+    """What the recipe leaves open for one run."""
+    return {
         "model_name": f"luna-learning-{system}-seed{seed}",
-        "output_dir": run_folder(options.runs, system, seed),
-        "cache_dir": options.runs / "cache",
+        "output_dir": run_folder(options, system, seed),
         "seed": seed,
         **{f"model.{name}": value for name, value in SYSTEMS[system].items()},
     }
-    words = [word for name, value in values.items() for word in (f"--{name}", _word(value))]
-    return words + options.overrides
 
 
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def pretrain(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+def pretrain_all(options: argparse.Namespace) -> None:
     """Train every system with every seed, one after the other, unless it is finished.
 
     Raises:
-        UserError: See `pretrain_mlm.pretrain`.
-        KeyboardInterrupt: A run was stopped by a signal; it is saved, and the rest of the list is not begun.
+        UserError: A run failed.
     """
-    torch.set_num_threads(options.threads)
-    shared = [portable(word) for word in arguments]
-    tokenizer = ["--tokenizer", str(shared_tokenizer(options))]
-    for seed in options.seeds:
-        for system in options.systems:
-            folder = run_folder(options.runs, system, seed)
+    progress("tokenizer")  # trained by a run of one step, and shared by all others
+    tokenizer = options.runs / "tokenizer"
+    one_step = argparse.Namespace(**{**vars(options), "overrides": [*options.overrides, "--max_steps", "1"]})
+    pretrain(one_step, RECIPE, {**recipe_values(options, "roberta", 0), "output_dir": tokenizer})
+    for seed in options.seeds or [0]:
+        for system in options.systems or SYSTEMS:
+            folder = run_folder(options, system, seed)
             if (folder / "run.json").exists():
-                progress(f"{system}, seed {seed}: finished before")
+                progress(f"{system}, seed {seed}: already finished")
                 continue
             progress(f"{system}, seed {seed}")
-            recipe = pretrain_mlm.read_recipe(str(RECIPE), recipe_words(options, system, seed) + tokenizer)
-            if pretrain_mlm.pretrain(recipe, portable_command(["python", "experiments/learning.py", *shared])) is None:
-                raise KeyboardInterrupt
-            values = dataclasses.asdict(recipe)
-            values |= {name: portable(values[name]) for name in _PATHS}
-            described = {"system": system, "seed": seed, "recipe": values}
-            write_json(folder / "run.json", {**header(__file__, shared, _device()), **described})
+            pretrain(options, RECIPE, {**recipe_values(options, system, seed), "tokenizer": tokenizer})
+            describe(options, folder, system=system, seed=seed)
 
 
-# Keys of a recipe that name places on this machine.
-_PATHS = ("data", "validation", "output_dir", "cache_dir", "tokenizer")
+# ---- speed ----
 
 
-def speed(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Measure a training step of every system, side by side.
+def speed(options: argparse.Namespace) -> None:
+    """Time a training step of every pretrained system, in turns: other load on the machine then hits all of them.
 
     Raises:
-        UserError: A wrong override.
+        UserError: No run is finished.
     """
-    torch.set_num_threads(options.threads)
-    recipes = {
-        system: pretrain_mlm.read_recipe(str(RECIPE), recipe_words(options, system, seed=0)) for system in SYSTEMS
-    }
-    shared = [portable(word) for word in arguments]
-    options.runs.mkdir(parents=True, exist_ok=True)
-    result = {**header(__file__, shared, _device()), "seconds_per_step": measure_steps(recipes, options.rounds)}
-    write_json(options.runs / "speed.json", result)
+    runs = {run["system"]: (folder, run["recipe"]) for folder, run in learning_report.finished(options.runs)}
+    steps = {system: make_step(folder, recipe) for system, (folder, recipe) in runs.items()}
+    taken: dict[str, list[float]] = {system: [] for system in steps}
+    names = list(steps)
+    for turn in range(options.rounds + 1):  # the first warms up
+        for system in names[turn % len(names) :] + names[: turn % len(names)]:
+            seconds = _seconds(steps[system])
+            if turn:
+                taken[system].append(seconds / STEPS_PER_TURN)
+        progress(f"speed: round {turn} of {options.rounds}")
+    measured = {system: {"median": statistics.median(rounds), "rounds": rounds} for system, rounds in taken.items()}
+    write_json(options.runs / "speed.json", {**options.header, "seconds_per_step": measured})
+
+
+def make_step(folder: Path, recipe: dict[str, Any]) -> Callable[[], None]:
+    """Forward, backward, clipping and AdamW of a run's model, in its precision, on a batch of random tokens."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(mixed_precision=recipe["mixed_precision"])
+    backend = {name: recipe["model"][name] for name in ("attn_implementation",) if name in recipe["model"]}
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForMaskedLM.from_config(config, **backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=recipe["weight_decay"])
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model.train()
+    shape = (recipe["global_batch_tokens"] // recipe["block_size"], recipe["block_size"])
+    ids = torch.randint(4, config.vocab_size - 1, shape)
+    labels = ids.masked_fill(torch.rand(shape) > recipe["mask_probability"], -100)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+
+    def step() -> None:
+        accelerator.backward(model(**batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), recipe["max_grad_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    clock = time.process_time if DEVICE == "cpu" else time.perf_counter
+    started = clock()
+    for _ in range(STEPS_PER_TURN):
+        step()
+    if DEVICE != "cpu":
+        torch.accelerator.synchronize()
+    return clock() - started
+
+
+# ---- tasks and report ----
 
 
 def finetune(options: argparse.Namespace) -> None:
     """Finetune the chosen systems on the chosen tasks.
 
     Raises:
-        UserError: See `learning_finetune.finetune`.
+        UserError: See `finetuning.finetune`.
     """
-    torch.set_num_threads(options.threads)
-    models = [run_folder(options.runs, system, options.pretraining_seed) for system in options.systems]
-    folder = options.runs / "finetune"
-    learning_finetune.finetune(options.tasks, options.data, models, options.seeds, folder, options.overrides)
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    systems = options.systems or ["roberta", "luna-conv", "luna-conv-1"]
+    finetuning.finetune(options, [run_folder(options, system, options.pretraining_seed) for system in systems])
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write what the finished runs show: JSON, Markdown and plots.
+    """Write the results of the finished runs.
 
     Raises:
-        UserError: There is no finished run, no measured speed, or runs of different recipes.
+        UserError: There is no finished run, no measured speed, or the runs have different recipes.
     """
-    runs = learning_report.read_runs(options.runs)
     order = list(SYSTEMS)
+    runs = learning_report.read_runs(options.runs)
     runs.sort(key=lambda run: (run["seed"], order.index(run["system"])))
-    recipe = {name: value for name, value in runs[0]["recipe"].items() if name not in learning_report.OWN}
-    shared = {name: runs[0][name] for name in ("date", "machine", "versions")}
-    device = "cuda" if "accelerator" in runs[0]["machine"] else "cpu"
-    dtype = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[recipe["mixed_precision"]]
+    shared = shared_fields(SCRIPT, runs, learning_report.OWN)
+    model = runs[0]["recipe"]["model"]
     result = {
-        "command": "python experiments/learning.py report",
-        "commands": sorted({run["command"] for run in runs}),
         **shared,
         "protocol": PROTOCOL,
-        "recipe": recipe,
-        "body": {name: value for name, value in runs[0]["recipe"]["model"].items() if name not in SYSTEMS["roberta"]},
-        "systems": {system: SYSTEMS[system] for system in order},
+        "body": {name: value for name, value in model.items() if name not in SYSTEMS["roberta"]},
+        "systems": SYSTEMS,
         "unigram_loss": runs[0]["unigram_loss"],
         "conclusions": learning_report.conclude(runs),
-        "runs": [{name: run[name] for name in run if name not in _SHARED} for run in runs],
+        "runs": [{name: run[name] for name in run if name not in {*shared, "command"}} for run in runs],
     }
-    path = result_path(options.results, "learning-pretrain", device, dtype)
-    write_json(path, result)
-    result = json.loads(path.read_text(encoding="utf-8"))  # table and plots show what the file says
-    runs = result["runs"]
-    text = f"{learning_report.table(runs, order)}\n\n{learning_report.sentences(result['conclusions'])}\n"
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    title = plot_title(result)
-    plot_losses(runs, title, path.with_suffix(".png"))
-    plot_attention(runs, title, path.with_name(f"{path.stem}-attention.png"))
-    print(text)
-    tasks = learning_finetune.read_results(options.runs / "finetune")
-    if tasks:
-        path = result_path(options.results, "learning-finetune", device, dtype)
-        learning_finetune.write_report(tasks, shared, "python experiments/learning.py report", path)
+    plots = {"": plot_losses, "-attention": plot_attention}
+    precision = result["recipe"]["mixed_precision"]
+    publish(options.results, "learning-pretrain", precision, result, learning_report.text, plots)
+    finetuning.report(options, "learning-finetune", shared)
 
 
-_SHARED = {"command", "date", "machine", "versions", "recipe"}
-
-
-def plot_title(result: dict[str, Any]) -> str:
-    """What was run, on what."""
-    recipe, machine, model = result["recipe"], result["machine"], result["body"]
-    return (
-        f"{model['num_hidden_layers']} layers of width {model['hidden_size']}, blocks of {recipe['block_size']}, "
-        f"{recipe['global_batch_tokens']:,} tokens a step, vocabulary of {recipe['vocab_size']:,}; "
-        f"{machine.get('accelerator', machine['cpu'])}, {machine['threads']} thread(s)"
-    )
+COMMANDS = {"pretrain": pretrain_all, "speed": speed, "finetune": finetune, "report": report}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one of the commands; 2 for a mistake of the user, 130 when stopped."""
-    options = parse(arguments)
-    try:
-        if options.what == "pretrain":
-            pretrain(options, arguments)
-        elif options.what == "speed":
-            speed(options, arguments)
-        elif options.what == "finetune":
-            finetune(options)
-        else:
-            report(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    """Run one of the commands and return the exit status."""
+    return run_study(SCRIPT, parse, COMMANDS, arguments)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Reads the pretraining runs of `learning.py`, and makes comparisons and a table of them."""
+"""Reads the pretraining runs of `learning.py`, compares them, and writes the comparison as Markdown."""
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+from running import read_json, read_log
+
 from luna_hf.scripting import UserError
 
 # What Luna with the convolution must reach.
-STEP_SHARE = 0.5  # plain RoBERTa's final loss, in at most this share of its steps
-RELATIVE_LOSS = 0.02  # the loss of softmax with the convolution, within this
+STEP_SHARE = 0.5  # of plain RoBERTa's steps, to plain RoBERTa's final loss
+RELATIVE_LOSS = 0.02  # above the loss of softmax with the convolution
 
 # Keys of a recipe that differ between runs by design.
 OWN = {"model_name", "output_dir", "cache_dir", "seed", "model", "log_steps", "save_steps", "save_total_limit"}
@@ -17,53 +18,63 @@ OWN = {"model_name", "output_dir", "cache_dir", "seed", "model", "log_steps", "s
 Run = dict[str, Any]
 
 
-def read_runs(folder: Path) -> list[Run]:
-    """Every finished pretraining run below a folder, by its name.
+def finished(folder: Path) -> list[tuple[Path, Run]]:
+    """Folder and `run.json` of every finished pretraining run.
 
     Raises:
-        UserError: There is none, they were not run with the same recipe, or the speed was not measured.
+        UserError: There is none, or two were run with different recipes.
     """
-    finished = sorted((folder / "pretrain").glob("*/run.json"))
-    speed = folder / "speed.json"
-    if finished and not speed.is_file():
-        raise UserError(f"{speed} is missing. Run `python experiments/learning.py speed` first.")
-    runs = [read_run(path.parent, json.loads(speed.read_text(encoding="utf-8"))) for path in finished]
+    runs = [(path.parent, read_json(path)) for path in sorted((folder / "pretrain").glob("*/run.json"))]
     if not runs:
-        raise UserError(f"{folder} holds no finished run. Run `python experiments/learning.py pretrain` first.")
-    for run in runs[1:]:
-        differing = [key for key, value in run["recipe"].items() if key not in OWN and value != runs[0]["recipe"][key]]
+        raise UserError(f"{folder} has no finished run. Run `python experiments/learning.py pretrain` first.")
+    first = runs[0][1]
+    for _, run in runs[1:]:
+        differing = [key for key, value in run["recipe"].items() if key not in OWN and value != first["recipe"][key]]
         if differing:
             raise UserError(
-                f"{run['system']} and {runs[0]['system']} in {folder} were run with different values of "
-                f"{', '.join(differing)}: they cannot be compared. Use another folder for each (--runs)."
+                f"{run['system']} and {first['system']} in {folder} differ in {', '.join(differing)} and cannot be "
+                "compared. Keep each recipe in a folder of its own (--runs)."
             )
     return runs
 
 
-def read_run(folder: Path, speed: dict[str, Any]) -> Run:
-    """Header, figures and curves of one run; its `seconds` are steps times the measured cost of a step."""
-    described = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    figures = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    step_seconds = speed["seconds_per_step"][described["system"]]["median"]
-    held_out = [entry for entry in log if entry["kind"] == "held_out"]
-    attention = [entry for entry in log if entry["kind"] == "probe"]
+def read_runs(folder: Path) -> list[Run]:
+    """Header, figures and curves of every finished run; `seconds` are steps times the measured cost of a step.
+
+    Raises:
+        UserError: See `finished`; or the speed was not measured.
+    """
+    runs, speed = finished(folder), folder / "speed.json"
+    if not speed.is_file():
+        raise UserError(f"{speed} is missing. Run `python experiments/learning.py speed` first.")
+    seconds = read_json(speed)["seconds_per_step"]
+    return [read_run(path, run, seconds[run["system"]]["median"]) for path, run in runs]
+
+
+def read_run(folder: Path, run: Run, step_seconds: float) -> Run:
+    """Header, figures and curves of one run."""
+    figures, held_out, probes = (
+        read_json(folder / "metrics.json"),
+        read_log(folder, "held_out"),
+        read_log(folder, "probe"),
+    )
     return {
-        **described,
+        **run,
         "parameters": figures["parameters"],
         "unigram_loss": figures["unigram_loss"],
         "targets": figures["held_out_targets"],
         "training_seconds": figures["training_seconds"],
-        "tokens_per_second": described["recipe"]["global_batch_tokens"] / step_seconds,
+        "tokens_per_second": run["recipe"]["global_batch_tokens"] / step_seconds,
         "final_loss": held_out[-1]["loss"],
         "curve": {
             **{name: [entry[name] for entry in held_out] for name in ("step", "loss", "accuracy")},
             "seconds": [entry["step"] * step_seconds for entry in held_out],
         },
-        "probe": {
-            name: [entry[name] for entry in attention] for name in (attention[0] if attention else {}) if name != "kind"
-        },
+        "probe": {name: [entry[name] for entry in probes] for name in (probes[0] if probes else ()) if name != "kind"},
     }
+
+
+# ---- comparisons ----
 
 
 def first_step_at(curve: dict[str, list[float]], target: float) -> int | None:
@@ -77,37 +88,38 @@ def of_system(runs: list[Run], system: str) -> dict[int, Run]:
 
 
 def pairs(runs: list[Run], first: str, second: str) -> list[tuple[int, Run, Run]]:
-    """Seed and runs of two systems, for every seed that both have: same rows, same order, same masks."""
+    """Seed and runs of two systems for every common seed: the same rows in the same order with the same masks."""
     left, right = of_system(runs, first), of_system(runs, second)
     return [(seed, left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
 
 
 def differences(runs: list[Run], first: str, second: str) -> list[dict[str, Any]]:
-    """Loss of the first system minus that of the second, at every quarter of the steps, for every common seed."""
+    """Loss of the first system minus that of the second at every quarter of the steps, for every common seed."""
     found = []
     for seed, left, right in pairs(runs, first, second):
         steps, last = left["curve"]["step"], left["curve"]["step"][-1]
         quarters = [max((i for i, step in enumerate(steps) if step <= last * n / 4), default=0) for n in (1, 2, 3, 4)]
-        both = [(steps[i], left["curve"]["loss"][i], right["curve"]["loss"][i]) for i in quarters]
+        losses = [(left["curve"]["loss"][i], right["curve"]["loss"][i]) for i in quarters]
         found.append(
             {
                 "seed": seed,
-                "steps": [step for step, _, _ in both],
-                "nats": [ours - theirs for _, ours, theirs in both],
-                "relative": [ours / theirs - 1 for _, ours, theirs in both],
+                "steps": [steps[i] for i in quarters],
+                "nats": [ours - theirs for ours, theirs in losses],
+                "relative": [ours / theirs - 1 for ours, theirs in losses],
             }
         )
     return found
 
 
 def conclude(runs: list[Run]) -> dict[str, Any]:
-    """The comparisons that the experiment is about, with what was expected of them where it was."""
+    """The comparisons that the study is about, each with its expectation if there was one."""
     reached = []
     for seed, ours, theirs in pairs(runs, "luna-conv", "roberta"):
         step = first_step_at(ours["curve"], theirs["final_loss"])
         share = None if step is None else step / theirs["curve"]["step"][-1]
         reached.append({"seed": seed, "target": theirs["final_loss"], "step": step, "share": share})
     softmax = differences(runs, "luna-conv", "roberta-conv")
+    losses = {run["system"]: [r["final_loss"] for r in of_system(runs, run["system"]).values()] for run in runs}
     return {
         "roberta_gain": [run["unigram_loss"] - run["final_loss"] for run in of_system(runs, "roberta").values()],
         "luna_conv_reaches_roberta": {
@@ -122,18 +134,20 @@ def conclude(runs: list[Run]) -> dict[str, Any]:
         },
         "luna_conv_against_one_slot": {"seeds": differences(runs, "luna-conv", "luna-conv-1")},
         "roberta_conv_against_one_slot": {"seeds": differences(runs, "roberta-conv", "luna-conv-1")},
-        "seed_spread": seed_spread(runs),
+        "seed_spread": {system: max(values) - min(values) for system, values in losses.items() if len(values) > 1},
     }
 
 
-def seed_spread(runs: list[Run]) -> dict[str, float]:
-    """Largest difference of the final loss between seeds, for systems with more than one."""
-    losses = {run["system"]: [r["final_loss"] for r in of_system(runs, run["system"]).values()] for run in runs}
-    return {system: max(values) - min(values) for system, values in losses.items() if len(values) > 1}
+# ---- Markdown ----
+
+
+def text(result: dict[str, Any]) -> str:
+    """Table and conclusions of a result file."""
+    return f"{table(result['runs'], list(result['systems']))}\n\n{sentences(result['conclusions'])}"
 
 
 def table(runs: list[Run], order: list[str]) -> str:
-    """One Markdown row a system: means over the seeds, with the extremes where there are several."""
+    """One row for each system: means over the seeds, with the extremes where there are several."""
     plain = of_system(runs, "roberta")
     rows = [
         "| system | parameters | seeds | final loss | below unigram (nats) | accuracy | steps to plain RoBERTa's "
@@ -167,34 +181,34 @@ def spread(values: list[float], digits: int) -> str:
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def layers(attention: dict[str, list[Any]], name: str) -> str:
-    """The last values of a probe, first layer first."""
-    if name == "pack_entropy" and "attention_entropy" in attention:
-        name = "attention_entropy"  # the table says whose
-        return "(softmax) " + " / ".join(f"{value:.2f}" for value in attention[name][-1])
-    if name not in attention:
+def layers(probe: dict[str, list[Any]], name: str) -> str:
+    """The last values of a probe, first layer first; softmax maps appear in the column of the pack maps."""
+    label = ""
+    if name == "pack_entropy" and "attention_entropy" in probe:
+        name, label = "attention_entropy", "(softmax) "
+    if name not in probe:
         return "-"
-    return " / ".join("-" if value is None else f"{value:.2f}" for value in attention[name][-1])
+    return label + " / ".join("-" if value is None else f"{value:.2f}" for value in probe[name][-1])
 
 
 def sentences(conclusions: dict[str, Any]) -> str:
-    """The conclusions in words, one Markdown line each."""
+    """The conclusions in words, one line each."""
     lines = []
     reached = conclusions["luna_conv_reaches_roberta"]
     for row in reached["seeds"]:
-        said = "not reached" if row["step"] is None else f"at step {row['step']:,}, {row['share']:.2f} of its steps"
-        lines.append(
-            f"* Seed {row['seed']}: luna-conv reaches plain RoBERTa's final loss of {row['target']:.3f} {said}."
-        )
+        reaches = "does not reach" if row["step"] is None else "reaches"
+        when = "" if row["step"] is None else f" at step {row['step']:,}, {row['share']:.2f} of its steps"
+        target = f"plain RoBERTa's final loss of {row['target']:.3f}"
+        lines.append(f"* Seed {row['seed']}: luna-conv {reaches} {target}{when}.")
     lines.append(f"  Expected: at most {reached['expected_share']}. {_holds(reached)}")
     softmax = conclusions["luna_conv_against_roberta_conv"]
     lines += _quarters(softmax["seeds"], "luna-conv", "roberta-conv")
     lines.append(f"  Expected at the end: at most {softmax['expected_relative']:+.0%}. {_holds(softmax)}")
     lines += _quarters(conclusions["luna_conv_against_one_slot"]["seeds"], "luna-conv", "luna-conv-1")
     lines += _quarters(conclusions["roberta_conv_against_one_slot"]["seeds"], "roberta-conv", "luna-conv-1")
-    if conclusions["seed_spread"]:
-        found = ", ".join(f"{system} {value:.3f}" for system, value in conclusions["seed_spread"].items())
-        lines.append(f"* Difference between the seeds of one system (nats): {found}.")
+    if spreads := conclusions["seed_spread"]:
+        values = ", ".join(f"{system} {value:.3f}" for system, value in spreads.items())
+        lines.append(f"* Largest difference between the seeds of a system (nats): {values}.")
     return "\n".join(lines)
 
 
@@ -203,12 +217,9 @@ def _holds(conclusion: dict[str, Any]) -> str:
 
 
 def _quarters(rows: list[dict[str, Any]], first: str, second: str) -> list[str]:
-    return [
-        f"* Seed {row['seed']}: loss of {first} minus that of {second} at steps "
-        + ", ".join(
-            f"{step:,}: {nats:+.3f} ({relative:+.1%})"
-            for step, nats, relative in zip(row["steps"], row["nats"], row["relative"], strict=True)
-        )
-        + "."
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        values = zip(row["steps"], row["nats"], row["relative"], strict=True)
+        steps = ", ".join(f"{step:,}: {nats:+.3f} ({relative:+.1%})" for step, nats, relative in values)
+        lines.append(f"* Seed {row['seed']}: loss of {first} minus loss of {second} at step {steps}.")
+    return lines

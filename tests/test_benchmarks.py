@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(ROOT / "experiments")]
+
 
 import causal  # noqa: E402
 import encoder  # noqa: E402

@@ -132,7 +132,7 @@ def test_reproducing_commands(learning_data, tmp_path):  # noqa: F811
         ("encoder.py", ""): [*TINY, "--output", str(tmp_path)],
         ("guarantees.py", ""): ["--models", "LunaModel", "--no-cost", "--output", str(tmp_path)],
         ("learning.py", "pretrain"): [*where, *systems, *SHRINK_WORDS],
-        ("learning.py", "speed"): [*where, "--rounds", "1", *SHRINK_WORDS],
+        ("learning.py", "speed"): [*where, "--rounds", "1"],
         ("learning.py", "finetune"): [*where, "--systems", "luna-conv", "--tasks", "sst2", "--max_steps", "2"],
         ("learning.py", "report"): ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)],
         ("swap.py", "run"): [*swapped, *swaps, *few],

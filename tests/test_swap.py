@@ -1,22 +1,17 @@
-"""The warm-start experiment: the driver runs what it says, and the report compares each run with its twin."""
+"""The warm-start study: its driver runs what it promises, and the report compares each run with its twin."""
 
-import json
-import re
-import sys
-
+import finetuning
+import learning
 import pytest
+import running
+import swap
+import swap_report
 import torch
-from helpers import ROOT
-from test_learning import SHRINK_WORDS, learning
+from test_learning import RESULTS, SHRINK_WORDS, check
 from test_learning import data as learning_data  # noqa: F401  a fixture
 from transformers import AutoModelForMaskedLM
 
-sys.path.insert(0, str(ROOT / "experiments"))
-
-import swap
-import swap_report
-
-# At the size of the shrunk base model: memories of 64 in blocks of 16 are larger than the text, which is fine.
+# At the size of the shrunk base model: memories of 64 slots in blocks of 16 tokens.
 SHRINK = {
     "max_steps": 2,
     "eval_steps": 2,
@@ -35,23 +30,13 @@ def runs(learning_data, tmp_path_factory):  # noqa: F811
     where = ["--data", str(learning_data), "--runs", str(folder / "learning")]
     assert learning.main(["pretrain", *where, "--systems", "roberta", "--seeds", "1", *SHRINK_WORDS]) == 0
     base = folder / "learning" / "pretrain" / "roberta-seed1"
-    words = [word for name, value in SHRINK.items() if name != "max_steps" for word in (f"--{name}", str(value))]
-    own = ["--systems", "teacher", "luna-64", "--rates", "peak", "--continued-steps", "4"]
-    command = ["run", "--data", str(learning_data), "--runs", str(folder / "runs"), "--base", str(base)]
-    # The teacher's own steps come from the recipe: a short one first, which is then left alone.
-    teacher = swap.words(swap.parse([*command, *words, "--max_steps", "2"]), "teacher", model_name_or_path=base)
-    assert swap.pretrain_mlm.pretrain(swap.pretrain_mlm.read_recipe(str(swap.RECIPE), teacher), "teacher")
-    assert swap.main([*command, *own, "--transfer-steps", "2", *words]) == 0
+    where = ["--data", str(learning_data), "--runs", str(folder / "runs"), "--base", str(base)]
+    # The teacher's steps are those of the recipe: a short one is trained first, and then found finished.
+    swap.train_teacher(swap.parse(["run", *where, *running.option_words(SHRINK)]))
+    own = ["--systems", "teacher", "luna-64", "--rates", "peak", "--continued-steps", "4", "--transfer-steps", "2"]
+    words = running.option_words({name: value for name, value in SHRINK.items() if name != "max_steps"})
+    assert swap.main(["run", *where, *own, *words]) == 0
     return folder / "runs"
-
-
-def test_every_run_is_there(runs):
-    names = {path.name for path in (runs / "continued").iterdir()}
-    assert names == {
-        *("teacher-peak", "teacher-conv-peak", "luna-64-peak", "luna-64-conv-peak"),
-        *("luna-64-transfer-peak", "luna-64-conv-transfer-peak"),
-    }
-    assert not list(runs.rglob("*.unfinished"))
 
 
 def test_a_converted_teacher_is_the_teacher_and_the_others_are_not(runs):
@@ -67,82 +52,62 @@ def test_a_converted_teacher_is_the_teacher_and_the_others_are_not(runs):
 
 
 def test_steps_of_transfer_are_part_of_the_budget(runs):
-    found = {run["name"]: run for run in swap_report.read(runs)["runs"]}
-    assert found["luna-64-peak"]["curve"]["step"] == [0, 2, 4]
-    moved = found["luna-64-transfer-peak"]
+    found = {run["name"]: run for run in swap_report.read(runs)[1]}
+    assert found.keys() == {
+        *("teacher-peak", "teacher-conv-peak", "luna-64-peak", "luna-64-conv-peak"),
+        *("luna-64-transfer-peak", "luna-64-conv-transfer-peak"),
+    }
+    plain, moved = found["luna-64-peak"], found["luna-64-transfer-peak"]
+    assert plain["curve"]["step"] == [0, 2, 4] and plain["transferred_loss"] is None
     assert moved["curve"]["step"] == [0, 2, 4] and moved["transferred_loss"] == moved["curve"]["loss"][1]
     assert len(moved["layer_errors"]) == 2 and all(0 < error < 10 for error in moved["layer_errors"])
-    assert moved["swapped_loss"] == pytest.approx(found["luna-64-peak"]["swapped_loss"], abs=1e-6)
-    assert found["luna-64-peak"]["transferred_loss"] is None
+    assert moved["swapped_loss"] == pytest.approx(plain["swapped_loss"], abs=1e-6)
 
 
-def test_finished_runs_are_left_alone_and_the_report_is_whole(runs, learning_data, tmp_path, capsys):  # noqa: F811
+def test_finished_runs_are_skipped_and_the_report_is_complete(runs, learning_data, tmp_path, capsys):  # noqa: F811
     weights = {path: path.stat().st_mtime_ns for path in runs.rglob("model.safetensors")}
-    command = ["run", "--data", str(learning_data), "--runs", str(runs), "--systems", "teacher", "luna-64"]
-    assert swap.main([*command, "--rates", "peak"]) == 0
+    where = ["--data", str(learning_data), "--runs", str(runs)]
+    base = ["--base", str(runs.parent / "learning" / "pretrain" / "roberta-seed1")]
+    assert swap.main(["run", *where, *base, "--systems", "teacher", "luna-64", "--rates", "peak"]) == 0
     assert weights == {path: path.stat().st_mtime_ns for path in runs.rglob("model.safetensors")}
-    tuning = ["finetune", "--data", str(learning_data), "--runs", str(runs), "--tasks", "sst2", "--seeds", "0"]
-    assert swap.main([*tuning, "--models", "luna-64-peak", "--max_steps", "2"]) == 0
+    tuning = ["--tasks", "sst2", "--seeds", "0", "--models", "luna-64-peak", "--max_steps", "2"]
+    assert swap.main(["finetune", *where, *tuning]) == 0
     assert swap.main(["report", "--runs", str(runs), "--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("swap-pretrain-cpu-float32-torch*.json")
-    result = check(path)
-    assert len(result["runs"]) == 6
-    assert (tmp_path / path.name.replace("pretrain", "finetune")).is_file()
-    for written in tmp_path.iterdir():
-        text = written.read_bytes()
-        assert str(runs).encode() not in text and str(learning_data).encode() not in text
+    assert len(check(path, swap_report.text)["runs"]) == 6
+    check(path.with_name(path.name.replace("pretrain", "finetune")), finetuning.table)
 
 
-def check(path):
-    """A result file is whole, and its tables and plot belong to it."""
-    result = json.loads(path.read_text())
-    assert result["command"] == "python experiments/swap.py report" and result["protocol"] and result["date"]
-    assert result["machine"]["cpu"] and {"python", "torch", "transformers", "luna_hf"} <= result["versions"].keys()
-    assert path.with_suffix(".md").read_text() == swap_report.text(result)
-    assert path.with_suffix(".png").stat().st_size > 10_000
-    return result
-
-
-def test_the_full_experiment_has_the_runs_that_it_is_about():
+def test_variants_are_those_of_the_protocol():
     names = {variant.name for variant in swap.variants(list(swap.SYSTEMS), list(swap.RATES))}
-    for system in ("mlp-64", "mlp-128", "linformer-64", "luna-64", "luna-128"):
-        for kind in ("", "-conv", "-transfer", "-conv-transfer"):
-            assert {f"{system}{kind}-peak", f"{system}{kind}-third"} <= names
-    assert {"teacher-peak", "teacher-third", "random-64-peak", "random-64-conv-transfer-third"} <= names
-    assert not any(name.startswith(("teacher-transfer", "random-64-transfer", "window-64-transfer")) for name in names)
+    (path,) = RESULTS.glob("swap-pretrain-*.json")
+    assert names == {run["name"] for run in running.read_json(path)["runs"]}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "named"),
     [
-        (["run", "--data", "nowhere"], "learning.py pretrain"),
-        (["finetune", "--data", "nowhere", "--models", "x"], "There is no pretrained model"),
-        (["report"], "holds no finished run"),
+        (["run", "--data", "nowhere", "--base", "missing"], "missing"),
+        (["finetune", "--data", "nowhere"], "--models"),
+        (["report"], "swap.py run"),
     ],
 )
-def test_mistakes_are_told(arguments, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_of_the_user(arguments, named, tmp_path, capsys):
     assert swap.main([*arguments, "--runs", str(tmp_path)]) == 2
-    assert said in capsys.readouterr().err
+    assert named in capsys.readouterr().err
 
 
-# What the report computes.
-
-
-def made_up(system, losses, *, convolution=False, transfer=False, rate="peak"):
-    kind = f"{'-conv' if convolution else ''}{'-transfer' if transfer else ''}"
+def made_up(system, losses, convolution=False, transfer=False, rate="peak"):
+    variant = swap.Variant(system, convolution, transfer, rate)
     return {
-        "name": f"{system}{kind}-{rate}",
-        "system": system,
-        "convolution": convolution,
-        "transfer": transfer,
-        "rate": rate,
-        "parameters": 10,
+        **vars(variant),
+        "name": variant.name,
+        "parameters": 1,
         "transfer_steps": 100 if transfer else 0,
         "curve": {"step": [100 * index for index in range(len(losses))], "loss": losses},
         "swapped_loss": losses[0],
         "transferred_loss": losses[1] if transfer else None,
-        "layer_errors": [0.5, 0.1] if transfer else None,
+        "layer_errors": None,
         "final_loss": losses[-1],
     }
 
@@ -155,27 +120,26 @@ def test_comparison_with_the_twin():
         made_up("luna-64", [6.0, 3.05, 2.03], transfer=True),
         made_up("luna-64", [6.0, 3.0, 2.0], convolution=True),
     ]
-    figures = {"held_out_loss": 3.0, "unigram_loss": 5.0, "seen_tokens": 1_000_000, "parameters": 9}
-    result = swap_report.condense({"teacher": figures, "runs": runs}, ["teacher", "mlp-64", "luna-64"])
+    teacher = {"held_out_loss": 3.0, "unigram_loss": 5.0, "seen_tokens": 1_000_000, "parameters": 9}
+    result = swap_report.condense(teacher, runs, ["teacher", "mlp-64", "luna-64"])
     found = {run["name"]: run for run in result["runs"]}
     assert found["mlp-64-peak"]["over_twin"] == pytest.approx(0.5)
     assert found["luna-64-transfer-peak"]["over_twin"] == pytest.approx(0.015)
     assert found["teacher-third"]["twin_loss"] == 2.4
-    assert found["luna-64-conv-peak"]["over_twin"] is None, "the twin with a convolution was not run"
+    assert found["luna-64-conv-peak"]["over_twin"] is None, "there is no twin with a convolution"
     assert [found[name]["steps_to_teacher"] for name in ("mlp-64-peak", "luna-64-transfer-peak")] == [200, 100]
     text = swap_report.text(result)
     assert "| mlp-64 | 6.000 | - | 3.000 | +50.0% | - | - | 200 / - |" in text
-    assert "nearest to the equally continued teacher: luna-64-transfer-peak, +1.5%" in text
+    assert "luna-64-transfer-peak ends nearest to the equally continued teacher: +1.5%" in text
 
 
 def test_committed_results():
-    for path in (ROOT / "experiments" / "results").glob("swap-pretrain-*.json"):
-        result = check(path)
-        teacher = {
-            (run["convolution"], run["rate"]): run["final_loss"] for run in result["runs"] if run["system"] == "teacher"
-        }
-        for run in result["runs"]:
-            twin = teacher[run["convolution"], run["rate"]]
-            assert run["over_twin"] == pytest.approx(run["final_loss"] / twin - 1, abs=1e-4), run["name"]
-            assert run["final_loss"] == run["curve"]["loss"][-1]
-        assert not re.search(r"(?<![\w.])/(work|tmp|home|root)/", path.read_text())
+    (path,) = RESULTS.glob("swap-pretrain-*.json")
+    result = check(path, swap_report.text)
+    teacher = {
+        (run["convolution"], run["rate"]): run["final_loss"] for run in result["runs"] if run["system"] == "teacher"
+    }
+    for run in result["runs"]:
+        twin = teacher[run["convolution"], run["rate"]]
+        assert run["over_twin"] == pytest.approx(run["final_loss"] / twin - 1, abs=1e-4), run["name"]
+        assert run["final_loss"] == run["curve"]["loss"][-1]

@@ -1,4 +1,4 @@
-"""What the training and conversion commands share: errors for the user, exit codes, atomic writes, portable paths.
+"""What the commands of this repository share: errors for the user, exit codes, atomic writes, portable paths, results.
 
 Nothing heavy is imported here; transformers is loaded by the functions that need it.
 """
@@ -6,13 +6,15 @@ Nothing heavy is imported here; transformers is loaded by the functions that nee
 import argparse
 import json
 import os
+import platform
 import shlex
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import date
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -189,6 +191,71 @@ def portable_command(words: list[str]) -> str:
         key, equals, value = word.partition("=")
         parts.append(f"{key}={portable(value)}" if equals else portable(word))
     return shlex.join(parts)
+
+
+# ---- measured results ----
+
+
+def cpu_name() -> str:
+    """Model name of the processor."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def describe_run(script: str, arguments: Sequence[str], device: str) -> dict[str, Any]:
+    """The head of every result file: command, date, machine, and the versions that the figures depend on."""
+    import torch
+    import transformers
+
+    import luna_hf
+
+    machine: dict[str, Any] = {
+        "cpu": cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+    }
+    if device != "cpu":
+        machine["accelerator"] = torch.cuda.get_device_name()
+    return {
+        "command": portable_command(["python", script, *arguments]),
+        "date": date.today().isoformat(),
+        "machine": machine,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "luna_hf": luna_hf.__version__,
+        },
+    }
+
+
+def write_result(folder: Path, subject: str, device: str, dtype: str, result: dict[str, Any]) -> tuple[Path, Any]:
+    """Write `<subject>-<device>-<dtype>-torch<version>.json`, with floats rounded to six digits.
+
+    Returns:
+        The path, and the content as a reader of the file sees it: tables and plots must show what the file holds.
+    """
+    import torch
+
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
+    path = folder / f"{subject}-{name}-{dtype}-torch{torch.__version__.split('+')[0]}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(_rounded(result), indent=1) + "\n")
+    return path, json.loads(path.read_text(encoding="utf-8"))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {str(key): _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # ---- tokenizers ----

@@ -1,4 +1,4 @@
-"""Figures of the learning experiments: loss against steps and seconds, attention over training, task scores."""
+"""Plots of the studies: loss against steps and seconds, attention over training, task scores."""
 
 from pathlib import Path
 from typing import Any
@@ -12,59 +12,55 @@ STYLES = {
     "luna-conv-tied": {"color": "tab:orange"},
     "luna-conv-1": {"color": "tab:green", "linestyle": "-."},
 }
+PROBES = {
+    "pack_entropy": "entropy of pack maps\n(share of the maximum)",
+    "unpack_entropy": "entropy of unpack maps\n(share of the maximum)",
+    "slot_similarity": "cosine between slots",
+    "attention_entropy": "entropy of softmax maps\n(share of the maximum)",
+}
 
 
-def plot_losses(runs: list[dict[str, Any]], title: str, path: Path) -> None:
+def plot_losses(result: dict[str, Any], path: Path) -> None:
     """Held-out loss of every run against steps and against seconds, with the unigram entropy."""
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
-    for axis, against in zip(axes, ("step", "seconds"), strict=True):
-        for run in runs:
+    figure, axes = pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
+    labels = {"step": "steps", "seconds": "seconds (steps times the measured cost of one)"}
+    for axis, (against, label) in zip(axes, labels.items(), strict=True):
+        for run in result["runs"]:
             axis.plot(run["curve"][against], run["curve"]["loss"], **_style(run))
-        unigram = sum(run["unigram_loss"] for run in runs) / len(runs)
+        unigram = sum(run["unigram_loss"] for run in result["runs"]) / len(result["runs"])
         axis.axhline(unigram, color="black", linestyle=":", linewidth=1, label="unigram entropy")
-        axis.set_xlabel({"step": "steps", "seconds": "seconds (steps times the measured cost of one)"}[against])
+        axis.set_xlabel(label)
         plain(axis)
     axes[0].set_ylabel("loss at masked held-out tokens (nats)")
     axes[0].legend(frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(_title(result), fontsize=10)
     save(figure, path)
 
 
-def plot_attention(runs: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Entropies and slot similarity over training, first layer solid and last layer dotted; first seeds only."""
-    plt = pyplot()
-    panels = {
-        "pack_entropy": "entropy of pack maps",
-        "unpack_entropy": "entropy of unpack maps",
-        "slot_similarity": "cosine between slots",
-        "attention_entropy": "entropy of softmax maps",
-    }
-    figure, axes = plt.subplots(1, 4, figsize=(16, 4.2), layout="constrained", sharey=True)
-    first = min(run["seed"] for run in runs)
-    for axis, (name, label) in zip(axes, panels.items(), strict=True):
-        for run in (run for run in runs if run["seed"] == first and name in run["probe"]):
-            values = run["probe"][name]
-            if values[0][0] is None:  # a single slot
-                continue
-            style = _style(run)
-            axis.plot(run["probe"]["step"], [layers[0] for layers in values], **{**style, "linestyle": "-"})
-            axis.plot(
-                run["probe"]["step"], [layers[-1] for layers in values], **{**style, "linestyle": ":", "label": None}
-            )
-        axis.set_title(f"{label}\n(share of the maximum)" if "entropy" in label else label, fontsize=10)
+def plot_attention(result: dict[str, Any], path: Path) -> None:
+    """Entropies and slot similarity over training, first layer solid and last layer dotted; first seed only."""
+    figure, axes = pyplot().subplots(1, 4, figsize=(16, 4.2), layout="constrained", sharey=True)
+    runs = [run for run in result["runs"] if run["seed"] == min(run["seed"] for run in result["runs"])]
+    for axis, (name, title) in zip(axes, PROBES.items(), strict=True):
+        for run in runs:
+            values = run["probe"].get(name)
+            if values and values[0][0] is not None:  # a single slot has no entropy
+                style, steps = _style(run), run["probe"]["step"]
+                axis.plot(steps, [layers[0] for layers in values], **{**style, "linestyle": "-"})
+                axis.plot(steps, [layers[-1] for layers in values], **{**style, "linestyle": ":", "label": None})
+        axis.set_title(title, fontsize=10)
         axis.set_xlabel("steps")
         if axis.lines:
             axis.legend(frameon=False, fontsize=8)
         plain(axis)
-    figure.suptitle(f"{title}; solid: first layer, dotted: last layer", fontsize=10)
+    figure.suptitle(f"{_title(result)}; solid: first layer, dotted: last layer", fontsize=10)
     save(figure, path)
 
 
-def plot_scores(tasks: dict[str, dict[str, Any]], path: Path) -> None:
+def plot_scores(result: dict[str, Any], path: Path) -> None:
     """Scores of every task and system: a point for each seed, a bar for their mean."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(11, 4.6), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(11, 4.6), layout="constrained")
+    tasks = result["tasks"]
     systems = list(dict.fromkeys(system for task in tasks.values() for system in task["models"]))
     width = 0.8 / len(systems)
     for index, system in enumerate(systems):
@@ -80,6 +76,15 @@ def plot_scores(tasks: dict[str, dict[str, Any]], path: Path) -> None:
     axis.legend(frameon=False)
     plain(axis)
     save(figure, path)
+
+
+def _title(result: dict[str, Any]) -> str:
+    recipe, machine, model = result["recipe"], result["machine"], result["body"]
+    return (
+        f"{model['num_hidden_layers']} layers of width {model['hidden_size']}, blocks of {recipe['block_size']}, "
+        f"{recipe['global_batch_tokens']:,} tokens a step, vocabulary of {recipe['vocab_size']:,}; "
+        f"{machine.get('accelerator', machine['cpu'])}, {machine['threads']} thread(s)"
+    )
 
 
 def _style(run: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +111,7 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure and let go of it."""
+    """Write a figure and close it."""
     # Without the library's version in its metadata the file depends on the numbers only.
     figure.savefig(path, dpi=130, metadata={"Software": None})
     pyplot().close(figure)

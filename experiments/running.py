@@ -1,0 +1,173 @@
+"""What the studies share: they run the training commands as a user does, and read what these leave."""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from luna_hf.scripting import Parser, UserError, describe_run, run_script, write_json, write_result
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments" / "results"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_DTYPES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def progress(message: str) -> None:
+    """Log a line to stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+# ---- command line ----
+
+
+def make_parser(description: str, commands: Collection[str], runs: str) -> Parser:
+    """The options that every study has."""
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("what", choices=commands, help="step of the study")
+    add("--data", type=Path, help="folder with the corpora and tasks; `report` does not need it")
+    add("--runs", type=Path, default=Path(runs), help="folder of the runs (default: %(default)s)")
+    add("--results", type=Path, default=RESULTS, help="folder for the JSON files, tables and plots of `report`")
+    add("--threads", type=int, default=1, help="CPU threads of each run (default: %(default)s)")
+    return parser
+
+
+def run_study(
+    script: str,
+    parse: Callable[[Sequence[str]], argparse.Namespace],
+    commands: dict[str, Callable[[argparse.Namespace], None]],
+    arguments: Sequence[str],
+) -> int:
+    """Run one command of a study.
+
+    Returns:
+        The exit status: 2 for a mistake of the user, 130 after Ctrl-C.
+    """
+
+    def run() -> None:
+        options = parse(arguments)
+        if options.what != "report" and options.data is None:
+            raise UserError(f"`{options.what}` needs --data, the folder with the corpora and tasks.")
+        if options.what in ("report", "speed") and options.overrides:
+            raise UserError(f"`{options.what}` has no option {options.overrides[0]}.")
+        torch.set_num_threads(options.threads)
+        options.header = describe_run(script, arguments, DEVICE)
+        commands[options.what](options)
+
+    return run_script(run, stopped="finished runs are kept; the same command continues")
+
+
+# ---- runs ----
+
+
+def launch(script: str, words: Sequence[str], threads: int) -> None:
+    """Run a training command and wait for it.
+
+    Raises:
+        UserError: It failed, and has printed the reason.
+    """
+    command = [sys.executable, str(ROOT / script), *words]
+    # In a session of its own it gets one signal: a second one would stop it without saving.
+    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, start_new_session=True)
+    try:
+        status = child.wait()
+    except BaseException:
+        child.terminate()
+        child.wait()
+        raise
+    if status:
+        raise UserError(f"{script} failed with status {status}.")
+
+
+def option_words(values: dict[str, Any]) -> list[str]:
+    """Words of a command line, `["--key", "value"]`."""
+    words = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
+    return [part for key, value in words.items() for part in (f"--{key}", value)]
+
+
+def pretrain(options: argparse.Namespace, recipe: Path, values: dict[str, Any], script: str = "pretrain_mlm") -> Path:
+    """Run a recipe on the study's corpus unless that run is finished; the overrides of the command line win.
+
+    Raises:
+        UserError: The run failed.
+        KeyboardInterrupt: It was stopped by a signal, and is saved.
+    """
+    folder = Path(values["output_dir"])
+    if not (folder / "metrics.json").is_file():
+        corpus = options.data / "enwiki"
+        values = {
+            "data": corpus / "train.parquet",
+            "validation": corpus / "validation.parquet",
+            "cache_dir": options.runs / "cache",
+            **values,
+        }
+        launch(f"training/{script}.py", [str(recipe), *option_words(values), *options.overrides], options.threads)
+        if not (folder / "metrics.json").is_file():
+            raise KeyboardInterrupt
+    return folder
+
+
+def describe(options: argparse.Namespace, folder: Path, **own: Any) -> None:
+    """Write `run.json`, which marks a run as finished: where and how it was made, and its recipe from its card."""
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    recipe = yaml.safe_load(re.search(r"```yaml\n(model_name:.*?)```", card, re.DOTALL)[1])
+    write_json(folder / "run.json", {**options.header, **own, "recipe": recipe})
+
+
+# ---- reports ----
+
+
+def read_json(path: Path) -> Any:
+    """Content of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_log(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Entries of one kind in a run's log."""
+    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [entry for entry in entries if entry["kind"] == kind]
+
+
+def shared_fields(script: str, runs: Sequence[dict[str, Any]], own: Iterable[str]) -> dict[str, Any]:
+    """Head of a study's result: commands, machine and versions of its runs, and their recipe but for its `own` keys."""
+    return {
+        "command": f"python {script} report",
+        "commands": sorted({run["command"] for run in runs}),
+        **{name: runs[0][name] for name in ("date", "machine", "versions")},
+        "recipe": {name: value for name, value in runs[0]["recipe"].items() if name not in own},
+    }
+
+
+def publish(
+    folder: Path,
+    subject: str,
+    precision: str,
+    result: dict[str, Any],
+    text: Callable[[Any], str],
+    plots: dict[str, Callable[[Any, Path], None]],
+) -> None:
+    """Write a result as JSON, Markdown and plots, and print the Markdown.
+
+    Args:
+        folder: of the results.
+        subject: first part of the files' names.
+        precision: `mixed_precision` of the runs.
+        result: of the JSON file, with the `machine` of the runs.
+        text: makes the Markdown from what the file holds.
+        plots: function for each ending of a plot's name.
+    """
+    device = "cuda" if "accelerator" in result["machine"] else "cpu"
+    path, result = write_result(folder, subject, device, _DTYPES[precision], result)
+    path.with_suffix(".md").write_text(text(result) + "\n", encoding="utf-8")
+    for ending, plot in plots.items():
+        plot(result, path.with_name(f"{path.stem}{ending}.png"))
+    print(text(result))
