@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # One thread a process: the tests' models are small, and threads that wait for a busy core cost more than they bring.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test lint test-slow test-gpu clean
+.PHONY: demo test lint test-all test-slow test-gpu clean
 
 $(VENV)/.train: pyproject.toml src/luna_hf/__init__.py
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"luna_hf needs Python 3.10 or newer, but $(PYTHON) is {v[0]}.{v[1]}. Choose another: make PYTHON=python3.11")'
@@ -29,6 +29,9 @@ lint: $(VENV)/.dev
 
 test: lint
 	$(PYTEST) -m "not slow and not gpu" --numprocesses auto --dist loadscope
+
+test-all: lint
+	$(PYTEST) -m "not gpu" --numprocesses auto --dist loadscope
 
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow

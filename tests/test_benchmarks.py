@@ -13,13 +13,9 @@ from helpers import ROOT
 BENCHMARKS = ROOT / "benchmarks"
 
 
-import causal  # noqa: E402
 import encoder  # noqa: E402
 import floors  # noqa: E402
-import generation  # noqa: E402
 import guarantees  # noqa: E402
-import learning  # noqa: E402
-import swap  # noqa: E402
 from measuring import growth_exponent, ratios, summary, win_length  # noqa: E402
 
 from luna_hf.memory_control import CONTROLS  # noqa: E402
@@ -132,15 +128,6 @@ def test_guarantees(tmp_path, capsys):
     assert table.startswith("| Model |") and "| no attention |" in table and table == capsys.readouterr().out
 
 
-def test_the_commands_in_the_readme_are_valid():
-    commands = re.findall(r"`python (?:benchmarks|experiments)/(\w+)\.py(.*?)`", (BENCHMARKS / "README.md").read_text())
-    assert len(commands) >= 6
-    for script, arguments in commands:
-        modules = (causal, encoder, generation, guarantees, learning, swap)
-        scripts = {module.__name__: module for module in modules}
-        scripts[script].parse(arguments.split())
-
-
 def test_summary_and_ratios():
     assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
     assert summary([3.0, 1.0, 2.0]) == {
@@ -215,17 +202,6 @@ def test_floors():
     for worse in ({"memory": 1.1}, {"padding": 1.06}, {"exponent": 1.06}):
         assert [check["holds"] for check in floors.check(result_with(speed=9.0, **worse))].count(False) == 2
     assert not any("speed" in check["what"] for check in floors.check(result_with(speed=1.0, length=1024)))
-
-
-def test_the_figures_beside_the_papers_are_the_measured_ones():
-    (path,) = (BENCHMARKS / "results").glob("encoder-forward-1-layer-eager-cpu-float32-torch*.json")
-    models = json.loads(path.read_text())["lengths"][0]["models"]
-    text = (BENCHMARKS / "README.md").read_text()
-    for name, paper in (("abc-mlp-64", ("1.5", "0.5")), ("abc-mlp-128", ("1.3", "0.6"))):
-        speed = [f"{models[name]['speed_over'][peer]['median']:.2f}" for peer in ("roberta-eager", "roberta")]
-        peak = models[name]["peak_memory_bytes"]
-        memory = [f"{peak / models[peer]['peak_memory_bytes']:.2f}" for peer in ("roberta-eager", "roberta")]
-        assert f"| {' | '.join([name, paper[0], *speed, paper[1], *memory])} |" in text
 
 
 def test_results_are_committed():

@@ -16,7 +16,6 @@ sys.path.insert(0, str(BENCHMARKS))
 import causal  # noqa: E402
 import generation  # noqa: E402
 
-README = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 CAUSAL = ["--lengths", "64", "96", "--heads", "2", "--size", "8", "--slots", "8", "--rounds", "2"]
 GENERATION = ["--lengths", "16", "64", "--heads", "2", "--width", "32", "--layers", "2", "--vocab-size", "99"]
 GENERATION += ["--rounds", "2"]
@@ -194,26 +193,3 @@ def test_committed_results_say_how_they_were_made(script):
         assert path.with_suffix(".md").read_text() == script.markdown(result) + "\n"
         assert path.with_suffix(".png").exists()
         assert result["floors"] and all(check["holds"] for check in result["floors"])
-
-
-@pytest.mark.parametrize("name", ["causal-attention", "generation-4-layer", "generation-4-layer-4-rows"])
-def test_the_tables_in_the_readme_are_the_measured_ones(name):
-    (path,) = (BENCHMARKS / "results").glob(f"{name}-cpu-float32-torch*.md")
-    assert path.read_text(encoding="utf-8") in README
-
-
-def test_the_bytes_that_a_step_reads_are_those_of_the_readme():
-    (path,) = (BENCHMARKS / "results").glob("generation-4-layer-cpu-float32-torch*.json")
-    result = json.loads(path.read_text())
-    settings = result["settings"]
-    positions = (settings["longest"] + settings["room"]) * settings["width"]
-    weights = 4 * (result["models"]["gpt2"]["parameters"] - positions)
-    own = [4 * result["models"][name]["parameters"] for name in generation.OWN]
-    assert max(own) < 1.1 * weights
-    cache = result["lengths"][-1]["models"]["gpt2"]["state_bytes"]
-    text = " ".join(README.split())
-    assert f"output layer) are {weights / 1e6:.0f} MB in GPT-2" in text
-    assert f"the keys and values of 16K tokens {cache / 1e6:.0f} MB" in text
-    assert f"than {(weights + cache) / weights:.1f} times as fast as the static cache" in text
-    faster = result["lengths"][-1]["models"]
-    assert faster["gpt2-static"]["seconds"]["median"] < faster["gpt2"]["seconds"]["median"]

@@ -1,4 +1,4 @@
-"""What README.md and conversion/README.md show of the authors' checkpoints is what the scripts print."""
+"""What docs/authors-checkpoints.md shows is what the commands print."""
 
 import re
 import shlex
@@ -15,8 +15,7 @@ from tiny_fairseq import GENUINE, make_state, official_shapes, small_gpt2_folder
 from transformers import AutoModelForMaskedLM
 from verify_report import Report, Row
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-CONVERSION = (ROOT / "conversion" / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "authors-checkpoints.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +37,23 @@ def base_archive(tmp_path_factory):
 
 def test_the_first_lines_for_the_published_archive(base_archive, monkeypatch, tmp_path):
     monkeypatch.chdir(base_archive.parent)
-    (command,) = re.findall(r"^    python (conversion/fairseq_luna.py luna.base.*)$", README, re.MULTILINE)
-    assert f"    python {command}\n" in CONVERSION
+    (command,) = re.findall(r"^    python (conversion/fairseq_luna.py luna.base.*)$", PAGE, re.MULTILINE)
     options = fairseq_luna.parse(shlex.split(command)[1:])
     with open_original(options.source) as original:
         head = fairseq_luna.choose_head(original, options)
         model, translated = fairseq_luna.make_model(original, head)
         tokenizer = fairseq_luna.make_tokenizer(original.dictionary, str(original.bpe), 50265, 512)[1]
         lines = fairseq_luna.describe(original, head, model, translated, tokenizer)
-    for readme in (README, CONVERSION):
-        (shown,) = re.findall(r"```\n(Read luna\.base.*?)```", readme, re.DOTALL)
-        assert shown.splitlines() == lines
+    (shown,) = re.findall(r"```\n(Read luna\.base.*?)```", PAGE, re.DOTALL)
+    assert shown.splitlines() == lines
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The command of conversion/README.md for the tiny genuine file; GPT-2's files come from a folder, not the Hub."""
+    """The page's command for the tiny genuine file; GPT-2's files come from a folder, not the Hub."""
     folder = tmp_path_factory.mktemp("tiny")
     bpe = small_gpt2_folder(folder / "bpe")
-    (command,) = re.findall(r"^    python conversion/fairseq_luna.py (tests/.*)$", CONVERSION, re.MULTILINE)
+    (command,) = re.findall(r"^    python conversion/fairseq_luna.py (tests/.*)$", PAGE, re.MULTILINE)
     source, target = shlex.split(command)
     assert fairseq_luna.main([str(ROOT / source), str(folder / target), "--gpt2-bpe", str(bpe)]) == 0
     return folder, folder / target
@@ -64,12 +61,12 @@ def tiny(tmp_path_factory):
 
 def test_the_table_of_verify(tiny, tmp_path, capsys):
     """The command runs, and the table is what it prints where float32 alone decides, which depends on the machine."""
-    assert str((GENUINE / "untied").relative_to(ROOT)) in CONVERSION
+    assert str((GENUINE / "untied").relative_to(ROOT)) in PAGE
     words = [str(GENUINE / "untied"), str(tmp_path / "untied"), "--gpt2-bpe", str(tiny[0] / "bpe")]
     assert fairseq_luna.main(words) == 0
     assert verify.main([words[1], words[0]]) == 0
     printed = capsys.readouterr().out
-    (shown,) = re.findall(r"```\n( +tokens +packed\n.*?)```", CONVERSION, re.DOTALL)
+    (shown,) = re.findall(r"```\n( +tokens +packed\n.*?)```", PAGE, re.DOTALL)
     rows = []
     for line in shown.splitlines()[1:]:
         layer, *differences = re.split(r" {2,}", line)
@@ -82,7 +79,7 @@ def test_the_table_of_verify(tiny, tmp_path, capsys):
 
 
 def test_the_table_of_verify_with_rounding():
-    (shown,) = re.findall(r"```\n( +tokens +float64 .*?)```", CONVERSION, re.DOTALL)
+    (shown,) = re.findall(r"```\n( +tokens +float64 .*?)```", PAGE, re.DOTALL)
     _, last, logits = ([float(word) for word in line.split() if "." in word] for line in shown.splitlines())
     rows = [
         Row("layer 12", "tokens", last[0], last[2], exact=last[1]),
@@ -98,7 +95,7 @@ def test_the_table_of_verify_with_rounding():
 
 def test_the_way_back(tiny, monkeypatch):
     folder, _ = tiny
-    (command,) = re.findall(r"^    python conversion/luna_to_fairseq.py (.*)$", CONVERSION, re.MULTILINE)
+    (command,) = re.findall(r"^    python conversion/luna_to_fairseq.py (.*)$", PAGE, re.MULTILINE)
     monkeypatch.chdir(folder)
     words = [word.replace("luna-base-tied", "luna-tiny") for word in shlex.split(command)]
     assert luna_to_fairseq.main(words) == 0
@@ -112,7 +109,7 @@ def test_the_way_back(tiny, monkeypatch):
 
 def test_the_example_of_the_readme(tiny, monkeypatch):
     folder, target = tiny
-    (code,) = re.findall(r"```python\n([^`]*outputs/luna-base-tied.*?)```", README, re.DOTALL)
+    (code,) = re.findall(r"```python\n([^`]*outputs/luna-base-tied.*?)```", PAGE, re.DOTALL)
     monkeypatch.chdir(folder)
     scope = {}
     exec(code.replace("luna-base-tied", "luna-tiny"), scope)

@@ -1,0 +1,399 @@
+"""Write the measured tables of README.md and docs/ from the committed results.
+
+    python benchmarks/update_docs.py
+
+A page marks the place of a table with a `begin` and an `end` comment that carry its name, and `BLOCKS` maps the name to
+the function that writes it. Nothing is measured here: the same results always give the same pages.
+"""
+
+import functools
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKER = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+LABELS = {
+    "roberta": "RoBERTa",
+    "roberta-eager": "unfused RoBERTa",
+    "modernbert": "ModernBERT",
+    "luna-untied": "Luna, untied",
+    "luna-tied": "Luna, tied",
+    "abc-mlp-64": "ABC, 64 slots",
+    "abc-mlp-128": "ABC, 128 slots",
+}
+FORWARD, ABC = "encoder-forward-1-layer-cpu-float32", "encoder-forward-1-layer-abc-cpu-float32"
+# What the command of a result took on its machine while that was quiet.
+MINUTES = {
+    FORWARD: 10,
+    ABC: 5,
+    "encoder-forward-1-layer-eager-cpu-float32": 1,
+    "encoder-forward-1-layer-controls-cpu-float32": 8,
+    "encoder-forward-1-layer-cpu-bfloat16": 5,
+    "encoder-forward-1-layer-abc-cpu-bfloat16": 1,
+    "encoder-forward-2-layer-padding-cpu-float32": 5,
+    "encoder-forward-2-layer-padding-abc-cpu-float32": 2,
+    "encoder-mlm_step-4-layer-cpu-float32": 5,
+    "encoder-mlm_step-12-layer-cpu-float32": 7,
+    "encoder-mlm_step-4-layer-abc-cpu-float32": 3,
+    "causal-attention-cpu-float32": 8,
+    "generation-4-layer-cpu-float32": 6,
+    "generation-4-layer-4-rows-cpu-float32": 8,
+    "guarantees-cpu-float32": 1,
+    "demo-cpu-float32": 5,
+    "clm-demo-cpu-float32": 3,
+    "perplexity-enwiki-cpu-float32": 7,
+}
+Result = dict[str, Any]
+
+
+def _find(name: str, suffix: str = ".json") -> Path:
+    (path,) = ROOT.glob(f"*/results/{name}-torch*{suffix}")
+    return path
+
+
+@functools.cache
+def _load(name: str) -> Result:
+    return json.loads(_find(name).read_text(encoding="utf-8"))
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [header, ["---"] * len(header), *rows])
+
+
+def _mebibytes(count: float) -> str:
+    return f"{count / 2**20:.0f}"
+
+
+def _span(values: Iterable[float], digits: int) -> str:
+    values = list(values)
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+# ---- where a table comes from ----
+
+
+def _machine(result: Result) -> str:
+    versions = result["versions"]
+    if "hardware" in result:
+        versions = dict(part.rsplit(" ", 1) for part in versions.split(", "))
+        hardware = result["hardware"].replace("(s)", "")
+    else:
+        own = result["machine"]
+        hardware = f"{own['cpu']} with {own['cpu_capability']}, {own['threads']} thread, {own['cores']} cores"
+    return f"{hardware}; torch {versions['torch']}, transformers {versions['transformers']}"
+
+
+def _spread(name: str) -> str:
+    """How far the quartiles of the rounds lie from their median, for a typical ratio and for the worst."""
+    result = _load(name)
+    ratios = [
+        ratio
+        for row in result["lengths"]
+        for model in row["models"].values()
+        for ratio in [*model.get("speed_over", {}).values(), model.get("padded_over_unpadded")]
+        if ratio
+    ]
+    shares = [max(abs(q - ratio["median"]) for q in ratio["quartiles"]) / ratio["median"] for ratio in ratios]
+    return (
+        f"medians of {result['settings']['rounds']} rounds; quartiles within {statistics.median(shares):.0%} of the "
+        f"median, {max(shares):.0%} for the noisiest ratio"
+    )
+
+
+def _source(name: str) -> str:
+    """Command, machine, data and spread."""
+    result, path = _load(name), _find(name).relative_to(ROOT).as_posix()
+    commands = ", ".join(f"`{command}`" for command in [*result.get("commands", []), result["command"]])
+    minutes = f" ({MINUTES[name]} min)" if name in MINUTES else ""
+    date = f"; {result['date']}" if "date" in result else ""
+    spread = f"\n- Spread: {_spread(name)}" if name.startswith(("encoder", "generation")) else ""
+    return f"- Command: {commands}{minutes}\n- Machine: {_machine(result)}{date}; [data](../{path}){spread}"
+
+
+def _with_source(text: str, *names: str) -> str:
+    return "\n\n".join([text, *map(_source, names)])
+
+
+def _report(name: str) -> str:
+    """The Markdown that a benchmark wrote beside its JSON file."""
+    return _with_source(_find(name, ".md").read_text(encoding="utf-8").strip(), name)
+
+
+# ---- encoders ----
+
+
+def _over(models: Result, name: str, peer: str = "roberta") -> str:
+    ratio = models[name]["speed_over"].get(peer)
+    return f"{ratio['median']:.2f}" if ratio else "-"
+
+
+def _by_length(name: str, speeds: Sequence[tuple[str, str]], memory: Sequence[str], lengths: Sequence[int] = ()) -> str:
+    """A row for every length: speed relative to peers, then peak memory."""
+    header = ["tokens", *(f"{LABELS[model]} / {LABELS[peer]}" for model, peer in speeds)]
+    header += [f"{LABELS[model]}, MiB" for model in memory]
+    rows = [
+        [
+            f"{row['length']:,}",
+            *(_over(row["models"], *pair) for pair in speeds),
+            *(_mebibytes(row["models"][model]["peak_memory_bytes"]) for model in memory),
+        ]
+        for row in _load(name)["lengths"]
+        if not lengths or row["length"] in lengths
+    ]
+    return _table(header, rows)
+
+
+def _crossing(name: str, models: Sequence[str]) -> str:
+    wins = _load(name)["wins"]
+    return " and ".join(f"{wins[model]['roberta']:.0f} tokens ({LABELS[model]})" for model in models)
+
+
+def _growth(name: str, models: Sequence[str]) -> str:
+    found = {model: _load(name)["growth"]["exponents"][model] for model in models}
+    powers = [f"{LABELS[model]} {one['median']:.2f} ({_span(one['rounds'], 2)})" for model, one in found.items()]
+    return f"Time grows with this power of the length, from 2,048 to 16,384 tokens: {'; '.join(powers)}."
+
+
+def _front() -> str:
+    speed = _by_length(FORWARD, [("luna-tied", "roberta")], ["luna-tied", "roberta"], (128, 512, 2048, 8192, 16384))
+    return f"{speed}\n\nMeasured on {_machine(_load(FORWARD))}: {_spread(FORWARD)}."
+
+
+def _summary() -> str:
+    exponents = _load(FORWARD)["growth"]["exponents"]
+    luna, roberta = (2 ** exponents[name]["median"] for name in ("luna-tied", "roberta"))
+    return (
+        f"- RoBERTa is faster on short texts. Luna overtakes it at {_crossing(FORWARD, ['luna-untied', 'luna-tied'])}, "
+        f"ABC at {_crossing(ABC, ['abc-mlp-128'])}.\n"
+        f"- From 2,048 to 16,384 tokens, twice the tokens take Luna {luna:.1f} times as long and RoBERTa {roberta:.1f} "
+        f"times.\n- {_decoding()}"
+    )
+
+
+def _encoder() -> str:
+    models = ["luna-untied", "luna-tied"]
+    speeds = [(model, peer) for peer in ("roberta", "modernbert") for model in models]
+    table = _by_length(FORWARD, speeds, ["luna-tied", "roberta", "modernbert"])
+    return _with_source(f"{table}\n\n{_growth(FORWARD, [*models, 'roberta'])}", FORWARD)
+
+
+def _abc() -> str:
+    models = ["abc-mlp-64", "abc-mlp-128"]
+    table = _by_length(ABC, [(name, "roberta") for name in (*models, "luna-untied")], [*models, "roberta"])
+    return _with_source(f"{table}\n\n{_growth(ABC, models)}", ABC)
+
+
+def _controls() -> str:
+    name = "encoder-forward-1-layer-controls-cpu-float32"
+    rows = _load(name)["lengths"]
+    models = [model for model in rows[0]["models"] if model.startswith("abc-")]
+    cells = [[f"`{model[4:]}`", *(_over(row["models"], model) for row in rows)] for model in models]
+    return _with_source(_table(["control", *(f"{row['length']:,} tokens" for row in rows)], cells), name)
+
+
+def _one_length(names: dict[str, str], peers: Sequence[str] = ("roberta", "modernbert")) -> str:
+    """A row for every model of results that have one length each."""
+    rows = [
+        [label, LABELS[model], *(_over(row["models"], model, peer) for peer in peers)]
+        for name, label in names.items()
+        for row in _load(name)["lengths"]
+        for model in row["models"]
+        if model not in peers
+    ]
+    return _with_source(_table(["setting", "model", *(f"speed over {LABELS[peer]}" for peer in peers)], rows), *names)
+
+
+def _padding() -> str:
+    names = [f"encoder-forward-2-layer-padding{kind}-cpu-float32" for kind in ("", "-abc")]
+    rows = {
+        (LABELS[model], row["length"]): row["models"][model]["padded_over_unpadded"]
+        for name, family in zip(names, ("luna", "abc"), strict=True)
+        for row in _load(name)["lengths"]
+        for model in row["models"]
+        if model.startswith(family)
+    }
+    cells = [[m, f"{n:,}", f"{one['median']:.2f} ({_span(one['quartiles'], 2)})"] for (m, n), one in rows.items()]
+    return _with_source(_table(["model", "tokens", "padded over full, median (quartiles)"], cells), *names)
+
+
+def _paper() -> str:
+    name, rows = "encoder-forward-1-layer-eager-cpu-float32", []
+    models = _load(name)["lengths"][0]["models"]
+    peers = ("roberta-eager", "roberta")
+    for model, speed, memory in (("abc-mlp-64", "1.5", "0.5"), ("abc-mlp-128", "1.3", "0.6")):
+        peak = {own: models[own]["peak_memory_bytes"] for own in (model, *peers)}
+        shares = [f"{peak[model] / peak[peer]:.2f}" for peer in peers]
+        rows.append([LABELS[model], speed, *(_over(models, model, peer) for peer in peers), memory, *shares])
+    header = ["model", "speed, paper", "speed over unfused", "speed over fused"]
+    return _with_source(_table([*header, "memory, paper", "memory over unfused", "memory over fused"], rows), name)
+
+
+# ---- demos and generation ----
+
+
+def _demo() -> str:
+    name = "demo-cpu-float32"
+    own = _load(name)
+    rows = [
+        [f"Luna, {own['parameters'] / 1e6:.1f} M parameters", own["held_out_loss"], own["held_out_accuracy"]],
+        ["unigram baseline", own["unigram_loss"], own["unigram_accuracy"]],
+    ]
+    header = [f"on {own['held_out_targets']:,} masked tokens of held-out text", "loss (nats)", "accuracy"]
+    return _with_source(_table(header, [[label, f"{loss:.3f}", f"{share:.1%}"] for label, loss, share in rows]), name)
+
+
+def _fill_mask() -> str:
+    guesses = _load("demo-cpu-float32")["fill_mask"][0]["guesses"]
+    return "\n".join(["```", *(f"{one['token'].strip()} {one['score']:.2f}" for one in guesses), "```"])
+
+
+def _continuation() -> str:
+    asked = _load("clm-demo-cpu-float32")["continuations"][0]
+    return "\n".join(["```", *f"{asked['prompt']}{asked['greedy']}".split("\n")[:5], "```"])
+
+
+def _clm_demo() -> str:
+    own = _load("clm-demo-cpu-float32")
+    text = (
+        f"The model has {own['parameters'] / 1e6:.1f} M parameters and a perplexity of "
+        f"{own['held_out_perplexity']:.0f} on {own['held_out_targets']:,} tokens of held-out text; unigram frequencies "
+        f"give {math.exp(own['unigram_loss']):.0f}."
+    )
+    return _with_source(text, "clm-demo-cpu-float32")
+
+
+def _decoding() -> str:
+    result = _load("generation-4-layer-cpu-float32")
+    last, own = result["lengths"][-1]["models"], ("luna-64", "abc-mlp-64", "abc-window-64")
+    dynamic, static = (_span((last[name]["speed_over"][peer]["median"] for name in own), 1) for peer in result["peers"])
+    growth = _span((result["growth"][name]["median"] for name in own), 2)
+    state = _span((last[name]["state_bytes"] / 2**20 for name in own), 1)
+    cache = _mebibytes(last["gpt2"]["state_bytes"])
+    return (
+        f"After 16,384 tokens a decoding step takes {growth} times as long as after 1,024, with a state of {state} MiB "
+        f"against {cache} MiB of keys and values in GPT-2. The step is {dynamic} times as fast as GPT-2's with "
+        f"`DynamicCache`, the default of `generate`, and {static} times as fast as with `StaticCache`."
+    )
+
+
+def _decoding_bound() -> str:
+    """What a decoding step reads, and the speed that follows from it."""
+    result = _load("generation-4-layer-cpu-float32")
+    positions = (result["settings"]["longest"] + result["settings"]["room"]) * result["settings"]["width"]
+    weights = 4 * (result["models"]["gpt2"]["parameters"] - positions)
+    cache = result["lengths"][-1]["models"]["gpt2"]["state_bytes"]
+    return (
+        f"With one text, a step is bound by reading memory. GPT-2 reads {weights / 1e6:.0f} MB of weights and, at 16K "
+        f"tokens, {cache / 1e6:.0f} MB of keys and values. The models here read about the same weights, so none of "
+        f"them can be much more than {(weights + cache) / weights:.1f} times as fast as `gpt2-static`. With more texts "
+        "or layers, the cache weighs more."
+    )
+
+
+# ---- studies ----
+
+
+def _learning() -> str:
+    name = "learning-pretrain-cpu-bfloat16"
+    labels = {
+        "luna-32": "Luna, 32 slots",
+        "luna-128": "Luna, one slot for each token",
+        "roberta": "RoBERTa",
+        "luna-conv": "Luna, 32 slots, convolution",
+        "luna-conv-tied": "the same with tied key and value",
+        "roberta-conv": "RoBERTa with the same convolution",
+        "luna-conv-1": "control: Luna, one slot, convolution",
+    }
+    rows = []
+    for system, label in labels.items():
+        runs = sorted((run for run in _load(name)["runs"] if run["system"] == system), key=lambda run: run["seed"])
+        accuracy = statistics.mean(run["curve"]["accuracy"][-1] for run in runs)
+        losses = ", ".join(f"{run['final_loss']:.3f}" for run in runs)
+        rows.append([f"`{system}`", label, f"{runs[0]['parameters']:,}", losses, f"{accuracy:.1%}"])
+    table = _table(["name", "model", "parameters", "held-out loss, one value a seed", "accuracy"], rows)
+    note = f"The unigram entropy of the held-out text is {_load(name)['unigram_loss']:.2f} nats."
+    return _with_source(f"{table}\n\n{note}", name)
+
+
+def _swap(rate: str) -> str:
+    """Final losses at one learning rate: direct, with transfer, with a convolution, with both."""
+    runs = [run for run in _load("swap-pretrain-cpu-bfloat16")["runs"] if run["rate"] == rate]
+    found = {(run["system"], run["convolution"], run["transfer"]): run for run in runs}
+    rows = []
+    for system in dict.fromkeys(run["system"] for run in runs):
+        ends = [found.get((system, *kind)) for kind in ((False, False), (False, True), (True, False), (True, True))]
+        losses = [f"{run['final_loss']:.3f}" if run else "-" for run in ends]
+        rows.append([f"`{system}`", f"{ends[0]['swapped_loss']:.3f}", *losses])
+    return _table(
+        ["attention", "after the swap", "continued", "with transfer", "with a convolution", "with both"], rows
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "fill-mask": _fill_mask,
+    "speed": _front,
+    "demo": _demo,
+    "clm-demo-text": _continuation,
+    "clm-demo": _clm_demo,
+    "summary": _summary,
+    "encoder": _encoder,
+    "abc": _abc,
+    "controls": _controls,
+    "training-step": lambda: _one_length(
+        {
+            "encoder-mlm_step-4-layer-cpu-float32": "4 layers",
+            "encoder-mlm_step-12-layer-cpu-float32": "12 layers",
+            "encoder-mlm_step-4-layer-abc-cpu-float32": "4 layers, AVX-512",
+        }
+    ),
+    "bfloat16": lambda: _one_length(
+        {
+            "encoder-forward-1-layer-cpu-bfloat16": "emulated",
+            "encoder-forward-1-layer-abc-cpu-bfloat16": "native",
+        }
+    ),
+    "padding": _padding,
+    "abc-paper": _paper,
+    "causal": lambda: _report("causal-attention-cpu-float32"),
+    "decoding": _decoding,
+    "decoding-bound": _decoding_bound,
+    "generation": lambda: _report("generation-4-layer-cpu-float32"),
+    "generation-rows": lambda: _report("generation-4-layer-4-rows-cpu-float32"),
+    "perplexity": lambda: _report("perplexity-enwiki-cpu-float32"),
+    "guarantees": lambda: _report("guarantees-cpu-float32"),
+    "learning": _learning,
+    "learning-finetune": lambda: _report("learning-finetune-cpu-bfloat16"),
+    "swap-peak": lambda: _with_source(_swap("peak"), "swap-pretrain-cpu-bfloat16"),
+    "swap-third": lambda: _swap("third"),
+    "swap-finetune": lambda: _report("swap-finetune-cpu-bfloat16"),
+}
+
+
+def render(page: str) -> str:
+    """A page with its marked tables written anew.
+
+    Raises:
+        KeyError: The page marks a table that does not exist.
+    """
+    return MARKER.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
+
+
+def main() -> int:
+    """Rewrite the pages."""
+    for path in PAGES:
+        page = path.read_text(encoding="utf-8")
+        if (new := render(page)) != page:
+            path.write_text(new, encoding="utf-8")
+            print(f"updated {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""README.md, docs/ and CONTRIBUTING.md: tables are fresh, links resolve, examples run, commands are accepted."""
+
+import importlib
+import json
+import re
+import shlex
+from functools import partial
+
+import from_roberta
+import pytest
+import update_docs
+from accelerate.state import AcceleratorState
+from helpers import ROOT
+from tasks import arguments as finetune_arguments
+from test_multiple_choice import csqa_rows, race_rows, write_split
+from tiny_finetuning import SHORT, checkpoint, glue_folder, topics, write_rows
+from tiny_training import SHRINK, write_corpus
+
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in update_docs.PAGES}
+TEXTS = {**PAGES, "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")}
+# A Python block with the output right behind it, or an indented command with its continued lines.
+STEPS = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n(?:\n```\n(?P<shown>.*?)^```)?"
+    r"|^    (?P<command>(?:python|accelerate launch) (?:[^\n]*\\\n)*[^\n]*)$",
+    re.MULTILINE | re.DOTALL,
+)
+CONVERSIONS = {"roberta_to_abc": from_roberta.AbcConversion(), "roberta_to_luna": from_roberta.LunaConversion()}
+FINETUNE = {"finetune_glue": "GlueArguments", "finetune_race": "RaceArguments", "finetune_csqa": "CsqaArguments"}
+PRETRAIN = {**SHRINK, "model.num_attention_heads": 4, "data": "texts"}
+# What runs in miniature, with the options added to the command. All other commands are parsed.
+MINIATURE = {
+    "pretrain_mlm": {**PRETRAIN, "output_dir": "outputs/trained"},
+    "pretrain_clm": {**PRETRAIN, "sample_tokens": 2},
+    "transfer_attention": {**PRETRAIN, "block_size": 32},
+    "finetune_glue": {**SHORT, "num_train_epochs": 1, "seeds": 1, "sweep_batch_sizes": 16, "dataset_name": "glue"},
+    "finetune_race": {**SHORT, "num_train_epochs": 1, "dataset_name": "race"},
+    "finetune_csqa": {**SHORT, "num_train_epochs": 1, "dataset_name": "csqa"},
+    "evaluate_perplexity": {"tokens": 2048, "part": 128},
+    "roberta_to_abc": {},
+    "roberta_to_luna": {},
+}
+# Options of accelerate and of pytest.
+FOREIGN = {"config-file", "num-processes"}
+
+
+def split(command):
+    """A command as (script, words), without a launcher in front of it."""
+    words = shlex.split(command.replace("\\\n", " "), comments=True)
+    place = next(place for place, word in enumerate(words) if word.endswith(".py"))
+    return words[place], words[place + 1 :]
+
+
+def entry(script):
+    """The `main` of a command."""
+    name = script.split("/")[-1].removesuffix(".py")
+    if name in CONVERSIONS:
+        return partial(from_roberta.main, CONVERSIONS[name], "")
+    return importlib.import_module(name).main
+
+
+def accept(script, words):
+    """Parse a command with its own parser; raises if a word is refused."""
+    name = script.split("/")[-1].removesuffix(".py")
+    if name in CONVERSIONS:
+        return from_roberta.parse(CONVERSIONS[name], "", words)
+    module = importlib.import_module(name)
+    if name in FINETUNE:
+        return finetune_arguments.parse(getattr(module, FINETUNE[name]), words)
+    if hasattr(module, "read_recipe"):
+        return module.read_recipe(words[0], words[1:])
+    return module.parse(words)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with what the pages name: checkpoints, texts, task data, and a stand-in for roberta-base."""
+    folder = tmp_path_factory.mktemp("docs")
+    for name in ("luna-demo", "luna-base-tied"):
+        checkpoint(folder / "outputs" / name, max_position_embeddings=128)
+    checkpoint(folder / "FacebookAI" / "roberta-base", "roberta")
+    write_corpus(folder / "texts")
+    glue_folder(folder / "glue")
+    for name, seed in (("train", 0), ("dev", 1)):
+        texts, labels = topics(32, seed)
+        write_rows(folder / f"{name}.csv", {"text": texts, "label": [["no", "yes"][label] for label in labels]})
+    for part, seed in (("train", 0), ("validation", 1)):
+        for level in ("middle", "high"):
+            write_split(folder / "race" / level / f"{part}.parquet", race_rows(8, level, seed))
+        write_split(folder / "csqa" / f"{part}.parquet", csqa_rows(8, seed))
+    (folder / "training").symlink_to(ROOT / "training")
+    return folder
+
+
+def in_miniature(script, words):
+    """The words of a command with those that shrink it, where it does not set the option itself."""
+    small = MINIATURE[script.split("/")[-1].removesuffix(".py")]
+    given = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
+    if ("model_name_or_path" in given and "transfer" in script + words[0]) or "continue" in words[0]:
+        small = {name: value for name, value in small.items() if not name.startswith("model.")}
+    if "train_file" in given:
+        small = {name: value for name, value in small.items() if name != "dataset_name"}
+    added = {name: value for name, value in small.items() if name not in given - {"block_size", "batch_size"}}
+    return [*words, *(word for name, value in added.items() for word in (f"--{name}", str(value)))]
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if STEPS.search(text)])
+def test_examples_run(page, workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    for step in STEPS.finditer(PAGES[page]):
+        capsys.readouterr()
+        if step["code"]:
+            exec(step["code"], {})
+            assert step["shown"] in (None, capsys.readouterr().out)
+            continue
+        script, words = split(step["command"])
+        accept(script, words)
+        if script.split("/")[-1].removesuffix(".py") in MINIATURE and step["command"].startswith("python"):
+            AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+            assert entry(script)(in_miniature(script, words)) == 0, capsys.readouterr().err
+
+
+def test_commands_in_the_text_are_accepted(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = [command for text in TEXTS.values() for command in re.findall(r"`(python [\w/]+\.py[^`]*)`", text)]
+    assert len(commands) > 30
+    for script, words in map(split, commands):
+        if script != "benchmarks/update_docs.py":
+            accept(script, words)
+
+
+def test_options_exist(capsys):
+    commands = [split(step["command"]) for text in PAGES.values() for step in STEPS.finditer(text) if step["command"]]
+    known = set(FOREIGN)
+    for script, subcommand in {
+        (script, words[0] if words[:1] and words[0].isalpha() else "") for script, words in commands
+    }:
+        with pytest.raises(SystemExit):
+            entry(script)([*filter(None, [subcommand]), "--help"])
+        printed = capsys.readouterr().out
+        known |= {key.replace("_", "-") for key in re.findall(r"--([a-z][\w-]+)", printed)}
+        known |= {key.replace("_", "-") for key in re.findall(r"\w+", printed.partition("Keys:")[2])}
+    for page, text in PAGES.items():
+        named = {key.replace("_", "-") for key in re.findall(r"`--([a-z][\w-]+)", text)}
+        assert named <= known | {"model"}, (page, named - known)
+
+
+def anchors(text):
+    """The anchors that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_paths_and_targets_exist(page):
+    folder = (ROOT / page).parent
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", TEXTS[page]):
+        path, _, anchor = link.partition("#")
+        target = (folder / path).resolve() if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+    for path in re.findall(
+        r"(?<![\w/.])(?:training|benchmarks|conversion|experiments|tests|src)/[\w./-]*\w(?![\w<])", TEXTS[page]
+    ):
+        assert (ROOT / path).exists(), path
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"(?:^    |`)make ([a-z-]+)", TEXTS[page], re.MULTILINE):
+        assert f"\n{target}:" in makefile, target
+
+
+def test_measured_tables_are_fresh():
+    for page, text in PAGES.items():
+        assert update_docs.render(text) == text, f"{page}: run `python benchmarks/update_docs.py`"
+    used = [name for text in PAGES.values() for _, name, _ in update_docs.MARKER.findall(text)]
+    assert set(used) == set(update_docs.BLOCKS)
+
+
+def test_results_name_command_machine_and_versions():
+    for path in ROOT.glob("*/results/*.json"):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        assert result["command"].startswith("python ") and (result.get("machine") or result["hardware"]), path.name
+        assert "torch" in result["versions"], path.name
+        assert not re.search(r"(?<![\w.])/(work|tmp|home|root)/", path.read_text(encoding="utf-8")), path.name
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].encode()) <= 9000
