@@ -17,7 +17,8 @@ from tiny_finetuning import SHORT, checkpoint, glue_folder, topics, write_rows
 from tiny_training import SHRINK, write_corpus
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in update_docs.PAGES}
-TEXTS = {**PAGES, "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")}
+MORE = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "conversion/README.md")
+TEXTS = {**PAGES, **{page: (ROOT / page).read_text(encoding="utf-8") for page in MORE}}
 # A Python block with the output right behind it, or an indented command with its continued lines.
 STEPS = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n```\n(?P<shown>.*?)^```)?"
