@@ -83,24 +83,32 @@ def _machine(result: Result) -> str:
     versions = result["versions"]
     if "hardware" in result:
         versions = dict(part.rsplit(" ", 1) for part in versions.split(", "))
-        hardware = result["hardware"].replace("(s)", "")
+        plural = lambda match: f"{match[1]}{'s' * (match[1][:2] != '1 ')}"  # noqa: E731
+        hardware = re.sub(r"(\d+ \w+)\(s\)", plural, result["hardware"])
     else:
         own = result["machine"]
         hardware = f"{own['cpu']} with {own['cpu_capability']}, {own['threads']} thread, {own['cores']} cores"
     return f"{hardware}; torch {versions['torch']}, transformers {versions['transformers']}"
 
 
+def _ratios(entry: Any, inside: bool = False) -> Iterable[dict[str, Any]]:
+    """Every ratio below an entry of a result, as its summary over the rounds."""
+    if isinstance(entry, dict):
+        if inside and "quartiles" in entry:
+            yield entry
+        else:
+            for key, item in entry.items():
+                yield from _ratios(item, inside or key in ("speed_over", "padded_over_unpadded"))
+
+
 def _spread(name: str) -> str:
     """How far the quartiles of the rounds lie from their median, for a typical ratio and for the worst."""
     result = _load(name)
-    ratios = [
-        ratio
+    shares = [
+        max(abs(quartile - ratio["median"]) for quartile in ratio["quartiles"]) / ratio["median"]
         for row in result["lengths"]
-        for model in row["models"].values()
-        for ratio in [*model.get("speed_over", {}).values(), model.get("padded_over_unpadded")]
-        if ratio
+        for ratio in _ratios(row)
     ]
-    shares = [max(abs(q - ratio["median"]) for q in ratio["quartiles"]) / ratio["median"] for ratio in ratios]
     return (
         f"medians of {result['settings']['rounds']} rounds; quartiles within {statistics.median(shares):.0%} of the "
         f"median, {max(shares):.0%} for the noisiest ratio"
@@ -110,15 +118,16 @@ def _spread(name: str) -> str:
 def _source(name: str) -> str:
     """Command, machine, data and spread."""
     result, path = _load(name), _find(name).relative_to(ROOT).as_posix()
-    commands = ", ".join(f"`{command}`" for command in [*result.get("commands", []), result["command"]])
+    commands = "\n".join(f"- Command: `{command}`" for command in [*result.get("commands", []), result["command"]])
     minutes = f" ({MINUTES[name]} min)" if name in MINUTES else ""
     date = f"; {result['date']}" if "date" in result else ""
-    spread = f"\n- Spread: {_spread(name)}" if name.startswith(("encoder", "generation")) else ""
-    return f"- Command: {commands}{minutes}\n- Machine: {_machine(result)}{date}; [data](../{path}){spread}"
+    spread = f"\n- Spread: {_spread(name)}" if name.startswith(("encoder", "generation", "causal")) else ""
+    return f"{commands}{minutes}\n- Machine: {_machine(result)}{date}; [data](../{path}){spread}"
 
 
 def _with_source(text: str, *names: str) -> str:
-    return "\n\n".join([text, *map(_source, names)])
+    sources = "\n\n".join(map(_source, names))
+    return f"{text}\n\n<details><summary>How this was measured</summary>\n\n{sources}\n\n</details>"
 
 
 def _report(name: str) -> str:
@@ -152,13 +161,16 @@ def _by_length(name: str, speeds: Sequence[tuple[str, str]], memory: Sequence[st
 
 def _crossing(name: str, models: Sequence[str]) -> str:
     wins = _load(name)["wins"]
-    return " and ".join(f"{wins[model]['roberta']:.0f} tokens ({LABELS[model]})" for model in models)
+    return ", ".join(f"{wins[model]['roberta']:.0f} tokens ({LABELS[model]})" for model in models)
 
 
 def _growth(name: str, models: Sequence[str]) -> str:
     found = {model: _load(name)["growth"]["exponents"][model] for model in models}
     powers = [f"{LABELS[model]} {one['median']:.2f} ({_span(one['rounds'], 2)})" for model, one in found.items()]
-    return f"Time grows with this power of the length, from 2,048 to 16,384 tokens: {'; '.join(powers)}."
+    return (
+        "Exponent of time in the length, from 2,048 to 16,384 tokens (1 is linear, 2 quadratic; range over the rounds "
+        f"in brackets): {'; '.join(powers)}."
+    )
 
 
 def _front() -> str:
@@ -170,8 +182,8 @@ def _summary() -> str:
     exponents = _load(FORWARD)["growth"]["exponents"]
     luna, roberta = (2 ** exponents[name]["median"] for name in ("luna-tied", "roberta"))
     return (
-        f"- RoBERTa is faster on short texts. Luna overtakes it at {_crossing(FORWARD, ['luna-untied', 'luna-tied'])}, "
-        f"ABC at {_crossing(ABC, ['abc-mlp-128'])}.\n"
+        f"- RoBERTa is faster on short texts, up to {_crossing(FORWARD, ['luna-untied', 'luna-tied'])} and "
+        f"{_crossing(ABC, ['abc-mlp-128'])}.\n"
         f"- From 2,048 to 16,384 tokens, twice the tokens take Luna {luna:.1f} times as long and RoBERTa {roberta:.1f} "
         f"times.\n- {_decoding()}"
     )
@@ -256,7 +268,7 @@ def _fill_mask() -> str:
 
 def _continuation() -> str:
     asked = _load("clm-demo-cpu-float32")["continuations"][0]
-    return "\n".join(["```", *f"{asked['prompt']}{asked['greedy']}".split("\n")[:5], "```"])
+    return f"```\n{asked['prompt']}{asked['greedy']}\n```"
 
 
 def _clm_demo() -> str:
@@ -309,7 +321,7 @@ def _learning() -> str:
         "luna-conv": "Luna, 32 slots, convolution",
         "luna-conv-tied": "the same with tied key and value",
         "roberta-conv": "RoBERTa with the same convolution",
-        "luna-conv-1": "control: Luna, one slot, convolution",
+        "luna-conv-1": "baseline: Luna, one slot, convolution",
     }
     rows = []
     for system, label in labels.items():
@@ -317,7 +329,7 @@ def _learning() -> str:
         accuracy = statistics.mean(run["curve"]["accuracy"][-1] for run in runs)
         losses = ", ".join(f"{run['final_loss']:.3f}" for run in runs)
         rows.append([f"`{system}`", label, f"{runs[0]['parameters']:,}", losses, f"{accuracy:.1%}"])
-    table = _table(["name", "model", "parameters", "held-out loss, one value a seed", "accuracy"], rows)
+    table = _table(["name", "model", "parameters", "held-out loss, by seed", "accuracy"], rows)
     note = f"The unigram entropy of the held-out text is {_load(name)['unigram_loss']:.2f} nats."
     return _with_source(f"{table}\n\n{note}", name)
 
