@@ -11,9 +11,7 @@ import pytest
 import update_docs
 from accelerate.state import AcceleratorState
 from helpers import ROOT
-from tasks import arguments as finetune_arguments
-from test_multiple_choice import csqa_rows, race_rows, write_split
-from tiny_finetuning import SHORT, checkpoint, glue_folder, topics, write_rows
+from tiny_finetuning import SHORT, checkpoint, csqa_rows, glue_folder, race_rows, topics, write_rows, write_split
 from tiny_training import SHRINK, write_corpus
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in update_docs.PAGES}
@@ -26,7 +24,6 @@ STEPS = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 CONVERSIONS = {"roberta_to_abc": from_roberta.AbcConversion(), "roberta_to_luna": from_roberta.LunaConversion()}
-FINETUNE = {"finetune_glue": "GlueArguments", "finetune_race": "RaceArguments", "finetune_csqa": "CsqaArguments"}
 PRETRAIN = {**SHRINK, "model.num_attention_heads": 4, "data": "texts"}
 # What runs in miniature, with the options added to the command. All other commands are parsed.
 MINIATURE = {
@@ -65,8 +62,6 @@ def accept(script, words):
     if name in CONVERSIONS:
         return from_roberta.parse(CONVERSIONS[name], "", words)
     module = importlib.import_module(name)
-    if name in FINETUNE:
-        return finetune_arguments.parse(getattr(module, FINETUNE[name]), words)
     if hasattr(module, "read_recipe"):
         return module.read_recipe(words[0], words[1:])
     return module.parse(words)

@@ -2,16 +2,17 @@
 
 import csv
 import json
-import os
 import random
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import finetune_csqa
+import finetune_glue
+import finetune_race
 import pyarrow
 import pyarrow.parquet
+import pytest
 import torch
 from helpers import ROOT, randomise, tiny_config_for, tiny_tokenizer
 from transformers import (
@@ -25,34 +26,8 @@ from transformers import (
 
 from luna_hf import FAMILIES
 
-sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
-
-import finetune_glue
-from common import options as recipe
-from tasks import arguments as finetune_arguments
-from tasks import best as finetune_best
-from tasks import files as finetune_data
-from tasks import labels as finetune_labels
-from tasks import plan as finetune_plan
-from tasks import report as finetune_report
-from tasks import runs as finetuning
-from tasks import trainer as finetune_trainer
-
-__all__ = [
-    "finetune_arguments",
-    "finetune_best",
-    "finetune_data",
-    "finetune_glue",
-    "finetune_labels",
-    "finetune_plan",
-    "finetune_report",
-    "finetune_trainer",
-    "finetuning",
-    "recipe",
-]
-
-SCRIPT = "training/finetune_glue.py"
-RECIPES = sorted((ROOT / "training" / "recipes" / "finetune_glue").glob("*.yaml"))
+COMMANDS = {"finetune_glue": finetune_glue, "finetune_race": finetune_race, "finetune_csqa": finetune_csqa}
+RECIPES = sorted((ROOT / "training" / "recipes").glob("finetune_*/*.yaml"))
 MODEL_TYPES = [*FAMILIES, "roberta", "modernbert"]
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 WORDS = ["every", "token", "reads", "the", "packed", "sequence", "in", "turn", "quick", "brown", "lazy"]
@@ -98,8 +73,11 @@ def checkpoint(folder: Path, model_type: str = "luna", **options: Any) -> Path:
     return folder
 
 
+# ---- data ----
+
+
 def topics(count: int, seed: int = 0, classes: int = 2) -> tuple[list[str], list[int]]:
-    """Texts of unequal lengths, and which of the words fox, dog and cat stands in each."""
+    """Texts of unequal lengths, and which of the words fox, dog and cat each contains."""
     generator = random.Random(seed)
     texts, labels = [], []
     for _ in range(count):
@@ -112,19 +90,26 @@ def topics(count: int, seed: int = 0, classes: int = 2) -> tuple[list[str], list
 
 
 def write_rows(path: Path, columns: dict[str, list[Any]]) -> Path:
-    """A file of any kind that the scripts read, by its suffix."""
+    """A file of any kind that the commands read, by its suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
     elif path.suffix == ".jsonl":
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
     else:
         with path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows(zip(*columns.values(), strict=True))
+            writer = csv.DictWriter(file, columns, delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
     return path
+
+
+def write_split(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A file of rows."""
+    return write_rows(path, {name: [row[name] for row in rows] for name in rows[0]})
 
 
 def glue_folder(folder: Path, task: str = "sst2", rows: int = 48, suffix: str = ".parquet") -> Path:
@@ -143,24 +128,67 @@ def glue_folder(folder: Path, task: str = "sst2", rows: int = 48, suffix: str = 
     return folder
 
 
-def command(model: Path, output_dir: Path, **options: Any) -> list[str]:
+def race_rows(count: int, level: str, seed: int) -> list[dict[str, Any]]:
+    """Questions with the right option `the fox`; every passage has two of them."""
+    generator = random.Random(f"{level}{seed}")
+    rows = []
+    for index in range(count):
+        options = ["the fox", "a dog reads", "cat", "the packed sequence"]
+        generator.shuffle(options)
+        words = generator.choices(WORDS, k=generator.randint(2, 9))
+        rows.append(
+            {
+                "example_id": f"{level}{index // 2}.txt",
+                "article": " ".join(words) + ".",
+                "question": generator.choice(["the token reads _ .", "every token reads"]),
+                "options": options,
+                "answer": "ABCD"[options.index("the fox")],
+            }
+        )
+    return rows
+
+
+def csqa_rows(count: int, seed: int, answers: bool = True) -> list[dict[str, Any]]:
+    """Questions with the right option `fox`."""
+    generator = random.Random(seed)
+    rows = []
+    for index in range(count):
+        options = ["fox", "dog", "cat", "lazy token", "sequence"]
+        generator.shuffle(options)
+        rows.append(
+            {
+                "id": f"{seed}-{index}",
+                "question": " ".join(generator.choices(WORDS, k=generator.randint(2, 9))),
+                "question_concept": "fox",
+                "choices": {"label": list("ABCDE"), "text": options},
+                "answerKey": "ABCDE"[options.index("fox")] if answers else "",
+            }
+        )
+    return rows
+
+
+# ---- runs ----
+
+
+def command(model: Any, output_dir: Path, **options: Any) -> list[str]:
     """Words of a short run; lists become several words."""
     words = ["--model_name_or_path", *map(str, model if isinstance(model, list) else [model])]
     for name, value in {**SHORT, "output_dir": output_dir, **options}.items():
-        words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+        if value is not None:
+            words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
     return words
 
 
-def run(model: Any, output_dir: Path, **options: Any) -> dict[str, Any]:
+def run(model: Any, output_dir: Path, script: Any = finetune_glue, **options: Any) -> dict[str, Any]:
     """A short run in this process; the content of its results.json."""
-    assert finetune_glue.main(command(model, output_dir, **options)) == 0
+    assert script.main(command(model, output_dir, **options)) == 0
     return json.loads((output_dir / "results.json").read_text())
 
 
-def start_script(words: list[str], launcher: tuple[str, ...] = ()) -> subprocess.Popen:
-    """The script as a user starts it, from the repository root."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    line = [sys.executable, *launcher, SCRIPT, *words]
-    return subprocess.Popen(
-        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def refused(capsys: pytest.CaptureFixture, words: list[str], script: Any = finetune_glue) -> str:
+    """The message of a run that ends with an error."""
+    capsys.readouterr()
+    assert script.main(words) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    return message

@@ -1,43 +1,39 @@
-"""Finetune an encoder on CommonsenseQA (Talmor et al. 2019): five choices a question, without a passage.
+"""Finetune an encoder on CommonsenseQA (Talmor et al. 2019): five choices per question, without a passage.
 
     python training/finetune_csqa.py training/recipes/finetune_csqa/paper.yaml \
         --model_name_or_path MODEL [MODEL ...] --dataset_name FOLDER --output_dir outputs/csqa
 
-A choice is read as
+A choice is encoded as
 
     <s> Q: question </s> A: option </s>
 
-with one separator and not the two of RoBERTa's pairs, as RoBERTa's authors did (fairseq,
-`examples/roberta/commonsense_qa`); by tokenizers in BERT's layout as `[CLS] Q: question [SEP] A: option [SEP]`, all in
-segment 0. The column `question_concept`, from which annotators wrote the question, is not read.
+with one separator and not the two of RoBERTa's pairs, as RoBERTa's authors did it (fairseq,
+`examples/roberta/commonsense_qa`); by tokenizers with BERT's layout as `[CLS] Q: question [SEP] A: option [SEP]`, all
+in segment 0. The column `question_concept`, from which annotators wrote the question, is not used.
 
-Question and option together are cut to `--max_question_length` tokens (128, or what the model or `--max_length` takes,
-if that is less): the question gives way, and an option of more than half of them.
-The data set's test split has no answers: those of the model are written to `predictions/test.jsonl`, in the form of the
-leaderboard.
+Question and option together are cut to `--max_question_length` tokens (default: 128, or what the model or
+`--max_length` takes if that is less): the question gives way, and an option only if it exceeds all of them. The data
+set's test split has no answers: the model's are written to `predictions/test.jsonl`, in the form of the leaderboard.
 """
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset
-from tasks.files import load_splits, require_columns
+from tasks.files import load_splits
 from tasks.multiple_choice import (
     QUESTION_LENGTH,
     ChoiceArguments,
     ChoiceTask,
-    Layout,
-    Limits,
-    Question,
-    answer_index,
-    as_choices,
-    as_text,
-    pair_layout,
+    ChoiceTrainingArguments,
+    clean,
+    cut,
+    question,
     read_questions,
-    run_choice_script,
+    tokenize_choices,
 )
+from tasks.runs import Command
 from transformers import PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError
@@ -49,49 +45,28 @@ texts = [f"Q: {question}{tokenizer.sep_token}A: {option}" for option in options]
 inputs = tokenizer(texts, truncation=True, padding=True, return_tensors="pt")"""
 
 
-def read_row(row: Mapping[str, Any], where: str) -> Question:
-    """A row of CommonsenseQA; see `COLUMNS`.
+def read_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of CommonsenseQA as a `question`.
 
     Raises:
-        UserError: A value has another type, or the answer is not one of the choices.
+        KeyError, TypeError, ValueError: A value has another type, or the answer is not one of the choices.
     """
-    choices = row["choices"]
-    if not isinstance(choices, Mapping) or not {"label", "text"} <= set(choices):
-        raise UserError(f"{where}: `choices` is {choices!r}, but must have `label` and `text`.")
-    letters = as_choices(choices["label"], "choices.label", where)
-    options = as_choices(choices["text"], "choices.text", where)
-    if len(letters) != len(options) or len(set(letters)) != len(letters):
-        raise UserError(f"{where}: `choices` has labels {letters} for {len(options)} texts; each text needs its own.")
-    return Question(
-        id=as_text(row["id"], "id", where),
+    return question(
+        id=row["id"],
         group="",
-        first="Q: " + as_text(row["question"], "question", where),
-        seconds=["A: " + option for option in options],
-        letters=letters,
-        label=answer_index(row["answerKey"], letters, "answerKey", where),
+        shared="Q: " + clean(row["question"]),
+        choices=["A: " + clean(option) for option in row["choices"]["text"]],
+        letters=row["choices"]["label"],
+        answer=row["answerKey"],
     )
-
-
-def load_csqa(name: str, config: str | None) -> dict[str, Dataset]:
-    """The splits as questions.
-
-    Raises:
-        UserError: Nothing to be found, a missing column, an empty split, a row that is not as it should be.
-    """
-    questions = {}
-    for split, rows in load_splits(name, config).items():
-        where = f"{name}, {split}"
-        require_columns(rows, COLUMNS, where)
-        questions[split] = read_questions(rows, read_row, where)
-    return questions
 
 
 @dataclass
 class CsqaArguments(ChoiceArguments):
-    """Options of this script."""
+    """Options of this command."""
 
     dataset_name: str = field(
-        default="tau/commonsense_qa", metadata={"help": "Hub name, or a local folder with a file for each split."}
+        default="tau/commonsense_qa", metadata={"help": "Hub name, or a local folder with a file per split."}
     )
 
 
@@ -101,33 +76,34 @@ class CsqaTask(ChoiceTask):
     name = "csqa"
     title = "CommonsenseQA"
     dataset = "CommonsenseQA (Talmor et al. 2019)"
-    parts = ("question", "option")
     example = EXAMPLE
 
-    @staticmethod
-    def load(name: str, config: str | None) -> dict[str, Dataset]:
+    def load(self, name: str, config: str | None) -> dict[str, Dataset]:
         """All splits."""
-        return load_csqa(name, config)
+        splits = load_splits(name, config)
+        return {split: read_questions(rows, COLUMNS, read_row, f"{name}, {split}") for split, rows in splits.items()}
 
-    @staticmethod
-    def layout(tokenizer: PreTrainedTokenizerBase) -> Layout:
-        """A single separator."""
-        return pair_layout(tokenizer).as_one_text()
+    def question_length(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
+        """`--max_question_length`, or 128, or the room if that is less."""
+        if tokenizer.sep_token is None:
+            raise UserError(f"{type(tokenizer).__name__} has no separator token, which CommonsenseQA needs.")
+        room = max_length - tokenizer.num_special_tokens_to_add() - 1
+        return min(self.max_question_length or QUESTION_LENGTH, room)
 
-    @staticmethod
-    def limits(max_length: int, specials: int, asked: int | None) -> Limits:
-        """Question and option share what is asked for, or 128 tokens, or the room that there is if that is less."""
-        wanted = asked or QUESTION_LENGTH
-        shared = min(wanted, max_length - specials)
-        why = f", not {wanted:,}: more has no room" if shared < wanted else ""
-        note = f"Question and option together have at most {shared:,} tokens{why} (--max_question_length)."
-        return Limits(shared + specials, second=shared // 2, note=note)
+    def tokenize(
+        self, shared: list[str], choices: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int
+    ) -> dict[str, list[Any]]:
+        """One text per choice."""
+        length = self.question_length(tokenizer, max_length)
+        options = tokenizer(choices, add_special_tokens=False)["input_ids"]
+        shared, lost = cut(tokenizer, shared, [length - len(ids) for ids in options])
+        texts = [f"{text}{tokenizer.sep_token}{choice}" for text, choice in zip(shared, choices, strict=True)]
+        whole = length + tokenizer.num_special_tokens_to_add() + 1
+        return tokenize_choices(tokenizer, texts, lost=lost, max_length=whole, truncation="longest_first")
 
 
-def main(words: list[str] | None = None) -> int:
-    """The script: 0 if all is well, 2 after an error that the user can mend."""
-    return run_choice_script(CsqaArguments, CsqaTask, __doc__, words)
-
+COMMAND = Command("finetune_csqa", __doc__, CsqaTask, CsqaArguments, ChoiceTrainingArguments)
+main, parse = COMMAND.main, COMMAND.parse
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,8 @@
-"""Building blocks of all models, encoders and decoders: embeddings, layers and the layer stack.
+"""What the models of all families are made of: embeddings, layers and their stack, for encoders and decoders.
 
-Parameters have RoBERTa's names, so that a RoBERTa checkpoint loads wherever the architectures agree. A family plugs in
-a `memory_attention.MemoryAttention`: `(hidden_states, carried, context) -> (output, carried, weights)`, where `carried`
-passes from layer to layer alongside the tokens (Luna's packed sequence), or is `None`.
+Parameters carry RoBERTa's names, so that a RoBERTa checkpoint fits wherever the architectures agree. A family plugs in
+one attention module, a `memory_attention.MemoryAttention`: `(hidden_states, carried, context) -> (output, carried,
+weights)`, where `carried` is what goes from layer to layer besides the tokens (Luna's packed sequence), or `None`.
 """
 
 import math
@@ -21,13 +21,14 @@ from .dispatch import choose
 from .functional import depthwise_convolution, sinusoids, sinusoids_at, token_positions
 from .memory_attention import MemoryAttention
 
-# Number of tokens per block of the feed-forward network in inference, by device type; the CPU's blocks fit in cache.
+# Rows of the feed-forward network treated at a time in inference, by device type: on a CPU blocks of this size stay in
+# cache.
 _FEED_FORWARD_ROWS = {"cpu": 1024}
 _FEED_FORWARD_ROWS_DEFAULT = 16384
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed sinusoidal position table, indexed like an embedding."""
+    """Fixed table of sinusoids, read like an embedding."""
 
     def __init__(self, num_positions: int, dim: int, padding_idx: int | None = None) -> None:
         super().__init__()
@@ -35,32 +36,32 @@ class SinusoidalPositions(nn.Module):
         self.table = nn.Buffer(self.make_table(), persistent=False)
 
     def initialise(self, config: BoundedMemoryConfig) -> None:
-        """Recompute the table, which is not saved in checkpoints."""
+        """The table is not in the file: it is made anew."""
         init.copy_(self.table, self.make_table())
 
     def make_table(self) -> Tensor:
-        """Compute the table, (num_positions, dim) float32."""
+        """(num_positions, dim) float32."""
         return sinusoids(self.num_positions, self.dim, self.padding_idx)
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Look up positions: (b, n) to (b, n, d)."""
+        """(b, n) to (b, n, d)."""
         return nn.functional.embedding(position_ids, self.table)
 
 
 class EndlessSinusoids(nn.Module):
-    """Sinusoidal positions computed on the fly, for decoders, whose inputs have no maximum length."""
+    """The same sinusoids without a table, from position 0 on, for decoders."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Encode positions, counted from 0: (b, n) to (b, n, d)."""
+        """(b, n) to (b, n, d)."""
         return sinusoids_at(position_ids, self.dim)
 
 
 class TokenEmbeddings(nn.Module):
-    """Token, position and segment embeddings, LayerNorm and dropout; padding is zero."""
+    """Token, position and segment embeddings, LayerNorm, dropout; padded tokens become zero."""
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class TokenEmbeddings(nn.Module):
         self.scale = math.sqrt(width) if config.position_embedding_type == "sinusoidal" else 1.0
         if config.position_embedding_type == "learned":
             self.position_embeddings = nn.Embedding(num_positions, width, padding_idx=padding_idx)
-        elif config.position_embedding_type == "rotary":  # applied to queries and keys in the attention
+        elif config.position_embedding_type == "rotary":  # the attention turns queries and keys
             self.position_embeddings = None
         elif config.is_decoder:
             self.position_embeddings = EndlessSinusoids(width)
@@ -92,7 +93,7 @@ class TokenEmbeddings(nn.Module):
         token_type_ids: Tensor | None,
         keep: Tensor | None,
     ) -> Tensor:
-        """Embed (b, n) ids, or complete (b, n, d) token embeddings, to (b, n, d) states."""
+        """(b, n) ids, or (b, n, d) embeddings, to (b, n, d) states."""
         tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         length = tokens.shape[1]
         if position_ids is None and self.position_embeddings is not None:
@@ -108,17 +109,17 @@ class TokenEmbeddings(nn.Module):
         elif token_type_ids is not None:
             raise ValueError(
                 "`token_type_ids` were given, but the model has no segment embeddings (`type_vocab_size` is 0). "
-                "Leave them out, or use a model with `type_vocab_size` above 0."
+                "Leave them out, or configure `type_vocab_size`."
             )
         if keep is None:
             return self.dropout(self.LayerNorm(states))
-        # Masked before the norm, too: padding may hold anything, even NaN, which must not reach a state or a gradient.
+        # Also before the norm: whatever stands at padding, even NaN, must reach neither a state nor a gradient.
         padding = ~keep.unsqueeze(-1)
         return self.dropout(self.LayerNorm(states.masked_fill(padding, 0.0))).masked_fill(padding, 0.0)
 
 
 class DepthwiseConvolution(nn.Module):
-    """Depthwise convolution of `conv_kernel_size` taps over the token states, without bias."""
+    """`conv_kernel_size` taps over the token states, one filter a channel, no bias."""
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int) -> None:
         super().__init__()
@@ -126,18 +127,18 @@ class DepthwiseConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.hidden_size, config.conv_kernel_size))
 
     def initialise(self, config: BoundedMemoryConfig) -> None:
-        """Initialise the filters like any other matrix."""
+        """As any matrix."""
         init.normal_(self.weight, mean=0.0, std=config.initializer_range)
 
     def forward(self, states: Tensor, context: ForwardContext) -> Tensor:
-        """Convolve (b, n, d) states to the same shape."""
+        """(b, n, d) to (b, n, d)."""
         return depthwise_convolution(states, self.weight, context.keep)
 
 
 class SubLayerOutput(nn.Module):
-    """End of a sub-layer: output projection, dropout and LayerNorm, grouped under RoBERTa's names.
+    """What closes a sub-layer: projection to the width, dropout, and its LayerNorm.
 
-    In a post-norm layer the LayerNorm follows the residual connection; in a pre-norm layer it precedes the sub-layer.
+    In a post-norm layer the norm follows the residual; in a pre-norm layer it stands before the sub-layer.
     """
 
     def __init__(self, config: BoundedMemoryConfig, in_features: int) -> None:
@@ -157,12 +158,12 @@ class FeedForwardInput(nn.Module):
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Map (..., d) to (..., intermediate_size)."""
+        """(..., d) to (..., intermediate_size)."""
         return self.dropout(self.activation(self.dense(states)))
 
 
 class AttentionBlock(nn.Module):
-    """Attention sub-layer: the family's attention (`self`, as in RoBERTa), output projection, optional convolution."""
+    """The family's attention (`self`, RoBERTa's name), its output projection, and the optional convolution."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class AttentionBlock(nn.Module):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply the sub-layer with its residual connection; returns states (b, n, d) and `carried`."""
+        """Residual attention sub-layer: (b, n, d) and what is carried, to the same shapes."""
         mixed, carried = self.mix(hidden_states, carried, context)
         hidden_states = hidden_states + self.output.dropout(mixed)
         return hidden_states if self.norm_first else self.output.LayerNorm(hidden_states), carried
@@ -188,7 +189,7 @@ class AttentionBlock(nn.Module):
     def mix(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
+        """What the sub-layer adds to its input, before dropout: (b, n, d), and what is carried on."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
         mixed, carried, _ = self.self(states, carried, context)
         mixed = self.output.dense(mixed)
@@ -198,7 +199,7 @@ class AttentionBlock(nn.Module):
 
 
 class TransformerLayer(GradientCheckpointingLayer):
-    """One layer of an encoder or decoder: attention and feed-forward network."""
+    """One layer of an encoder or a decoder: the family's attention, and the feed-forward network."""
 
     def __init__(self, config: BoundedMemoryConfig, *attention: Any) -> None:
         super().__init__()
@@ -211,12 +212,12 @@ class TransformerLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply both sub-layers; returns token states (b, n, d) and `carried`."""
+        """(b, n, d) token states and what the family carries, to the same shapes."""
         hidden_states, carried = self.attention(hidden_states, carried, context)
         return self.feed_forward(hidden_states), carried
 
     def feed_forward(self, hidden_states: Tensor) -> Tensor:
-        """Apply the feed-forward sub-layer with its residual connection, in blocks of tokens if that saves memory."""
+        """Residual feed-forward sub-layer, row block by row block where that saves memory."""
         rows = self.feed_forward_rows
         if not rows and choose("feed_forward", hidden_states, self.training) == "parts":
             rows = _FEED_FORWARD_ROWS.get(hidden_states.device.type, _FEED_FORWARD_ROWS_DEFAULT)
@@ -232,7 +233,7 @@ class TransformerLayer(GradientCheckpointingLayer):
 
 
 class LayerStack(nn.Module):
-    """The layers (`layer`, as in RoBERTa), and the final LayerNorm of a pre-norm model."""
+    """The layers (under RoBERTa's name `layer`), and the final norm of a pre-norm model."""
 
     def __init__(
         self,
@@ -251,8 +252,8 @@ class LayerStack(nn.Module):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply all layers; returns token states (b, n, d) and `carried`."""
+        """(b, n, d) states and what is carried, through all layers."""
         for layer in self.layer:
-            # Positional arguments, because re-entrant checkpointing gives keyword arguments no gradient.
+            # Positional: what needs a gradient must be, for re-entrant checkpointing.
             hidden_states, carried = layer(hidden_states, carried, context)
         return self.final_layer_norm(hidden_states), carried

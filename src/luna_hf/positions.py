@@ -1,18 +1,18 @@
-"""Extends learned positions beyond the length that a model was trained on."""
+"""Positions beyond those that a model was trained on."""
 
 import torch
 from torch import Tensor
 
 
 def repeat_positions(table: Tensor, first: int, length: int) -> Tensor:
-    """Extend a position table by repeating its rows, or truncate it (Beltagy et al. 2020, Longformer, section 5).
+    """Learned positions for longer texts: the rows of the first tokens stand again where the trained ones end.
 
-    Repetition preserves the learned relations between neighbouring positions, except where two copies meet.
+    Neighbours so keep the offsets that were trained (Beltagy et al. 2020, Longformer, section 5).
 
     Args:
         table: (first + trained, d).
-        first: number of leading rows that are not positions (in RoBERTa, those up to the padding row).
-        length: number of positions to return, at least 1.
+        first: rows in front that belong to no position (RoBERTa's, up to the pad's).
+        length: positions wanted, at least one.
 
     Returns:
         (first + length, d).

@@ -1,30 +1,32 @@
-"""Labelled data for the finetuning scripts: files and folders, or a name on the Hub, as `datasets.Dataset`."""
+"""Labelled data, read by `datasets.load_dataset` from files, folders or the Hub, and tokenized for the Trainer."""
 
-from collections.abc import Iterable
+import glob
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.csv
-import pyarrow.json
-import pyarrow.parquet
+import numpy as np
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, reason
 
-SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
-_ROWS = 1000  # texts that are tokenized at a time
+_CSV = ("csv", {"keep_default_na": False})  # a text may be "None" or "NA"
+READERS = {
+    **{".parquet": ("parquet", {}), ".jsonl": ("json", {}), ".json": ("json", {}), ".csv": _CSV},
+    ".tsv": ("csv", {"sep": "\t", **_CSV[1]}),
+}
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Rows for the Trainer, and what was cut from them.
+    """Tokenized rows, and how much of them was cut.
 
     Attributes:
-        rows: the model's inputs, `labels` where there are any, and `length`: the size of a row in characters, by which
-            batches are grouped (not in tokens, which every tokenizer counts differently).
+        rows: the model's inputs, `labels` unless the split has none, and `length`: the characters of a row, by which
+            batches are grouped. Tokens would give every tokenizer its own order.
         tokens: tokens of all rows, after cutting.
         cut_rows: rows that were cut.
         cut_tokens: tokens that were cut off.
@@ -42,149 +44,133 @@ class Encoded:
             lost = self.cut_tokens / (self.tokens + self.cut_tokens)
             share = self.cut_rows / len(self.rows)
             cut = f"{self.cut_rows:,} ({share:.1%}) were cut, which lost {self.cut_tokens:,} tokens ({lost:.1%})"
-        return f"{split}: {len(self.rows):,} rows, {self.tokens:,} tokens, at most {max_length:,} a row; {cut}."
+        return f"{split}: {len(self.rows):,} rows, {self.tokens:,} tokens, at most {max_length:,} per input; {cut}."
 
 
-def read_file(path: str | Path) -> Dataset:
-    """A csv, tsv, jsonl, json (lines, or one list) or parquet file.
+def read_files(paths: list[Path]) -> Dataset:
+    """Read csv, tsv, jsonl, json or parquet files of one kind.
 
     Raises:
-        UserError: No such file, another kind of file, or one that cannot be read as what it is called.
+        UserError: A file is missing, of another kind, empty or damaged.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"There is no file {path}.")
+    first = paths[0]
+    if missing := [path for path in paths if not path.is_file()]:
+        raise UserError(f"There is no file {missing[0]}.")
+    if first.suffix not in READERS:
+        raise UserError(f"{first} is not a {', '.join(READERS)} file.")
+    builder, options = READERS[first.suffix]
     try:
-        table = _read_table(path)
-    except (pyarrow.ArrowException, UnicodeDecodeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path} cannot be read as {path.suffix[1:]}: {reason}") from error
-    return Dataset(table)
-
-
-def _read_table(path: Path) -> pyarrow.Table:
-    if path.suffix == ".parquet":
-        return pyarrow.parquet.read_table(path)
-    if path.suffix in (".csv", ".tsv"):
-        delimiter = "," if path.suffix == ".csv" else "\t"
-        return pyarrow.csv.read_csv(
-            path, parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-        )
-    if path.suffix == ".json" and path.read_text(encoding="utf-8").lstrip().startswith("["):
-        return Dataset.from_json(str(path)).data.table
-    if path.suffix in (".json", ".jsonl"):
-        return pyarrow.json.read_json(path)
-    raise ValueError(f"only {', '.join(SUFFIXES)} can be read")
+        return load_dataset(builder, data_files=[glob.escape(str(path)) for path in paths], split="train", **options)
+    except Exception as error:  # readers raise a dozen types
+        raise UserError(f"{first} cannot be read as {first.suffix[1:]}: {reason(error.__cause__ or error)}.") from error
 
 
 def load_splits(
     name: str, config: str | None = None, splits: Iterable[str] = ("train", "validation", "test")
 ) -> dict[str, Dataset]:
-    """Those of the splits that a data set has.
+    """Load the requested splits that a data set has.
 
     Args:
-        name: a local folder with `<split>.parquet` (or .jsonl, .json, .csv, .tsv; also `<split>-*.parquet`, and all of
-            them in `data/`), with a subfolder for each `config` if there are several; or a name on the Hub.
+        name: a local folder with `<split>.parquet` (or .jsonl, .json, .csv, .tsv; or `<split>-*-of-*.parquet`), itself
+            or in `data/`, and in a subfolder per `config` if there are several; or a name on the Hub.
         config: a part of the data set, such as `sst2` of GLUE. A folder that holds the splits itself needs none.
         splits: names to look for.
 
     Raises:
-        UserError: No such folder and no such name, or none of the splits in it.
+        UserError: The folder or name does not exist, or has none of the splits.
     """
-    splits = list(splits)
-    folder = Path(name)
+    splits, folder = list(splits), Path(name)
     if folder.is_file():
-        raise UserError(f"{name} is a file; a data set is a folder with a file for each split, or a name on the Hub.")
+        raise UserError(f"{name} is a file; --dataset_name takes a folder with a file per split, or a Hub name.")
     if not folder.is_dir():
-        return _from_hub(name, config, splits)
-    places = [folder / config, folder / config / "data"] if config else []
-    for place in [*places, folder, folder / "data"]:
-        found = {split: files for split in splits if (files := split_files(place, split))}
-        if found:
-            return {split: _concatenated(files) for split, files in found.items()}
-    listing = ", ".join(sorted(path.name for path in folder.iterdir())[:12]) or "nothing"
-    raise UserError(
-        f"The folder {name} has no file for {' or '.join(splits)} ({', '.join(SUFFIXES)}). It holds: {listing}."
-    )
-
-
-def split_files(folder: Path, split: str) -> list[Path]:
-    """The files of a split in a folder: one called like it, or the numbered parts that the Hub keeps."""
-    for suffix in SUFFIXES:
-        whole = folder / f"{split}{suffix}"
-        parts = sorted(folder.glob(f"{split}-[0-9]*-of-[0-9]*{suffix}"))
-        if whole.is_file() or parts:
-            return [whole] if whole.is_file() else parts
-    return []
-
-
-def _concatenated(files: list[Path]) -> Dataset:
-    if len(files) == 1:
-        return read_file(files[0])
-    return Dataset(pyarrow.concat_tables([read_file(path).data.table for path in files]))
-
-
-def _from_hub(name: str, config: str | None, splits: list[str]) -> dict[str, Dataset]:
-    try:
-        found = load_dataset(name, config)
-    except Exception as error:  # the library raises a dozen types for a name that it cannot find or load
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"There is no data set {name!r}{f' ({config})' if config else ''}: no such folder here, and the Hub gave "
-            f"none ({reason})."
-        ) from error
-    found = {split: found[split] for split in splits if split in found}
+        try:
+            found = load_dataset(name, config)
+        except Exception as error:
+            raise UserError(
+                f"There is no folder and no data set on the Hub named {name!r} ({reason(error)})."
+            ) from error
+        found = {split: found[split] for split in splits if split in found}
+    else:
+        for place in (folder / (config or ""), folder / (config or "") / "data", folder, folder / "data"):
+            if found := {split: read_files(files) for split in splits if (files := _split_files(place, split))}:
+                break
     if not found:
-        raise UserError(f"The data set {name!r} has none of the splits {', '.join(splits)}.")
+        raise UserError(f"{name} has none of the splits {', '.join(splits)} ({', '.join(READERS)}).")
     return found
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """The file named after the split, or its numbered parts."""
+    for suffix in READERS:
+        wanted = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?\{suffix}")
+        if files := sorted(path for path in folder.glob(f"*{suffix}") if wanted.fullmatch(path.name)):
+            return files[:1] if files[0].stem == split else files
+    return []
 
 
 def require_columns(rows: Dataset, columns: Iterable[str], source: str) -> None:
     """Check that columns exist, and that there are rows.
 
     Raises:
-        UserError: One is missing (the message names those that exist), or the split is empty.
+        UserError: A column is missing, or the split is empty.
     """
     for column in columns:
         if column not in rows.column_names:
-            existing = ", ".join(f"`{name}`" for name in rows.column_names)
-            raise UserError(f"{source} has no column `{column}`. It has {existing}.")
+            raise UserError(f"{source} has no column `{column}`; it has {', '.join(rows.column_names)}.")
     if not len(rows):
         raise UserError(f"{source} is empty: it has columns, but no rows.")
 
 
 def require_text(rows: Dataset, column: str, source: str) -> None:
-    """Check that a column holds text and nothing else.
+    """Check that a column holds a text in every row.
 
     Raises:
-        UserError: Another type, or a row without a value.
+        UserError: It has another type, or a row lacks a value.
     """
-    kind = rows.data.table.schema.field(column).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise UserError(f"The column `{column}` of {source} holds {kind}, but must hold text.")
-    for row, value in enumerate(rows[column]):
-        if value is None:
-            raise UserError(f"Row {row} of {source} has no value in the column `{column}`.")
+    feature = rows.features[column]
+    if getattr(feature, "dtype", "") not in ("string", "large_string"):
+        raise UserError(f"The column `{column}` of {source} holds {feature}, but must hold text.")
+    if rows.data.column(column).null_count:
+        raise UserError(f"Row {list(rows[column]).index(None)} of {source} has no value in the column `{column}`.")
 
 
-def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, first: list[str], second: list[str] | None, max_length: int
-) -> tuple[dict[str, list[Any]], int, int, int]:
-    """Tokenize texts, or pairs of them, to at most `max_length` tokens; of a pair the longer text is cut first.
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, *texts: list[str], max_length: int, truncation: str, **options: Any
+) -> dict[str, list[Any]]:
+    """Tokenize texts, or pairs of texts, to at most `max_length` tokens.
+
+    Args:
+        tokenizer: the model's.
+        texts: one list of texts, or two for pairs.
+        max_length: longest input, special tokens included.
+        truncation: which text of a pair gives way, in transformers' words (`longest_first`, `only_second`).
+        options: further keywords of the tokenizer.
 
     Returns:
-        The model's inputs as columns; tokens kept, rows cut, tokens cut.
+        The model's inputs, with `tokens` and `lost`: the numbers of tokens kept and cut off.
     """
-    columns: dict[str, list[Any]] = {}
-    tokens = cut_rows = cut_tokens = 0
-    for start in range(0, len(first), _ROWS):
-        texts = [part[start : start + _ROWS] for part in (first, second) if part is not None]
-        whole = tokenizer(*texts, verbose=False)["input_ids"]
-        kept = tokenizer(*texts, truncation="longest_first", max_length=max_length)
-        for name, values in kept.items():
-            columns.setdefault(name, []).extend(values)
-        lengths = [(len(ids), len(short)) for ids, short in zip(whole, kept["input_ids"], strict=True)]
-        tokens += sum(short for _, short in lengths)
-        cut_rows += sum(short < long for long, short in lengths)
-        cut_tokens += sum(long - short for long, short in lengths)
-    return columns, tokens, cut_rows, cut_tokens
+    whole = tokenizer(*texts, verbose=False, **options)["input_ids"]
+    kept = dict(tokenizer(*texts, truncation=truncation, max_length=max_length, **options))
+    tokens = [len(ids) for ids in kept["input_ids"]]
+    return {**kept, "tokens": tokens, "lost": [len(ids) - count for ids, count in zip(whole, tokens, strict=True)]}
+
+
+def encode_rows(rows: Dataset, encode: Callable[[dict[str, list[Any]]], dict[str, list[Any]]]) -> Encoded:
+    """Tokenize a split.
+
+    Args:
+        rows: the split.
+        encode: makes the columns of `Encoded.rows`, `tokens` and `lost` from a batch of rows. The last two may be lists
+            per row, one number per choice.
+    """
+    encoded = rows.map(
+        encode,
+        batched=True,
+        remove_columns=rows.column_names,
+        keep_in_memory=True,
+        load_from_cache_file=False,
+        desc="Tokenizing",
+    )
+    lost = np.asarray(encoded["lost"]).reshape(len(rows), -1).sum(1)
+    tokens = int(np.sum(encoded["tokens"]))
+    return Encoded(encoded.remove_columns(["tokens", "lost"]), tokens, int((lost > 0).sum()), int(lost.sum()))

@@ -1,42 +1,21 @@
-"""What all finetuning scripts share: options, models, runs that survive a kill, sweeps, and the table at the end.
+"""Runs that survive a kill: what a finetuning command does from its options to the table at the end.
 
-A script has a `Task` and a dataclass of options, and is otherwise this file:
-
-    @dataclass
-    class MyArguments(FinetuneArguments):
-        my_option: str = field(default="x", metadata={"help": "shown by --help"})
-
-    class MyTask(Task): ...
-
-    def main(words: list[str] | None = None) -> int:
-        return run_script(MyArguments, make_task, __doc__, words)   # make_task(arguments, training_arguments) -> Task
-
-    if __name__ == "__main__":
-        sys.exit(main())
-
-`run_script` parses `[RECIPE.yaml] --key value ...`, builds the task, checks everything that can be checked, trains each
-`Run` of the plan (one, or one for each model, setting and seed) and writes:
+A `Command` has a `Task` and a dataclass of options. It checks everything that can be checked early, trains each `Run`
+of the plan (one, or one per model, setting and seed) and writes:
 
     output_dir/results.json, results.md      every run, median and best for each model and setting
     output_dir/ (a single run)               or output_dir/runs/<model>/<setting>/ (several)
-        settings.json                        what the run is; another command may not continue it
+        settings.json                        what the run is; a command with other settings may not continue it
         checkpoint-*                         of the Trainer, while the run is unfinished
         model.safetensors, config, tokenizer, README.md, predictions/*
         run.json                             its scores; written last and atomically: the run is finished
     output_dir/best/<model>/                 of several runs of a model, the chosen one; the others leave no weights
 
-Ctrl-C or a kill (SIGTERM, SIGKILL) ends a run where it is. The same command goes on from its last checkpoint, so that
-what is lost is at most the epoch since then. To save more often: `--save_strategy steps --save_steps N`, and the same
-of `eval`.
-
-The `Task` says what is trained on and how it is scored.
-`finetune_arguments` holds the options, `finetune_plan` the plan, `finetune_data` reads files and folders,
-`finetune_trainer` has the loss and the order of the rows, `finetune_best` chooses among several runs,
-`finetune_report` has tables, cards and the upload.
+Ctrl-C or a kill (SIGTERM, SIGKILL) ends a run immediately. The same command continues from its last checkpoint, so at
+most one epoch is lost. To save more often: `--save_strategy steps --save_steps N`, and the same of `eval`.
 """
 
 import dataclasses
-import functools
 import json
 import shutil
 import sys
@@ -48,194 +27,120 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+from common.hub import push_folder, reserve_repository
+from common.machine import machine
 from common.models import load_config, load_encoder, load_tokenizer, longest_input
-from datasets import Dataset
-from transformers import DataCollatorWithPadding, EvalPrediction, PreTrainedTokenizerBase, set_seed
-from transformers.utils import logging
+from common.options import parse
+from datasets import Dataset, disable_progress_bars
+from transformers import EvalPrediction, PreTrainedTokenizerBase, set_seed
 
-from luna_hf.scripting import UserError
-from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments, parse
-from tasks.best import chosen_without_weights, drop_losers, keep_best
+from luna_hf.scripting import UserError, run_script, write_json
+from tasks.arguments import REFUSED, FinetuneArguments, FinetuneTrainingArguments
+from tasks.best import drop_losers, keep_best, lost_best
 from tasks.files import Encoded
+from tasks.labels import SINGLE_LABEL
 from tasks.plan import RUN_FILE, SETTINGS_FILE, Run, check_output, check_settings, plan, run_settings
-from tasks.report import (
-    finish_report,
-    machine_and_versions,
-    push_folder,
-    reserve_repository,
-    write_card,
-    write_json,
-)
+from tasks.report import Result, write_card, write_report
+from tasks.task import Job, Task
 from tasks.trainer import (
-    CLOCK,
-    SINGLE_LABEL,
     FinetuneTrainer,
     checkpoints,
     damage,
     newest_whole_checkpoint,
-    number,
+    read_state,
     stopped_early,
 )
 
-__all__ = ["FinetuneArguments", "FinetuneTrainingArguments", "Run", "Task", "parse", "run_script"]
-
-# What different types call the dropout of the hidden states.
+# Names of the dropout of the hidden states in configs of different types.
 _DROPOUTS = ("hidden_dropout_prob", "embedding_dropout", "mlp_dropout")
 
 
-class Task:
-    """What is trained on and how it is scored. A script fills the attributes and overrides the methods it needs.
+@dataclass(frozen=True)
+class Command:
+    """A finetuning command.
 
     Attributes:
-        name: short, for tables and folders: `sst2`.
-        title: for people: `GLUE SST-2`.
-        auto_class: the Auto class of the head.
-        pipeline_tag: of the Hub.
-        problem_type: `single_label_classification` (also multiple choice), `multi_label_classification`, `regression`.
-        train: rows of the training split.
-        evaluation: dev splits by name; the first one chooses the checkpoint.
-        tests: test splits by name, with or without labels.
-        main_metric: the score (a key of what `scores` returns) that chooses the checkpoint and fills the table.
-        dataset: a sentence on the data for the card.
-        dataset_name, dataset_config: its name on the Hub, if it came from there.
-        notes: what was done to the data, said at the start and kept with the results.
-        drawn: by split, rows that are used and rows that there are, where `shrink` has left some out.
+        name: `finetune_glue`.
+        description: for `--help`.
+        make_task: makes the task from the command's options.
+        arguments: the class of the command's options.
+        training: the class of the Trainer's options, with the command's defaults.
     """
 
     name: str
-    title: str
-    auto_class: type
-    pipeline_tag: str
-    problem_type: str = SINGLE_LABEL
-    train: Dataset
-    evaluation: dict[str, Dataset]
-    tests: dict[str, Dataset]
-    main_metric: str = "accuracy"
-    greater_is_better: bool = True
-    dataset: str = ""
-    dataset_name: str | None = None
-    dataset_config: str | None = None
-    notes: list[str]
-    drawn: dict[str, tuple[int, int]]
+    description: str
+    make_task: Callable[[Any], Task]
+    arguments: type[FinetuneArguments]
+    training: type[FinetuneTrainingArguments] = FinetuneTrainingArguments
 
-    def model_fields(self) -> dict[str, Any]:
-        """Fields of the model's config: labels and the type of the problem."""
-        return {}
+    def parse(self, words: list[str]) -> tuple[FinetuneArguments, FinetuneTrainingArguments]:
+        """The options of a command line."""
+        return parse((self.arguments, self.training), words, self.description, command=self.name, refused=REFUSED)
 
-    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoded:
-        """Rows as the model takes them (`labels` if they have any), with their lengths."""
-        raise NotImplementedError
+    def main(self, words: list[str] | None = None) -> int:
+        """Run the command: 0, or 2 after an error that the user can fix, or 130 after Ctrl-C."""
+        words = sys.argv[1:] if words is None else words
 
-    def collator(self, tokenizer: PreTrainedTokenizerBase, multiple: int | None) -> Callable[[list[dict]], dict]:
-        """Pads a batch to its longest row (a multiple of `multiple`)."""
-        return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
+        def script() -> None:
+            arguments, training = self.parse(words)
+            check_output(Path(training.output_dir), arguments.model_name_or_path)
+            run_all(Job(self.make_task(arguments), arguments, training, [f"training/{self.name}.py", *words]))
 
-    def scores(self, split: str, logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """Metrics of a split whose rows stand in the order of `evaluation[split]` or `tests[split]`."""
-        raise NotImplementedError
-
-    def write_predictions(self, folder: Path, split: str, logits: np.ndarray) -> Path | None:
-        """Write the answers for a test split; `None` if the task has no form for them."""
-        return None
-
-    def usage(self, name: str, trust: str) -> str:
-        """Python for the model card that uses the model."""
-        raise NotImplementedError
+        disable_progress_bars()  # of `datasets`
+        return run_script(script, "the same command continues from the last checkpoint", clean_on_sigterm=False)
 
 
-def say(training: FinetuneTrainingArguments, text: str) -> None:
-    """Print on the main process alone."""
-    if training.process_index == 0:
-        print(text, flush=True)
-
-
-def run_script(
-    arguments_class: type[FinetuneArguments],
-    make_task: Callable[[Any, FinetuneTrainingArguments], Task],
-    description: str,
-    words: list[str] | None = None,
-    training_class: type[FinetuneTrainingArguments] = FinetuneTrainingArguments,
-) -> int:
-    """A finetuning script: 0 if all is well, 2 after an error that the user can mend, 130 after Ctrl-C.
-
-    Args:
-        arguments_class: the script's options.
-        make_task: makes the task from them.
-        description: for `--help`.
-        words: command line without the script's name.
-        training_class: a subclass with other defaults, where the script has them.
-    """
-    words = sys.argv[1:] if words is None else words
-    logging.disable_progress_bar()  # of files; that of the training stays
-    try:
-        arguments, training = parse(arguments_class, words, description, training_class)
-        check_output(Path(training.output_dir), arguments.model_name_or_path)
-        task = make_task(arguments, training)
-        run_all(task, arguments, training, [sys.argv[0], *words])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nInterrupted. The same command goes on from the last checkpoint (end of an epoch).", file=sys.stderr)
-        return 130  # what shells give for it
-    return 0
-
-
-def run_all(
-    task: Task, arguments: FinetuneArguments, training: FinetuneTrainingArguments, command: list[str]
-) -> dict[str, Any]:
+def run_all(job: Job) -> dict[str, Any]:
     """Train every run of the plan that is not finished, and write the table.
-
-    Args:
-        task: what to train on.
-        arguments, training: from `parse`.
-        command: words of the command line, for the results and the card.
 
     Returns:
         The content of `results.json`.
     """
-    folder = Path(training.output_dir)
-    runs = plan(arguments, training)
+    task, training, models = job.task, job.training, job.arguments.model_name_or_path
+    runs = plan(job.arguments, training)
     if training.resume_from_checkpoint and len(runs) > 1:
-        raise UserError(
-            "--resume_from_checkpoint names one checkpoint, but there are several runs; they continue alone."
-        )
+        raise UserError("--resume_from_checkpoint is for one run; several runs find their checkpoints themselves.")
     if training.label_smoothing_factor and task.problem_type != SINGLE_LABEL:
-        raise UserError("--label_smoothing_factor is for single-label tasks: here there is no class to smooth to.")
-    asked_checkpoint(training, folder)
-    shrink(task, arguments, training.seed)
+        raise UserError(f"--label_smoothing_factor needs single-label classification, not {task.problem_type}.")
+    if training.push_to_hub and len(models) > 1:
+        raise UserError("--push_to_hub publishes one model: give one --model_name_or_path.")
+    asked_checkpoint(training, job.folder)
+    sample(job)
     for run in runs:
-        check_settings(run, run_settings(run, arguments, training))
+        check_settings(run, run_settings(run, job.arguments, training))
     for note in task.notes:
-        say(training, note)
-    repository = None
-    if training.push_to_hub:
-        if len(arguments.model_name_or_path) > 1:
-            raise UserError("--push_to_hub publishes one model: give one --model_name_or_path.")
-        repository = reserve_repository(training)
-    bases = {name: open_base(task, name, arguments, training) for name in arguments.model_name_or_path}
-    prepared = {name: prepare(task, name, base, training) for name, base in bases.items()}
-    finished: dict[str, list[dict[str, Any]]] = {name: [] for name in prepared}
+        job.print(note)
+    if push := training.push_to_hub and job.is_main:
+        name = training.hub_model_id or job.folder.resolve().name
+        repository = reserve_repository(name, training.hub_private_repo, training.hub_token)
+    bases = {name: open_base(job, name) for name in models}
+    prepared = {name: prepare(job, name, base) for name, base in bases.items()}
+    finished: dict[str, list[Result]] = {name: [] for name in models}
     for index, run in enumerate(runs, 1):
-        say(training, f"\n[{index}/{len(runs)}] {run.name}")
-        finished[run.model].append(one_run(task, run, prepared[run.model], arguments, training, command))
-        drop_losers(task, finished[run.model], training)
+        job.print(f"\n[{index}/{len(runs)}] {run.name}")
+        finished[run.model].append(one_run(job, run, prepared[run.model]))
+        drop_losers(job, finished[run.model])
     folders = {}
     for name, results in finished.items():
         own = [run for run in runs if run.model == name]
-        while (index := chosen_without_weights(task, results, folder)) is not None:
-            say(training, f"\nThe weights of {own[index].name} were removed by an earlier command: training it again.")
-            results[index] = one_run(task, own[index], prepared[name], arguments, training, command, again=True)
-        folders[own[0].label] = keep_best(task, results, arguments, training, command)
-    everything = [result for results in finished.values() for result in results]
-    summary = finish_report(task, everything, folders, command, training)
-    if repository is not None:
-        push_folder(folders[runs[0].label], repository, training)
+        while (index := lost_best(job, results)) is not None:
+            job.print(f"\nAn earlier command removed the weights of {own[index].name}: training it again.")
+            results[index] = one_run(job, own[index], prepared[name], again=True)
+        folders[own[0].label] = keep_best(job, results)
+    summary = write_report(job, [result for results in finished.values() for result in results], folders)
+    if push:
+        (model,) = folders.values()
+        # Settings and the run's file name folders of this machine; card and table have the figures.
+        ignore = ["checkpoint-*", "runs/*", SETTINGS_FILE, RUN_FILE]
+        extra = [] if model == job.folder else [job.folder / "results.md"]
+        push_folder(model, repository, "Finetuned model", ignore, extra, training.hub_token)
+        job.print(f"Pushed {model} to {repository}.")
     return summary
 
 
-def shrink(task: Task, arguments: FinetuneArguments, seed: int) -> None:
+def sample(job: Job) -> None:
     """Draw `max_train_samples` and `max_eval_samples` rows at random, once for all runs; their order stays."""
+    task, arguments, seed = job.task, job.arguments, job.training.seed
 
     def drawn(rows: Dataset, count: int | None, split: str) -> Dataset:
         if count is None or count >= len(rows):
@@ -245,14 +150,16 @@ def shrink(task: Task, arguments: FinetuneArguments, seed: int) -> None:
         task.notes.append(f"{split}: {count:,} of {len(rows):,} rows, drawn at random with seed {seed}.")
         return rows.select(chosen)
 
-    task.drawn = {}
     task.train = drawn(task.train, arguments.max_train_samples, "train")
     task.evaluation = {split: drawn(rows, arguments.max_eval_samples, split) for split, rows in task.evaluation.items()}
 
 
+# ---- models and their data ----
+
+
 @dataclass
 class Base:
-    """What is known of a pretrained model before any data are read with it; `extended` is its new longest input."""
+    """What is known of a pretrained model before any data are tokenized; `extended` is its new longest input."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int
@@ -269,7 +176,7 @@ class Prepared(Base):
     tests: dict[str, Encoded]
 
 
-def open_base(task: Task, name: str, arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> Base:
+def open_base(job: Job, name: str) -> Base:
     """Load tokenizer and model once, to find what is wrong with them before the data are tokenized.
 
     Raises:
@@ -278,116 +185,123 @@ def open_base(task: Task, name: str, arguments: FinetuneArguments, training: Fin
     config = load_config(name)
     tokenizer = load_tokenizer(name, config)
     longest = longest_input(config)
-    max_length = arguments.max_length or min(512, longest)
+    max_length = job.arguments.max_length or min(512, longest)
     extended = max_length if max_length > longest else None
-    model, notes = load_model(task, name, extended, arguments, arguments.dropout)
-    training.check_with(model)
-    if arguments.max_length is None:
-        notes.append(f"Inputs are at most {max_length:,} tokens long (--max_length; the model takes {longest:,}).")
+    notes = job.task.check_length(tokenizer, max_length)
+    model, found = load_model(job, name, extended, job.arguments.dropout)
+    job.training.check_with(model)
+    if job.arguments.max_length is None:
+        notes.append(f"Inputs have at most {max_length:,} tokens (--max_length); the model takes {longest:,}.")
     tokenizer.model_max_length = max(max_length, longest)
-    return Base(tokenizer, max_length, extended, notes)
+    return Base(tokenizer, max_length, extended, [*found, *notes])
 
 
-def prepare(task: Task, name: str, base: Base, training: FinetuneTrainingArguments) -> Prepared:
-    """Tokenize the data for a model, and say what was found."""
-    encode = functools.partial(task.encode, tokenizer=base.tokenizer, max_length=base.max_length)
+def prepare(job: Job, name: str, base: Base) -> Prepared:
+    """Tokenize the data for a model, and print the notes on it."""
+    task = job.task
     splits = {"train": task.train, **task.evaluation, **task.tests}
-    encoded = {split: encode(rows) for split, rows in splits.items()}
+    job.print(f"\n{name}: tokenizing {', '.join(splits)}")
+    encoded = {split: task.encode(rows, base.tokenizer, base.max_length) for split, rows in splits.items()}
     notes = base.notes + [part.report(split, base.max_length) for split, part in encoded.items()]
-    say(training, f"\n{name}")
     for note in notes:
-        say(training, f"  {note}")
-    return Prepared(
-        base.tokenizer,
-        base.max_length,
-        base.extended,
-        notes,
-        encoded["train"],
-        {split: encoded[split] for split in task.evaluation},
-        {split: encoded[split] for split in task.tests},
-    )
+        job.print(f"  {note}")
+    parts = [{split: encoded[split] for split in group} for group in (task.evaluation, task.tests)]
+    return Prepared(base.tokenizer, base.max_length, base.extended, notes, encoded["train"], *parts)
 
 
-def load_model(
-    task: Task, name: str, length: int | None, arguments: FinetuneArguments, dropout: float | None
-) -> tuple[Any, list[str]]:
-    """The model with the task's head, and what its user should know.
+def load_model(job: Job, name: str, length: int | None, dropout: float | None) -> tuple[Any, list[str]]:
+    """The model with the task's head, and notes on how it was loaded.
 
     Args:
-        length: extend the positions to so many tokens.
+        job: the command.
+        name: of the model.
+        length: extend the positions to this many tokens.
         dropout: of the hidden states, in place of the checkpoint's.
     """
-    fields = {**task.model_fields(), **arguments.config_fields()}
+    fields = {**job.task.model_fields(), **job.arguments.config_fields()}
     if dropout is not None:
         config = load_config(name)
         fields |= {field: dropout for field in _DROPOUTS if hasattr(config, field)}
-    return load_encoder(task.auto_class, name, length=length, **fields)
+    return load_encoder(job.task.auto_class, name, length=length, **fields)
 
 
-def one_run(
-    task: Task,
-    run: Run,
-    prepared: Prepared,
-    arguments: FinetuneArguments,
-    training: FinetuneTrainingArguments,
-    command: list[str],
-    again: bool = False,
-) -> dict[str, Any]:
-    """Train, evaluate and save one run, unless it is finished; continue it where a kill has left it.
+# ---- one run ----
+
+
+def one_run(job: Job, run: Run, prepared: Prepared, again: bool = False) -> Result:
+    """Train, evaluate and save one run, unless it is finished; resume it where a kill left it.
 
     Args:
-        task, run, prepared: what to train.
-        arguments, training, command: of the script.
+        job: the command.
+        run: what to train.
+        prepared: the model's data.
         again: train it even if it is finished.
 
     Returns:
         The content of `run.json`, with `folder`.
     """
-    finished = run.folder / RUN_FILE
+    finished, patience = run.folder / RUN_FILE, job.arguments.early_stopping_patience
     if finished.is_file() and not again:
-        say(training, f"  Finished before: {finished}.")
-        remove_checkpoints(run.folder, training)
+        job.print(f"  Finished before: {finished}.")
+        remove_checkpoints(job, run.folder)
         return {**json.loads(finished.read_text(encoding="utf-8")), "folder": str(run.folder)}
-    if training.process_index == 0:
+    if job.is_main:
         run.folder.mkdir(parents=True, exist_ok=True)
-        write_json(run.folder / SETTINGS_FILE, run_settings(run, arguments, training))
-    own = run_arguments(run, task, training)
+        write_json(run.folder / SETTINGS_FILE, run_settings(run, job.arguments, job.training))
     set_seed(run.seed)
-    model, _ = load_model(task, run.model, prepared.extended, arguments, run.dropout)
-    trainer = make_trainer(task, model, prepared, own, arguments)
-    start = find_checkpoint(run, training)
-    resumed_from = 0
-    if start is not None:
-        trainer.progress.seconds = json.loads((start / CLOCK).read_text(encoding="utf-8"))["seconds"]
-        resumed_from = json.loads((start / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    model, _ = load_model(job, run.model, prepared.extended, run.dropout)
+    trainer = make_trainer(job, run, model, prepared)
+    start = find_checkpoint(job, run)
+    resumed_from = read_state(start)["global_step"] if start else 0  # `train` may delete it
     began = time.perf_counter()
-    train(trainer, start, arguments.early_stopping_patience)
+    train(trainer, start, patience)
     wall = time.perf_counter() - began
-    scores, predictions = evaluate(task, trainer, prepared, run.folder)
-    state, seconds = trainer.state, max(trainer.progress.seconds, 1e-9)
+    scores, predictions = evaluate(job, trainer, prepared, run.folder)
+    result = describe(job, run, prepared, trainer)
+    result |= {
+        "scores": scores,
+        "seconds": round(wall, 2),
+        "resumed_from_step": resumed_from,
+        "predictions": [path.name for path in predictions],
+    }
+    trainer.save_model(str(run.folder))
+    trainer.accelerator.wait_for_everyone()
+    if job.is_main:
+        write_card(job, result, run.folder)
+        (run.folder / "training_args.bin").unlink(missing_ok=True)  # a pickle of this machine's paths
+        write_json(finished, result)
+    remove_checkpoints(job, run.folder)
+    trainer.accelerator.wait_for_everyone()
+    values = [f"{split} {name} {value:.4f}" for split, part in scores.items() for name, value in part.items()]
+    job.print("  " + ", ".join(values))
+    for path in predictions:
+        job.print(f"  Predictions: {path}")
+    return {**result, "folder": str(run.folder)}
+
+
+def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -> Result:
+    """Everything that `run.json` holds about a run but its scores."""
+    task, state, seconds = job.task, trainer.state, max(trainer.seconds, 1e-9)
     rows = (state.epoch or 0) * len(prepared.train.rows)
-    result = {
+    return {
         "task": task.name,
         "title": task.title,
-        "development": next(iter(task.evaluation)),
+        "development": job.development,
         "model": run.label,
         "model_name_or_path": run.model,
-        "model_type": model.config.model_type,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "model_type": trainer.model.config.model_type,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "batch_size": run.batch_size,
         "learning_rate": run.learning_rate,
         "dropout": run.dropout,
         "seed": run.seed,
-        "scores": scores,
         "main_metric": task.main_metric,
         "best_step": state.best_global_step,
         "steps": state.global_step,
         "planned_steps": state.max_steps,
-        "epochs": number(state.epoch or 0.0),
+        "epochs": state.epoch or 0.0,
         "history": [row for row in state.log_history if f"eval_{task.main_metric}" in row],
-        "seconds": round(wall, 2),
         "training_seconds": round(seconds, 2),
-        "resumed_from_step": resumed_from,
         "samples_per_second": round(rows / seconds, 2),
         "tokens_per_second": round(state.num_input_tokens_seen / seconds, 1),
         "max_length": prepared.max_length,
@@ -395,42 +309,25 @@ def one_run(
         "drawn": task.drawn,
         "cut": {"train": {"rows": prepared.train.cut_rows, "tokens": prepared.train.cut_tokens}},
         "notes": task.notes + prepared.notes,
-        "predictions": [path.name for path in predictions],
-        "processes": training.world_size,
-        **machine_and_versions(),
+        "processes": job.training.world_size,
+        **machine("evaluate"),
     }
-    trainer.save_model(str(run.folder))
-    trainer.accelerator.wait_for_everyone()
-    if training.process_index == 0:
-        write_card(task, result, arguments, training, command, run.folder)
-        (run.folder / "training_args.bin").unlink(missing_ok=True)  # a pickle of this machine's paths
-        write_json(finished, result)
-    remove_checkpoints(run.folder, training)
-    trainer.accelerator.wait_for_everyone()
-    say(
-        training,
-        "  "
-        + ", ".join(f"{split} {name} {value:.4f}" for split, part in scores.items() for name, value in part.items()),
-    )
-    for path in predictions:
-        say(training, f"  Predictions: {path}")
-    return {**result, "folder": str(run.folder)}
 
 
-def remove_checkpoints(folder: Path, training: FinetuneTrainingArguments) -> None:
-    """Delete what a finished run needs no more: the best weights stand in the folder itself."""
-    if training.process_index == 0:
+def remove_checkpoints(job: Job, folder: Path) -> None:
+    """Delete what a finished run no longer needs: the best weights are in the folder itself."""
+    if job.is_main:
         for path in checkpoints(folder):
             shutil.rmtree(path)
 
 
-def run_arguments(run: Run, task: Task, training: FinetuneTrainingArguments) -> FinetuneTrainingArguments:
-    """The Trainer's arguments of one run."""
-    share = training.world_size * training.gradient_accumulation_steps
+def make_trainer(job: Job, run: Run, model: Any, prepared: Prepared) -> FinetuneTrainer:
+    """The Trainer of one run."""
+    task, training = job.task, job.training
     own = dataclasses.replace(
         training,
         output_dir=str(run.folder),
-        per_device_train_batch_size=run.batch_size // share,
+        per_device_train_batch_size=run.batch_size // (training.world_size * training.gradient_accumulation_steps),
         learning_rate=run.learning_rate,
         seed=run.seed,
         data_seed=run.seed,
@@ -440,33 +337,23 @@ def run_arguments(run: Run, task: Task, training: FinetuneTrainingArguments) -> 
         resume_from_checkpoint=None,
     )
     own._n_gpu = min(own.n_gpu, 1)
-    return own
-
-
-def make_trainer(
-    task: Task,
-    model: Any,
-    prepared: Prepared,
-    training: FinetuneTrainingArguments,
-    arguments: FinetuneArguments,
-) -> FinetuneTrainer:
-    """The Trainer of one run."""
-    development = next(iter(task.evaluation))
-    rows, order = longest_first(prepared.evaluation[development])
+    rows, order = longest_first(prepared.evaluation[job.development])
 
     def metrics(prediction: EvalPrediction) -> dict[str, float]:
-        return task.scores(development, unsort(prediction.predictions, order), unsort(prediction.label_ids, order))
+        logits, labels = (unsort(values, order) for values in (prediction.predictions, prediction.label_ids))
+        return task.scores(job.development, logits, labels)
 
-    watches = training.load_best_model_at_end
+    # Tensor cores like multiples of 8; an input must not outgrow the model's positions.
+    multiple = 8 if (own.bf16 or own.fp16) and prepared.max_length % 8 == 0 else None
     return FinetuneTrainer(
         problem_type=task.problem_type,
         lengths=list(prepared.train.rows["length"]),
-        patience=arguments.early_stopping_patience if watches else 0,
+        patience=job.arguments.early_stopping_patience if own.load_best_model_at_end else 0,
         model=model,
-        args=training,
+        args=own,
         train_dataset=prepared.train.rows.remove_columns("length"),
         eval_dataset=rows,
-        data_collator=task.collator(prepared.tokenizer, 8 if training.bf16 or training.fp16 else None),
+        data_collator=task.collator(prepared.tokenizer, multiple),
         processing_class=prepared.tokenizer,
         compute_metrics=metrics,
     )
@@ -503,21 +390,17 @@ def asked_checkpoint(training: FinetuneTrainingArguments, folder: Path) -> Path 
     return path
 
 
-def find_checkpoint(run: Run, training: FinetuneTrainingArguments) -> Path | None:
-    """Where to continue: the checkpoint that was asked for, or else the newest whole one.
-
-    Raises:
-        UserError: The one that was asked for is damaged or missing.
-    """
-    found, notes = asked_checkpoint(training, run.folder), []
+def find_checkpoint(job: Job, run: Run) -> Path | None:
+    """Where to continue: the requested checkpoint, or else the newest whole one."""
+    found, notes = asked_checkpoint(job.training, run.folder), []
     if found is None:
         found, notes = newest_whole_checkpoint(run.folder)
-    for note in notes:
-        say(training, f"  {note}")
     if found is not None:
-        say(training, f"  Continuing from {found.name}.")
+        notes.append(f"Continuing from {found.name}.")
     elif notes:
-        say(training, "  No whole checkpoint is left: starting again.")
+        notes.append("There is no whole checkpoint: starting again.")
+    for note in notes:
+        job.print(f"  {note}")
     return found
 
 
@@ -530,10 +413,11 @@ def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
     weights = Path(state.best_model_checkpoint or start) / "model.safetensors"
     trainer.model.load_state_dict(safetensors.torch.load_file(weights))
     trainer.state = state
+    trainer._load_callback_state()
 
 
 def evaluate(
-    task: Task, trainer: FinetuneTrainer, prepared: Prepared, folder: Path
+    job: Job, trainer: FinetuneTrainer, prepared: Prepared, folder: Path
 ) -> tuple[dict[str, dict[str, float]], list[Path]]:
     """Scores of every labelled split, and the files of answers for the test splits."""
     scores, files = {}, []
@@ -543,9 +427,8 @@ def evaluate(
         output = trainer.predict(rows)
         logits = unsort(output.predictions, order)
         if "labels" in rows.column_names:
-            scores[split] = task.scores(split, logits, unsort(output.label_ids, order))
-        if split in task.tests and trainer.is_world_process_zero():
+            scores[split] = job.task.scores(split, logits, unsort(output.label_ids, order))
+        if split in job.task.tests and trainer.is_world_process_zero():
             (folder / "predictions").mkdir(exist_ok=True)
-            path = task.write_predictions(folder / "predictions", split, logits)
-            files += [path] if path is not None else []
+            files.append(job.task.write_predictions(folder / "predictions", split, logits))
     return scores, files
