@@ -175,6 +175,7 @@ def _growth(name: str, models: Sequence[str]) -> str:
 
 def _front() -> str:
     speed = _by_length(FORWARD, [("luna-tied", "roberta")], ["luna-tied", "roberta"], (128, 512, 2048, 8192, 16384))
+    speed = speed.replace(LABELS["luna-tied"], "Luna")
     return f"{speed}\n\nMeasured on {_machine(_load(FORWARD))}: {_spread(FORWARD)}."
 
 

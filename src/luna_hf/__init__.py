@@ -1,6 +1,6 @@
-"""Bounded-memory, linear-time attention models for transformers.
+"""Transformers models whose attention runs in linear time over a memory of bounded size.
 
-Importing the package registers its families with the Auto classes:
+Importing the package registers every model family with the Auto classes:
 
     >>> import luna_hf
     >>> from transformers import AutoModelForMaskedLM

@@ -1,7 +1,7 @@
-"""ABC: attention with bounded-memory control (Peng et al., ACL 2022), in encoders.
+"""Encoder self-attention of ABC, attention with bounded-memory control (Peng et al., ACL 2022).
 
-Keys and values are written into a memory of m slots by a control strategy (`memory_control.py`); the queries read it
-with multi-head softmax attention. Projections have RoBERTa's names.
+A control strategy (`memory_control.py`) writes keys and values into a memory of m slots; the queries read it with
+multi-head softmax attention. The projections have RoBERTa's names.
 """
 
 from collections.abc import Callable
@@ -26,17 +26,17 @@ from .memory_read import AttentionMap, SlotMemory, Views, WindowMemory
 
 
 class AbcAttention(AbcControlled):
-    """Write the memory, read the memory."""
+    """ABC self-attention: write keys and values into the memory, then read it."""
 
     @staticmethod
     def prepare(config: AbcConfig, states: Tensor, carried: Tensor | None, context: ForwardContext) -> ForwardContext:
-        """The mask of the tokens, which only full attention reads; see `MemoryAttention.prepare`."""
+        """Add the padding mask in the backend's form, needed only for full attention; see `MemoryAttention.prepare`."""
         if config.memory_control != "full":
             return context
         return context._replace(masks=make_key_mask(config, context.keep, queries=states, keys=states))
 
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
-        """The memory of (b, n, d) states; `carried` is the control's matrix where the layers share one."""
+        """Write (b, n, d) states to a memory; `carried` is the control matrix if the layers share one."""
         key, value = self.key_and_value(states)
         writer = _WRITERS[self.config.memory_control]
         return Memory([writer(self, states, key, value, self.control_weight(carried), context)], carried)
@@ -44,14 +44,14 @@ class AbcAttention(AbcControlled):
     def write_mlp(
         self, states: Tensor, key: Tensor, value: Tensor, weight: Tensor, context: ForwardContext
     ) -> SlotMemory:
-        """Equation 7."""
+        """Write with a learned attention over the tokens (equation 7)."""
         phi = self.control_map(states, weight, context)
         filled = (phi != 0).any(-1) if self.config.control_activation == "relu" else None
         return SlotMemory(product(phi, key), product(phi, value), filled)
 
     def control_map(self, states: Tensor, weight: Tensor, context: ForwardContext) -> Tensor:
-        """phi of equation 7, (b, h, m, n)."""
-        # Batched, so that the tokens come last and their softmax runs over neighbours in memory.
+        """Compute phi of equation 7, (b, h, m, n)."""
+        # Batched so that the tokens are the last dimension: the softmax then runs over contiguous memory.
         expanded = weight.expand(states.shape[0], -1, -1)
         logits = product(expanded, states.transpose(1, 2)).unflatten(1, (self.num_heads, -1))
         return control_weights(logits, context.keep, self.config.control_activation)
@@ -59,8 +59,8 @@ class AbcAttention(AbcControlled):
     def write_linformer(
         self, states: Tensor, key: Tensor, value: Tensor, weight: Tensor, context: ForwardContext
     ) -> SlotMemory:
-        """Section 3.1: phi_i is the i-th column of the matrix, i being the token's place in its row."""
-        # A selection and not a slice, whose layout depends on the length being N: one graph for all lengths.
+        """Write with column i of the learned matrix, where i is the token's rank in its row (section 3.1)."""
+        # `index_select` instead of a slice: a slice's layout differs at length N, which would force a second graph.
         columns = torch.arange(key.shape[2], device=key.device)
         phi = weight.index_select(1, columns).unflatten(0, (self.num_heads, -1))  # (h, m, n)
         key, value = (move_to_ranks(part, context.ranks, context.keep) for part in (key, value))
@@ -69,13 +69,13 @@ class AbcAttention(AbcControlled):
     def write_random(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
     ) -> SlotMemory:
-        """Appendix A.2: a slot is the sum of its tokens."""
+        """Write each token to a random slot; a slot is the sum of its tokens (appendix A.2)."""
         return self.write_slots(key, value, self.drawn_slots(context.ranks)[:, None], context.keep)
 
     def write_cluster(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
     ) -> SlotMemory:
-        """Equation 6: a slot is the centroid of its tokens."""
+        """Write the centroids of a k-means clustering of the keys (equation 6)."""
         m, iterations = self.config.memory_size, self.config.cluster_iterations
         slots = cluster_slots(key, context.ranks, context.lengths, context.keep, m, iterations)
         return self.write_slots(key, value, slots, context.keep, mean=True)
@@ -83,14 +83,14 @@ class AbcAttention(AbcControlled):
     def write_compressive(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
     ) -> SlotMemory:
-        """Equation 8: a slot is the mean of neighbours."""
+        """Write the means of runs of neighbouring tokens (equation 8)."""
         slots = compressive_slots(context.ranks, context.lengths, self.config.memory_size)
         return self.write_slots(key, value, slots[:, None], context.keep, mean=True)
 
     def write_global(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
     ) -> SlotMemory:
-        """Appendix A.1: a slot is a token."""
+        """Write m evenly spaced tokens, one per slot (appendix A.1)."""
         slots, chosen = global_slots(context.ranks, context.lengths, self.config.memory_size)
         chosen = chosen if context.keep is None else chosen & context.keep
         return self.write_slots(key, value, slots[:, None], chosen)
@@ -98,12 +98,12 @@ class AbcAttention(AbcControlled):
     def write_slots(
         self, key: Tensor, value: Tensor, slots: Tensor, keep: Tensor | None, mean: bool = False
     ) -> SlotMemory:
-        """Sums over the tokens of a slot, or their means."""
+        """Write each slot as the sum, or the mean, of its tokens."""
         num_slots = self.config.memory_size
         kept = None if keep is None else keep[:, None]
         counts = slot_counts(slots, num_slots, kept)  # (b, 1 or h, m)
         tokens = counts.clamp(min=1).unsqueeze(-1) if mean else 1
-        # Half precision only at the end: there a sum stops growing, or is too large where the mean is not.
+        # Accumulate in float32: a half-precision sum stops growing, or overflows although the mean would not.
         precise = torch.promote_types(key.dtype, torch.float32)
         key, value = (
             (write_to_slots(states.to(precise), slots, num_slots, kept) / tokens).to(states.dtype)
@@ -114,7 +114,7 @@ class AbcAttention(AbcControlled):
     def keep_window(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
     ) -> WindowMemory:
-        """Sections 3.3 and A.4: the tokens themselves, read by their neighbours."""
+        """Keep all keys and values, to be read within a sliding or dilated window (sections 3.3 and A.4)."""
         keep, dilated = context.keep, self.config.memory_control == "dilated"
         if keep is None:
             return WindowMemory(key, value, None, self.config.memory_size, dilated=dilated)
@@ -123,17 +123,17 @@ class AbcAttention(AbcControlled):
         return WindowMemory(key, value, real, window, ranks=context.ranks, keep=keep, dilated=dilated)
 
     def keep_all(self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext) -> SlotMemory:
-        """Softmax attention: a slot for every token."""
+        """Keep one slot per token: ordinary softmax attention."""
         return SlotMemory(key, value, context.masks)
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
-        """As every attention; how `mlp` spreads its slots over the tokens; and full attention's map as such."""
+        """As `MemoryAttention.views`, plus the write weights of `mlp`; `full` has only its attention map."""
         views, control = super().views(states, carried, context), self.config.memory_control
         if control == "full":
             return {"attention_entropy": views["read_entropy"]}
         if control == "mlp":
             phi, slots = self.control_map(states, self.control_weight(carried), context), views["slot_similarity"].used
-            # Heads as rows: which slots are filled differs from head to head.
+            # Heads become batch rows, because each head fills different slots.
             tokens = context.tokens(states).repeat_interleave(self.num_heads, 0)
             views["write_entropy"] = AttentionMap(phi.flatten(0, 1).unsqueeze(1), slots.flatten(0, 1), tokens)
         return views

@@ -1,9 +1,9 @@
-"""Causal ABC (Peng et al. 2022, section 2 and appendix B.1): a memory that is written from left to right.
+"""Causal ABC (Peng et al. 2022, section 2 and appendix B.1): the memory is written from left to right.
 
     K~_t = K~_{t-1} + phi_t (x) k_t,  V~_t = V~_{t-1} + phi_t (x) v_t,  out_t = softmax(q_t K~_t^T / sqrt(c)) V~_t
 
-The state has a constant size. The learned control divides both by the running sum of its weights; a sliding window is a
-queue of the last m tokens.
+The decoding state has constant size. The learned control divides both sums by the running sum of its weights; a sliding
+window is a queue of the last m tokens.
 """
 
 import torch
@@ -20,12 +20,12 @@ from .memory_read import read_memories
 
 
 class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
-    """Write the memory and read it, token by token; parameters as in the encoder's attention."""
+    """Causal ABC self-attention, with the same parameters as the encoder's `AbcAttention`."""
 
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `CausalMemoryAttention.forward`; the weights of a window are over its tokens, the token itself last."""
+        """As `CausalMemoryAttention.forward`; a window's weights run over its tokens, the current token last."""
         if self.config.memory_control != "sliding_window":
             return super().forward(hidden_states, carried, context)
         query, key, value = self.project(hidden_states, context)
@@ -37,14 +37,14 @@ class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
     def write_weights(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:
-        """phi before its normalisation (b, h, n, m), and the normaliser."""
+        """Return phi before normalisation, (b, h, n, m), and its normaliser."""
         config, batch = self.config, hidden_states.shape[0]
         if config.memory_control == "random":
             one_hot = F.one_hot(self.drawn_slots(context.ranks), config.memory_size).to(hidden_states.dtype)
             return one_hot[:, None].expand(batch, self.num_heads, -1, -1), "written"
         weight = self.control_weight(carried)
         if config.memory_control == "linformer":
-            # Tokens beyond the matrix meet its columns again from the first.
+            # Beyond the matrix's N columns, positions wrap around to the first one.
             phi = weight.t()[context.ranks % weight.shape[1]]  # (b or 1, n, h m)
             return split_heads(phi, self.num_heads).expand(batch, -1, -1, -1), "none"
         logits = split_heads(product(hidden_states, weight.t()), self.num_heads)

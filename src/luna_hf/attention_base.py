@@ -1,5 +1,5 @@
-"""Transformers' attention backends for any numbers of queries and keys, their masks, and a linear layer that is fast in
-half precision on any CPU."""
+"""Attention through transformers' backends with any numbers of queries and keys, the backends' padding masks, and a
+linear layer that is fast in half precision on every CPU."""
 
 from typing import Any, NamedTuple
 
@@ -13,15 +13,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .dispatch import multiplies_in_float32, prefers_products
 from .functional import softmax_attention, split_heads
 
-# Keys that flex attention treats at a time.
+# Block size of flex attention along the keys.
 _FLEX_BLOCK = 128
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, but half-precision weights on a CPU without such instructions are multiplied in float32.
+    """`nn.Linear` that computes in float32 on CPUs without instructions for the half-precision dtype.
 
-    PyTorch's own emulation reaches a few per cent of the float32 rate there (AVX2 machines); the conversion costs
-    little and loses no precision. Everywhere else this is `nn.Linear`.
+    On those CPUs (AVX2, for example) PyTorch's emulation reaches only a few per cent of float32 throughput, while the
+    conversion is cheap and loses no precision. Everywhere else this is plain `nn.Linear`.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -33,30 +33,30 @@ class Linear(nn.Linear):
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right`, in float32 where the device has no instructions for the half-precision type of both."""
+    """`left @ right`, computed in float32 where the CPU would have to emulate their half-precision dtype."""
     if multiplies_in_float32(left, right):
         return torch.matmul(left.float(), right.float()).to(left.dtype)
     return torch.matmul(left, right)
 
 
 class UnpaddedKeys(NamedTuple):
-    """Where the kept keys stand, for variable-length kernels."""
+    """Positions of the kept keys, for variable-length kernels."""
 
     indices: Tensor  # (kept,) positions in the flattened (batch * keys)
-    cu_seq_lens: Tensor  # (batch + 1,) int32, cumulated numbers of keys
+    cu_seq_lens: Tensor  # (batch + 1,) int32, cumulative numbers of keys
     max_length: int
 
 
 class KeyMask(NamedTuple):
-    """One mask over keys in the form that the chosen attention backend reads; made once per forward."""
+    """A padding mask over keys in the form the attention backend expects; built once per forward pass."""
 
-    keep: Tensor  # (batch, keys) boolean, True = may be attended
-    backend: Any  # eager, sdpa: (batch, 1, 1, keys) boolean, broadcast over heads and queries; others: their own form
+    keep: Tensor  # (batch, keys) boolean, True = may be attended to
+    backend: Any  # eager, sdpa: (batch, 1, 1, keys) boolean, broadcast over heads and queries; others: native form
     unpadded: UnpaddedKeys | None = None  # flash attention only
-    extra_keys: int = 0  # flex attention only: masked keys to append
+    extra_keys: int = 0  # flex attention only: number of masked keys to append
 
     def for_queries(self, count: int) -> Any:
-        """The backend's mask for any number of queries, also where it was made for another one."""
+        """Return the backend's mask for `count` queries, rebuilt if it was made for another number."""
         if isinstance(self.backend, Tensor):
             made_for = self.backend.shape[2]
             return self.backend if made_for in (1, count) else self.backend[:, :, :1].expand(-1, -1, count, -1)
@@ -66,20 +66,20 @@ class KeyMask(NamedTuple):
 
 
 def uses_flash(config: PreTrainedConfig) -> bool:
-    """Whether the configured backend is a flash-attention kernel (packaged, or from the Hub)."""
+    """Whether the configured backend is a flash-attention kernel (installed, or loaded from the Hub)."""
     return "flash" in (config._attn_implementation or "")
 
 
 def make_key_mask(
     config: PreTrainedConfig, keep: Tensor | None, queries: Tensor | None = None, keys: Tensor | None = None
 ) -> KeyMask | None:
-    """Turn a boolean mask over keys into what the configured attention backend needs.
+    """Convert a boolean mask over keys to the form of the configured attention backend.
 
     Args:
-        config: the model's configuration (its `_attn_implementation` decides).
-        keep: (b, k) boolean, or `None` if every key may be attended.
-        queries, keys: (b, q, d) and (b, k, d) states whose lengths and dtype backends other than eager, sdpa and flash
-            build their masks from.
+        config: the model's configuration, for its `_attn_implementation`.
+        keep: (b, k) boolean, or `None` if every key may be attended to.
+        queries, keys: (b, q, d) and (b, k, d) states. Only their lengths and dtype are used, and only by backends other
+            than eager, sdpa and flash attention.
     """
     if config._attn_implementation == "flex_attention":
         return _flex_key_mask(keep, queries, keys)
@@ -91,7 +91,7 @@ def make_key_mask(
         indices = keep.flatten().nonzero().squeeze(-1)
         return KeyMask(keep, None, unpadded=UnpaddedKeys(indices, cumulated, int(lengths.max())))
     if config._attn_implementation in ("eager", "sdpa", None):
-        # Left to broadcast: expanding it to the queries costs up to a fifth of the attention.
+        # Left to broadcast: expanding the mask over the queries would cost up to a fifth of the attention's time.
         return KeyMask(keep, keep[:, None, None, :])
     mask = create_bidirectional_mask(
         config,
@@ -104,7 +104,7 @@ def make_key_mask(
 
 
 def _flex_key_mask(keep: Tensor | None, queries: Tensor, keys: Tensor) -> KeyMask | None:
-    # PyTorch's CPU kernel returns wrong numbers, without an error, if the keys do not fill whole blocks.
+    # PyTorch's CPU kernel silently returns wrong results unless the number of keys is a multiple of the block size.
     extra = -keys.shape[1] % _FLEX_BLOCK
     if keep is None and not extra:
         return None
@@ -134,7 +134,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The attention interface's plain form: (b, h, q, c) queries to (b, q, h, c) outputs, and the weights."""
+    """Eager attention for transformers' interface: (b, h, q, c) queries to (b, q, h, c) outputs, and the weights."""
     output, weights = softmax_attention(query, key, value, attention_mask, scaling, dropout)
     return output.transpose(1, 2), weights
 
@@ -148,17 +148,17 @@ def attend(
     num_heads: int,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Multi-head softmax attention between any numbers of queries and keys, through transformers' attention interface.
+    """Multi-head softmax attention with any numbers of queries and keys, through transformers' attention interface.
 
     Args:
         module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
         query: (b, q, d) projected queries.
         key, value: (b, k, d) projected keys and values.
         mask: from `make_key_mask`, or `None`.
-        num_heads: heads; each is scaled by its own (d / heads)^-1/2.
+        num_heads: number of heads; logits are scaled by (d / num_heads)^-1/2.
 
     Returns:
-        (b, q, d) heads concatenated, and the weights (b, h, q, k) where the backend has them (eager).
+        The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).
     """
     query, key, value = (split_heads(states, num_heads) for states in (query, key, value))
     return attend_heads(module, query, key, value, mask, **kwargs)
@@ -172,17 +172,17 @@ def attend_heads(
     mask: KeyMask | Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `attend`, for states whose heads are split already.
+    """As `attend`, for states already split into heads.
 
     Args:
         module: see `attend`.
         query: (b, h, q, c).
         key, value: (b, h, k, c).
-        mask: from `make_key_mask`, or `None`; or a boolean (True = may be attended) that broadcasts to (b, h, q, k),
-            which only eager and sdpa can read: other backends leave the call to sdpa.
+        mask: from `make_key_mask`, or `None`; or a boolean tensor (True = may be attended to) that broadcasts to
+            (b, h, q, k). Only eager and sdpa accept a tensor, so any other backend falls back to sdpa.
 
     Returns:
-        (b, q, d) heads concatenated, and the weights (b, h, q, k) where the backend has them (eager).
+        The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).
     """
     backend = module.config._attn_implementation
     if isinstance(mask, Tensor):
@@ -192,7 +192,7 @@ def attend_heads(
         "dropout": module.attention_dropout if module.training else 0.0,
         "is_causal": False,
     }
-    # Restarting position ids would be read as packed documents by the flash path, for queries and keys alike.
+    # The flash path would take position ids that restart for packed documents, in queries and keys alike.
     kwargs.pop("position_ids", None)
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
     if backend == "sdpa" and prefers_products(query):
@@ -210,10 +210,10 @@ def attend_heads(
 def _attend_unpadded(
     attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keys: UnpaddedKeys, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Variable-length call: all queries of every row, only the kept keys.
+    """Call a variable-length kernel with all queries of every row, but only the kept keys.
 
-    The stock flash path takes queries and keys for the same tokens and drops queries by the key mask; with explicit
-    sequence borders and no mask it does what it is told.
+    Transformers' flash path assumes that queries and keys are the same tokens, so a key mask would drop queries too.
+    Passing explicit sequence boundaries and no mask avoids that.
     """
     batch, _, num_queries, _ = query.shape
     rows = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (batch * length, heads, head_dim)

@@ -1,7 +1,7 @@
-"""Luna's nested attention (Ma et al. 2021, section 3.1): pack the tokens into l slots, unpack the slots to the tokens.
+"""Luna's nested attention (Ma et al. 2021, section 3.1): pack the tokens into l slots, then unpack them again.
 
-    packed    Y_P = Attn(P, C, C)                 l queries over the tokens of the context C (C = X in an encoder)
-    unpacked  Y_X = Attn(X, Y_P, Y_P) W_o         n queries over the l slots
+    pack      Y_P = Attn(P, C, C)                 l queries over the tokens of the context C (C = X in an encoder)
+    unpack    Y_X = Attn(X, Y_P, Y_P) W_o         n queries over the l slots
 
 Packing writes the memory, unpacking reads it. Both are ordinary multi-head softmax attention, so both go through
 transformers' attention interface. The packed context has no output projection; W_o belongs to the layer
@@ -22,30 +22,30 @@ from .memory_read import AttentionMap, SlotMemory, Slots, Views
 
 
 class LunaMasks(NamedTuple):
-    """Keys that the two attentions may read; `None` where every key counts."""
+    """Padding masks of the two attentions; `None` where every key may be read."""
 
     tokens: KeyMask | None
     slots: KeyMask | None
 
 
 def valid_slots(keep: Tensor, num_slots: int) -> Tensor:
-    """Dynamic projection: a row with fewer tokens than slots uses as many slots as it has tokens.
+    """Dynamic projection: a row with t < l tokens uses only its first t slots.
 
     Args:
-        keep: (b, n) tokens that are not padding, wherever they stand.
+        keep: (b, n) boolean padding mask, with padding on either side.
         num_slots: number of slots l.
 
     Returns:
-        (b, l) boolean, True for the slots at indices below the number of tokens of the row.
+        (b, l) boolean, True for the slots in use.
     """
     return torch.arange(num_slots, device=keep.device) < keep.sum(-1, keepdim=True)
 
 
 class LunaProjections:
-    """Projections of an attention: a key and a value matrix, or one for both (`tie_kv`)."""
+    """Query, key and value projections; with `tie_kv`, keys and values share one matrix."""
 
     def add_projections(self, config: LunaConfig) -> None:
-        """Create the matrices of queries, keys and values."""
+        """Create the query, key and value projections."""
         width = config.hidden_size
         self.query = Linear(width, width)
         if config.tie_kv:
@@ -54,7 +54,7 @@ class LunaProjections:
             self.key, self.value = Linear(width, width), Linear(width, width)
 
     def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(b, n, d) to (b, h, n, c) each."""
+        """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
         if self.config.tie_kv:
             both = split_heads(self.key_value(states), self.num_heads)
             return both, both
@@ -62,7 +62,7 @@ class LunaProjections:
 
 
 class LunaPackAttention(LunaProjections, nn.Module):
-    """Pack: the slots read the context."""
+    """Pack attention: the slots attend to the tokens of the context."""
 
     is_causal = False
 
@@ -74,15 +74,15 @@ class LunaPackAttention(LunaProjections, nn.Module):
         self.add_projections(config)
 
     def forward(self, packed_query: Tensor, states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
-        """(b, l, d) and (b, n, d) to Y_P (b, l, d) and the pack weights (b, h_p, l, n)."""
+        """Compute Y_P (b, l, d) from P (b, l, d) and (b, n, d) states; if eager, also the weights (b, h_p, l, n)."""
         query = split_heads(self.query(packed_query), self.num_heads)
         return attend_heads(self, query, *self.key_and_value(states), context.masks.tokens, **context.options)
 
 
 class LunaAttention(LunaProjections, MemoryAttention):
-    """Both attentions of a layer, with the residual and the norm of the packed stream.
+    """A layer's pack and unpack attention, with the residual connection and LayerNorm of the packed stream.
 
-    The module's own projections are those of the unpack attention, under RoBERTa's names.
+    The unpack projections belong to this module, under RoBERTa's names; the pack projections are in `pack`.
     """
 
     def __init__(self, config: LunaConfig, layer_idx: int = 0) -> None:
@@ -93,21 +93,21 @@ class LunaAttention(LunaProjections, MemoryAttention):
 
     @staticmethod
     def prepare(config: LunaConfig, states: Tensor, carried: Tensor, context: ForwardContext) -> ForwardContext:
-        """Masks of tokens and slots; the slots are those given, or with dynamic projection as many as tokens.
+        """Add the masks of tokens and slots to the context.
+
+        The slot mask is `context.carried_keep` if given; otherwise dynamic projection derives it from the padding mask.
 
         Args:
-            config: of the model.
-            states: (b, n, d) what the first layer reads.
+            config: the model's configuration.
+            states: (b, n, d) input of the first layer.
             carried: (b, l, d) packed states.
-            context: of the forward pass.
+            context: context of the forward pass.
 
         Raises:
-            ValueError: There are no packed states.
+            ValueError: `carried` is `None`.
         """
         if carried is None:
-            raise ValueError(
-                "Luna packs a context with its packed states: give them as `carried`, (batch, slots, width)."
-            )
+            raise ValueError("Luna needs packed states to write a memory: pass `carried`, (batch, slots, width).")
         slots = context.carried_keep
         if slots is None and context.keep is not None and config.dynamic_projection:
             slots = drop_if_full(valid_slots(context.keep, carried.shape[1]))
@@ -118,7 +118,7 @@ class LunaAttention(LunaProjections, MemoryAttention):
         return context._replace(carried_keep=slots, masks=masks)
 
     def write(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Memory:
-        """Pack (b, n, d) states with the packed states (b, l, d) that left the previous layer; the next ones go on."""
+        """Pack (b, n, d) states with the packed states (b, l, d) of the previous layer, and return their update."""
         norm_first = self.config.norm_first
         packed_context, _ = self.pack_context(states, carried, context)
         slots = SlotMemory(*self.key_and_value(packed_context), context.masks.slots)
@@ -126,11 +126,11 @@ class LunaAttention(LunaProjections, MemoryAttention):
         return Memory([slots], carried if norm_first else self.packed_layer_norm(carried))
 
     def pack_context(self, states: Tensor, carried: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
-        """Y_P (b, l, d), and the pack weights (b, h_p, l, n) with eager attention."""
+        """Compute Y_P (b, l, d) and, with eager attention, the pack weights (b, h_p, l, n)."""
         return self.pack(self.packed_layer_norm(carried) if self.config.norm_first else carried, states, context)
 
     def views(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Views:
-        """The maps of both attentions, and the packed context, which is what the tokens read."""
+        """Return the weights of both attentions, and the packed context that the tokens read."""
         packed_context, pack_weights = self.pack_context(states, carried, context)
         _, unpack_weights = self.read(states, self.write(states, carried, context), context)
         tokens, slots = context.tokens(states), context.carried_keep

@@ -1,12 +1,12 @@
-"""Luna's causal attention (Ma et al. 2021, section 3.3), as a decoder's self-attention.
+"""Luna's causal attention (Ma et al. 2021, section 3.3), as decoder self-attention.
 
-P knows nothing of the tokens (here it is a parameter of the layer). With f(x, y, z)_t = x_t sum_{j<=t} y_j^T z_j / t
+P does not depend on the tokens: it is a parameter of each layer. With f(x, y, z)_t = x_t sum_{j<=t} y_j^T z_j / t,
 
-    A_pack   = omega(P W_pq (X W_pc)^T / sqrt(c))             softplus or elu + 1, no softmax
+    A_pack   = omega(P W_pq (X W_pc)^T / sqrt(c))             omega: softplus or elu + 1, no softmax
     A_unpack = softmax(f(X W_q / sqrt(c), X W_k, A_pack))     over the slots
     Y        = f(A_unpack, A_pack, X W_v) W_o
 
-which is a causal memory (`causal_memory.py`) written with A_pack and divided by the number of steps.
+This is a causal memory (`causal_memory.py`) written with weights A_pack and divided by the number of steps.
 """
 
 import math
@@ -27,12 +27,12 @@ from .state import MemoryCacheLayer
 
 
 def pack_weights(pack_query: Tensor, pack_key: Tensor, activation: str) -> Tensor:
-    """A_pack = omega(pq . pc / sqrt(c)), non-negative; in float32 at least.
+    """Compute A_pack = omega(pq . pc / sqrt(c)), non-negative, in float32 or wider.
 
     Args:
         pack_query: (b or 1, h, l, c), P W_pq.
         pack_key: (b, h, n, c), X W_pc.
-        activation: "softplus" with the authors' beta of ln 2, log2(1 + 2^x); or "elu", elu(x) + 1.
+        activation: "softplus", log2(1 + 2^x) (the authors' beta = ln 2); or "elu", elu(x) + 1.
 
     Returns:
         (b, h, n, l).
@@ -41,12 +41,12 @@ def pack_weights(pack_query: Tensor, pack_key: Tensor, activation: str) -> Tenso
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if activation == "elu":
         return F.elu(logits) + 1.0
-    # The threshold is where PyTorch takes x for the result: exact in float64 as well.
+    # Above the threshold PyTorch returns x itself; 40 makes that exact in float64, too.
     return F.softplus(logits, beta=math.log(2.0), threshold=40.0)
 
 
 class LunaCausalPack(nn.Module):
-    """P of one layer, its query projection, and the key projection of the tokens."""
+    """A layer's P and its query projection, and the key projection of the tokens."""
 
     def __init__(self, config: LunaConfig) -> None:
         super().__init__()
@@ -55,19 +55,19 @@ class LunaCausalPack(nn.Module):
         self.query, self.key = Linear(width, width), Linear(width, width)
 
     def initialise(self, config: LunaConfig) -> None:
-        """As large as token states after their LayerNorm: P has none here, and near zero all slots are the same."""
+        """Initialise P at the scale of normed token states: it has no LayerNorm, and near zero all slots coincide."""
         init.normal_(self.slots, mean=0.0, std=1.0)
 
 
 class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
-    """Pack and unpack from left to right. Projections have the names of `LunaAttention`."""
+    """Causal pack and unpack attention; the projections have the names of `LunaAttention`."""
 
     def __init__(self, config: LunaConfig, layer_idx: int = 0) -> None:
         super().__init__(config, layer_idx)
         self.pack = LunaCausalPack(config)
 
     def write_weights(self, hidden_states: Tensor, carried: None, context: ForwardContext) -> tuple[Tensor, str]:
-        """A_pack (b, h, n, l), which sums up to a mean over the steps."""
+        """Return A_pack (b, h, n, l); the sums become means over the steps so far."""
         pack_key = split_heads(self.pack.key(hidden_states), self.num_heads)
         pack_query = self.pack_query(context.layer_cache(self.layer_idx))
         weights = pack_weights(pack_query, pack_key, self.config.pack_activation)
@@ -75,7 +75,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         return F.dropout(weights, dropout) if dropout else weights, "steps"
 
     def pack_query(self, cache: MemoryCacheLayer | None) -> Tensor:
-        """P W_pq by heads, (1, h, l, c); kept while decoding, where it would cost more than the rest of the layer."""
+        """Return P W_pq, (1, h, l, c); cached while decoding, where it would cost more than the rest of the layer."""
         if cache is None or torch.is_grad_enabled():
             return split_heads(self.pack.query(self.pack.slots).unsqueeze(0), self.num_heads)
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
@@ -87,7 +87,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         return cache.constants["pack_query"]
 
     def pack_query_key(self) -> tuple[object, ...]:
-        """What P W_pq depends on: the same key, the same tensor."""
+        """Return a key that changes whenever P W_pq does: parameter identity, version, dtype, device, and autocast."""
         parameters = [
             (id(parameter), parameter.dtype, parameter.device, 0 if parameter.is_inference() else parameter._version)
             for parameter in self.pack.parameters()

@@ -1,4 +1,4 @@
-"""Attention from left to right: every token writes to the memory and reads it, in one scan with a constant state."""
+"""Causal attention: each token writes to the memory and then reads it, in one scan with a state of constant size."""
 
 from torch import Tensor
 
@@ -9,28 +9,28 @@ from .memory_attention import Memory, MemoryAttention
 
 
 class CausalMemoryAttention(MemoryAttention):
-    """Causal multi-head attention to a memory of slots; a family defines `write_weights`."""
+    """Causal multi-head attention to a memory of slots; each family implements `write_weights`."""
 
-    views = None  # a probe looks at the read weights alone
+    views = None  # probes see only the read weights
 
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
-        """Refused: a decoder's memory changes from token to token.
+        """Not supported: a causal memory changes with every token.
 
         Raises:
             ValueError: Always.
         """
         raise ValueError(
-            "A causal attention writes and reads in one scan. Write a context with an encoder's attention."
+            "Causal attention writes and reads in one scan and has no memory to share; write it with an encoder."
         )
 
     def write_weights(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:
-        """What every token writes into every slot (b, h, n, m), and one of `causal_memory.NORMALISERS`."""
-        raise NotImplementedError(f"{type(self).__name__} has to define `write_weights`.")
+        """Return the weight of each token in each slot, (b, h, n, m), and one of `causal_memory.NORMALISERS`."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `write_weights`.")
 
     def project(self, hidden_states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (b, h, n, c), turned by rotary positions if the model has them."""
+        """Project to queries, keys and values (b, h, n, c), and rotate queries and keys if positions are rotary."""
         query = split_heads(self.query(hidden_states), self.num_heads)
         key, value = self.key_and_value(hidden_states)
         if context.angles is not None:
@@ -40,7 +40,7 @@ class CausalMemoryAttention(MemoryAttention):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `MemoryAttention.forward`; the weights are those over the slots, (b, h, n, m)."""
+        """As `MemoryAttention.forward`; the weights run over the slots, (b, h, n, m)."""
         cache = context.layer_cache(self.layer_idx)
         query, key, value = self.project(hidden_states, context)
         weights, normaliser = self.write_weights(hidden_states, carried, context)

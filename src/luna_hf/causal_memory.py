@@ -1,12 +1,12 @@
-"""Attention to a memory of slots that is written from left to right: what Luna's causal attention and causal ABC share.
+"""Causal attention to a memory of slots, shared by Luna (Ma et al. 2021, section 3.3) and ABC (Peng et al. 2022, B.1).
 
-Token j writes its key and its value into every slot with a weight w_j in R^m; token t reads the slots with softmax
-attention, after all tokens up to itself have written:
+Token j adds its key and value to every slot with weights w_j in R^m; token t reads the slots with softmax attention,
+after it and all earlier tokens have written:
 
     K_t = sum_{j<=t} w_j (x) k_j / N_t,  V_t = sum_{j<=t} w_j (x) v_j / N_t,  out_t = softmax(q_t K_t^T / sqrt(c)) V_t
 
-Both sums are the causal scan of `functional.py`, both in time and memory linear in n, with a state of constant size.
-Mechanisms differ in their weights and in the divisor N_t (`NORMALISERS`). All of it is computed in float32 at least.
+Both running sums are causal scans (`functional.py`): time and memory are linear in n, and the state has constant size.
+Mechanisms differ in their weights and in the divisor N_t (`NORMALISERS`). Everything runs in float32 or wider.
 
 Shape letters: b batch, h heads, n tokens, m slots, c head size. Every mask is boolean with True = keep.
 """
@@ -21,34 +21,34 @@ from transformers.utils.generic import maybe_autocast
 from .dispatch import choose
 from .functional import SCAN_CHUNK, causal_scan, masked_softmax, scan_chunk
 
-# What the sums of a slot are divided by, and which slots can be read:
-#   "steps"    the number of tokens so far (Luna, section 3.3: a causal mean)
-#   "none"     nothing (Linformer's weights)
-#   "written"  nothing, and slots that no token has written yet are not read (ABC-Random)
-#   "total"    the running sum of the slot's weights; unwritten slots are not read (ABC-MLP with relu)
-#   "softmax"  the weights are logits; their exponentials over the running sum of these (ABC-MLP, appendix B.1)
+# The divisor N_t of a slot's sums, and the slots that can be read:
+#   "steps"    the number of tokens so far, a causal mean (Luna, section 3.3)
+#   "none"     no divisor (Linformer)
+#   "written"  no divisor; slots without a token yet are masked (ABC-Random)
+#   "total"    the running sum of the slot's weights; slots without a token yet are masked (ABC-MLP with relu)
+#   "softmax"  the weights are logits, exponentiated and divided by their running sum (ABC-MLP, appendix B.1)
 NORMALISERS = ("steps", "none", "written", "total", "softmax")
 
-# How much a slot's running maximum may rise inside a chunk: exponentials are taken relative to its end, and the first
-# tokens divide by theirs, twice in the gradient. e^80 is below the largest float32.
+# Largest rise of a slot's running maximum within a chunk. Exponentials are relative to the chunk's last maximum, and
+# early tokens divide by theirs, twice in the gradient: e^(2 * 40) still fits in float32.
 _LARGEST_RISE = 40.0
-# The peak before the first token: minus infinity, but for the NaN of a difference of two.
+# The running maximum before the first token. Finite, because the difference of two infinities is NaN.
 _LOWEST = -1e30
-# Tokens of the smallest blocks of the tree.
+# Block size at the leaves of the tree.
 _LEAF = 8
 
 
 class CausalMemory(NamedTuple):
-    """The state after some tokens; everything that later ones need of them."""
+    """The decoding state after some tokens."""
 
     key: Tensor  # (b, h, c, m) sum of k_j w_j
     value: Tensor  # (b, h, m, c) sum of w_j v_j
-    total: Tensor | None = None  # (b, h, 1, m) sum of w_j, where the normaliser needs it
-    peak: Tensor | None = None  # (b, h, 1, m) of "softmax": all sums are in units of exp(peak), the largest logit
+    total: Tensor | None = None  # (b, h, 1, m) sum of w_j, if the normaliser needs it
+    peak: Tensor | None = None  # (b, h, 1, m) "softmax" only: the largest logit; all sums are divided by exp(peak)
 
 
 def empty_memory(query: Tensor, value: Tensor, weights: Tensor, normaliser: str) -> CausalMemory:
-    """The state before the first token, for states and weights as in `attend_causal_memory`."""
+    """Return the state before the first token, for the inputs of `attend_causal_memory`."""
     (batch, heads, _, size), slots = query.shape, weights.shape[-1]
     like = query.new_zeros((), dtype=torch.promote_types(query.dtype, torch.float32))
     return CausalMemory(
@@ -60,7 +60,7 @@ def empty_memory(query: Tensor, value: Tensor, weights: Tensor, normaliser: str)
 
 
 class Reading(NamedTuple):
-    """How the slots are read, the same for every token."""
+    """Options for reading the slots, the same for every token."""
 
     normaliser: str
     slots: Tensor | None  # (b h, 1, m) slots that may be read
@@ -82,26 +82,26 @@ def attend_causal_memory(
     need_weights: bool = False,
     chunk_size: int = SCAN_CHUNK,
 ) -> tuple[Tensor, Tensor | None, CausalMemory]:
-    """Write and read, from left to right.
+    """Write to the memory and read it, from left to right.
 
     Args:
         query, key, value: (b, h, n, c).
-        weights: (b, h, n, m) what the tokens write with; with "softmax" their logits.
+        weights: (b, h, n, m) write weights; logits for "softmax".
         normaliser: one of `NORMALISERS`.
         memory: state after earlier tokens; empty by default.
-        keep: (b, n) tokens that write; what padding reads is of no use, but finite.
-        steps: (b or 1, n) number of tokens so far, the token itself among them, at least 1; for "steps" only.
+        keep: (b, n) padding mask. Padding writes nothing; its outputs are finite but meaningless.
+        steps: (b or 1, n) number of tokens up to and including this one, at least 1; for "steps" only.
         slots: (b, m) slots that may be read; all by default.
-        dropout: probability with which a read weight is dropped.
-        need_weights: whether to return the weights that the slots are read with.
-        chunk_size: tokens that are treated at a time; the result is the same for all.
+        dropout: dropout probability of the read weights.
+        need_weights: whether to return the read weights.
+        chunk_size: number of tokens per chunk; the result does not depend on it.
 
     Returns:
-        Outputs (b, h, n, c) in the type of `query`; the read weights (b, h, n, m), after dropout, or `None`; and the
+        The outputs (b, h, n, c) in `query`'s dtype; the read weights (b, h, n, m) after dropout, or `None`; and the
         state after the last token.
 
     Raises:
-        ValueError: There is no such normaliser.
+        ValueError: `normaliser` is unknown.
     """
     if normaliser not in NORMALISERS:
         raise ValueError(f"`normaliser` is {normaliser!r}, but must be one of {', '.join(NORMALISERS)}.")
@@ -110,7 +110,7 @@ def attend_causal_memory(
     batch, heads, length = query.shape[:3]
     precise = memory.key.dtype
     if keep is not None:
-        # Whatever stands at padding, even NaN, must reach neither a sum nor a gradient.
+        # Padding may hold anything, even NaN: none of it may reach a sum or a gradient.
         padding = ~keep[:, None, :, None]
         key, value = key.masked_fill(padding, 0.0), value.masked_fill(padding, 0.0)
         weights = weights.to(precise).masked_fill(padding, -torch.inf if normaliser == "softmax" else 0.0)
@@ -144,14 +144,14 @@ def _attend_in_a_loop(
     if reading.normaliser == "softmax" and length > 1:
         sizes = _split_at_rises(weights.detach(), sizes, memory.peak[:, :, 0], keep)
     state = CausalMemory(*(None if part is None else part.flatten(0, 1) for part in memory))
-    # One split a tensor: its backward is one concatenation, that of slices a tensor of full length each.
+    # Split once: the backward of `split` is one concatenation, that of each slice a full-length tensor.
     tokens = [states.split(sizes, 2) for states in (query, key, value, weights)]
     divisors = [None] * len(sizes) if divisor is None else [part.flatten(0, 1) for part in divisor.split(sizes, 2)]
     outputs, reads = [], []
     for *chunk, divided_by in zip(*tokens, divisors, strict=True):
         chunk = [states.flatten(0, 1).to(precise) for states in chunk]
         out, read, state = _attend_chunk(*chunk, state, divided_by, reading)
-        # Tokens before heads, as the output projection reads them.
+        # (b, n, h, c) is the layout that the output projection needs.
         outputs.append(out.unflatten(0, rows).transpose(1, 2))
         reads += [read.unflatten(0, rows)] if reading.need_weights else []
     out, read = torch.cat(outputs, dim=1).transpose(1, 2), torch.cat(reads, dim=2) if reads else None
@@ -167,7 +167,7 @@ def _attend_chunk(
     divisor: Tensor | None,
     reading: Reading,
 ) -> tuple[Tensor, Tensor, CausalMemory]:
-    """One chunk (b h, n, ...) of which nothing underflows; the state likewise."""
+    """Attend within one chunk (b h, n, ...), short enough that no exponential underflows, given the state before it."""
     if reading.normaliser == "softmax":
         # The peak cancels in every quotient, so it needs no gradient.
         peak = torch.maximum(state.peak, weights.detach().amax(1, keepdim=True))
@@ -186,11 +186,11 @@ def _attend_chunk(
 
 
 def _divisor(totals: Tensor, reading: Reading) -> tuple[Tensor | None, Tensor | None]:
-    """What the sums are divided by, and which slots can be read, from the running sums of the weights."""
-    # The gradient of a quotient divides twice: below the root of the smallest number it would overflow.
+    """Compute the divisor of the sums and the mask of readable slots from the running sums of the weights."""
+    # The gradient divides by the square of a total, which would underflow below the root of the smallest number.
     written = totals > torch.finfo(totals.dtype).tiny ** 0.5
     divisor = None if reading.normaliser == "written" else totals.masked_fill(~written, 1.0)
-    if reading.normaliser == "softmax":  # every token writes every slot
+    if reading.normaliser == "softmax":  # every token writes to every slot
         return divisor, reading.slots
     return divisor, written if reading.slots is None else written & reading.slots
 
@@ -198,26 +198,26 @@ def _divisor(totals: Tensor, reading: Reading) -> tuple[Tensor | None, Tensor | 
 def _read_weights(
     logits: Tensor, divisor: Tensor | None, readable: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over the slots, and the same divided by what the values' sums are divided by."""
+    """Return the softmax over the slots, and the same divided by the divisor of the values' sums."""
     read = masked_softmax(logits if divisor is None else logits / divisor, readable)
     read = F.dropout(read, dropout) if dropout else read
     return read, read if divisor is None else read / divisor
 
 
 def _split_at_rises(logits: Tensor, sizes: list[int], peak: Tensor, keep: Tensor | None) -> list[int]:
-    """Sizes of chunks in which no slot's running maximum rises too far; those given, but for extreme logits.
+    """Halve chunks until no slot's running maximum rises too far within one; only extreme logits need it.
 
     Args:
         logits: (b, h, n, m), minus infinity at padding.
-        sizes: of chunks, which are halved where they have to be.
+        sizes: chunk sizes to start from.
         peak: (b, h, m) the running maximum before the first token.
-        keep: (b, n).
+        keep: (b, n) padding mask.
     """
     chunks = logits.split(sizes, 2)
     ends = torch.stack([peak, *(chunk.amax(2) for chunk in chunks)]).cummax(0).values  # (1 + chunks, b, h, m)
     first = torch.stack([chunk[:, :, 0] for chunk in chunks])
     if keep is not None:
-        # Where nothing is written yet, padding reads nothing: the first token that does counts.
+        # Before the first real token padding reads nothing, so a row starts at its first real token.
         row, kept = torch.arange(keep.shape[0], device=keep.device), keep.split(sizes, 1)
         written = [chunk[row, :, real.int().argmax(1)] for chunk, real in zip(chunks, kept, strict=True)]
         first = torch.where(ends[:-1] > _LOWEST, first, torch.stack(written))
@@ -236,7 +236,7 @@ def _split_at_rises(logits: Tensor, sizes: list[int], peak: Tensor, keep: Tensor
     return split
 
 
-# ---- without a loop over the tokens: for graphs and accelerators ----
+# ---- without a loop over the chunks: for graphs and accelerators ----
 
 
 def _attend_at_once(
@@ -274,11 +274,11 @@ def _attend_in_a_tree(
     keep: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, CausalMemory]:
-    """The normaliser "softmax" without a branch on the data, in O(n log n).
+    """The normaliser "softmax" without data-dependent control flow, in O(n log n).
 
-    A token's weight in what a later one reads is exp(s_j - z_t), with z the logarithm of the running sum. Taken apart
-    at a place between the two it has two factors of at most 1, and what underflows does not count: every second half
-    of a block of 16, 32, ... tokens reads the first half so. Inside blocks of 8 the weights are written out.
+    Token j enters what token t reads with weight exp(s_j - z_t), where z is the logarithm of the running sum. Split at
+    a position between the two, it is a product of two factors of at most 1, whose underflow is harmless. This is how
+    the second half of each block of 16, 32, ... tokens reads the first; blocks of 8 are computed directly.
     """
     (batch, heads, length), precise = query.shape[:3], memory.key.dtype
     levels = max(0, (-(-length // _LEAF) - 1).bit_length())
@@ -287,7 +287,7 @@ def _attend_in_a_tree(
         for states, fill in ((query, 0.0), (key, 0.0), (value, 0.0), (weights, -torch.inf))
     )
     query = query * query.shape[-1] ** -0.5
-    # Differences of large logarithms: in float64 where there is one.
+    # Differences of large logarithms need float64, which MPS lacks.
     weights = weights.to(torch.float32 if query.device.type == "mps" else torch.float64)
     before = memory.peak + memory.total.clamp(min=torch.finfo(precise).tiny).to(weights.dtype).log()
     log_totals = torch.cat([before, weights], dim=2).logcumsumexp(2)[:, :, 1:]
@@ -316,7 +316,7 @@ def _attend_in_a_tree(
 
 
 class _Leaves:
-    """Tokens of one small block: the weights exp(s_j - z_t), j <= t, written out (b, h, blocks, t, j, m)."""
+    """The leaves of the tree: all weights exp(s_j - z_t), j <= t, of each small block, (b, h, blocks, t, j, m)."""
 
     def __init__(self, logits: Tensor, log_totals: Tensor, precise: torch.dtype) -> None:
         logits, log_totals = self.cut(logits), self.cut(log_totals)
@@ -329,31 +329,31 @@ class _Leaves:
         return states.unflatten(2, (-1, _LEAF))
 
     def sum_slots(self, query: Tensor, key: Tensor) -> Tensor:
-        """sum_j (q_t k_j) exp(s_j - z_t): (b, h, n, m)."""
+        """Compute sum_j (q_t k_j) exp(s_j - z_t): (b, h, n, m)."""
         products = torch.matmul(self.cut(query), self.cut(key).transpose(-1, -2))
         return (products.unsqueeze(-1) * self.weights).sum(-2).flatten(2, 3)
 
     def sum_tokens(self, read: Tensor, value: Tensor) -> Tensor:
-        """sum_j (p_t exp(s_j - z_t)) v_j: (b, h, n, c)."""
+        """Compute sum_j (p_t exp(s_j - z_t)) v_j: (b, h, n, c)."""
         products = (self.cut(read).unsqueeze(-2) * self.weights).sum(-1)
         return torch.matmul(products, self.cut(value)).flatten(2, 3)
 
 
 class _Block:
-    """The second halves of all blocks of twice `size` tokens, reading the first halves."""
+    """One level of the tree: in every block of 2 * `size` tokens, the second half reads the first."""
 
     def __init__(self, logits: Tensor, log_totals: Tensor, size: int, precise: torch.dtype) -> None:
         self.size = size
-        middle = self.halves(log_totals)[0][..., -1:, :].detach()  # cancels in the product of the two factors
+        middle = self.halves(log_totals)[0][..., -1:, :].detach()  # cancels in the product of `writes` and `reads`
         self.writes = (self.halves(logits)[0] - middle).to(precise).exp()
         self.reads = (middle - self.halves(log_totals)[1]).to(precise).exp()
 
     def halves(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Twice (b, h, blocks, size, ...)."""
+        """Split (b, h, n, ...) into the first and second halves, (b, h, blocks, size, ...) each."""
         return states.unflatten(2, (-1, 2, self.size)).unbind(3)
 
     def join(self, second: Tensor) -> Tensor:
-        """(b, h, blocks, size, ...) to (b, h, n, ...), zeros for the first halves."""
+        """Place second halves (b, h, blocks, size, ...) in (b, h, n, ...), with zeros in the first halves."""
         return torch.stack([torch.zeros_like(second), second], dim=3).flatten(2, 4)
 
     def sum_slots(self, query: Tensor, key: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The window of a decoder: a queue of the last tokens' keys and values, of constant size."""
+"""Sliding window of a decoder (Peng et al. 2022, section 3.3): a queue of the latest keys and values."""
 
 import torch
 from torch import Tensor
@@ -12,16 +12,16 @@ from .state import MemoryCacheLayer
 def write_window(
     key: Tensor, value: Tensor, window: int, context: ForwardContext, cache: MemoryCacheLayer | None
 ) -> SlotMemory | WindowMemory:
-    """What these tokens read: the last `window` tokens, earlier ones from the cache, which is brought up to date.
+    """Return the memory that the new tokens read, their last `window` tokens, and update the cache.
 
     Args:
-        key, value: (b, h, n, c) of the new tokens.
-        window: tokens that one reads, itself among them.
-        context: of the forward pass.
-        cache: the layer's, if a state is kept.
+        key, value: (b, h, n, c) keys and values of the new tokens.
+        window: number of tokens that each token reads, including itself.
+        context: context of the forward pass.
+        cache: the layer's cache, if there is one.
 
     Returns:
-        A window; for a single token with a state the queue as slots, the token itself in the last.
+        A window; or, for a single token with a cache, the queue as slots with that token last.
     """
     queue = None if cache is None else _open_queue(key, window, cache)
     if queue is not None and key.shape[2] == 1:
@@ -30,7 +30,7 @@ def write_window(
         return SlotMemory(queue["key"], queue["value"], _filled(window, context.ranks + 1)[:, None])
     batch, length, keep = key.shape[0], key.shape[2], context.keep
     ranks = None if keep is None else token_ranks(keep, length, keep.device)
-    # Without padding between them: moved to the front, the real tokens are the first ones.
+    # Real tokens move to the front, so that no padding lies between them.
     key, value = (move_to_ranks(states, ranks, keep) for states in (key, value))
     real = None if keep is None else torch.arange(length, device=keep.device) < keep.sum(1, keepdim=True)
     if queue is None:
@@ -47,12 +47,12 @@ def write_window(
 
 
 def _filled(window: int, tokens: Tensor) -> Tensor:
-    """(b or 1, 1) numbers of tokens so far to the places of a queue that hold one, the last ones: (b or 1, w)."""
+    """Mask the filled end of a queue: number of tokens so far (b or 1, 1) to (b or 1, w)."""
     return torch.arange(window, 0, -1, device=tokens.device) <= tokens
 
 
 def _open_queue(key: Tensor, window: int, cache: MemoryCacheLayer) -> dict[str, Tensor]:
-    """The last keys and values before these tokens, the newest last; zeros where there were fewer."""
+    """Return the cached keys and values, newest last; zeros where there were fewer tokens."""
     if "value" in cache.states:
         return cache.states
     batch, heads, _, size = key.shape
@@ -60,7 +60,7 @@ def _open_queue(key: Tensor, window: int, cache: MemoryCacheLayer) -> dict[str, 
 
 
 def _push(queue: dict[str, Tensor], key: Tensor, value: Tensor, keep: Tensor | None) -> dict[str, Tensor]:
-    """The queue (b, h, w, c) after one more token (b, h, 1, c), unless that is padding (b, 1)."""
+    """Push one token (b, h, 1, c) onto the queue (b, h, w, c), except in rows where it is padding (`keep`, (b, 1))."""
     pushed = {
         name: torch.cat([queue[name][:, :, 1:].to(states.dtype), states], dim=2)
         for name, states in (("key", key), ("value", value))
@@ -71,11 +71,11 @@ def _push(queue: dict[str, Tensor], key: Tensor, value: Tensor, keep: Tensor | N
 
 
 def _newest(key: Tensor, value: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-    """The last `size` real tokens of a queue of that many and of new ones behind it.
+    """Return the last `size` real tokens of a queue followed by n new tokens.
 
     Args:
-        key, value: (b, h, size + n, c), the real ones of the new tokens in front of the others.
-        real: (b, n).
+        key, value: (b, h, size + n, c), real tokens before padding among the new ones.
+        real: (b, n) padding mask of the new tokens.
     """
     first = real.sum(1, keepdim=True)
     places = (first + torch.arange(size, device=real.device))[:, None, :, None]

@@ -9,32 +9,32 @@ from .memory_control import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS
 @strict
 class AbcConfig(BoundedMemoryConfig):
     r"""
-    Configuration of the ABC models. The defaults are the paper's base model with a memory of 64 (12 layers, width 768,
-    learned control, its matrix shared by all layers).
+    Configuration of the ABC models. The defaults are the paper's base model with 64 slots (12 layers, width 768, a
+    learned control shared by all layers).
 
-    Besides the fields of all families (see `BoundedMemoryConfig`):
+    In addition to the fields of all families (see `BoundedMemoryConfig`):
 
     Args:
         memory_control (`str`, defaults to `"mlp"`):
-            How the memory is written. `"mlp"` is the paper's own (equation 7: a slot is a learned attention over the
-            tokens), `"linformer"` a learned weight for every position and slot (section 3.1). Without parameters of
-            their own: `"random"` (appendix A.2), `"cluster"` (section 3.2), `"sliding_window"` (section 3.3; the
-            `memory_size` tokens around each token, itself among them), `"dilated"` (appendix A.4; the same among every
-            other token), `"local_to_global"` (appendix A.1; tokens spread evenly over the text) and `"compressive"`
-            (appendix A.3; means of neighbouring tokens). `"full"` is softmax attention to all tokens, in quadratic
-            time, to compare with. A decoder has `"mlp"`, `"linformer"` (tokens beyond the matrix meet its columns again
-            from the first), `"random"` or `"sliding_window"` (the last `memory_size` tokens).
+            Control strategy that writes the memory. With learned parameters: `"mlp"` (the paper's ABC-MLP; each slot is
+            a learned attention over the tokens, equation 7) and `"linformer"` (one weight per position and slot,
+            section 3.1). Without parameters: `"random"` (a random slot per token, appendix A.2), `"cluster"` (centroids
+            of k-means, section 3.2), `"sliding_window"` (the `memory_size` tokens around each token, including itself,
+            section 3.3), `"dilated"` (the same over every other token, appendix A.4), `"local_to_global"` (evenly
+            spaced tokens, appendix A.1) and `"compressive"` (means of neighbouring tokens, appendix A.3). `"full"` is
+            ordinary softmax attention in quadratic time, for comparison. Decoders support `"mlp"`, `"linformer"` (whose
+            positions wrap around at the end of the matrix), `"random"` and `"sliding_window"` (the last `memory_size`
+            tokens).
         memory_size (`int`, defaults to 64):
-            Number of slots `m` of every head. A row with fewer tokens than slots leaves slots empty where a token
-            writes into one slot only; nobody reads those. `"full"` has no use for it.
+            Number of slots `m` per head, or the window's length; ignored by `"full"`. Empty slots are never read.
         control_activation (`str`, defaults to `"exp"`):
-            Of `"mlp"`: `"exp"`, or `"relu"` or `"sigmoid"` (the paper's ablations).
+            `"mlp"` only: `"exp"`, or the paper's ablations `"relu"` and `"sigmoid"`.
         share_control (`bool`, defaults to `True`):
-            Of `"mlp"`, `"linformer"` and `"random"`: one control for all layers, or one for each.
+            `"mlp"`, `"linformer"` and `"random"` only: whether all layers share one control.
         control_seed (`int`, defaults to 0):
-            Of `"random"`: chooses the slots.
+            `"random"` only: seed of the random slots.
         cluster_iterations (`int`, defaults to 2):
-            Of `"cluster"`: steps of k-means in every layer.
+            `"cluster"` only: number of k-means iterations in each layer.
 
     ```python
     >>> from luna_hf import AbcConfig
@@ -44,7 +44,7 @@ class AbcConfig(BoundedMemoryConfig):
     ```
     """
 
-    # "abc" is taken: flash-linear-attention registers it for its causal model, and one process may import both.
+    # Not "abc", which flash-linear-attention registers for its causal model: one process may import both packages.
     model_type = "abc_memory"
     state_fields = (*BoundedMemoryConfig.state_fields, "memory_control", "memory_size", "control_activation")
     slots_field = "memory_size"
@@ -57,19 +57,19 @@ class AbcConfig(BoundedMemoryConfig):
     cluster_iterations: int = 2
 
     def fixed_length(self) -> str | None:
-        """Linformer's matrix has as many columns as there are positions."""
+        """See the base class: Linformer's matrix has one column per position."""
         if self.memory_control != "linformer":
             return None
-        return "its control (`linformer`) has learned weights for every position, which cannot be repeated"
+        return "its control (`linformer`) has learned weights for every position, which cannot be extended"
 
     def validate_values(self) -> None:
-        """Check every field; runs at construction and again when the config is saved."""
+        """Validate every field, at construction and again when the config is saved."""
         super().validate_values()
         self._require("memory_control", lambda value: value in CONTROLS, f"one of {', '.join(CONTROLS)}")
         if self.is_decoder:
             causal = f"one of {', '.join(CAUSAL_CONTROLS)} in a causal model"
             self._require("memory_control", lambda value: value in CAUSAL_CONTROLS, causal)
-        self._require("memory_size", lambda value: value >= 1, "at least 1 (the paper has 64 and 128)")
+        self._require("memory_size", lambda value: value >= 1, "at least 1 (64 or 128 in the paper)")
         self._require("control_activation", lambda value: value in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")
         self._require("control_seed", lambda value: value >= 0, "at least 0")
         self._require("cluster_iterations", lambda value: value >= 1, "at least 1")

@@ -10,32 +10,32 @@ from .configuration_base import BoundedMemoryConfig
 @strict
 class LunaConfig(BoundedMemoryConfig):
     r"""
-    Configuration of the Luna models. The defaults are the paper's base model (12 layers, width 768, packed sequence
-    of 128, tied key and value).
+    Configuration of the Luna models. The defaults are the paper's base model (12 layers, width 768, 128 slots, tied
+    keys and values).
 
-    Besides the fields of all families (see `BoundedMemoryConfig`):
+    In addition to the fields of all families (see `BoundedMemoryConfig`):
 
     Args:
         projection_length (`int`, defaults to 128):
             Number of slots `l` of the packed sequence P.
         num_projected_attention_heads (`int`, *optional*):
-            Heads of the pack attention; `None` takes `num_attention_heads`. Must divide `hidden_size`. A decoder has
-            one number of heads.
+            Number of heads of the pack attention; must divide `hidden_size`. Defaults to `num_attention_heads`, the
+            only choice in a decoder.
         tie_kv (`bool`, defaults to `True`):
-            Whether key and value share one matrix, in pack and in unpack (132 M parameters at base size; without
-            sharing 146 M, which the paper gives as 147 M).
+            Whether keys and values share one matrix, in both pack and unpack attention. The base model has 132 M
+            parameters if tied and 146 M if not (147 M in the paper).
         dynamic_projection (`bool`, defaults to `True`):
-            Whether a row with fewer tokens than slots uses only as many slots as it has tokens. `False` always uses
-            all, and so does a decoder.
+            Whether a row with fewer tokens than slots uses only as many slots as it has tokens. Otherwise, and always
+            in a decoder, every row uses all slots.
         pack_activation (`str`, defaults to `"softplus"`):
-            Of decoders, whose pack attention has no softmax: `"softplus"` (log2(1 + 2^x), the authors'), or `"elu"`
-            (elu(x) + 1).
+            Decoders only: activation of the pack attention in place of softmax, `"softplus"` (log2(1 + 2^x), as in the
+            authors' code) or `"elu"` (elu(x) + 1).
         classifier_pooling (`str`, defaults to `"cls"`):
-            `"cls"` and `"mean"` read the token states. `"packed_max"` (the authors' head: projection, maximum),
-            `"packed_mean"` (the paper's text) and `"packed_attention"` (attention of `<s>` over P) read the packed
-            states.
+            `"cls"` and `"mean"` read the token states. `"packed_max"` (a projection and a maximum, as in the authors'
+            code), `"packed_mean"` (as in the paper) and `"packed_attention"` (attention of `<s>` over P) read the
+            packed states.
 
-    The models of the paper and of the authors' release are named presets:
+    `preset` returns the models of the paper and of the authors' release:
 
     ```python
     >>> from luna_hf import LunaConfig
@@ -59,11 +59,11 @@ class LunaConfig(BoundedMemoryConfig):
 
     @classmethod
     def classifier_poolings(cls) -> tuple[str, ...]:
-        """Values of `classifier_pooling` that Luna accepts."""
+        """Return the values of `classifier_pooling` that Luna accepts."""
         return (*super().classifier_poolings(), "packed_max", "packed_mean", "packed_attention")
 
     def validate_values(self) -> None:
-        """Check every field; runs at construction and again when the config is saved."""
+        """Validate every field, at construction and again when the config is saved."""
         super().validate_values()
         self._require("projection_length", lambda value: value >= 1, "at least 1")
         self._require("num_projected_attention_heads", lambda value: value is None or value >= 1, "None or at least 1")
@@ -71,22 +71,22 @@ class LunaConfig(BoundedMemoryConfig):
             self._require_divides("num_projected_attention_heads")
         self._require("pack_activation", lambda value: value in ("softplus", "elu"), "'softplus' or 'elu'")
         if self.is_decoder:
-            heads, allowed = self.num_attention_heads, "None: pack and unpack of a decoder have the same heads"
+            heads, allowed = self.num_attention_heads, "None in a decoder, which packs and unpacks with the same heads"
             self._require("num_projected_attention_heads", lambda value: value in (None, heads), allowed)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "LunaConfig":
-        """A model of the authors: `"base"`, `"base-2048"` or `"large"`, with any field overridden by keyword.
+        """Return the config of an authors' model, `"base"`, `"base-2048"` or `"large"`, with overrides by keyword.
 
         Raises:
-            ValueError: There is no preset of that name.
+            ValueError: `name` is unknown.
         """
         if name not in PRESETS:
             raise ValueError(f"There is no Luna preset {name!r}. Choose one of {', '.join(PRESETS)}.")
         return cls(**{**PRESETS[name], **overrides})
 
 
-# `base` is the model of the paper's section 4.3 (and the default configuration); the authors' release adds the others.
+# `base` is the model of the paper's section 4.3 and the default configuration; the authors' release added the others.
 PRESETS: dict[str, dict[str, int]] = {
     "base": {},
     "base-2048": {"max_position_embeddings": 2048, "projection_length": 256},

@@ -1,4 +1,4 @@
-"""What all layers of one forward pass know: made once by the model, passed as one argument."""
+"""The data that all layers of a forward pass share, built once by the model and passed as one argument."""
 
 from typing import Any, NamedTuple
 
@@ -11,27 +11,27 @@ from .functional import row_lengths, token_ranks
 
 
 class ForwardContext(NamedTuple):
-    """The tokens of a forward pass, and everything else that is the same in every layer.
+    """Padding mask, token counts, cache and options of a forward pass, the same in every layer.
 
-    A named tuple, which accelerate, FSDP and the compiler look into. Every mask is boolean with True = keep.
+    A named tuple, because accelerate, FSDP and torch.compile traverse tuples. Every mask is boolean with True = keep.
     """
 
-    keep: Tensor | None  # (b, n) real tokens; `None` where nothing is padded
-    ranks: Tensor  # (b or 1, n) long: a token's place among the real tokens of its row, those before this pass included
-    before: Tensor  # (b or 1, 1) long: real tokens of the row before this pass
-    lengths: Tensor  # (b or 1, 1) long: real tokens of the row, this pass included
-    angles: Tensor | None = None  # (b or 1, n, c / 2) of rotary positions
-    cache: Cache | None = None  # of a decoder: a `state.MemoryCache`
-    carried_keep: Tensor | None = None  # (b, l) entries that count of what the layers carry besides tokens
-    masks: Any = None  # of the family, in the backend's form
-    options: dict[str, Any] = {}  # keywords for the attention backend
+    keep: Tensor | None  # (b, n) padding mask; `None` if nothing is padded
+    ranks: Tensor  # (b or 1, n) long: index of a token among its row's real tokens, counting earlier passes
+    before: Tensor  # (b or 1, 1) long: number of real tokens of the row in earlier passes
+    lengths: Tensor  # (b or 1, 1) long: number of real tokens of the row, including this pass
+    angles: Tensor | None = None  # (b or 1, n, c / 2) rotary angles
+    cache: Cache | None = None  # decoders only: a `state.MemoryCache`
+    carried_keep: Tensor | None = None  # (b, l) mask of the states that layers carry besides the tokens
+    masks: Any = None  # the family's masks, in the attention backend's form
+    options: dict[str, Any] = {}  # keyword arguments for the attention backend
 
     def tokens(self, states: Tensor) -> Tensor:
-        """(b, n) real tokens of (b, n, d) states, also where nothing is padded."""
+        """Return the padding mask (b, n) of (b, n, d) states; all True if nothing is padded."""
         return torch.ones_like(states[..., 0], dtype=torch.bool) if self.keep is None else self.keep
 
     def layer_cache(self, layer_idx: int) -> CacheLayerMixin | None:
-        """Where a layer keeps its state, if anything is kept."""
+        """Return a layer's cache, or `None` without a cache."""
         return None if self.cache is None else self.cache.layers[layer_idx]
 
 
@@ -42,27 +42,27 @@ def make_context(
     cache: Cache | None = None,
     options: dict[str, Any] | None = None,
 ) -> ForwardContext:
-    """The context of a pass over (b, n) tokens, with the counts that follow from its mask and from a cache.
+    """Build the context of a pass over (b, n) tokens from its padding mask and the cache.
 
     Args:
-        keep: (b, n) real tokens, or `None`.
+        keep: (b, n) padding mask, or `None` if nothing is padded.
         length: n.
-        device: of the tokens.
-        cache: with what earlier passes have read; its state is not changed.
-        options: keywords for the attention backend.
+        device: device of the tokens.
+        cache: state of earlier passes; read, but not changed.
+        options: keyword arguments for the attention backend.
     """
     ranks, lengths = token_ranks(keep, length, device), row_lengths(keep, length, device)
     before = torch.zeros(1, 1, dtype=torch.long, device=device)
     if cache is not None and cache.tokens is not None:
         before = cache.tokens.to(device).unsqueeze(1)
-        # Padding before the first token counts from the token before it, if there is one.
+        # Left padding gets the rank of the last token of an earlier pass, or 0 without one.
         ranks = ranks + before if keep is None else (keep.long().cumsum(-1) + before - 1).clamp(min=0)
         lengths = lengths + before
     return ForwardContext(keep, ranks, before, lengths, cache=cache, options=options or {})
 
 
 def drop_if_full(keep: Tensor) -> Tensor | None:
-    """`None` for a mask that keeps everything: one look at the data, not taken while a graph is being traced."""
+    """Return `None` for a mask that keeps everything; while tracing, where the data is unknown, return it unchanged."""
     if is_tracing(keep) or keep.device.type == "meta" or not keep.all():
         return keep
     return None

@@ -1,4 +1,4 @@
-"""The table of families: what `import luna_hf` offers and registers, and what tests and benchmarks iterate over."""
+"""The table of model families, which `import luna_hf` exports and registers, and tests and benchmarks iterate over."""
 
 from dataclasses import dataclass
 from types import ModuleType
@@ -36,7 +36,7 @@ from .warm_start_abc import AbcRules
 from .warm_start_luna import LunaRules
 from .warm_start_rules import WarmStartRules
 
-# The task heads that every family has, by the last part of their names.
+# Task heads of every family: Auto class and suffix of the class name.
 _HEADS = {
     AutoModelForSequenceClassification: "ForSequenceClassification",
     AutoModelForMultipleChoice: "ForMultipleChoice",
@@ -47,7 +47,7 @@ _HEADS = {
 
 @dataclass(frozen=True)
 class Family:
-    """One row: a mechanism's configuration `<Name>Config`, and the modules with its models `<Name>Model`, ..."""
+    """A row of the table: a mechanism's `<Name>Config`, and the modules that define `<Name>Model` and its heads."""
 
     config: type[BoundedMemoryConfig]
     encoders: ModuleType
@@ -55,7 +55,7 @@ class Family:
     warm_start: type[WarmStartRules] = WarmStartRules
 
     def model(self, kind: str) -> type[PreTrainedModel]:
-        """The class `<Name><kind>`."""
+        """Return the class `<Name><kind>`."""
         module = self.decoders if "Causal" in kind else self.encoders
         return getattr(module, self.config.__name__.removesuffix("Config") + kind)
 
@@ -81,12 +81,12 @@ class Family:
 
     @property
     def heads(self) -> dict[type, type[PreTrainedModel]]:
-        """The encoder with a task head, by the Auto class that loads it."""
+        """The encoders with a task head, by the Auto class that loads them."""
         return {auto_class: self.model(kind) for auto_class, kind in _HEADS.items()}
 
     @property
     def causal_models(self) -> tuple[type[PreTrainedModel], ...]:
-        """Every class of the family whose tokens look back only."""
+        """Every decoder class of the family, the base model first."""
         return (self.causal_model, self.causal_lm)
 
     @property
@@ -95,10 +95,10 @@ class Family:
         return (self.base_model, self.masked_lm, *self.heads.values())
 
     def register(self) -> None:
-        """Make the family known to the Auto classes, and its code part of what `save_pretrained` writes."""
+        """Register the family with the Auto classes, so that `save_pretrained` also writes its code."""
         AutoConfig.register(self.config.model_type, self.config, exist_ok=True)
         self.config.register_for_auto_class()
-        # Both are known by their names from now on; the last is what a folder gets that names none.
+        # Checkpoints find either by name; one that names no tokenizer class gets the last one registered.
         for tokenizer_class in (FairseqBpeTokenizer, RobertaTokenizer):
             AutoTokenizer.register(self.config, tokenizer_class, exist_ok=True)
         self.base_model.causal_model_class = self.causal_model

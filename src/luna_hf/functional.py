@@ -1,4 +1,4 @@
-"""Pure functions that the families share: heads, softmax attention, causal scan, positions, pooling, convolution.
+"""Pure functions shared by all families: heads, softmax attention, causal scan, positions, pooling, convolution.
 
 Shape letters: b batch, h heads, n tokens, q queries, k keys, l slots, d width, c head size; p and r any sizes. Every
 mask is boolean with True = keep. Nothing here holds parameters or reads a configuration.
@@ -11,13 +11,13 @@ from transformers.utils.generic import maybe_autocast
 
 from .dispatch import choose
 
-# Tokens of a step of the causal scan: the products inside a chunk cost as much as those with the state.
+# Chunk size of the causal scan: at this size products within a chunk cost about as much as those with the state.
 SCAN_CHUNK = 64
 
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
-    """(b, n, d) to (b, h, n, c) with c = d / h; a view."""
-    # Not `unflatten`: with it the older ONNX exporter takes the length of the example for that of all inputs.
+    """Split (b, n, d) states into heads (b, h, n, c), c = d / h, as a view."""
+    # Not `unflatten`: the older ONNX exporter would fix the length to that of the example input.
     return states.view(*states.shape[:-1], num_heads, states.shape[-1] // num_heads).transpose(1, 2)
 
 
@@ -29,17 +29,17 @@ def softmax_attention(
     scaling: float = 1.0,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`softmax(scaling q k^T) v` over the kept keys; a query without any key gives zeros.
+    """Compute `softmax(scaling q k^T) v` over the kept keys; a query with no key to attend to gives zeros.
 
     Args:
         query: (b, h, q, c).
         key, value: (b, h, k, c).
-        keep: boolean, or an additive float mask, broadcastable to (b, h, q, k).
-        scaling: factor of the logits.
-        dropout: probability with which a weight is dropped (0 in inference).
+        keep: boolean or additive float mask, broadcastable to (b, h, q, k).
+        scaling: factor applied to the logits.
+        dropout: dropout probability of the weights (0 in inference).
 
     Returns:
-        Output (b, h, q, c) and weights (b, h, q, k) as they were used, after dropout.
+        The output (b, h, q, c), and the weights (b, h, q, k) after dropout.
     """
     logits = torch.matmul(query * scaling, key.transpose(-1, -2))
     if keep is None:
@@ -53,11 +53,11 @@ def softmax_attention(
 
 
 def masked_softmax(logits: Tensor, keep: Tensor | None) -> Tensor:
-    """Softmax over the last dimension among kept entries, in float32 at least; zeros where nothing is kept."""
-    # PyTorch's softmax computes half precision in float32 by itself; asking for it would store the logits once more.
+    """Softmax over the kept entries of the last dimension, in float32 or wider; zeros if nothing is kept."""
+    # PyTorch accumulates a half-precision softmax in float32; an explicit cast would only store the logits twice.
     if keep is None:
-        return logits.softmax(-1).to(logits.dtype)  # autocast's comes in float32
-    # The lowest finite number and not -inf: a row without any key must not turn into NaN, in the gradient either.
+        return logits.softmax(-1).to(logits.dtype)  # under autocast, softmax returns float32
+    # The lowest finite number instead of -inf, which would make a fully masked row NaN, gradient included.
     lowest = torch.finfo(logits.dtype).min
     weights = logits.masked_fill(~keep, lowest).softmax(-1)
     return weights.masked_fill(~keep, 0.0).to(logits.dtype)
@@ -71,20 +71,20 @@ def causal_scan(
     keep: Tensor | None = None,
     chunk_size: int = SCAN_CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """The causal running sum `out_t = x_t (state + sum_{j<=t} y_j^T z_j)`, in time and memory linear in n.
+    """Compute the causal running sum `out_t = x_t (state + sum_{j<=t} y_j^T z_j)`, in time and memory linear in n.
 
-    Linear attention, Luna's causal average (paper, section 3.3) and the memory of ABC are this operator. Computed in
-    float32 at least, whatever the types of the inputs: sums of half precision stop growing.
+    This is the operator behind linear attention, Luna's causal average (section 3.3) and the causal memory of ABC. It
+    runs in float32 or wider whatever the input dtypes, because half-precision sums stop growing.
 
     Args:
         x, y: (b, h, n, p).
         z: (b, h, n, r).
-        state: (b, h, p, r) sum over earlier tokens; none by default.
-        keep: (b, n) boolean; other tokens add nothing (what they read is what the sum holds at their place).
-        chunk_size: tokens that are treated at a time; the result is the same for all.
+        state: (b, h, p, r) sum over earlier tokens; zero by default.
+        keep: (b, n) padding mask. Padding adds nothing, but still reads the sum at its position.
+        chunk_size: number of tokens per chunk; the result does not depend on it.
 
     Returns:
-        Outputs (b, h, n, r) in the type of `x`, and the state after the last token (b, h, p, r).
+        The outputs (b, h, n, r) in `x`'s dtype, and the state after the last token (b, h, p, r).
     """
     if keep is not None:
         padding = ~keep[:, None, :, None]
@@ -101,7 +101,7 @@ def causal_scan(
 def _scan_in_a_loop(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
     heads, outputs = x.shape[:2], []
     state = state.flatten(0, 1)
-    # One split a tensor: its backward is one concatenation, that of slices a tensor of full length each.
+    # Split once: the backward of `split` is one concatenation, that of each slice a full-length tensor.
     for chunk in zip(*(states.split(chunk_size, dim=2) for states in (x, y, z)), strict=True):
         out, state = scan_chunk(*(states.flatten(0, 1).to(state.dtype) for states in chunk), state)
         outputs.append(out.unflatten(0, heads))
@@ -109,9 +109,9 @@ def _scan_in_a_loop(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: 
 
 
 def scan_chunk(x: Tensor, y: Tensor, z: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One chunk of `causal_scan`: (b h, n, p), (b h, n, p), (b h, n, r) and the state (b h, p, r) before it."""
+    """Scan one chunk (b h, n, p), (b h, n, p), (b h, n, r), given the state (b h, p, r) before it."""
     after = torch.baddbmm(state, y.transpose(1, 2), z)
-    if x.shape[1] == 1:  # decoding: the only token reads what it has written
+    if x.shape[1] == 1:  # a decoding step: the token reads the updated state
         return torch.bmm(x, after), after
     within = torch.bmm(x, y.transpose(1, 2)).tril_()
     return torch.baddbmm(torch.bmm(within, z), x, state), after
@@ -131,15 +131,15 @@ _SCANS = {"loop": _scan_in_a_loop, "at_once": _scan_at_once}
 
 
 def to_chunks(states: Tensor, chunk_size: int) -> Tensor:
-    """(b, h, n, c) to (b, h, chunks, chunk_size, c), zeros behind the end."""
+    """Split (b, h, n, c) into chunks (b, h, chunks, chunk_size, c), padded with zeros at the end."""
     padded = F.pad(states, (0, 0, 0, -states.shape[2] % chunk_size))
     return padded.unflatten(2, (-1, chunk_size))
 
 
 def rotary_angles(positions: Tensor, size: int, dtype: torch.dtype = torch.float32, base: float = 10000.0) -> Tensor:
-    """Angles of rotary positions (Su et al. 2021, RoFormer, equation 15): (b, n) to (b, n, size / 2).
+    """Compute the angles of rotary positions (Su et al. 2021, RoFormer, equation 15): (b, n) to (b, n, size / 2).
 
-    They are float32 at least, whatever the `dtype` of the states that are turned.
+    The angles are float32 or wider, whatever the `dtype` of the states to rotate.
     """
     dtype = torch.promote_types(dtype, torch.float32)
     frequencies = base ** (-torch.arange(0, size, 2, dtype=dtype, device=positions.device) / size)
@@ -147,14 +147,14 @@ def rotary_angles(positions: Tensor, size: int, dtype: torch.dtype = torch.float
 
 
 def rotate(states: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions: entry i and entry i + c / 2 of a head turn by the i-th angle of their token.
+    """Apply rotary positions: rotate entries i and i + c / 2 of each head by the token's i-th angle.
 
     Args:
         states: (b, h, n, c).
         angles: (b or 1, n, c / 2).
 
     Returns:
-        (b, h, n, c) in the type of `states`; products of two rotated states depend on the distance of their tokens.
+        (b, h, n, c) in the dtype of `states`. The product of two rotated states depends on their relative position.
     """
     angles = angles.unsqueeze(1)
     cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
@@ -163,9 +163,9 @@ def rotate(states: Tensor, angles: Tensor) -> Tensor:
 
 
 def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """(b, n) long: 0 for the first real token of a row, 1 for the next; padding has its left neighbour's, or 0.
+    """Index of each token among its row's real tokens, (b, n) long; (1, n) if nothing is padded.
 
-    (1, n) where nothing is padded.
+    Padding takes the rank of the real token to its left, or 0 if there is none.
     """
     if keep is None:
         return torch.arange(length, device=device)[None]
@@ -173,27 +173,27 @@ def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tenso
 
 
 def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """(b, 1) long: real tokens of every row; (1, 1) where nothing is padded."""
+    """Number of real tokens of each row, (b, 1) long; (1, 1) if nothing is padded."""
     if keep is None:
         return torch.full((1, 1), length, dtype=torch.long, device=device)
     return keep.sum(-1, keepdim=True)
 
 
 def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
-    """(b, h, n, c) with every row's tokens moved to its front in their order, and zeros behind them."""
+    """Move each row's real tokens to the front of (b, h, n, c), in order, with zeros behind them."""
     if keep is None:
         return states
     return write_to_slots(states, ranks[:, None], states.shape[2], keep[:, None])
 
 
 def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
-    """`sum_i e_{slot(i)} (x) s_i`: every kept state is added to its slot.
+    """Add each kept state to its slot: `sum_i e_{slot(i)} (x) s_i`.
 
     Args:
         states: (b, h, n, c).
         slots: long, broadcastable to (b, h, n).
         num_slots: m.
-        keep: boolean, broadcastable to (b, h, n); other tokens write nothing.
+        keep: boolean mask, broadcastable to (b, h, n); masked tokens write nothing.
 
     Returns:
         (b, h, m, c).
@@ -201,8 +201,8 @@ def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor |
     if keep is not None:
         states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
     batch, heads, length, size = states.shape
-    # Whole states are added as rows of one table (b * h * m, c): on CPU many times faster than by their entries. Tokens
-    # before heads, as the projections leave them, so that the rows are a view.
+    # One `index_add` of whole rows to a (b * h * m, c) table is many times faster on CPU than adding single entries.
+    # Tokens come before heads, as in the projections' output, so that flattening them is a view.
     first = num_slots * torch.arange(batch * heads, device=slots.device).view(batch, 1, heads)
     rows = slots.transpose(1, 2).expand(batch, length, heads) + first
     memory = states.new_zeros(batch * heads * num_slots, size)
@@ -210,24 +210,24 @@ def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor |
 
 
 def token_positions(keep: Tensor, padding_idx: int) -> Tensor:
-    """Position ids as RoBERTa counts them: `padding_idx + t` for the t-th real token, `padding_idx` for padding.
+    """RoBERTa's position ids: `padding_idx + t` for the t-th real token (from 1), `padding_idx` for padding.
 
     Args:
-        keep: (b, n) boolean.
+        keep: (b, n) padding mask.
 
     Returns:
         (b, n) long.
     """
-    return keep.long().cumsum(-1) * keep + padding_idx  # ONNX cannot add up booleans
+    return keep.long().cumsum(-1) * keep + padding_idx  # `long` because ONNX has no cumsum of booleans
 
 
 def sinusoids(num_positions: int, dim: int, padding_idx: int | None = None) -> Tensor:
-    """Sinusoidal table, sines in the first half and cosines in the second (the authors' layout), float32.
+    """Sinusoidal position table in float32, sines in the first half and cosines in the second (fairseq's layout).
 
     Args:
-        num_positions: rows; row p holds angle index p.
-        dim: width; an odd one gets a last column of zeros.
-        padding_idx: row that is zero.
+        num_positions: number of rows; row p encodes position p.
+        dim: width; if odd, the last column is zero.
+        padding_idx: row to set to zero.
 
     Returns:
         (num_positions, dim).
@@ -239,9 +239,9 @@ def sinusoids(num_positions: int, dim: int, padding_idx: int | None = None) -> T
 
 
 def sinusoids_at(positions: Tensor, dim: int) -> Tensor:
-    """Rows of that table for any positions: (...) long to (..., dim) float32."""
+    """Rows of the table of `sinusoids` for any positions: (...) long to (..., dim) float32."""
     half = dim // 2
-    # In float64 up to the end, where there is one: in float32 the error of an angle grows with the position.
+    # float64, which MPS lacks: in float32 the error of an angle grows with the position.
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64
     exponents = -torch.arange(half, dtype=dtype, device=positions.device) / max(half - 1, 1)
     angles = positions.unsqueeze(-1) * 10000.0**exponents  # (..., half)
@@ -249,19 +249,19 @@ def sinusoids_at(positions: Tensor, dim: int) -> Tensor:
 
 
 def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Every channel's own convolution along the tokens, zero at the borders and at padding.
+    """Depthwise convolution along the tokens; tokens beyond the ends and padding count as zero.
 
     Args:
         states: (b, n, d).
-        weight: (d, taps), an odd number of taps; tap `taps // 2` meets the token itself.
-        keep: (b, n) boolean; padded states count as zero, so that a padded row equals the row alone.
+        weight: (d, taps) with an odd number of taps; tap `taps // 2` is at the token itself.
+        keep: (b, n) padding mask.
 
     Returns:
         (b, n, d).
     """
     if keep is not None:
         states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
-    # As a 2-D convolution over (b, d, 1, n) the input is a channels-last view: on CPU 3 to 5 times faster than conv1d.
+    # As the input of a conv2d, (b, d, 1, n) is a channels-last view: 3 to 5 times faster than conv1d on CPU.
     image = states.transpose(1, 2).unsqueeze(2)
     padding = (0, weight.shape[-1] // 2)
     out = F.conv2d(image, weight[:, None, None, :], padding=padding, groups=weight.shape[0])
@@ -269,21 +269,21 @@ def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = 
 
 
 def causal_convolution(states: Tensor, weight: Tensor) -> Tensor:
-    """Every channel's own convolution over the token itself and the taps - 1 tokens before it.
+    """Causal depthwise convolution over each token and the taps - 1 tokens before it.
 
     Args:
-        states: (b, taps - 1 + n, d), what was before the first token in front.
-        weight: (d, taps); the last tap meets the token itself.
+        states: (b, taps - 1 + n, d), beginning with the taps - 1 states before the first token.
+        weight: (d, taps); the last tap is at the token itself.
 
     Returns:
         (b, n, d).
     """
-    image = states.transpose(1, 2).unsqueeze(2)  # as above
+    image = states.transpose(1, 2).unsqueeze(2)  # conv2d as in `depthwise_convolution`
     return F.conv2d(image, weight[:, None, None, :], groups=weight.shape[0]).squeeze(2).transpose(1, 2)
 
 
 def first_kept(states: Tensor, keep: Tensor | None) -> Tensor:
-    """(b, n, d) to (b, d): the state of the first token that is not padding (`<s>`, also under left padding)."""
+    """State of each row's first real token (`<s>`, even if left-padded): (b, n, d) to (b, d)."""
     if keep is None:
         return states[:, 0]
     index = keep.int().argmax(-1)  # (b,), the first True
@@ -291,7 +291,7 @@ def first_kept(states: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def masked_mean(states: Tensor, keep: Tensor | None) -> Tensor:
-    """(b, n, d) to (b, d): mean over the kept entries; zeros where nothing is kept."""
+    """Mean over the kept entries, or zeros if nothing is kept: (b, n, d) to (b, d)."""
     if keep is None:
         return states.mean(1)
     total = states.masked_fill(~keep.unsqueeze(-1), 0.0).sum(1)

@@ -1,16 +1,16 @@
-"""Control strategies of ABC, attention with bounded-memory control (Peng et al., ACL 2022): pure functions.
+"""Control strategies of ABC, attention with bounded-memory control (Peng et al., ACL 2022), as pure functions.
 
-A memory of m slots is written with control vectors phi_i in R^m, one for each token, and read with softmax attention
+A memory of m slots is written with one control vector phi_i in R^m per token, and read with softmax attention
 (equations 3 and 4):
 
     K~ = sum_i phi_i (x) k_i      V~ = sum_i phi_i (x) v_i      out = softmax(q K~^T / sqrt(c)) V~
 
-A strategy is a choice of phi. Dense ones are weights over the tokens, (b, h, m, n). Where phi_i is a multiple of a unit
-vector, the token's slot is all there is to know, (b, 1 or h, n), and the memory is written in O(n). A window, which
-tokens leave again, is not written but read in place (`windows.py`).
+A strategy is a choice of phi. Dense strategies are weights over the tokens, (b, h, m, n). If phi_i is a multiple of a
+unit vector, it reduces to the token's slot, (b, 1 or h, n), and the memory is written in O(n). Sliding windows, which
+tokens leave again, are not written but read in place (`windows.py`).
 
-Shape letters: b batch, h heads, n tokens, m slots, c head size. `rank` is a token's place among the real tokens of its
-row, so that no strategy sees padding, wherever it stands. Every mask is boolean with True = keep.
+Shape letters: b batch, h heads, n tokens, m slots, c head size. `ranks` are indices among the real tokens of a row, so
+that padding on either side changes nothing. Every mask is boolean with True = keep.
 """
 
 import torch
@@ -21,7 +21,7 @@ from transformers.utils.generic import maybe_autocast
 from .dispatch import choose
 from .functional import masked_softmax, write_to_slots
 
-# Tokens compared with the centroids at a time on a CPU: so many products stay in cache, whatever the length.
+# Number of tokens compared with the centroids at a time on a CPU, small enough for the products to stay in cache.
 _NEAREST_TOKENS = 1024
 
 CONTROLS = (
@@ -35,7 +35,7 @@ CONTROLS = (
     "compressive",
     "full",
 )
-# Those that write from left to right, with a state of constant size.
+# Strategies with a causal form, whose decoding state has constant size.
 CAUSAL_CONTROLS = ("mlp", "linformer", "random", "sliding_window")
 ACTIVATIONS = ("exp", "relu", "sigmoid")
 
@@ -44,23 +44,23 @@ ACTIVATIONS = ("exp", "relu", "sigmoid")
 
 
 def control_weights(logits: Tensor, keep: Tensor | None = None, activation: str = "exp") -> Tensor:
-    """phi of ABC-MLP, equation 7: `alpha_i / sum_j alpha_j` per slot, with `alpha_i = activation(W x_i)`.
+    """Compute phi of ABC-MLP (equation 7): `alpha_i / sum_j alpha_j` per slot, with `alpha_i = activation(W x_i)`.
 
     Args:
         logits: (b, h, m, n), the products W x_i.
-        keep: (b, n); padding gets zero.
-        activation: "exp" (the paper's: a softmax over the tokens), or "relu" or "sigmoid" (its ablations, Table 8). A
-            slot that relu lets no token write stays empty.
+        keep: (b, n) padding mask; padding gets weight zero.
+        activation: "exp" (as in the paper, a softmax over the tokens), or its ablations "relu" and "sigmoid" (Table 8).
+            With "relu", a slot whose logits are all negative stays empty.
 
     Returns:
-        (b, h, m, n), non-negative, computed in float32 at least.
+        (b, h, m, n), non-negative, computed in float32 or wider.
     """
     keep = None if keep is None else keep[:, None, None, :]
     if activation == "exp":
         return masked_softmax(logits, keep)
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if activation == "sigmoid":
-        # The same quotient by logarithms: a slot whose sigmoids are all too small for the type still has its weights.
+        # The same quotient in log space, which stays accurate when all sigmoids of a slot underflow.
         return masked_softmax(F.logsigmoid(precise), keep).to(logits.dtype)
     alpha = torch.relu(precise)
     alpha = alpha if keep is None else alpha.masked_fill(~keep, 0.0)
@@ -68,51 +68,50 @@ def control_weights(logits: Tensor, keep: Tensor | None = None, activation: str 
     return (alpha / total).to(logits.dtype)
 
 
-# ---- controls that give every token one slot ----
+# ---- controls that assign each token to one slot ----
 
 
 def random_slots(ranks: Tensor, num_slots: int, seed: int) -> Tensor:
-    """ABC-Random, appendix A.2: phi_i = e_j with j uniform in {1..m}, here a hash of rank and seed.
+    """ABC-Random (appendix A.2): phi_i = e_j with j uniform in {1..m}, here a hash of rank and seed.
 
-    The draw is the same on every machine, in every batch and for every length.
+    The hash gives the same draw on every machine, in every batch and at every length.
 
     Args:
         ranks: (b, n).
         num_slots: m.
-        seed: chooses the draw.
+        seed: seed of the draw.
 
     Returns:
         (b, n) long in [0, m).
     """
-    # Two rounds of xor-shift and multiplication modulo 2^32, in 64 bits without overflow.
+    # Two rounds of xor-shift and multiplication modulo 2^32, in int64 to avoid overflow.
     mask = 0xFFFFFFFF
     hashed = (ranks + (seed * 0x9E3779B1 & mask) + 0x7F4A7C15) & mask
     for _ in range(2):
         hashed = ((hashed ^ (hashed >> 16)) * 0x045D9F3B) & mask
     hashed = hashed ^ (hashed >> 16)
-    return hashed * num_slots >> 32  # the upper bits: a remainder would favour the first slots
+    return hashed * num_slots >> 32  # scaled instead of taken modulo m, which would favour the first slots
 
 
 def compressive_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> Tensor:
-    """Mean-pooling compression, equation 8: phi_i = e_{floor(i / c)} / c with c = N / m.
+    """Mean-pooling compression (equation 8): phi_i = e_{floor(i / c)} / c with c = N / m.
 
-    Where m does not divide the row's length, neighbouring slots take one token more or less; a row with at most m
-    tokens is kept as it is.
+    If m does not divide N, the number of tokens per slot differs by at most one; with N <= m, each token has a slot.
 
     Args:
         ranks, lengths: (b, n) and (b, 1).
         num_slots: m.
 
     Returns:
-        (b, n) long in [0, m); the memory is the mean over the tokens of a slot.
+        (b, n) long in [0, m); a slot is the mean of its tokens.
     """
     return torch.where(lengths <= num_slots, ranks, ranks * num_slots // lengths.clamp(min=1))
 
 
 def global_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
-    """Local-to-global attention, appendix A.1: phi_i = e_j if token i is the j-th global token, else 0.
+    """Local-to-global attention (appendix A.1): phi_i = e_j if token i is the j-th global token, else 0.
 
-    The global tokens are m tokens spread evenly over the row, the first one among them; all if there are no more.
+    The global tokens are m evenly spaced tokens of the row, the first included, or all tokens if there are at most m.
 
     Args:
         ranks, lengths: (b, n) and (b, 1).
@@ -121,7 +120,7 @@ def global_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> tuple[Tensor
     Returns:
         Slots (b, n) long in [0, m), and (b, n) boolean, True for the global tokens.
     """
-    # Slot j holds the token of rank floor(j * length / m): the only j that a rank can have is ceil(rank * m / length).
+    # Slot j holds the token of rank floor(j * length / m), so ceil(rank * m / length) is a rank's only candidate for j.
     lengths = lengths.clamp(min=1)
     slots = -(-ranks * num_slots // lengths)
     spread = slots * lengths // num_slots == ranks
@@ -131,16 +130,16 @@ def global_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> tuple[Tensor
 
 @torch.no_grad()
 def cluster_slots(key: Tensor, ranks: Tensor, lengths: Tensor, keep: Tensor | None, m: int, iterations: int) -> Tensor:
-    """Clustering, section 3.2 and equation 6: the membership M of k-means on the keys of every row and head.
+    """Clustering (section 3.2, equation 6): the membership M of k-means on the keys of each row and head.
 
-    Lloyd's algorithm from the keys of m tokens spread evenly over the row; membership has no gradient, the centroids
-    that the memory is written with have.
+    Lloyd's algorithm, initialised with the keys of m evenly spaced tokens. Gradients flow through the centroids written
+    to the memory, but not through the membership.
 
     Args:
         key: (b, h, n, c).
         ranks, lengths, keep: (b, n), (b, 1) and (b, n).
         m: number of clusters.
-        iterations: assignments of all tokens to the nearest centroid; the last is returned.
+        iterations: number of times that all tokens are assigned to their nearest centroids.
 
     Returns:
         (b, h, n) long in [0, m).
@@ -149,9 +148,9 @@ def cluster_slots(key: Tensor, ranks: Tensor, lengths: Tensor, keep: Tensor | No
     kept = None if keep is None else keep[:, None]
     first, is_first = global_slots(ranks, lengths, m)
     is_first = is_first if keep is None else is_first & keep
-    # With fewer tokens than slots the last centroids stay zero; every token is one of the others, which is nearer.
+    # With fewer tokens than slots the last centroids stay zero; each token is itself a centroid, which is nearer.
     centroids = write_to_slots(key, first[:, None], m, is_first[:, None])
-    # Autocast would round the products to half precision again and put tokens into other than their nearest clusters.
+    # Autocast would compute the products in half precision and assign tokens to the wrong clusters.
     with maybe_autocast(key.device.type, enabled=False):
         slots = _nearest(key, centroids)
         for _ in range(iterations - 1):
@@ -163,7 +162,7 @@ def cluster_slots(key: Tensor, ranks: Tensor, lengths: Tensor, keep: Tensor | No
 
 
 def _nearest(key: Tensor, centroids: Tensor) -> Tensor:
-    # Least |k - c|^2 is greatest k . c - |c|^2 / 2: |k|^2 is the same for all centroids.
+    # Minimising |k - c|^2 means maximising k . c - |c|^2 / 2, because |k|^2 is the same for all centroids.
     half_norms = centroids.square().sum(-1).unsqueeze(-2) / 2
     blocks = key.split(_NEAREST_TOKENS, dim=2) if choose("nearest_centroid", key) == "parts" else [key]
     nearness = (torch.matmul(block, centroids.transpose(-1, -2)).sub_(half_norms) for block in blocks)
@@ -171,6 +170,6 @@ def _nearest(key: Tensor, centroids: Tensor) -> Tensor:
 
 
 def slot_counts(slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
-    """Number of kept tokens of every slot: (b, h, n) to (b, h, m) long, without the dimensions that `slots` lacks."""
+    """Count the kept tokens of each slot: (b, 1 or h, n) to (b, 1 or h, m) long."""
     ones = torch.ones_like(slots) if keep is None else keep.long().expand_as(slots)
     return slots.new_zeros(*slots.shape[:2], num_slots).scatter_add(2, slots, ones)

@@ -1,7 +1,7 @@
-"""What a context is written to, and how queries read it: one softmax over any number of memories.
+"""The memories a context is written to, and how queries read them: one softmax over any number of memories.
 
-Slots are read by every query, a window by the tokens around it. A read takes a list of both, so that a layer that mixes
-them differs from one that does not by the length of its list.
+Every query reads all slots; a window is read only by the tokens around it. A read takes a list of memories, so that a
+layer may mix slots and windows.
 
 Shape letters: b batch, h heads, n tokens or queries, m slots, w tokens of a window, c head size. Every mask is boolean
 with True = keep.
@@ -28,84 +28,84 @@ from .windows import (
     window_weights,
 )
 
-# Heads whose windows are read at a time where they are read in parts.
+# Number of heads per part where windows are read in parts.
 _WINDOW_HEADS = 2
 
 
 class AttentionMap(NamedTuple):
-    """Weights to look at: how every query spreads over the keys."""
+    """Attention weights for a probe."""
 
-    weights: Tensor  # (b, h, q, k), rows that sum to one over the keys in use
-    queries: Tensor  # (b, q) boolean, True for the queries that count
-    keys: Tensor  # (b, k), (b, 1 or h, k) or (b, h, q, k) boolean, True for the keys in use
+    weights: Tensor  # (b, h, q, k), summing to one over the keys in use
+    queries: Tensor  # (b, q) boolean, True for queries that are not padding
+    keys: Tensor  # (b, k), (b, 1 or h, k) or (b, h, q, k) boolean, True for keys in use
 
 
 class Slots(NamedTuple):
-    """Slots to compare with each other."""
+    """Slot states for a probe."""
 
-    states: Tensor  # (b, l, d), or of every head (b, h, l, c)
-    used: Tensor  # (b, l) or (b, h, l) boolean, True for the slots that hold something
+    states: Tensor  # (b, l, d), or per head (b, h, l, c)
+    used: Tensor  # (b, l) or (b, h, l) boolean, True for slots that are not empty
 
 
 Views = dict[str, AttentionMap | Slots]
 
 
 class SlotMemory(NamedTuple):
-    """Keys and values that every query may read, however many tokens they were written from."""
+    """Keys and values of slots, which every query may read."""
 
     key: Tensor  # (b, h, m, c)
     value: Tensor  # (b, h, m, c)
-    filled: KeyMask | Tensor | None = None  # slots that may be read, (b, 1 or h, m) as a tensor; `None`: all
+    filled: KeyMask | Tensor | None = None  # slots that may be read; (b, 1 or h, m) if a tensor; `None` for all
 
     def heads(self, part: slice) -> "SlotMemory":
-        """The memory of some heads."""
+        """Return the memory of some heads."""
         filled = self.filled
         if isinstance(filled, Tensor) and filled.shape[1] > 1:
             filled = filled[:, part]
         return SlotMemory(self.key[:, part], self.value[:, part], filled)
 
     def in_blocks(self, block_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys, values and mask (block_rows, h, m, c) and (block_rows, 1 or h, 1, m) for blocks of queries."""
+        """Repeat keys and values (block_rows, h, m, c) and mask (block_rows, 1 or h, 1, m) for blocks of queries."""
         repeats, filled = block_rows // self.key.shape[0], self.filled_slots()
         states = (part.repeat_interleave(repeats, 0) for part in (self.key, self.value))
         return *states, None if filled is None else filled.unsqueeze(-2).repeat_interleave(repeats, 0)
 
     def filled_slots(self) -> Tensor | None:
-        """(b, 1 or h, m), whatever form the mask has."""
+        """Return the mask as (b, 1 or h, m), or `None` if all slots may be read."""
         if isinstance(self.filled, KeyMask):
             return self.filled.keep[:, None, : self.key.shape[2]]
         return self.filled
 
     def views(self, weights: Tensor, tokens: Tensor) -> Views:
-        """What may be looked at, given the read weights (b, h, n, m) and which queries are tokens (b, n)."""
+        """Return what a probe can inspect, given the read weights (b, h, n, m) and the queries' padding mask (b, n)."""
         filled, each = self.filled_slots(), self.key[..., 0]  # (b, h, m)
         used = torch.ones_like(each, dtype=torch.bool) if filled is None else filled.expand_as(each)
         return {"read_entropy": AttentionMap(weights, tokens, used), "slot_similarity": Slots(self.key, used)}
 
 
 class WindowMemory(NamedTuple):
-    """Tokens that are read by those around them, in their order: the real ones in front, padding behind.
+    """Keys and values of tokens, each read by the queries around it, ordered with real tokens before padding.
 
-    All windows of one read have the same order.
+    All windows of one read share the same order.
     """
 
     key: Tensor  # (b, h, earlier + n, c)
     value: Tensor
-    real: Tensor | None  # (b, earlier + n), in order; `None`: all
-    window: int  # tokens that a query may read, itself among them
-    earlier: int = 0  # tokens in front that ask for nothing
-    ranks: Tensor | None = None  # (b, n) places of the tokens in their order; `None`: they stand there already
-    keep: Tensor | None = None  # (b, n) real tokens
-    ordered: bool = False  # whether keys and values are in order, whatever `ranks` says of the queries
+    real: Tensor | None  # (b, earlier + n) padding mask in this order; `None` if nothing is padded
+    window: int  # number of tokens that a query may read, including itself
+    earlier: int = 0  # number of tokens in front without a query, from an earlier pass
+    ranks: Tensor | None = None  # (b, n) ranks of the tokens; `None` if already in order
+    keep: Tensor | None = None  # (b, n) padding mask in the input's order
+    ordered: bool = False  # whether keys and values are already in order, even if the queries are not
     causal: bool = False
-    dilated: bool = False  # only every other token is read
+    dilated: bool = False  # whether to read only every other token
 
     def heads(self, part: slice) -> "WindowMemory":
-        """The memory of some heads."""
+        """Return the memory of some heads."""
         return self._replace(key=self.key[:, part], value=self.value[:, part])
 
     def views(self, weights: Tensor, tokens: Tensor) -> Views:
-        """What may be looked at; places of a window beyond the text have no weight."""
+        """Return what a probe can inspect; a window's positions beyond the text have no weight."""
         return {"attention_entropy": AttentionMap(weights, tokens, weights > 0)}
 
 
@@ -119,16 +119,16 @@ def read_memories(
 
     Args:
         module: the calling module, as for `attend_heads`.
-        query: (b, h, n, c); of windows the tokens that these were made from.
-        memories: what is read, in one softmax.
-        options: keywords for the attention backend.
+        query: (b, h, n, c); for a window, from the tokens it was written from.
+        memories: the memories to read in one softmax.
+        options: keyword arguments for the attention backend.
 
     Returns:
-        (b, n, d) heads concatenated, and with eager attention the weights (b, h, n, keys): slots, or the places of the
-        query's window, memory after memory.
+        The concatenated heads (b, n, d), and with eager attention the weights (b, h, n, keys) over the slots or window
+        positions of each memory in turn.
 
     Raises:
-        ValueError: Another number of queries than the tokens of a window.
+        ValueError: The number of queries differs from the number of tokens in a window.
     """
     options = options or {}
     if not any(isinstance(memory, WindowMemory) for memory in memories):
@@ -153,7 +153,7 @@ def _join_slots(memories: Sequence[SlotMemory]) -> tuple[Tensor, Tensor, KeyMask
 
 
 def _side_by_side(parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and masks (b, 1 or h, 1 or q, k) of several memories as one; without a mask all is read."""
+    """Concatenate keys, values and masks (b, 1 or h, 1 or q, k) of several memories; `None` masks nothing."""
     if len(parts) == 1:
         return parts[0]
     keys, values, masks = zip(*parts, strict=True)
@@ -187,12 +187,12 @@ def _read_in_blocks(
 
 
 def _put_in_order(query: Tensor, order: WindowMemory) -> Tensor:
-    """Queries (b, h, n, c) where a window has their tokens, (b or 2 b, h, places, c)."""
+    """Move queries (b, h, n, c) to the positions of their tokens in the window, (b or 2 b, h, places, c)."""
     tokens = order.key.shape[2] - order.earlier
     if tokens != query.shape[2]:
         raise ValueError(
-            f"A window is read by the tokens that it was written from ({tokens}), but there are {query.shape[2]} "
-            "queries. Choose a memory with slots for cross-attention."
+            f"A window can be read only by the {tokens} tokens it was written from, but there are {query.shape[2]} "
+            "queries; for cross-attention, use a memory with slots."
         )
     query = move_to_ranks(query, order.ranks, order.keep)
     query = F.pad(query, (0, 0, order.earlier, 0)) if order.earlier else query
@@ -200,7 +200,7 @@ def _put_in_order(query: Tensor, order: WindowMemory) -> Tensor:
 
 
 def _put_back(states: Tensor, order: WindowMemory) -> Tensor:
-    """(b or 2 b, places, ...) to (b, n, ...), the queries where they came from."""
+    """Undo `_put_in_order`: (b or 2 b, places, ...) to (b, n, ...)."""
     if order.dilated:
         states = first_places(undo_interleave(states), order.key.shape[2])
     states = states[:, order.earlier :] if order.earlier else states
@@ -215,7 +215,7 @@ def _window_in_blocks(memory: WindowMemory, block: int) -> tuple[Tensor, Tensor,
     if not memory.ordered:
         key, value = (move_to_ranks(states, memory.ranks, memory.keep) for states in (key, value))
     if memory.dilated:
-        if real is None and _places_to_add(key) is not None:  # which must not be read
+        if real is None and _places_to_add(key) is not None:  # the added positions must be masked
             real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool)
         key, value = _dilate(key), _dilate(value)
         real = None if real is None else _dilate(real[:, None, :, None])[:, 0, :, 0]
@@ -226,14 +226,14 @@ def _window_in_blocks(memory: WindowMemory, block: int) -> tuple[Tensor, Tensor,
 
 
 def _dilate(states: Tensor) -> Tensor:
-    """(b, h, n, c) to (2 b, h, n / 2, c), even and odd places as rows of their own, padded with zeros where it must."""
+    """Split even and odd positions into separate rows, zero-padded if needed: (b, h, n, c) to (2 b, h, n / 2, c)."""
     extra, states = _places_to_add(states), states.transpose(1, 2)
     return interleave(states if extra is None else F.pad(states, (0, 0, 0, 0, 0, extra))).transpose(1, 2)
 
 
 def _places_to_add(states: Tensor) -> int | None:
-    """What makes the length of (b, h, n, c) even; `None` where it is."""
+    """Number of positions to add to (b, h, n, c) to make n even; `None` for none."""
     length = states.shape[2]
     if choose("dilation", states) == "least":
         return length % 2 or None
-    return 2 * ((length + 3) // 2) - length  # for even and odd lengths; and two places of either kind at least
+    return 2 * ((length + 3) // 2) - length  # for even and odd lengths, with at least two positions of each parity

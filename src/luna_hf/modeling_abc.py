@@ -1,7 +1,7 @@
 """ABC encoders (Peng et al., "ABC: Attention with Bounded-memory Control", ACL 2022, arXiv 2110.02488).
 
-A RoBERTa whose attention reads a memory of fixed size. The arithmetic is in `memory_control.py` and
-`attention_abc.py`. Every parameter but the control's has RoBERTa's name and shape.
+RoBERTa with attention to a memory of fixed size; see `memory_control.py` and `attention_abc.py` for the maths. All
+parameters except the control's have RoBERTa's names and shapes.
 """
 
 from .abc_control import SharedControl
@@ -19,7 +19,7 @@ from .modeling_encoder import (
 
 
 class AbcPreTrainedModel(BoundedMemoryPreTrainedModel):
-    """What all ABC models share."""
+    """Base class of the ABC encoders."""
 
     config: AbcConfig
     base_model_prefix = "abc"
@@ -45,7 +45,7 @@ class AbcForSequenceClassification(SequenceClassificationMixin, AbcPreTrainedMod
 
 
 class AbcForMultipleChoice(MultipleChoiceMixin, AbcPreTrainedModel):
-    """ABC with a head that scores choices, for RACE, CommonsenseQA and the like."""
+    """ABC with a multiple-choice head, for tasks such as RACE and CommonsenseQA."""
 
     base_model_class = AbcModel
 
@@ -57,7 +57,7 @@ class AbcForTokenClassification(TokenClassificationMixin, AbcPreTrainedModel):
 
 
 class AbcForQuestionAnswering(QuestionAnsweringMixin, AbcPreTrainedModel):
-    """ABC with a span (extractive question answering) head."""
+    """ABC with a span head for extractive question answering."""
 
     base_model_class = AbcModel
 

@@ -1,4 +1,4 @@
-"""Causal ABC (Peng et al. 2022, section 2): the decoder without a head, and the language model."""
+"""Causal ABC (Peng et al. 2022, section 2 and appendix B.1): the bare decoder and the language model."""
 
 from transformers import GenerationMixin
 
@@ -19,7 +19,7 @@ class AbcCausalModel(SharedControl, DecoderModelMixin, BoundedMemoryPreTrainedMo
 
 
 class AbcForCausalLM(CausalLMMixin, BoundedMemoryPreTrainedModel, GenerationMixin):
-    """ABC with a causal language-modelling head: a decoder that generates with a state of constant size."""
+    """ABC with a causal language modelling head; generates with a decoding state of constant size."""
 
     config: AbcConfig
     base_model_prefix = "abc"

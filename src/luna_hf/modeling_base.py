@@ -1,4 +1,4 @@
-"""What every model of the zoo shares: loading and saving, inputs and their checks, a head on a base model."""
+"""Base classes shared by all models: loading and saving, input validation, and heads on a base model."""
 
 import difflib
 import os
@@ -22,10 +22,10 @@ _INPUT_NAMES = ["input_ids", "attention_mask", "token_type_ids", "position_ids",
 _REFUSED_KEYWORDS = {
     "head_mask": "transformers 5 has no head masks.",
     "encoder_hidden_states": "the model has no cross-attention.",
-    "past_key_values": "the model is an encoder and keeps no cache.",
+    "past_key_values": "the model is an encoder and has no cache.",
     **dict.fromkeys(
         ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-        "every row needs its own memory, so several texts in one row would mix. Pad them (DataCollatorWithPadding).",
+        "texts packed into one row would share its memory. Pad them instead (DataCollatorWithPadding).",
     ),
 }
 
@@ -39,7 +39,7 @@ def _closest_input(name: str, outputs: tuple[str, ...]) -> str | None:
 
 
 class BoundedMemoryPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation that all families share."""
+    """Base class of all models: loading, saving and initialisation."""
 
     config: BoundedMemoryConfig
     supports_gradient_checkpointing = True
@@ -56,18 +56,18 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if hasattr(module, "initialise"):  # a module of ours with parameters or tables that the library does not know
+        if hasattr(module, "initialise"):  # a luna_hf module with parameters or buffers unknown to transformers
             module.initialise(self.config)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As `PreTrainedModel.save_pretrained`; with the code that the Auto classes need where luna_hf is missing."""
-        # transformers enters only the class that is being saved; every head can be loaded from these files.
+        """As `PreTrainedModel.save_pretrained`, plus the code that lets the Auto classes load without luna_hf."""
+        # transformers registers only the saved class, but any head can be loaded from these files.
         self.config.auto_map = self.auto_map()
         super().save_pretrained(*args, **kwargs)
 
     def auto_map(self) -> dict[str, str]:
-        """The class that each Auto class takes for this checkpoint, as `module.Class`: those beside the model's own."""
-        parts = {"attention_class", "base_model_class"}  # what a family's model names
+        """Map each Auto class to `module.Class`, for the model classes of this family's modeling file."""
+        parts = {"attention_class", "base_model_class"}  # attributes that a family's model class defines
         module = sys.modules[next(cls for cls in type(self).__mro__ if parts & vars(cls).keys()).__module__]
         models = [
             value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__
@@ -80,29 +80,29 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
     def from_roberta(
         cls, source: str | os.PathLike | PreTrainedModel, *, max_length: int | None = None, seed: int = 0, **fields: Any
     ) -> "BoundedMemoryPreTrainedModel":
-        """A model that starts from a trained RoBERTa, XLM-R, CamemBERT, data2vec-text or BERT; needs the package.
+        """Warm-start a model from a trained RoBERTa, XLM-R, CamemBERT, data2vec-text or BERT; needs the package.
 
-        The encoder's weights are kept; a masked-LM model keeps the source's masked-LM head, too. Any other head, and
-        what the family has besides RoBERTa, is new, which is logged. `luna_hf.warm_start.warm_start` takes the same
-        arguments, and returns the report with the model.
+        The encoder's weights are kept, and in a masked-LM model the source's masked-LM head. Any other head, and the
+        parameters that RoBERTa lacks, are newly initialised and logged. `luna_hf.warm_start.warm_start` takes the same
+        arguments and also returns the report.
 
         Args:
-            source: folder, name on the Hub, or a model in memory.
-            max_length: tokens that the model must take, if more than the source does.
-            seed: of what is new.
-            fields: of the config (`num_labels`, `conv_kernel_size`, ...), and options of the family's rules in
+            source: a checkpoint folder, a name on the Hub, or a model in memory.
+            max_length: input length that the model must support, if longer than the source's.
+            seed: seed of the newly initialised parameters.
+            fields: fields of the config (`num_labels`, `conv_kernel_size`, ...), and options of the family's rules in
                 `warm_start_<family>.py` (such as `slot_tokens` or `control_init`).
 
         Raises:
-            ImportError: luna_hf is not installed. A checkpoint folder carries what its model needs to run, no more.
-            ValueError: A causal model, a source that cannot be mapped or read, or a field that is wrong.
+            ImportError: luna_hf is not installed; the code in a checkpoint folder does not suffice.
+            ValueError: `cls` is causal, the source cannot be read or mapped, or a field is invalid.
         """
-        # In a `try` and absolute: transformers neither asks for the package nor copies the file into checkpoints.
+        # Absolute and inside a `try`, so that transformers neither requires the package nor copies the file.
         try:
             from luna_hf.warm_start import warm_start
         except ImportError as error:
             raise ImportError(
-                "`from_roberta` needs the package, which a checkpoint folder does not carry: `pip install luna-hf`."
+                "`from_roberta` needs the luna_hf package, not only a checkpoint's code: `pip install luna-hf`."
             ) from error
         model, made = warm_start(cls, source, max_length=max_length, seed=seed, **fields)
         made.warn()
@@ -110,7 +110,7 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
 
 
 class BaseModelMixin:
-    """What a family's encoder and its decoder have in common: parts, inputs and their checks."""
+    """Common to a family's encoder and decoder: embeddings, layers and input validation."""
 
     _auto_class = "AutoModel"
     attention_class: type[MemoryAttention]
@@ -124,11 +124,11 @@ class BaseModelMixin:
         self.post_init()
 
     def add_layers(self, config: BoundedMemoryConfig) -> None:
-        """Create the layers; a family adds what stands beside them."""
+        """Create the layers; a family overrides this to add modules beside them."""
         self.encoder = LayerStack(config, self.attention_class, self.convolution_class)
 
     def first_carried(self) -> Tensor | None:
-        """What the first layer is given besides the tokens."""
+        """Return the first layer's `carried` input, see `MemoryAttention.write`."""
         return None
 
     def get_input_embeddings(self) -> nn.Module:
@@ -140,10 +140,10 @@ class BaseModelMixin:
         self.embeddings.word_embeddings = value
 
     def check_keywords(self, keywords: dict[str, Any]) -> None:
-        """Refuse keywords that are misspelt, or that ask for what the model does not do.
+        """Reject misspelt and unsupported keywords.
 
         Raises:
-            ValueError: There is one.
+            ValueError: A keyword is misspelt or not supported.
         """
         outputs = ("return_dict", *(f"output_{name}" for name in self._can_record_outputs))
         for name, value in keywords.items():
@@ -151,7 +151,7 @@ class BaseModelMixin:
                 raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
             meant = _closest_input(name, outputs)
             if meant:
-                raise ValueError(f"There is no input `{name}`. Did you mean `{meant}`?")
+                raise ValueError(f"The model has no input `{name}`. Did you mean `{meant}`?")
 
     def check_shapes(
         self,
@@ -160,18 +160,18 @@ class BaseModelMixin:
         attention_mask: Tensor | None,
         with_past: bool = False,
     ) -> int:
-        """The length of the input; with a past, the mask may begin before it.
+        """Check the shapes of the inputs and return their length; with a past, the mask may also cover earlier tokens.
 
         Raises:
-            ValueError: Not exactly one kind of input, an empty one, or a mask that does not fit.
+            ValueError: Not exactly one kind of input is given, it is empty, or the mask's shape does not match.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+            raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
         shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
         if len(shape) != 2:
-            raise ValueError(f"`input_ids` must have the shape (batch, length), but it is {tuple(shape)}.")
+            raise ValueError(f"`input_ids` must have shape (batch, length), but has shape {tuple(shape)}.")
         if shape[1] == 0:
-            with_state = " With a state, give `generate` the whole text so far and what is new." if with_past else ""
+            with_state = " To continue from a state, pass `generate` the earlier tokens, too." if with_past else ""
             raise ValueError(f"The input has no tokens (length 0).{with_state}")
         fits = attention_mask is None or attention_mask.shape == shape
         if with_past and not fits:
@@ -180,24 +180,23 @@ class BaseModelMixin:
             )
         if not fits:
             raise ValueError(
-                f"`attention_mask` must have the shape {tuple(shape)} (batch, length), with 1 for tokens and 0 for "
-                f"padding, but it is {tuple(attention_mask.shape)}. Masks between pairs of tokens have no meaning here."
+                f"`attention_mask` must have shape {tuple(shape)} (batch, length), with 1 for tokens and 0 for "
+                f"padding, but has shape {tuple(attention_mask.shape)}; masks over token pairs are not supported."
             )
         return shape[1]
 
     def tokens_to_keep(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-        """(b, n) boolean, True for tokens; `None` if nothing is padded.
+        """Return the padding mask (b, n), True for tokens; `None` if nothing is padded.
 
-        Without an `attention_mask` the padding is read off the ids, as the authors do.
+        Without an `attention_mask`, every `pad_token_id` is padding, as in the authors' code.
 
         Raises:
-            ValueError: The mask is an additive one.
+            ValueError: `attention_mask` is an additive mask.
         """
         if attention_mask is not None:
             if attention_mask.is_floating_point() and not is_tracing(attention_mask) and (attention_mask < 0).any():
                 raise ValueError(
-                    "`attention_mask` has negative entries, as masks that are added to logits do. "
-                    "Give 1 for tokens and 0 for padding."
+                    "`attention_mask` has negative entries, as in an additive mask. Use 1 for tokens and 0 for padding."
                 )
             keep = attention_mask != 0
         elif input_ids is not None:
@@ -208,13 +207,13 @@ class BaseModelMixin:
 
 
 class HeadMixin:
-    """What the heads have in common: a base model under `base_model_prefix`, and an output class."""
+    """Common to all heads: a base model under `base_model_prefix`, and an output class."""
 
     base_model_class: type[nn.Module]
     output_class: type[ModelOutput]
-    # Tied weights by name; `{}` stands for the family's `base_model_prefix`.
+    # Tied weights and their sources; `{}` stands for the family's `base_model_prefix`.
     tied_weights: dict[str, str] = {}
-    # The Trainer passes `num_items_in_batch` and leaves the division to the loss; every loss here does it.
+    # Every loss divides by the `num_items_in_batch` that the Trainer then passes.
     accepts_loss_kwargs = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -224,13 +223,13 @@ class HeadMixin:
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__(config)
-        # Here and not in `make_output`: torch.compile cannot trace `fields`.
+        # Computed here because torch.compile cannot trace `fields`.
         self.output_fields = tuple(field.name for field in fields(self.output_class))
         setattr(self, self.base_model_prefix, self.base_model_class(config))
         self.add_head(config)
         self.post_init()
 
     def make_output(self, outputs: ModelOutput, **own: Any) -> ModelOutput:
-        """The head's output: its own fields, and whatever it shares with the base model's output."""
+        """Return the head's output: its own fields, and those it shares with the base model's output."""
         shared = {name: outputs.get(name) for name in self.output_fields if name not in own}
         return self.output_class(**own, **shared)

@@ -1,4 +1,4 @@
-"""What the causal models of all families share: the decoder with its state, the head, and what `generate` asks for."""
+"""The decoder shared by all families, with its decoding state, its language modelling head and its `generate` hooks."""
 
 from typing import Any
 
@@ -23,22 +23,22 @@ from .state import MemoryCache, state_fields
 
 
 class CausalConvolution(DepthwiseConvolution):
-    """The same over the token itself and those before it, whose states are kept while decoding."""
+    """Causal depthwise convolution; the cache keeps the states of the last taps - 1 tokens."""
 
     def forward(self, states: Tensor, context: ForwardContext) -> Tensor:
-        """(b, n, d) to (b, n, d)."""
+        """Convolve (b, n, d) states to the same shape, and update the cache."""
         keep, cache = context.keep, context.layer_cache(self.layer_idx)
         before = None if cache is None else cache.states.get("convolution")
         ranks = None
         if keep is not None:
-            # Without padding between them: moved to the front, the real tokens are the first ones.
+            # Real tokens move to the front, so that no padding lies between them and the cached ones.
             ranks = token_ranks(keep, states.shape[1], keep.device)
             states = move_to_ranks(states.unsqueeze(1), ranks, keep).squeeze(1)
         if before is None:
             before = states.new_zeros(states.shape[0], self.weight.shape[-1] - 1, states.shape[-1])
         seen = torch.cat([before.to(states.dtype), states], dim=1)
         out = causal_convolution(seen, self.weight)
-        if cache is not None:  # last, since it is written where `before` was read from
+        if cache is not None:  # last, because writing in place overwrites `before`
             places = states.shape[1] if keep is None else keep.sum(1, keepdim=True)
             places = (places + torch.arange(before.shape[1], device=seen.device)).expand(seen.shape[0], -1)
             cache.write(convolution=seen.gather(1, places.unsqueeze(-1).expand(-1, -1, seen.shape[-1])))
@@ -46,7 +46,7 @@ class CausalConvolution(DepthwiseConvolution):
 
 
 class DecoderModelMixin(BaseModelMixin):
-    """The decoder of a family: the trunk of its causal model."""
+    """The decoder without a head, the base model of a family's causal language model."""
 
     convolution_class = CausalConvolution
     _supports_flash_attn = False
@@ -67,19 +67,19 @@ class DecoderModelMixin(BaseModelMixin):
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids: (b, n) token ids, or instead
-            inputs_embeds: (b, n, d) token embeddings.
-            attention_mask: (b, n), or (b, seen + n) with a state; 1 for tokens and 0 for padding on whichever side.
-                Without it every token counts, whatever its id.
-            token_type_ids: (b, n) segments, if the model has segment embeddings.
-            position_ids: (b, n) from 0; by default tokens are counted, without padding, from where the state ends.
-            past_key_values: the state after earlier tokens, or a new `MemoryCache`; it is brought up to date in place.
-            use_cache: whether to make a state if none is given, and to return it; by default `config.use_cache`. In
-                training none is made.
+            input_ids: (b, n) token ids.
+            attention_mask: (b, n), or (b, seen + n) with a state; 1 for tokens and 0 for padding on either side.
+                Without it nothing is padding, whatever its id.
+            token_type_ids: (b, n) segment ids, if the model has segment embeddings.
+            position_ids: (b, n) from 0; by default, counts real tokens, those in the state included.
+            inputs_embeds: (b, n, d) token embeddings, instead of `input_ids`.
+            past_key_values: the state after earlier tokens, or a new `MemoryCache`; updated in place.
+            use_cache: whether to return a state, created if none is given (but not in training); defaults to
+                `config.use_cache`.
 
         Raises:
-            ValueError: Wrong shapes, no tokens, a cache of another kind or size, a mask that hides what the state has
-                read, a keyword without a meaning.
+            ValueError: A shape is wrong, the input is empty, the cache belongs to another model or batch, the mask
+                contradicts the tokens in the state, or a keyword is misspelt or not supported.
         """
         self.check_keywords(kwargs)
         self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=past_key_values is not None)
@@ -89,8 +89,8 @@ class DecoderModelMixin(BaseModelMixin):
         cache = self.open_cache(past_key_values, use_cache, batch)
         if cache is not None and self.training and self.gradient_checkpointing:
             raise ValueError(
-                "With gradient checkpointing every layer runs twice, and would read its own new state the second time: "
-                "leave `past_key_values` out, or turn checkpointing off."
+                "`past_key_values` cannot be used with gradient checkpointing, which runs each layer twice, the second "
+                "time from the updated state. Leave it out, or turn checkpointing off."
             )
         if attention_mask is not None:
             check_mask_of_past(attention_mask, length, cache)
@@ -106,47 +106,49 @@ class DecoderModelMixin(BaseModelMixin):
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache if use_cache else None)
 
     def rotary_angles(self, positions: Tensor) -> Tensor | None:
-        """(b or 1, n, c / 2) for positions (b or 1, n), if the model turns its queries and keys."""
+        """Return rotary angles (b or 1, n, c / 2) of positions (b or 1, n); `None` if positions are not rotary."""
         if self.config.position_embedding_type != "rotary":
             return None
         size = self.config.hidden_size // self.config.num_attention_heads
         return rotary_angles(positions, size, self.get_input_embeddings().weight.dtype)
 
     def given_mask(self, attention_mask: Tensor | None) -> Tensor | None:
-        """(b, n) boolean, or `None` if nothing is padded."""
+        """Return the padding mask (b, n), or `None` if nothing is padded; unlike in an encoder, ids are ignored."""
         return None if attention_mask is None else self.tokens_to_keep(None, attention_mask)
 
     def open_cache(self, past_key_values: Any, use_cache: bool, batch: int) -> MemoryCache | None:
-        """The cache to read and write, checked; a new one if a state is asked for and none is given."""
+        """Validate the given cache; without one, create a new one if `use_cache`.
+
+        Raises:
+            ValueError: The cache is no `MemoryCache`, or belongs to another model or batch size.
+        """
         if past_key_values is None:
             return MemoryCache(self.config) if use_cache else None
-        # By an attribute: a model loaded with its own code has classes of its own.
+        # Not `isinstance`: a model loaded from a checkpoint's code has its own copy of the class.
         if not hasattr(past_key_values, "made_for"):
             raise ValueError(
-                f"`past_key_values` is a {type(past_key_values).__name__}, but the state of a {self.config.model_type} "
-                "model is a `luna_hf.MemoryCache`: leave it out, or make one with `MemoryCache(model.config)`."
+                f"`past_key_values` is a {type(past_key_values).__name__}, but must be a `luna_hf.MemoryCache` for a "
+                f"{self.config.model_type} model. Leave it out, or create one with `MemoryCache(model.config)`."
             )
         own, given = state_fields(self.config), past_key_values.made_for
-        differing = [
-            f"{name}={given.get(name)!r} and not {own[name]!r}" for name in own if own[name] != given.get(name)
-        ]
+        differing = [f"{name}={given.get(name)!r}, not {own[name]!r}" for name in own if own[name] != given.get(name)]
         if differing:
             raise ValueError(
-                f"The cache was made for another model: {', '.join(differing)}. Make one with this config."
+                f"The cache was made for a different model ({'; '.join(differing)}). Create one from this config."
             )
         if past_key_values.batch_size not in (-1, batch):
             raise ValueError(
-                f"The cache holds {past_key_values.batch_size} rows, but the input has {batch}. Use a cache for one "
-                "batch only, or change its rows (`batch_repeat_interleave`, `batch_select_indices`)."
+                f"The cache holds {past_key_values.batch_size} rows, but the input has {batch}. Create a new cache, or "
+                "select or repeat its rows (`batch_select_indices`, `batch_repeat_interleave`)."
             )
         return past_key_values
 
 
 class CausalLMMixin(HeadMixin):
-    """Causal language modelling: an output layer, tied to the token embedding, and generation with a constant state."""
+    """Causal language modelling, with an output layer tied to the token embedding, and `generate`."""
 
     _auto_class = "AutoModelForCausalLM"
-    _is_stateful = True  # the state cannot go back: no assisted generation
+    _is_stateful = True  # the state cannot be rolled back, which rules out assisted generation
     _supports_flash_attn = False
     _supports_flex_attn = False
     output_class = CausalLMOutputWithPast
@@ -176,18 +178,17 @@ class CausalLMMixin(HeadMixin):
     ) -> CausalLMOutputWithPast:
         """
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, past_key_values, inputs_embeds, use_cache: as the
-                base model, see `DecoderModelMixin.forward`.
-            labels: (b, n) the tokens themselves, each predicted from those before it; -100 where there is nothing to
-                predict.
-            logits_to_keep: number of last positions that get logits, 0 for all; or which (a tensor).
-            shift_labels: as a keyword, (b, n) instead of `labels`, what is to be predicted at each position.
-            num_items_in_batch: number of labels of the whole update; the loss is then a sum divided by it.
+            input_ids, attention_mask, token_type_ids, position_ids, past_key_values, inputs_embeds, use_cache: see
+                `DecoderModelMixin.forward`.
+            labels: (b, n) the token ids themselves, shifted internally; -100 is ignored.
+            logits_to_keep: number of final positions to compute logits for, 0 for all; or a tensor of positions.
+            shift_labels: keyword only, (b, n) labels that are already shifted, instead of `labels`.
+            num_items_in_batch: number of labels in the whole update, by which the summed loss is divided.
 
         Returns:
-            `loss` if there are labels; `logits` (b, n, vocab_size); `past_key_values`, the state after the last token.
+            `loss` if labels are given; `logits` (b, n, vocab_size); `past_key_values`, the state after the last token.
         """
-        # No parameter of its own: the Trainer would take it for labels that every batch has.
+        # Not a parameter, because the Trainer would take it for a label column.
         shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.base_model(
             input_ids=input_ids,
@@ -220,11 +221,11 @@ class CausalLMMixin(HeadMixin):
         """Replace the output layer."""
         self.lm_head = new_embeddings
 
-    # ---- what `generate` asks ----
+    # ---- hooks of `generate` ----
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # not one of keys and values
+        return False  # the state is a `MemoryCache`
 
     def _prepare_cache_for_generation(
         self,
@@ -234,12 +235,12 @@ class CausalLMMixin(HeadMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """A `MemoryCache`, unless one is given or none is wanted; it is static by nature."""
+        """Create a `MemoryCache` unless one is given or `use_cache` is off; its size is always static."""
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic", "static"):
             raise ValueError(
-                f"`cache_implementation` is {asked!r}, but the state of a {self.config.model_type} model is small and "
-                "of constant size: leave it out, or give 'static' to have the decoding step compiled."
+                f"`cache_implementation` is {asked!r}, but a {self.config.model_type} model's state has constant size. "
+                "Leave it out, or set it to 'static' to compile the decoding step."
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = MemoryCache(self.config, compileable=asked == "static")
@@ -248,7 +249,7 @@ class CausalLMMixin(HeadMixin):
     def create_masks_for_generate(
         config: BoundedMemoryConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Tensor | None:
-        """The mask of the new tokens: its shape does not grow, so a compiled step need not be compiled again."""
+        """Return the mask of the new tokens only: its shape stays constant, so a compiled step is not recompiled."""
         if attention_mask is None:
             return None
         length = inputs_embeds.shape[1]
@@ -258,17 +259,15 @@ class CausalLMMixin(HeadMixin):
 
 
 def check_mask_of_past(attention_mask: Tensor, length: int, cache: MemoryCache | None) -> None:
-    """A mask may begin before the new tokens; then it must be that of the tokens in the state.
-
-    Not looked at while a graph is being traced.
+    """Check that a mask which covers earlier tokens agrees with the state; skipped while tracing.
 
     Args:
         attention_mask: (b, n) or (b, seen + n).
-        length: n, of new tokens.
-        cache: with the state after earlier ones.
+        length: number of new tokens n.
+        cache: state after the earlier tokens.
 
     Raises:
-        ValueError: It has another length, or keeps another number of them.
+        ValueError: The mask's length, or its number of earlier real tokens, differs from the state's.
     """
     earlier = attention_mask[:, :-length]
     if earlier.shape[1] == 0 or is_tracing(attention_mask):
@@ -276,15 +275,14 @@ def check_mask_of_past(attention_mask: Tensor, length: int, cache: MemoryCache |
     seen = 0 if cache is None else cache.get_seq_length()
     if earlier.shape[1] != seen:
         raise ValueError(
-            f"`attention_mask` has {attention_mask.shape[1]} columns, but the input has {length}, and the state has "
-            f"seen {seen} before: give {length} columns, or {seen + length}."
+            f"`attention_mask` has {attention_mask.shape[1]} columns, but there are {length} new tokens and {seen} in "
+            f"the state. It must have {length} or {seen + length} columns."
         )
     kept, read = (earlier != 0).sum(1), cache.tokens.to(earlier.device)
     if not torch.equal(kept, read):
         row = (kept != read).nonzero()[0].item()
         raise ValueError(
-            f"`attention_mask` keeps {kept[row]} of the earlier tokens of row {row}, but the state has read "
-            f"{read[row]}, and what is in its sums cannot be masked any more. (`generate` also reads the padding "
-            "behind a row that ends before the others.) Leave the state out, so that the whole text is read again, or "
-            "give the mask that the state was made with."
+            f"`attention_mask` keeps {kept[row]} earlier tokens of row {row}, but the state contains {read[row]}, and "
+            "they can no longer be masked (`generate` also adds the padding after a row that ends early). Leave the "
+            "state out to process the whole text again, or pass the mask that the state was made with."
         )

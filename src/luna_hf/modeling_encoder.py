@@ -1,12 +1,12 @@
-"""The encoder that all families share, and its task heads.
+"""The encoder shared by all families, and its task heads.
 
-Each `...Mixin` holds the whole model; a family's class only names its parts:
+Each `...Mixin` implements a complete model; a family's class only names its parts:
 
     class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
         base_model_class = LunaModel
 
-Losses divide by `num_items_in_batch` where the Trainer passes it, for every kind of loss: gradient accumulation then
-gives the update of one large batch.
+Every loss divides by `num_items_in_batch` if the Trainer passes it, so that gradient accumulation is equivalent to one
+large batch.
 """
 
 from typing import Any
@@ -40,23 +40,23 @@ from .modeling_layers import DepthwiseConvolution
 
 
 class EncoderModelMixin(BaseModelMixin):
-    """The encoder of a family."""
+    """The encoder without a head, the base model of a family's task models."""
 
     convolution_class = DepthwiseConvolution
-    # AutoModel knows one class for a configuration, encoder or decoder: the package enters the decoder here.
+    # AutoModel maps a config class to one model class, so the encoder also creates decoders; `families.py` sets this.
     causal_model_class: type[PreTrainedModel] | None = None
 
     def __new__(cls, config: BoundedMemoryConfig | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The encoder; or the family's decoder without a head, for a config that describes one (`is_decoder`).
+        """Create the encoder, or the family's decoder without a head if `config.is_decoder`.
 
         Raises:
-            ValueError: The config is a decoder's, and the code of a checkpoint folder has no decoder.
+            ValueError: The config is a decoder's, but `cls` comes from an encoder checkpoint's code.
         """
         if config is None or not config.is_decoder:
             return super().__new__(cls)
         if cls.causal_model_class is None:
             raise ValueError(
-                f"{cls.__name__} is an encoder, but the config is a causal model's: load it with AutoModel."
+                f"{cls.__name__} is an encoder, but the config has `is_decoder=True`. Load it with AutoModel."
             )
         return cls.causal_model_class(config, *args, **kwargs)
 
@@ -72,19 +72,20 @@ class EncoderModelMixin(BaseModelMixin):
     ) -> BaseModelOutput:
         """
         Args:
-            input_ids: (b, n) token ids, or instead
-            inputs_embeds: (b, n, d) token embeddings, before scale, positions and LayerNorm.
-            attention_mask: (b, n), 1 for tokens and 0 for padding on whichever side. Without it, padding is where
-                `input_ids` is `pad_token_id`.
-            token_type_ids: (b, n) segments, if the model has segment embeddings.
-            position_ids: (b, n) rows of the position table; by default the t-th token has row `pad_token_id + t`. A
-                memory that goes by the order of the tokens does so whatever these say.
-            output_hidden_states, output_attentions, return_dict: as keywords. The attentions (eager only) are what each
-                token reads: (b, h, n, m) over the slots, over the places of its window, or (b, h, n, n) of full
-                attention. A family may have more to record.
+            input_ids: (b, n) token ids.
+            attention_mask: (b, n), 1 for tokens and 0 for padding on either side. Without it, every `pad_token_id` in
+                `input_ids` is padding.
+            token_type_ids: (b, n) segment ids, if the model has segment embeddings.
+            position_ids: (b, n) rows of the position table; by default `pad_token_id + t` for the t-th real token (from
+                1). They do not affect memories that depend on token order, which use the order of the input.
+            inputs_embeds: (b, n, d) token embeddings, instead of `input_ids`; before scaling, positions and LayerNorm.
+            output_hidden_states, output_attentions, return_dict: keyword only. Attentions (eager only) are the read
+                weights: (b, h, n, m) over slots or window positions, or (b, h, n, n) for full attention. A family may
+                record more.
 
         Raises:
-            ValueError: Wrong shapes, no tokens, more than `max_position_embeddings`, a keyword without a meaning.
+            ValueError: A shape is wrong, the input is empty or longer than `max_position_embeddings`, or a keyword is
+                misspelt or not supported.
         """
         self.check_inputs(input_ids, inputs_embeds, attention_mask, kwargs)
         keep = self.tokens_to_keep(input_ids, attention_mask)
@@ -94,13 +95,13 @@ class EncoderModelMixin(BaseModelMixin):
         return self.make_output(hidden_states, carried, context)
 
     def begin(self, hidden_states: Tensor, keep: Tensor | None, **options: Any) -> tuple[Tensor | None, ForwardContext]:
-        """What the first layer takes besides the (b, n, d) states: what is carried, and the context of all layers."""
+        """Return the first layer's `carried` input for (b, n, d) states, and the context shared by all layers."""
         context = make_context(keep, hidden_states.shape[1], hidden_states.device, options=options)
         carried = self.first_carried()
         return carried, self.attention_class.prepare(self.config, hidden_states, carried, context)
 
     def make_output(self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext) -> BaseModelOutput:
-        """The output from what has left the last layer."""
+        """Build the model's output from that of the last layer."""
         return BaseModelOutput(last_hidden_state=hidden_states)
 
     def check_inputs(
@@ -110,34 +111,33 @@ class EncoderModelMixin(BaseModelMixin):
         attention_mask: Tensor | None,
         keywords: dict[str, Any],
     ) -> None:
-        """Refuse what an encoder would compute wrongly or silently ignore.
+        """Reject inputs that the encoder would process wrongly or silently ignore.
 
         Args:
-            input_ids, inputs_embeds, attention_mask: as given to the model.
-            keywords: whatever else was given.
+            input_ids, inputs_embeds, attention_mask: the inputs of `forward`.
+            keywords: its other keyword arguments.
 
         Raises:
-            ValueError: Not exactly one kind of input; an empty or too long one; a mask that is not (batch, length); a
-                keyword that is misspelt, or that asks for what the model does not do.
+            ValueError: Not exactly one kind of input is given, it is empty or too long, the mask does not match it, or
+                a keyword is misspelt or not supported.
         """
         self.check_keywords(keywords)
         length, limit = self.check_shapes(input_ids, inputs_embeds, attention_mask), self.config.max_position_embeddings
         if length > limit:
             raise ValueError(
-                f"The input is {length} tokens long, but the model takes at most {limit} "
-                f"(`max_position_embeddings`). Truncate it (`tokenizer(..., truncation=True, max_length={limit})`) "
-                "or use a model with more positions."
+                f"The input has {length} tokens, but the model accepts at most {limit} (`max_position_embeddings`). "
+                f"Truncate it with `tokenizer(..., truncation=True, max_length={limit})`, or use a longer model."
             )
 
 
 def classifier_dropout(config: BoundedMemoryConfig) -> nn.Dropout:
-    """Dropout of the classification heads."""
+    """Create the dropout layer of a classification head."""
     p = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if p is None else p)
 
 
 class MaskedLMHead(nn.Module):
-    """Dense, activation, LayerNorm, decoder tied to the token embedding, bias."""
+    """Masked-LM head as in RoBERTa: dense, activation, LayerNorm, and an output layer tied to the token embedding."""
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
@@ -148,28 +148,28 @@ class MaskedLMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def initialise(self, config: BoundedMemoryConfig) -> None:
-        """The bias of the output layer, which is the head's own."""
+        """Initialise the bias of the output layer, which transformers does not know."""
         init.zeros_(self.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(..., d) to (..., vocab_size)."""
+        """Compute logits: (..., d) to (..., vocab_size)."""
         return self.decoder(self.layer_norm(self.activation(self.dense(states))))
 
 
 class TokenPooling(nn.Module):
-    """One vector a row from the token states: `"cls"` or `"mean"`."""
+    """Pool the token states to one vector per row, by `"cls"` or `"mean"`."""
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
         self.pool = {"cls": first_kept, "mean": masked_mean}[config.classifier_pooling]
 
     def forward(self, outputs: ModelOutput, keep: Tensor | None) -> Tensor:
-        """Base model outputs and (b, n) token mask to (b, d)."""
+        """Pool the base model's outputs, given the padding mask (b, n), to (b, d)."""
         return self.pool(outputs.last_hidden_state, keep)
 
 
 class ClassificationHead(nn.Module):
-    """Dropout, dense, activation, dropout, output, over a pooled state."""
+    """Head over a pooled state: dropout, dense, activation, dropout, output layer."""
 
     def __init__(self, config: BoundedMemoryConfig, num_labels: int) -> None:
         super().__init__()
@@ -180,17 +180,17 @@ class ClassificationHead(nn.Module):
         self.out_proj = Linear(inner, num_labels)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """(b, d) to (b, num_labels)."""
+        """Compute logits: (b, d) to (b, num_labels)."""
         states = self.activation(self.dense(self.dropout(pooled)))
         return self.out_proj(self.dropout(states))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Mean over the labels that are not -100, or their sum over `num_items_in_batch`; in float32 at least.
+    """Cross-entropy in float32 or wider, averaged over the labels or divided by `num_items_in_batch` if given.
 
     Args:
         logits: (..., classes).
-        labels: (...) long.
+        labels: (...) long; -100 is ignored.
     """
     reduction = "mean" if num_items_in_batch is None else "sum"
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
@@ -201,17 +201,17 @@ def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | i
 def classification_loss(
     logits: Tensor, labels: Tensor, config: BoundedMemoryConfig, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """Loss of `config.problem_type`: regression (MSE), single label (cross-entropy) or multi label (BCE).
+    """Loss for `config.problem_type`: regression (MSE), single-label (cross-entropy) or multi-label (BCE).
 
-    Without a `problem_type`, one output means regression, integer labels mean single label, anything else multi label;
-    the configuration is left as it is.
+    Without a `problem_type`, one output means regression, integer labels single-label, and float labels multi-label
+    classification; the config is not changed.
 
     Args:
         logits: (b, num_labels).
-        labels: (b,), or (b, num_labels) for multi label and for regression on several targets.
+        labels: (b,), or (b, num_labels) for multi-label classification and regression with several targets.
 
     Raises:
-        ValueError: Labels and logits do not fit.
+        ValueError: The shapes of labels and logits do not match.
     """
     problem = config.problem_type
     if problem is None:
@@ -223,8 +223,8 @@ def classification_loss(
         return cross_entropy(logits, labels, num_items_in_batch)
     if labels.numel() != logits.numel():
         raise ValueError(
-            f"`labels` of shape {tuple(labels.shape)} do not fit {problem} with {config.num_labels} outputs: "
-            f"they must have the shape {tuple(logits.shape)}."
+            f"`labels` have shape {tuple(labels.shape)}, but {problem} with {config.num_labels} outputs needs "
+            f"{tuple(logits.shape)}."
         )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = labels.to(logits).view_as(logits)
@@ -235,19 +235,19 @@ def classification_loss(
 
 
 class EncoderHeadMixin(HeadMixin):
-    """A head that reads both sides of a token."""
+    """A head on an encoder; rejects the config of a causal model."""
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         if config.is_decoder:
             raise ValueError(
-                f"{type(self).__name__} reads both sides of a token, but the config is a causal model's "
-                f"(`is_decoder`). Load it with AutoModelForCausalLM, or its trunk with AutoModel."
+                f"{type(self).__name__} needs an encoder, but the config is a causal model's (`is_decoder=True`). "
+                f"Load it with AutoModelForCausalLM, or without its head with AutoModel."
             )
         super().__init__(config)
 
 
 class MaskedLMMixin(EncoderHeadMixin):
-    """Masked language modelling; with `sparse_prediction` the head runs only at labelled positions in training."""
+    """Masked language modelling; in training with `sparse_prediction`, the head runs only on labelled positions."""
 
     _auto_class = "AutoModelForMaskedLM"
     output_class = MaskedLMOutput
@@ -265,12 +265,12 @@ class MaskedLMMixin(EncoderHeadMixin):
         return self.lm_head.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the output layer (its bias is the head's)."""
+        """Replace the output layer, whose bias is also the head's."""
         self.lm_head.decoder = new_embeddings
         self.lm_head.bias = new_embeddings.bias
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Tied weights by name; `lm_head.bias` is the output layer's bias even where the matrices are not tied."""
+        """Return the tied weights; `lm_head.bias` is the output layer's bias even if the matrices are not tied."""
         tied = super().get_expanded_tied_weights_keys(all_submodels)
         return tied or {name: source for name, source in self._tied_weights_keys.items() if name.endswith("bias")}
 
@@ -288,12 +288,12 @@ class MaskedLMMixin(EncoderHeadMixin):
     ) -> MaskedLMOutput:
         """
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
-            labels: (b, n) token ids to predict; -100 where there is nothing to predict.
-            num_items_in_batch: number of labels of the whole update; the loss is then a sum divided by it.
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
+            labels: (b, n) token ids to predict; -100 is ignored.
+            num_items_in_batch: number of labels in the whole update, by which the summed loss is divided.
 
         Returns:
-            `loss` if there are labels; `logits` (b, n, vocab_size), or (number of labels, vocab_size) in training with
+            `loss` if labels are given; `logits` (b, n, vocab_size), or (number of labels, vocab_size) in training with
             `sparse_prediction`.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
@@ -309,18 +309,18 @@ class MaskedLMMixin(EncoderHeadMixin):
 
 
 class PooledHeadMixin(EncoderHeadMixin):
-    """Heads that read one vector a row."""
+    """A head on one pooled vector per row."""
 
     pooling_class: type[nn.Module] = TokenPooling
 
     def pooled_logits(self, outputs: ModelOutput, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
-        """(b, num_labels)."""
+        """Pool the base model's outputs and compute logits (b, num_labels)."""
         keep = self.base_model.tokens_to_keep(input_ids, attention_mask)
         return self.classifier(self.pooling(outputs, keep))
 
 
 class SequenceClassificationMixin(PooledHeadMixin):
-    """Classification or regression of a whole sequence (or pair)."""
+    """Classification of, or regression on, a whole sequence or pair of sequences."""
 
     _auto_class = "AutoModelForSequenceClassification"
     output_class = SequenceClassifierOutput
@@ -345,12 +345,12 @@ class SequenceClassificationMixin(PooledHeadMixin):
     ) -> SequenceClassifierOutput:
         """
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
-            labels: (b,) class indices or values, or (b, num_labels); see `config.problem_type`.
-            num_items_in_batch: number of labels of the whole update; the loss is then a sum divided by it.
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
+            labels: (b,) class indices or values, or (b, num_labels); see `classification_loss`.
+            num_items_in_batch: number of labels in the whole update, by which the summed loss is divided.
 
         Returns:
-            `loss` if there are labels; `logits` (b, num_labels).
+            `loss` if labels are given; `logits` (b, num_labels).
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(*inputs, return_dict=True, **kwargs)
@@ -360,7 +360,7 @@ class SequenceClassificationMixin(PooledHeadMixin):
 
 
 class MultipleChoiceMixin(PooledHeadMixin):
-    """One score for each choice; a softmax over the choices."""
+    """Multiple choice: one score per choice, with a softmax over the choices."""
 
     _auto_class = "AutoModelForMultipleChoice"
     output_class = MultipleChoiceModelOutput
@@ -384,13 +384,13 @@ class MultipleChoiceMixin(PooledHeadMixin):
     ) -> MultipleChoiceModelOutput:
         """
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model, with one more
-                dimension for the choices: (b, choices, n) or (b, choices, n, d).
-            labels: (b,) index of the right choice.
-            num_items_in_batch: number of labels of the whole update; the loss is then a sum divided by it.
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`;
+                with an additional dimension for the choices, (b, choices, n) or (b, choices, n, d).
+            labels: (b,) index of the correct choice.
+            num_items_in_batch: number of labels in the whole update, by which the summed loss is divided.
 
         Returns:
-            `loss` if there are labels; `logits` (b, choices).
+            `loss` if labels are given; `logits` (b, choices).
         """
         num_choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
         flat = {
@@ -408,7 +408,7 @@ class MultipleChoiceMixin(PooledHeadMixin):
 
 
 class TokenClassificationMixin(EncoderHeadMixin):
-    """A label for each token."""
+    """Token classification: one label per token."""
 
     _auto_class = "AutoModelForTokenClassification"
     output_class = TokenClassifierOutput
@@ -433,12 +433,12 @@ class TokenClassificationMixin(EncoderHeadMixin):
     ) -> TokenClassifierOutput:
         """
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
-            labels: (b, n) class indices; -100 where there is no label.
-            num_items_in_batch: number of labels of the whole update; the loss is then a sum divided by it.
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
+            labels: (b, n) class indices; -100 is ignored.
+            num_items_in_batch: number of labels in the whole update, by which the summed loss is divided.
 
         Returns:
-            `loss` if there are labels; `logits` (b, n, num_labels).
+            `loss` if labels are given; `logits` (b, n, num_labels).
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(*inputs, return_dict=True, **kwargs)
@@ -448,7 +448,7 @@ class TokenClassificationMixin(EncoderHeadMixin):
 
 
 class QuestionAnsweringMixin(EncoderHeadMixin):
-    """Start and end of an answer span."""
+    """Extractive question answering: start and end of the answer span."""
 
     _auto_class = "AutoModelForQuestionAnswering"
     output_class = QuestionAnsweringModelOutput
@@ -473,13 +473,13 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
     ) -> QuestionAnsweringModelOutput:
         """
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: as the base model.
-            start_positions, end_positions: (b,) first and last token of the answer; a position outside the input is
-                not counted in the loss.
-            num_items_in_batch: number of rows of the whole update; the loss is then a sum divided by it.
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
+            start_positions, end_positions: (b,) first and last token of the answer; positions beyond the input are
+                ignored by the loss.
+            num_items_in_batch: number of rows in the whole update, by which the summed loss is divided.
 
         Returns:
-            `loss` if there are both positions; `start_logits` and `end_logits` (b, n).
+            `loss` if both positions are given; `start_logits` and `end_logits` (b, n).
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(*inputs, return_dict=True, **kwargs)

@@ -1,8 +1,8 @@
-"""What the models of all families are made of: embeddings, layers and their stack, for encoders and decoders.
+"""Building blocks of all models, encoders and decoders: embeddings, layers and the layer stack.
 
-Parameters carry RoBERTa's names, so that a RoBERTa checkpoint fits wherever the architectures agree. A family plugs in
-one attention module, a `memory_attention.MemoryAttention`: `(hidden_states, carried, context) -> (output, carried,
-weights)`, where `carried` is what goes from layer to layer besides the tokens (Luna's packed sequence), or `None`.
+Parameters have RoBERTa's names, so that a RoBERTa checkpoint loads wherever the architectures agree. A family plugs in
+a `memory_attention.MemoryAttention`: `(hidden_states, carried, context) -> (output, carried, weights)`, where `carried`
+passes from layer to layer alongside the tokens (Luna's packed sequence), or is `None`.
 """
 
 import math
@@ -21,14 +21,13 @@ from .dispatch import choose
 from .functional import depthwise_convolution, sinusoids, sinusoids_at, token_positions
 from .memory_attention import MemoryAttention
 
-# Rows of the feed-forward network treated at a time in inference, by device type: on a CPU blocks of this size stay in
-# cache.
+# Number of tokens per block of the feed-forward network in inference, by device type; the CPU's blocks fit in cache.
 _FEED_FORWARD_ROWS = {"cpu": 1024}
 _FEED_FORWARD_ROWS_DEFAULT = 16384
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed table of sinusoids, read like an embedding."""
+    """Fixed sinusoidal position table, indexed like an embedding."""
 
     def __init__(self, num_positions: int, dim: int, padding_idx: int | None = None) -> None:
         super().__init__()
@@ -36,32 +35,32 @@ class SinusoidalPositions(nn.Module):
         self.table = nn.Buffer(self.make_table(), persistent=False)
 
     def initialise(self, config: BoundedMemoryConfig) -> None:
-        """The table is not in the file: it is made anew."""
+        """Recompute the table, which is not saved in checkpoints."""
         init.copy_(self.table, self.make_table())
 
     def make_table(self) -> Tensor:
-        """(num_positions, dim) float32."""
+        """Compute the table, (num_positions, dim) float32."""
         return sinusoids(self.num_positions, self.dim, self.padding_idx)
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """(b, n) to (b, n, d)."""
+        """Look up positions: (b, n) to (b, n, d)."""
         return nn.functional.embedding(position_ids, self.table)
 
 
 class EndlessSinusoids(nn.Module):
-    """The same sinusoids without a table, from position 0 on, for decoders."""
+    """Sinusoidal positions computed on the fly, for decoders, whose inputs have no maximum length."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """(b, n) to (b, n, d)."""
+        """Encode positions, counted from 0: (b, n) to (b, n, d)."""
         return sinusoids_at(position_ids, self.dim)
 
 
 class TokenEmbeddings(nn.Module):
-    """Token, position and segment embeddings, LayerNorm, dropout; padded tokens become zero."""
+    """Token, position and segment embeddings, LayerNorm and dropout; padding is zero."""
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ class TokenEmbeddings(nn.Module):
         self.scale = math.sqrt(width) if config.position_embedding_type == "sinusoidal" else 1.0
         if config.position_embedding_type == "learned":
             self.position_embeddings = nn.Embedding(num_positions, width, padding_idx=padding_idx)
-        elif config.position_embedding_type == "rotary":  # the attention turns queries and keys
+        elif config.position_embedding_type == "rotary":  # applied to queries and keys in the attention
             self.position_embeddings = None
         elif config.is_decoder:
             self.position_embeddings = EndlessSinusoids(width)
@@ -93,7 +92,7 @@ class TokenEmbeddings(nn.Module):
         token_type_ids: Tensor | None,
         keep: Tensor | None,
     ) -> Tensor:
-        """(b, n) ids, or (b, n, d) embeddings, to (b, n, d) states."""
+        """Embed (b, n) ids, or complete (b, n, d) token embeddings, to (b, n, d) states."""
         tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         length = tokens.shape[1]
         if position_ids is None and self.position_embeddings is not None:
@@ -109,17 +108,17 @@ class TokenEmbeddings(nn.Module):
         elif token_type_ids is not None:
             raise ValueError(
                 "`token_type_ids` were given, but the model has no segment embeddings (`type_vocab_size` is 0). "
-                "Leave them out, or configure `type_vocab_size`."
+                "Leave them out, or use a model with `type_vocab_size` above 0."
             )
         if keep is None:
             return self.dropout(self.LayerNorm(states))
-        # Also before the norm: whatever stands at padding, even NaN, must reach neither a state nor a gradient.
+        # Masked before the norm, too: padding may hold anything, even NaN, which must not reach a state or a gradient.
         padding = ~keep.unsqueeze(-1)
         return self.dropout(self.LayerNorm(states.masked_fill(padding, 0.0))).masked_fill(padding, 0.0)
 
 
 class DepthwiseConvolution(nn.Module):
-    """`conv_kernel_size` taps over the token states, one filter a channel, no bias."""
+    """Depthwise convolution of `conv_kernel_size` taps over the token states, without bias."""
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int) -> None:
         super().__init__()
@@ -127,18 +126,18 @@ class DepthwiseConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.hidden_size, config.conv_kernel_size))
 
     def initialise(self, config: BoundedMemoryConfig) -> None:
-        """As any matrix."""
+        """Initialise the filters like any other matrix."""
         init.normal_(self.weight, mean=0.0, std=config.initializer_range)
 
     def forward(self, states: Tensor, context: ForwardContext) -> Tensor:
-        """(b, n, d) to (b, n, d)."""
+        """Convolve (b, n, d) states to the same shape."""
         return depthwise_convolution(states, self.weight, context.keep)
 
 
 class SubLayerOutput(nn.Module):
-    """What closes a sub-layer: projection to the width, dropout, and its LayerNorm.
+    """End of a sub-layer: output projection, dropout and LayerNorm, grouped under RoBERTa's names.
 
-    In a post-norm layer the norm follows the residual; in a pre-norm layer it stands before the sub-layer.
+    In a post-norm layer the LayerNorm follows the residual connection; in a pre-norm layer it precedes the sub-layer.
     """
 
     def __init__(self, config: BoundedMemoryConfig, in_features: int) -> None:
@@ -158,12 +157,12 @@ class FeedForwardInput(nn.Module):
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(..., d) to (..., intermediate_size)."""
+        """Map (..., d) to (..., intermediate_size)."""
         return self.dropout(self.activation(self.dense(states)))
 
 
 class AttentionBlock(nn.Module):
-    """The family's attention (`self`, RoBERTa's name), its output projection, and the optional convolution."""
+    """Attention sub-layer: the family's attention (`self`, as in RoBERTa), output projection, optional convolution."""
 
     def __init__(
         self,
@@ -181,7 +180,7 @@ class AttentionBlock(nn.Module):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Residual attention sub-layer: (b, n, d) and what is carried, to the same shapes."""
+        """Apply the sub-layer with its residual connection; returns states (b, n, d) and `carried`."""
         mixed, carried = self.mix(hidden_states, carried, context)
         hidden_states = hidden_states + self.output.dropout(mixed)
         return hidden_states if self.norm_first else self.output.LayerNorm(hidden_states), carried
@@ -189,7 +188,7 @@ class AttentionBlock(nn.Module):
     def mix(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """What the sub-layer adds to its input, before dropout: (b, n, d), and what is carried on."""
+        """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
         mixed, carried, _ = self.self(states, carried, context)
         mixed = self.output.dense(mixed)
@@ -199,7 +198,7 @@ class AttentionBlock(nn.Module):
 
 
 class TransformerLayer(GradientCheckpointingLayer):
-    """One layer of an encoder or a decoder: the family's attention, and the feed-forward network."""
+    """One layer of an encoder or decoder: attention and feed-forward network."""
 
     def __init__(self, config: BoundedMemoryConfig, *attention: Any) -> None:
         super().__init__()
@@ -212,12 +211,12 @@ class TransformerLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """(b, n, d) token states and what the family carries, to the same shapes."""
+        """Apply both sub-layers; returns token states (b, n, d) and `carried`."""
         hidden_states, carried = self.attention(hidden_states, carried, context)
         return self.feed_forward(hidden_states), carried
 
     def feed_forward(self, hidden_states: Tensor) -> Tensor:
-        """Residual feed-forward sub-layer, row block by row block where that saves memory."""
+        """Apply the feed-forward sub-layer with its residual connection, in blocks of tokens if that saves memory."""
         rows = self.feed_forward_rows
         if not rows and choose("feed_forward", hidden_states, self.training) == "parts":
             rows = _FEED_FORWARD_ROWS.get(hidden_states.device.type, _FEED_FORWARD_ROWS_DEFAULT)
@@ -233,7 +232,7 @@ class TransformerLayer(GradientCheckpointingLayer):
 
 
 class LayerStack(nn.Module):
-    """The layers (under RoBERTa's name `layer`), and the final norm of a pre-norm model."""
+    """The layers (`layer`, as in RoBERTa), and the final LayerNorm of a pre-norm model."""
 
     def __init__(
         self,
@@ -252,8 +251,8 @@ class LayerStack(nn.Module):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """(b, n, d) states and what is carried, through all layers."""
+        """Apply all layers; returns token states (b, n, d) and `carried`."""
         for layer in self.layer:
-            # Positional: what needs a gradient must be, for re-entrant checkpointing.
+            # Positional arguments, because re-entrant checkpointing gives keyword arguments no gradient.
             hidden_states, carried = layer(hidden_states, carried, context)
         return self.final_layer_norm(hidden_states), carried

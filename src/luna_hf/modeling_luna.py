@@ -1,7 +1,7 @@
 """Luna encoders (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021, arXiv 2106.01540).
 
-Two streams go through every layer: the tokens X and a packed sequence P of fixed length. The arithmetic is in
-`attention_luna.py`; here are the embedding of P, the base model and the heads.
+Two streams pass through every layer: the tokens X and a packed sequence P of fixed length. The attention is in
+`attention_luna.py`; this file has the embedding of P, the base model and the heads.
 """
 
 import math
@@ -44,12 +44,12 @@ from .modeling_layers import SinusoidalPositions, TransformerLayer
 
 @dataclass
 class PackedStreamOutput(ModelOutput):
-    """What Luna's models return about the packed stream, besides the usual fields.
+    """Fields of the packed stream, added to the outputs of Luna's models.
 
     Args:
-        packed_hidden_states: packed states (b, l, d) after the embedding and after every layer; with
+        packed_hidden_states: packed states (b, l, d) after the embedding and after each layer, with
             `output_packed_hidden_states=True`.
-        pack_attentions: pack weights (b, h_p, l, n) of every layer; with `output_pack_attentions=True` and eager
+        pack_attentions: pack weights (b, h_p, l, n) of each layer, with `output_pack_attentions=True` and eager
             attention. The usual `attentions` are the unpack weights (b, h, n, l).
     """
 
@@ -63,11 +63,11 @@ class LunaModelOutput(ModelOutput):
 
     Args:
         last_hidden_state: token states (b, n, d).
-        packed_last_hidden_state: packed states (b, l, d); l is `projection_length`, or n where that is less and the
-            projection dynamic (a traced, compiled or exported model always has `projection_length` slots).
-        packed_attention_mask: (b, slots) long, 1 for the slots that hold a row's packed sequence: with dynamic
-            projection a row of t tokens uses its first t slots, the others are never read. `None` without it.
-        hidden_states, attentions: token states of every layer, unpack weights (b, h, n, l).
+        packed_last_hidden_state: packed states (b, l, d), where l is `projection_length`, or with dynamic projection
+            min(n, `projection_length`), except in a traced, compiled or exported model.
+        packed_attention_mask: (b, l) long, 1 for slots in use: with dynamic projection, a row of t tokens uses only its
+            first t slots, and the others are never read. `None` without dynamic projection.
+        hidden_states, attentions: token states and unpack weights (b, h, n, l) of each layer.
         packed_hidden_states, pack_attentions: see `PackedStreamOutput`.
     """
 
@@ -106,7 +106,7 @@ class LunaQuestionAnsweringOutput(PackedStreamOutput, QuestionAnsweringModelOutp
 
 
 class LunaPackedEmbeddings(nn.Module):
-    """P_0: a learned packed sequence with its own LayerNorm and dropout, the same for every row."""
+    """The initial packed sequence P_0: a learned parameter shared by all rows, with LayerNorm and dropout."""
 
     def __init__(self, config: LunaConfig) -> None:
         super().__init__()
@@ -123,11 +123,11 @@ class LunaPackedEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def initialise(self, config: LunaConfig) -> None:
-        """As any embedding."""
+        """Initialise P_0 like the other embeddings."""
         init.normal_(self.weight, mean=0.0, std=config.initializer_range)
 
     def forward(self, batch: int, num_slots: int, keep: Tensor | None) -> Tensor:
-        """(b, l, d) with l = `num_slots`; slots outside `keep` (b, l) are zero."""
+        """Return P_0, (b, l, d) with l = `num_slots`; slots masked by `keep` (b, l) are zero."""
         packed = self.weight[:num_slots]
         if self.positions is not None:
             packed = packed * self.scale + self.positions.table[:num_slots].to(packed.dtype)
@@ -142,21 +142,21 @@ class _JoinStreams(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, first_grad: Tensor, second_grad: Tensor) -> tuple[Tensor, Tensor]:
-        # An output that nobody used arrives here as zeros: that is the whole point.
+        # Autograd passes zeros, not None, as the gradient of an unused output.
         return first_grad, second_grad
 
 
 def join_streams(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The same two tensors, tied in autograd: using one gives the parameters behind the other a gradient of zero.
+    """Return both tensors, linked in autograd: a loss on one gives zero gradients to the parameters of the other.
 
-    A loss reads the token states or the packed states, so the last layer's parts that serve only the other stream would
-    get no gradient at all, and distributed training stops at parameters without one.
+    A loss uses either the token states or the packed states. Without this link, the last layer's parameters that serve
+    only the other stream would have no gradient, which stops distributed training.
     """
     return _JoinStreams.apply(first, second) if torch.is_grad_enabled() else (first, second)
 
 
 class LunaPreTrainedModel(BoundedMemoryPreTrainedModel):
-    """What all Luna models share."""
+    """Base class of the Luna encoders."""
 
     config: LunaConfig
     base_model_prefix = "luna"
@@ -169,12 +169,12 @@ class LunaPreTrainedModel(BoundedMemoryPreTrainedModel):
 
 
 class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
-    """The Luna encoder without a head: token states and packed states."""
+    """The Luna encoder without a head; returns token states and packed states."""
 
     attention_class = LunaAttention
 
     def add_layers(self, config: LunaConfig) -> None:
-        """Create the layers, the embedding of P, and P's final norm in a pre-norm model."""
+        """Create the layers, the embedding of P and, in a pre-norm model, P's final LayerNorm."""
         self.packed_embeddings = LunaPackedEmbeddings(config)
         super().add_layers(config)
         packed_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -193,37 +193,37 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         return super().forward(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs)
 
     def check_keywords(self, keywords: dict[str, Any]) -> None:
-        """As every encoder; and pack maps only from a backend that has them.
+        """As `BaseModelMixin.check_keywords`; also requires eager attention for `output_pack_attentions`.
 
         Raises:
-            ValueError: A keyword asks for what the model does not do.
+            ValueError: A keyword is misspelt or not supported.
         """
         super().check_keywords(keywords)
         if keywords.get("output_pack_attentions") and self.config._attn_implementation != "eager":
             raise ValueError(
                 "`output_pack_attentions` needs eager attention, but the model uses "
-                f'{self.config._attn_implementation}: call `model.set_attn_implementation("eager")` first.'
+                f'{self.config._attn_implementation}. Call `model.set_attn_implementation("eager")` first.'
             )
 
     def begin(self, hidden_states: Tensor, keep: Tensor | None, **options: Any) -> tuple[Tensor, ForwardContext]:
-        """The packed states (b, l, d) that the first layer reads, and the context of all layers."""
+        """Return P_0 (b, l, d), the first layer's packed states, and the context shared by all layers."""
         batch, length = hidden_states.shape[:2]
         context = make_context(keep, length, hidden_states.device, options=options)
         num_slots = self.config.projection_length
         if self.config.dynamic_projection:
-            # Slots beyond the padded length would be masked in every row.
+            # Slots beyond the padded length would be masked in every row, so they can be dropped.
             if choose("dynamic_slots", hidden_states) == "cut":
                 num_slots = min(num_slots, length)
             else:
                 context = context._replace(carried_keep=valid_slots(context.tokens(hidden_states), num_slots))
-        packed_queries = hidden_states[:, :1].expand(-1, num_slots, -1)  # of P's shape, which is all that masks need
+        packed_queries = hidden_states[:, :1].expand(-1, num_slots, -1)  # a stand-in: masks need only P's shape
         context = self.attention_class.prepare(self.config, hidden_states, packed_queries, context)
         return self.packed_embeddings(batch, num_slots, context.carried_keep), context
 
     def make_output(self, hidden_states: Tensor, carried: Tensor, context: ForwardContext) -> LunaModelOutput:
-        """Both streams."""
+        """Return the output with both streams."""
         hidden_states, packed = join_streams(hidden_states, self.packed_layer_norm(carried))
-        # Not `context.carried_keep`: which fields an output has must not depend on the data.
+        # Not `context.carried_keep`, which is `None` if nothing is padded: output fields must not depend on the data.
         slots = None
         if self.config.dynamic_projection:
             slots = valid_slots(context.tokens(hidden_states), packed.shape[1]).long()
@@ -233,7 +233,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
 
 
 def masked_max(states: Tensor, keep: Tensor | None) -> Tensor:
-    """(b, n, d) to (b, d): maximum over the kept entries; zeros where nothing is kept."""
+    """Maximum over the kept entries, or zeros if nothing is kept: (b, n, d) to (b, d)."""
     if keep is None:
         return states.amax(1)
     pooled = states.masked_fill(~keep.unsqueeze(-1), torch.finfo(states.dtype).min).amax(1)
@@ -241,7 +241,7 @@ def masked_max(states: Tensor, keep: Tensor | None) -> Tensor:
 
 
 class LunaPooling(nn.Module):
-    """One vector a row, from the token states or from the packed states (paper, Table 3)."""
+    """Pool the token states or the packed states to one vector per row (paper, Table 3)."""
 
     is_causal = False
 
@@ -261,7 +261,7 @@ class LunaPooling(nn.Module):
             self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
 
     def forward(self, outputs: LunaModelOutput, keep: Tensor | None) -> Tensor:
-        """Base model outputs and (b, n) token mask to (b, d)."""
+        """Pool the base model's outputs, given the padding mask (b, n), to (b, d)."""
         if self.kind in ("cls", "mean"):
             return self.tokens(outputs, keep)
         packed, slots = outputs.packed_last_hidden_state, outputs.packed_attention_mask
@@ -293,7 +293,7 @@ class LunaForSequenceClassification(SequenceClassificationMixin, LunaPreTrainedM
 
 
 class LunaForMultipleChoice(MultipleChoiceMixin, LunaPreTrainedModel):
-    """Luna with a head that scores choices, for RACE, CommonsenseQA and the like."""
+    """Luna with a multiple-choice head, for tasks such as RACE and CommonsenseQA."""
 
     base_model_class = LunaModel
     pooling_class = LunaPooling
@@ -308,7 +308,7 @@ class LunaForTokenClassification(TokenClassificationMixin, LunaPreTrainedModel):
 
 
 class LunaForQuestionAnswering(QuestionAnsweringMixin, LunaPreTrainedModel):
-    """Luna with a span (extractive question answering) head."""
+    """Luna with a span head for extractive question answering."""
 
     base_model_class = LunaModel
     output_class = LunaQuestionAnsweringOutput

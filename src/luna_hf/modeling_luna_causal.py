@@ -1,4 +1,4 @@
-"""Causal Luna (Ma et al. 2021, section 3.3): the decoder without a head, and the language model."""
+"""Causal Luna (Ma et al. 2021, section 3.3): the bare decoder and the language model."""
 
 from transformers import GenerationMixin
 
@@ -17,7 +17,7 @@ class LunaCausalModel(DecoderModelMixin, BoundedMemoryPreTrainedModel):
 
 
 class LunaForCausalLM(CausalLMMixin, BoundedMemoryPreTrainedModel, GenerationMixin):
-    """Luna with a causal language-modelling head: a decoder that generates with a state of constant size."""
+    """Luna with a causal language modelling head; generates with a decoding state of constant size."""
 
     config: LunaConfig
     base_model_prefix = "luna"

@@ -1,18 +1,18 @@
-"""Positions beyond those that a model was trained on."""
+"""Extends learned positions beyond the length that a model was trained on."""
 
 import torch
 from torch import Tensor
 
 
 def repeat_positions(table: Tensor, first: int, length: int) -> Tensor:
-    """Learned positions for longer texts: the rows of the first tokens stand again where the trained ones end.
+    """Extend a position table by repeating its rows, or truncate it (Beltagy et al. 2020, Longformer, section 5).
 
-    Neighbours so keep the offsets that were trained (Beltagy et al. 2020, Longformer, section 5).
+    Repetition preserves the learned relations between neighbouring positions, except where two copies meet.
 
     Args:
         table: (first + trained, d).
-        first: rows in front that belong to no position (RoBERTa's, up to the pad's).
-        length: positions wanted, at least one.
+        first: number of leading rows that are not positions (in RoBERTa, those up to the padding row).
+        length: number of positions to return, at least 1.
 
     Returns:
         (first + length, d).

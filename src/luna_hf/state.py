@@ -1,4 +1,4 @@
-"""The decoding state of the causal models: a cache in transformers' sense, whose size does not depend on the length."""
+"""The decoding state of causal models: a transformers `Cache` of constant size."""
 
 import torch
 from torch import Tensor
@@ -10,24 +10,24 @@ from .causal_memory import CausalMemory
 
 
 class MemoryCacheLayer(CacheLayerMixin):
-    """What one layer keeps: tensors by name, each with the batch as its first dimension.
+    """State of one layer: named tensors with the batch as their first dimension.
 
-    Without gradients tensors are written in place as long as their shapes stay, so that a compiled decoding step finds
-    them at the same addresses. Sums are float32 whatever the type of the model.
+    Without gradients, tensors are updated in place while their shapes stay the same, because a compiled decoding step
+    needs them at fixed addresses. Running sums are float32 whatever the model's dtype.
     """
 
-    is_croppable = False  # sums cannot be taken apart again
+    is_croppable = False  # tokens cannot be removed from a sum
     supports_early_init = False
 
     def __init__(self) -> None:
         super().__init__()
         self.states: dict[str, Tensor] = {}
-        # Tensors of the layer that no row changes and that need not be computed at every step, and what they depend on.
+        # Tensors that do not depend on the input, cached across steps, and the keys that they are valid for.
         self.constants: dict[str, Tensor] = {}
         self.constant_keys: dict[str, object] = {}
 
     def write(self, **states: Tensor | None) -> None:
-        """Replace the state; `None` is left out."""
+        """Replace the named tensors; `None` leaves one unchanged."""
         for name, state in states.items():
             if state is None:
                 continue
@@ -39,63 +39,63 @@ class MemoryCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def sums(self) -> CausalMemory | None:
-        """The memory that a causal scan left, if any."""
+        """Return the running sums of a causal scan, or `None` before the first token."""
         if "value" not in self.states:
             return None
         return CausalMemory(**{name: self.states.get(name) for name in CausalMemory._fields})
 
     def lazy_initialization(self, *args: Tensor, **kwargs: Tensor) -> None:
-        """Nothing to do: the first `write` makes the tensors."""
+        """Do nothing: the first `write` creates the tensors."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> None:
-        """Refused: keys and values are not what is kept.
+        """Not supported: the state does not consist of keys and values.
 
         Raises:
             NotImplementedError: Always.
         """
-        raise NotImplementedError("A MemoryCache holds sums, not keys and values: only models of luna_hf use it.")
+        raise NotImplementedError("A MemoryCache holds no keys and values and works only with luna_hf models.")
 
     def get_seq_length(self) -> int:
-        """Not known here: the cache counts."""
+        """Return 0: lengths are counted by `MemoryCache`, not per layer."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Only the new tokens have a mask."""
+        """Return the length and offset of the mask, which covers only the new tokens."""
         return query_length, 0
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """Return -1, for no maximum."""
         return -1
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard the state."""
         self.states.clear()
         self.constants.clear()
         self.constant_keys.clear()
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put other rows in the place of the rows, as beam search does."""
+        """Reorder the rows, for beam search."""
         self.write(**{name: state.index_select(0, beam_idx.to(state.device)) for name, state in self.states.items()})
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
+        """Repeat every row `repeats` times."""
         self.write(**{name: state.repeat_interleave(repeats, dim=0) for name, state in self.states.items()})
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
+        """Select rows by index."""
         self.write(**{name: state[indices.to(state.device)] for name, state in self.states.items()})
 
 
 def _may_be_overwritten(old: Tensor, new: Tensor) -> bool:
-    """Whether the old tensor can take the new values: not if a gradient may still ask for what it holds."""
+    """Whether the old tensor can be overwritten, that is, no backward pass may still need it."""
     if torch.is_grad_enabled() or old.requires_grad or old.shape != new.shape or old.dtype != new.dtype:
         return False
     return is_torchdynamo_compiling() or not old.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _own(state: Tensor) -> Tensor:
-    # A copy: the state may be part of a larger tensor, which must not stay in memory with it.
+    # Copied, because a view would keep the larger tensor behind it in memory.
     state = state.detach().clone(memory_format=torch.contiguous_format)
     if not is_torchdynamo_compiling():
         torch._dynamo.mark_static_address(state)
@@ -103,10 +103,10 @@ def _own(state: Tensor) -> Tensor:
 
 
 class MemoryCache(Cache):
-    """The state of a causal model after some tokens, for `past_key_values`; the same bytes after 16 tokens and 16,000.
+    """Decoding state of a causal model, for `past_key_values`; as large after 16 tokens as after 16,000.
 
-    `generate` makes one by itself, and returns it with `return_dict_in_generate=True`. Make one to carry a state from
-    call to call:
+    `generate` creates one and returns it with `return_dict_in_generate=True`. Create one to carry the state from call
+    to call:
 
     ```python
     >>> cache = MemoryCache(model.config)
@@ -115,15 +115,15 @@ class MemoryCache(Cache):
     ```
 
     Args:
-        config: of the model.
-        compileable: whether `generate` may compile the decoding step (what `cache_implementation="static"` asks for).
+        config: the model's configuration.
+        compileable: whether `generate` may compile the decoding step, as with `cache_implementation="static"`.
     """
 
     def __init__(self, config: PreTrainedConfig, compileable: bool = False) -> None:
         super().__init__(layers=[MemoryCacheLayer() for _ in range(config.num_hidden_layers)])
         self.compileable = compileable
         self.made_for = state_fields(config)
-        # What belongs to the rows and to no layer: columns of input so far, and how many of them were no padding.
+        # Counts of input columns and real tokens so far, per row; they belong to no layer.
         self.rows = MemoryCacheLayer()
 
     @property
@@ -133,12 +133,12 @@ class MemoryCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether any token was seen."""
+        """Whether any token has been processed."""
         return bool(self.rows.states)
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors in bytes."""
+        """Total size of all tensors in bytes."""
         layers = (*self.layers, self.rows)
         tensors = [tensor for layer in layers for tensor in (*layer.states.values(), *layer.constants.values())]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -150,56 +150,56 @@ class MemoryCache(Cache):
 
     @property
     def tokens(self) -> Tensor | None:
-        """(b,) long, tokens of every row that were no padding; `None` before the first."""
+        """Number of real tokens of each row, (b,) long; `None` before the first token."""
         return self.rows.states.get("tokens")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of input so far, padding among them."""
+        """Return the number of input columns so far, padding included."""
         return int(self.rows.states["columns"][0]) if self.is_initialized else 0
 
     def count(self, tokens: Tensor, columns: int) -> None:
-        """Enter what a forward pass has seen.
+        """Record a forward pass.
 
         Args:
-            tokens: (b,) tokens of every row so far.
-            columns: of the pass.
+            tokens: (b,) real tokens of each row so far, including this pass.
+            columns: number of input columns of this pass.
         """
         before = self.rows.states.get("columns", torch.zeros_like(tokens))
         self.rows.write(tokens=tokens, columns=before + columns)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard the state."""
         super().reset()
         self.rows.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused, unless there is nothing to remove.
+        """Not supported, unless there is nothing to remove.
 
         Raises:
-            ValueError: Tokens cannot be taken out of a sum.
+            ValueError: `tokens_to_remove` is not 0.
         """
         if tokens_to_remove:
-            raise ValueError("No token can be taken out of the sums of a MemoryCache. Keep a copy of an earlier one.")
+            raise ValueError("Tokens cannot be removed from the sums of a MemoryCache; copy it before adding them.")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put other rows in the place of the rows, as beam search does."""
+        """Reorder the rows, for beam search."""
         super().reorder_cache(beam_idx)
         self.rows.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
+        """Repeat every row `repeats` times."""
         super().batch_repeat_interleave(repeats)
         self.rows.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
+        """Select rows by index."""
         super().batch_select_indices(indices)
         self.rows.batch_select_indices(indices)
 
 
 def state_fields(config: PreTrainedConfig) -> dict[str, object]:
-    """What two models must have in common for one to go on from the other's state."""
+    """Return the fields, with their values, that models must agree on to share a state."""
     fields = {name: getattr(config, name) for name in ("model_type", *config.state_fields)}
-    if fields.get("position_embedding_type") == "learned":  # an encoder's config, of which a decoder is made
+    if fields.get("position_embedding_type") == "learned":  # an encoder's config, converted by `as_decoder`
         fields["position_embedding_type"] = "rotary"
     return fields
