@@ -1,11 +1,11 @@
-"""Times of this working tree beside those of an earlier commit, in one process, interleaved.
+"""Times of this working tree and of an earlier commit, interleaved in one process.
 
     python benchmarks/against_commit.py 65e44cd
 
 The package of the commit is unpacked under another name, models of both versions get the same weights, and every round
-runs both, the first one in turn. What is timed is what the other benchmarks time: encoders forward and in a training
-step, with and without padding; causal models forward, in a training step and decoding one token; causal operators.
-One thread. A ratio above 1 means that this tree is slower.
+runs both in alternating order. The cases are those of the other benchmarks: encoders in a forward and a training step,
+with and without padding; causal models in a forward, a training step and decoding; causal operators. One thread. A
+ratio above 1 means that this tree is slower.
 """
 
 import argparse
@@ -22,12 +22,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from measuring import RESULTS, header, ratios, seconds, slots_of, steady_allocator, summary, write_json
+from measuring import RESULTS, ratios, seconds, slots_of, steady_allocator, summary
 from transformers import PreTrainedModel
 
 import luna_hf
 from luna_hf import FAMILIES
 from luna_hf.memory_control import CONTROLS
+from luna_hf.scripting import describe_run, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
@@ -45,14 +46,14 @@ CAUSAL = {
     "abc-mlp": ("abc_memory", {}),
     "abc-window": ("abc_memory", {"memory_control": "sliding_window"}),
 }
-# Tokens decoded at a time: one is too short for the clock.
+# Tokens decoded in one timed call; a single one is too short for the clock.
 DECODED = 20
 
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def load_commit(commit: str, folder: Path) -> ModuleType:
-    """The package as of a commit, importable beside the installed one."""
+    """The package at a commit, importable beside the installed one."""
     archive = subprocess.run(
         ["git", "archive", commit, "src/luna_hf"], cwd=ROOT, check=True, capture_output=True
     ).stdout
@@ -64,7 +65,7 @@ def load_commit(commit: str, folder: Path) -> ModuleType:
 
 
 def models(before: ModuleType, kind: str, family: str, options: dict[str, Any]) -> Iterator[PreTrainedModel]:
-    """The same model of both versions, the earlier one first, with equal weights."""
+    """The model in both versions, the earlier one first, with equal weights."""
     name, weights = FAMILIES[family].config.__name__.removesuffix("Config"), None
     for package in (before, luna_hf):
         fields = {**SIZES, **slots_of(family, 64), "num_hidden_layers": 4 if kind == "decode" else 2, **options}
@@ -76,7 +77,7 @@ def models(before: ModuleType, kind: str, family: str, options: dict[str, Any]) 
 
 
 def step(model: PreTrainedModel, kind: str, length: int, package: ModuleType) -> Callable[[], Any]:
-    """What is timed."""
+    """The timed call."""
     ids = torch.randint(4, 1000, (max(1, 1024 // length), length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, 3 * length // 4 :] = 0
@@ -101,7 +102,7 @@ def step(model: PreTrainedModel, kind: str, length: int, package: ModuleType) ->
 
 
 def operators(before: ModuleType, name: str, length: int) -> Pair:
-    """A causal operator of both versions."""
+    """A causal operator in both versions."""
     generator = torch.Generator().manual_seed(0)
     query, key, value, weights = (torch.randn(1, 12, length, 64, generator=generator) for _ in range(4))
     steps = torch.arange(1, length + 1)[None]
@@ -119,7 +120,7 @@ def operators(before: ModuleType, name: str, length: int) -> Pair:
 
 
 def cases(before: ModuleType) -> dict[str, Callable[[], Pair]]:
-    """What is compared, by name; a pair is made when it is its turn."""
+    """The comparisons by name; each pair is built only when it runs."""
     made: dict[str, Callable[[], Pair]] = {}
 
     def add(name: str, kind: str, length: int, family: str, options: dict[str, Any]) -> None:
@@ -142,7 +143,7 @@ def cases(before: ModuleType) -> dict[str, Callable[[], Pair]]:
 
 
 def compare(pair: Pair, rounds: int) -> dict[str, Any]:
-    """Seconds of both, round by round, after one warm-up of each."""
+    """Seconds of both versions, round by round, after a warm-up of each."""
     for action in pair:
         action()
     times: tuple[list[float], list[float]] = ([], [])
@@ -155,9 +156,9 @@ def compare(pair: Pair, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", help="what this tree is compared with")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose names contain this")
-    parser.add_argument("--rounds", type=int, default=9, help="of each case (default: 9)")
+    parser.add_argument("commit", help="the earlier version")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with names that contain TEXT")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of each case (default: 9)")
     parser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/results/against-COMMIT.json)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -171,11 +172,11 @@ def main() -> None:
                 milliseconds = 1e3 * results[name]["before"]["median"]
                 print(f"{name:32} {milliseconds:9.1f} ms, now x {ratio:.3f} ({low:.3f} to {high:.3f})", flush=True)
     if not results:
-        parser.error(f"no case is called {options.only!r}")
+        parser.error(f"no case has {options.only!r} in its name")
     medians = [result["ratio"]["median"] for result in results.values()]
     print(f"{len(medians)} cases: ratios from {min(medians):.3f} to {max(medians):.3f}, median {median(medians):.3f}")
     path = options.output or RESULTS / f"against-{options.commit}.json"
-    write_json(path, {**header("against_commit.py", sys.argv[1:], "cpu"), "results": results})
+    write_json(path, {**describe_run(__file__, sys.argv[1:], "cpu"), "results": results})
 
 
 if __name__ == "__main__":

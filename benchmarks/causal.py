@@ -2,13 +2,12 @@
 
     python benchmarks/causal.py --check-floors
 
-`causal_scan` alone, the core of Luna's causal attention (its pack weights given) and that of causal ABC (its slot
-logits given) stand beside the same operators written with cumulative sums of outer products, and beside softmax
-attention through `scaled_dot_product_attention(is_causal=True)`. See benchmarks/README.md for the protocol.
+The contenders: `causal_scan` alone, the core of Luna's causal attention (its pack weights given) and that of causal ABC
+(its slot logits given), the same operators written with cumulative sums of outer products, and softmax attention
+through `scaled_dot_product_attention(is_causal=True)`. See benchmarks/README.md for the protocol.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,21 +15,19 @@ from statistics import median
 from typing import Any
 
 import torch
-from floors import compare, table
+from floors import compare
 from measuring import (
-    RESULTS,
     extra_memory,
-    header,
     in_own_process,
     keeping_allocator,
+    make_parser,
     progress,
+    publish,
     ratios,
-    result_path,
     rotated,
     seconds,
     steady_allocator,
     summary,
-    write_json,
 )
 from plots import Panel, machine_name, plot_panels
 from torch import Tensor
@@ -38,16 +35,17 @@ from torch.nn import functional as F
 
 from luna_hf.causal_memory import attend_causal_memory
 from luna_hf.functional import causal_scan
+from luna_hf.scripting import describe_run
 
 PROTOCOL = (
     "One sequence, random normal queries, keys and values; Luna's pack weights are softplus of normal numbers, ABC's "
     "slot logits normal numbers of deviation 1. forward: no gradients; backward: forward, and backward to all inputs. "
-    "Time: wall clock; every round times every contender at every length, the order of the contenders rotated from "
-    "round to round; a call of less than a second is made three times and the median taken; ratios are taken within a "
-    "round, medians over rounds. Freed memory is kept by the process for the next call, for all contenders. "
-    "Memory: peak resident size of one call minus the size before it, each contender, length and mode in its own "
-    "process, freed blocks of 1 MiB and more going back to the system. Error: root mean square of the difference to a "
-    "token-by-token recurrence in float64 over that of its outputs."
+    "Time: wall clock; every round times every contender at every length, in an order that rotates from round to "
+    "round; a call of less than a second is made three times and the median taken; ratios are taken within a "
+    "round, medians over rounds. The process keeps freed memory for the next call. Memory: peak resident size of one "
+    "call minus the size before it, each contender, length and mode in its own process, where freed blocks of 1 MiB "
+    "and more go back to the system. Error: root mean square of the difference to a token-by-token recurrence in "
+    "float64, relative to that of its outputs."
 )
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -56,7 +54,7 @@ OWN = ("scan", "luna", "abc")
 OUTER = {name: f"{name}-outer" for name in OWN}  # the same operator by cumulative sums of outer products
 SDPA = "sdpa"
 PEERS = (*OUTER.values(), SDPA)
-OUTER_LENGTH = 2048  # the longest for these: they hold n p r numbers, and their gradients as many again
+OUTER_LENGTH = 2048  # at most, since these hold n p r numbers, and their gradients as many again
 ABC_SCALES = (1, 8, 30, 100, 300)
 SHORT_CALL, REPEATS = 1.0, 3
 
@@ -79,17 +77,17 @@ def scan(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
 
 
 def luna(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
-    """Luna's causal attention, from its projections and pack weights on."""
+    """Luna's causal attention after its projections and pack weights."""
     return attend_causal_memory(query, key, value, weights, "steps", steps=_steps(query)[:, 0, :, 0])[0]
 
 
 def abc(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
-    """Causal ABC, from its projections and slot logits on."""
+    """Causal ABC after its projections and slot logits."""
     return attend_causal_memory(query, key, value, weights, "softmax")[0]
 
 
 def outer_scan(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The running sum of outer products written down: n p r numbers a head."""
+    """The running sum of outer products in full: n p r numbers for each head."""
     sums = (key.unsqueeze(-1) * value.unsqueeze(-2)).cumsum(2)
     return torch.matmul(query.unsqueeze(-2), sums).squeeze(-2)
 
@@ -102,7 +100,7 @@ def outer_luna(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Te
 
 
 def outer_abc(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
-    """Causal ABC with such sums, for logits near each other: one maximum for all tokens."""
+    """Causal ABC with such sums and one maximum for all tokens, for logits near each other."""
     weights = (weights - weights.amax(2, keepdim=True)).exp()
     totals = weights.cumsum(2)
     read = (outer_scan(query * query.shape[-1] ** -0.5, key, weights) / totals).softmax(-1)
@@ -110,7 +108,7 @@ def outer_abc(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Ten
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
-    """Softmax attention to all tokens so far."""
+    """Softmax attention over the prefix."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
@@ -130,12 +128,12 @@ def _steps(query: Tensor) -> Tensor:
 
 
 def contenders_at(length: int) -> list[str]:
-    """Who takes part at a length."""
+    """Contenders that fit in memory at a length."""
     return [name for name in CONTENDERS if length <= OUTER_LENGTH or name not in OUTER.values()]
 
 
 def make_inputs(name: str, length: int, options: argparse.Namespace, scale: float = 1.0) -> list[Tensor]:
-    """Query, key, value and the weights that the contender takes; the same numbers for all contenders of a length."""
+    """Query, key, value and the contender's weights; the same numbers for all contenders at a length."""
     generator = torch.Generator().manual_seed(length)
     sizes = (options.size, options.size, options.size, options.slots)
     query, key, value, weights = (
@@ -145,13 +143,13 @@ def make_inputs(name: str, length: int, options: argparse.Namespace, scale: floa
 
 
 def make_action(name: str, length: int, mode: str, options: argparse.Namespace) -> Callable[[], None]:
-    """What is timed."""
+    """The timed call."""
     attend, inputs = CONTENDERS[name], make_inputs(name, length, options)
     if mode == FORWARD:
 
+        @torch.no_grad()
         def forward() -> None:
-            with torch.no_grad():
-                attend(*inputs)
+            attend(*inputs)
 
         return forward
     used = inputs if name.startswith(("luna", "abc")) else inputs[:3]
@@ -169,7 +167,7 @@ def make_action(name: str, length: int, mode: str, options: argparse.Namespace) 
 
 
 def recurrence(name: str, query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
-    """What `scan`, `luna` or `abc` computes, token by token in float64."""
+    """The outputs of `scan`, `luna` or `abc`, computed token by token in float64."""
     query, key, value, weights = (states[0].double() for states in (query, key, value, weights))
     if name == "scan":
         return _sum_outer(query, key, value)
@@ -202,7 +200,7 @@ def _sum_outer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def relative_error(name: str, length: int, options: argparse.Namespace, scale: float = 1.0) -> float:
-    """Root mean square of the error over that of the outputs; NaN if any output is."""
+    """Root mean square of the error relative to that of the outputs; NaN if any output is NaN."""
     inputs = make_inputs(name, length, options, scale)
     with torch.no_grad():
         expected = recurrence(name, *inputs)
@@ -211,7 +209,7 @@ def relative_error(name: str, length: int, options: argparse.Namespace, scale: f
 
 
 def measure_errors(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of every length, and at the shortest of every scale of ABC's logits."""
+    """Errors at every length, and at the shortest length for every scale of ABC's logits."""
     cases = [(name, length, 1) for length in options.lengths for name in OWN]
     cases += [("abc", options.lengths[0], scale) for scale in ABC_SCALES if scale != 1]
     errors = []
@@ -226,7 +224,7 @@ def measure_errors(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def peak_memory(name: str, length: int, mode: str, options: argparse.Namespace) -> int:
-    """Bytes that one call takes at its peak beyond its inputs; run it in a process of its own."""
+    """Peak bytes of one call beyond its inputs; run it in a process of its own."""
     steady_allocator()
     torch.set_num_threads(options.threads)
     make_action(name, min(length, 64), mode, options)()
@@ -246,7 +244,7 @@ def measure_memory(options: argparse.Namespace) -> dict[int, dict[str, dict[str,
 
 
 def measure_time(options: argparse.Namespace) -> Times:
-    """Seconds of every round. The lengths of a contender follow each other, since their ratio is wanted too."""
+    """Seconds of every round. A contender runs all its lengths in a row, since their ratio is a result too."""
     times: Times = {n: {name: {mode: [] for mode in MODES} for name in contenders_at(n)} for n in options.lengths}
     repeats: dict[tuple[str, int, str], int] = {}
     for turn in range(-1, options.rounds):  # the first warms up
@@ -281,7 +279,7 @@ def describe_length(length: int, times: dict[str, dict[str, list[float]]], memor
 
 
 def describe_growth(times: Times) -> dict[str, dict[str, Any]] | None:
-    """Time at the longer of `GROWTH_LENGTHS` over that at the other, if both were measured."""
+    """Time at the longer of `GROWTH_LENGTHS` relative to the shorter, if both were measured."""
     short, long = GROWTH_LENGTHS
     if short not in times or long not in times:
         return None
@@ -292,17 +290,11 @@ def describe_growth(times: Times) -> dict[str, dict[str, Any]] | None:
 
 
 def check(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every floor that applies to a run, with what was measured and whether it holds."""
-    checks = [
-        compare(
-            f"relative error at {error['length']}, logits of deviation {error['scale']}",
-            error["contender"],
-            error["relative_rms"],
-            ERROR,
-            at_least=False,
-        )
-        for error in result["errors"]
-    ]
+    """Every floor that applies to a run."""
+    checks = []
+    for error in result["errors"]:
+        what = f"relative error at {error['length']}, logits of deviation {error['scale']}"
+        checks.append(compare(what, error["contender"], error["relative_rms"], ERROR))
     if any(result["settings"][name] != value for name, value in BASE.items()):
         return checks
     for row in result["lengths"]:
@@ -316,13 +308,12 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
     short, long = GROWTH_LENGTHS
     for name in OWN if result["growth"] else ():
         for mode, growth in result["growth"][name].items():
-            what = f"{mode}, time at {long} over {short}"
-            checks.append(compare(what, name, growth["median"], GROWTH, at_least=False))
+            checks.append(compare(f"{mode}, time at {long} over {short}", name, growth["median"], GROWTH))
     return checks
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table of milliseconds, ratios and memory, and growth and errors in words."""
+    """A table of milliseconds, ratios and memory; growth and errors in words."""
     lines = [
         "| length | contender | ms | ms with backward | over outer products | with backward | over sdpa "
         "| with backward | MiB | MiB with backward |",
@@ -344,64 +335,44 @@ def markdown(result: dict[str, Any]) -> str:
             f"{name} {modes[FORWARD]['median']:.2f} ({modes[BACKWARD]['median']:.2f} with backward)"
             for name, modes in result["growth"].items()
         ]
-        lines.append(f"* Time at {long:,} tokens over that at {short:,}: {', '.join(growth)}.")
-    return "\n".join([*lines, f"* {_errors_in_words(result['errors'])}"])
-
-
-def _errors_in_words(errors: list[dict[str, Any]]) -> str:
-    largest = {
-        name: max(error["relative_rms"] for error in errors if error["contender"] == name and error["scale"] == 1)
-        for name in OWN
-    }
-    scaled = [f"{error['relative_rms']:.1e} ({error['scale']})" for error in errors if error["scale"] != 1]
-    said = ", ".join(f"{name} {error:.1e}" for name, error in largest.items())
-    return f"Largest relative error of any length: {said}; abc with slot logits of deviation 8 and more: " + (
-        ", ".join(scaled) + "."
+        lines.append(f"* Time at {long:,} tokens relative to {short:,}: {', '.join(growth)}.")
+    plain = [error for error in result["errors"] if error["scale"] == 1]
+    largest = {name: max(e["relative_rms"] for e in plain if e["contender"] == name) for name in OWN}
+    scaled = [f"{e['relative_rms']:.1e} ({e['scale']})" for e in result["errors"] if e["scale"] != 1]
+    values = ", ".join(f"{name} {error:.1e}" for name, error in largest.items())
+    lines.append(
+        f"* Largest relative error at any length: {values}; abc with slot logits of a larger deviation (in brackets): "
+        f"{', '.join(scaled)}."
     )
+    return "\n".join(lines)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Time per token and memory against length."""
-
-    def curves(mode: str, value: Callable[[dict[str, Any], int], float]) -> dict[str, dict[int, float]]:
-        return {
-            name: {
-                row["length"]: value(row["contenders"][name][mode], row["length"])
-                for row in result["lengths"]
-                if name in row["contenders"]
-            }
-            for name in CONTENDERS
-            if name in result["lengths"][0]["contenders"]
-        }
-
-    def per_token(measured: dict[str, Any], length: int) -> float:
-        return 1e6 * measured["seconds"]["median"] / length
-
+    times: dict[str, dict[str, dict[int, float]]] = {mode: {} for mode in MODES}
+    memory: dict[str, dict[int, float]] = {}
+    for row in result["lengths"]:
+        length = row["length"]
+        for name, modes in row["contenders"].items():
+            for mode in MODES:
+                times[mode].setdefault(name, {})[length] = 1e6 * modes[mode]["seconds"]["median"] / length
+            memory.setdefault(name, {})[length] = modes[BACKWARD]["peak_memory_bytes"] / 2**20
     panels = [
-        Panel("forward, microseconds per token", curves(FORWARD, per_token)),
-        Panel("forward and backward, microseconds per token", curves(BACKWARD, per_token)),
-        Panel("peak memory with backward (MiB)", curves(BACKWARD, lambda own, _: own["peak_memory_bytes"] / 2**20)),
+        Panel("forward, microseconds per token", times[FORWARD]),
+        Panel("forward and backward, microseconds per token", times[BACKWARD]),
+        Panel("peak memory with backward (MiB)", memory),
     ]
     settings = result["settings"]
     title = (
         f"causal attention, {settings['heads']} heads of {settings['size']}, {settings['slots']} slots, "
         f"{settings['dtype']}, {machine_name(result['machine'])}"
     )
-    plot_panels(panels, title, path, dashed=PEERS)
+    plot_panels(panels, title, path, peers=PEERS)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--size", type=int, default=64, help="of a head")
-    parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON file, the table and the plot")
-    parser.add_argument("--check-floors", action="store_true", help="exit 1 if a floor is missed")
+    parser = make_parser(__doc__, lengths=[2048, 8192, 16384], heads=12, size=64, slots=64, rounds=5)
     options = parser.parse_args(arguments)
     options.lengths = sorted(set(options.lengths))
     return options
@@ -416,7 +387,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     times = measure_time(options)
     settings = {name: getattr(options, name) for name in ("heads", "size", "slots", "threads", "device", "rounds")}
     result = {
-        **header(__file__, arguments, options.device),
+        **describe_run(__file__, arguments, options.device),
         "protocol": PROTOCOL,
         "settings": {**settings, "dtype": "float32", "rows": 1},
         "peers": list(PEERS),
@@ -424,22 +395,13 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
         "growth": describe_growth(times),
         "lengths": [describe_length(n, times[n], memory[n]) for n in options.lengths],
     }
-    result["floors"] = check(result)
-    return result
+    return {**result, "floors": check(result)}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print, write; 1 if a floor was to be checked and is missed."""
+    """Measure, print and write; 1 if floors are checked and one is missed."""
     options = parse(arguments)
-    result = run(options, arguments)
-    path = result_path(options.output, "causal-attention", options.device, "float32")
-    write_json(path, result)
-    result = json.loads(path.read_text(encoding="utf-8"))  # rounded: the table is that of the file
-    path.with_suffix(".md").write_text(markdown(result) + "\n", encoding="utf-8")
-    print(markdown(result), table(result["floors"]), sep="\n\n")
-    if len(options.lengths) > 1:
-        plot(result, path.with_suffix(".png"))
-    return int(options.check_floors and not all(check["holds"] for check in result["floors"]))
+    return publish(options, "causal-attention", run(options, arguments), markdown, plot)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The models of the encoder benchmark, all at one size, and what is done with them: a forward or a training step."""
+"""The models of the encoder benchmark, all of one size, and their timed actions: a forward or a training step."""
 
+import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from luna_hf.memory_control import CONTROLS
 # roberta-eager computes its softmax step by step, as models did before fused kernels.
 PEERS = ("roberta", "roberta-eager", "modernbert")
 
-# Every variant of a family that the benchmark distinguishes; a family without a row joins with its defaults.
+# Every variant of a family that the benchmark distinguishes; a family without an entry joins with its defaults.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "luna": {"luna-untied": {"tie_kv": False}, "luna-tied": {"tie_kv": True}},
     "abc_memory": {
@@ -37,8 +38,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "abc-full": {"memory_control": "full"},
     },
 }
+OWN = {name: (family, fields) for family in FAMILIES for name, fields in VARIANTS.get(family, {family: {}}).items()}
 
-# What `--models` may name besides single models; `standard` is what a run measures unless told.
+# Sets of models that `--models` accepts.
 MODEL_SETS: dict[str, tuple[str, ...]] = {
     "standard": (
         *("roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64"),
@@ -50,40 +52,12 @@ MODEL_SETS: dict[str, tuple[str, ...]] = {
 }
 
 PAD, WARM_UP_LENGTH = 1, 16
-LABELLED = 0.15  # share of the positions that carry a label, as in BERT
+LABELLED = 0.15  # share of the positions with a label, as in BERT
 PADDED_ROWS, PADDED_TOKENS = 0.5, 0.25  # a padded batch: this share of the rows lacks this share of its tokens
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Sizes and conditions that all models of a run share."""
-
-    mode: str  # forward or mlm_step
-    layers: int
-    width: int
-    heads: int
-    modernbert_intermediate: int
-    slots: int  # where the name of a model does not say how many
-    max_length: int
-    dtype: str
-    device: str
-    threads: int
-
-    @property
-    def vocab_size(self) -> int:
-        """RoBERTa's for training; small where only the encoder is measured."""
-        return 50265 if self.mode == "mlm_step" else 1000
-
-
-def own_variants() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name of every contender of this package, with its family and the fields that make it."""
-    return {
-        name: (family, fields) for family in FAMILIES for name, fields in VARIANTS.get(family, {family: {}}).items()
-    }
-
-
 def contender_names(chosen: Sequence[str] = ("standard",)) -> list[str]:
-    """Models in the order in which they are measured and listed, peers first; `roberta` is always among them.
+    """Models in the order of measurement and tables, peers first; `roberta` is always among them.
 
     Args:
         chosen: names of models or of sets of them.
@@ -91,64 +65,60 @@ def contender_names(chosen: Sequence[str] = ("standard",)) -> list[str]:
     Raises:
         ValueError: An unknown name.
     """
-    every = [*PEERS, *own_variants()]
+    every = [*PEERS, *OWN]
     wanted = {"roberta"} | {name for word in chosen for name in MODEL_SETS.get(word, (word,))}
     if unknown := wanted - set(every):
-        raise ValueError(
-            f"There is no model {', '.join(sorted(unknown))}. Sets: {', '.join(MODEL_SETS)}. "
-            f"Models: {', '.join(every)}."
-        )
+        known = f"Sets: {', '.join(MODEL_SETS)}. Models: {', '.join(every)}."
+        raise ValueError(f"There is no model {', '.join(sorted(unknown))}. {known}")
     return [name for name in every if name in wanted]
 
 
-def build(name: str, setting: Setting) -> PreTrainedModel:
-    """A randomly initialised model without dropout, with sdpa unless it is an eager one, on the device, in its mode."""
+def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
+    """A randomly initialised model without dropout, on the device, in training mode for a training step.
+
+    Args:
+        name: of `contender_names`.
+        setting: options of `encoder.py`.
+    """
     torch.manual_seed(0)
-    training = setting.mode == "mlm_step"
-    if name in ("roberta", "roberta-eager"):
-        fields = {**_common(setting), "attn_implementation": "sdpa" if name == "roberta" else "eager"}
-        config = RobertaConfig(**fields, **_NO_DROPOUT, max_position_embeddings=setting.max_length + 2)
-        model = RobertaForMaskedLM(config) if training else RobertaModel(config, add_pooling_layer=False)
-    elif name == "modernbert":
-        config = _modernbert_config(setting)
-        model = ModernBertForMaskedLM(config) if training else ModernBertModel(config)
-    else:
-        family, fields = own_variants()[name]
-        config = _own_config(family, fields, setting)
-        model = (FAMILIES[family].masked_lm if training else FAMILIES[family].base_model)(config)
-    return model.to(device=setting.device, dtype=getattr(torch, setting.dtype)).train(training)
-
-
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def _common(setting: Setting) -> dict[str, Any]:
-    return {
-        "vocab_size": setting.vocab_size,
+    common = {
+        "vocab_size": vocab_size(setting),
         "hidden_size": setting.width,
         "num_hidden_layers": setting.layers,
         "num_attention_heads": setting.heads,
         "intermediate_size": 4 * setting.width,
-        "attn_implementation": "sdpa",
+        "max_position_embeddings": setting.max_length,
+        "attn_implementation": "eager" if name == "roberta-eager" else "sdpa",
     }
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if name == "modernbert":
+        tokens = {"pad_token_id": PAD, "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
+        common["intermediate_size"] = setting.modernbert_intermediate
+        config = ModernBertConfig(**common, **tokens, sparse_prediction=True)
+        base, masked_lm = ModernBertModel, ModernBertForMaskedLM
+    elif name in PEERS:
+        common["max_position_embeddings"] += 2
+        config = RobertaConfig(**common, **no_dropout)
+        base, masked_lm = partial(RobertaModel, add_pooling_layer=False), RobertaForMaskedLM
+    else:
+        family, fields = OWN[name]
+        own = {**slots_of(family, setting.slots), **fields}
+        config = FAMILIES[family].config(**common, **no_dropout, **own, sparse_prediction=True)
+        base, masked_lm = FAMILIES[family].base_model, FAMILIES[family].masked_lm
+    training = setting.mode == "mlm_step"
+    model = (masked_lm if training else base)(config)
+    return model.to(device=setting.device, dtype=getattr(torch, setting.dtype)).train(training)
 
 
-def _modernbert_config(setting: Setting) -> ModernBertConfig:
-    tokens = {"pad_token_id": PAD, "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
-    fields = {**_common(setting), "intermediate_size": setting.modernbert_intermediate}
-    return ModernBertConfig(**fields, **tokens, max_position_embeddings=setting.max_length, sparse_prediction=True)
+def vocab_size(setting: argparse.Namespace) -> int:
+    """RoBERTa's for training; small where only the encoder is measured."""
+    return 50265 if setting.mode == "mlm_step" else 1000
 
 
-def _own_config(family: str, fields: dict[str, Any], setting: Setting) -> Any:
-    positions = {"max_position_embeddings": setting.max_length, "sparse_prediction": True}
-    own = {**slots_of(family, setting.slots), **fields}
-    return FAMILIES[family].config(**_common(setting), **_NO_DROPOUT, **positions, **own)
-
-
-def make_batch(setting: Setting, rows: int, length: int, padded: bool = False) -> dict[str, Tensor]:
-    """Random ids, an attention mask only if something is padded (on the right), and labels for a training step."""
+def make_batch(setting: argparse.Namespace, rows: int, length: int, padded: bool = False) -> dict[str, Tensor]:
+    """Random ids, an attention mask only if rows are padded (on the right), and labels for a training step."""
     generator = torch.Generator().manual_seed(length)
-    ids = torch.randint(3, setting.vocab_size, (rows, length), generator=generator)
+    ids = torch.randint(3, vocab_size(setting), (rows, length), generator=generator)
     batch = {"input_ids": ids}
     keep = torch.ones(rows, length, dtype=torch.bool)
     if padded:
@@ -160,13 +130,13 @@ def make_batch(setting: Setting, rows: int, length: int, padded: bool = False) -
     return {name: tensor.to(setting.device) for name, tensor in batch.items()}
 
 
-def make_action(model: nn.Module, setting: Setting) -> Callable[[dict[str, Tensor]], None]:
-    """What is timed: a forward without gradients, or forward, backward and fused AdamW."""
+def make_action(model: nn.Module, setting: argparse.Namespace) -> Callable[[dict[str, Tensor]], None]:
+    """The timed call: a forward without gradients, or forward, backward and fused AdamW."""
     if setting.mode == "forward":
 
+        @torch.no_grad()
         def forward(batch: dict[str, Tensor]) -> None:
-            with torch.no_grad():
-                model(**batch)
+            model(**batch)
 
         return forward
 
@@ -180,8 +150,8 @@ def make_action(model: nn.Module, setting: Setting) -> Callable[[dict[str, Tenso
     return step
 
 
-def peak_memory(name: str, setting: Setting, rows: int, length: int) -> int:
-    """Bytes that one call takes at its peak beyond model and optimizer state; run it in a process of its own."""
+def peak_memory(name: str, setting: argparse.Namespace, rows: int, length: int) -> int:
+    """Peak bytes of one call beyond model and optimizer state; run it in a process of its own."""
     steady_allocator()
     torch.set_num_threads(setting.threads)
     action = make_action(build(name, setting), setting)

@@ -1,10 +1,10 @@
-"""Speed and memory of the encoders of this package against transformers' RobertaModel and ModernBertModel.
+"""Speed and memory of this package's encoders, against transformers' RobertaModel and ModernBertModel.
 
     python benchmarks/encoder.py --lengths 512 2048 4096 8192 16384 --layers 1 --check-floors
 
-One interleaved run: every round times every model once at every length, the order of the models turning from round to
-round, and what is reported are medians over the rounds of the ratios within a round. A machine that slows down for a
-minute thereby slows all models. See benchmarks/README.md for the protocol and the commands of the published results.
+One interleaved run: every round times every model once at every length, in an order that rotates from round to round.
+Results are medians over the rounds of the ratios within a round, so that a machine that slows down for a minute slows
+all models. See benchmarks/README.md for the protocol and the commands of the published results.
 """
 
 import argparse
@@ -19,7 +19,6 @@ from contenders import (
     MODEL_SETS,
     PEERS,
     WARM_UP_LENGTH,
-    Setting,
     build,
     contender_names,
     make_action,
@@ -27,131 +26,108 @@ from contenders import (
     peak_memory,
 )
 from measuring import (
-    RESULTS,
     growth_exponent,
-    header,
     in_own_process,
+    make_parser,
     progress,
+    publish,
     ratios,
-    result_path,
     rotated,
     seconds,
     summary,
     win_length,
-    write_json,
 )
-from plots import plot
+from plots import Panel, machine_name, plot_panels
 from torch import Tensor, nn
 
+from luna_hf.scripting import describe_run
+
 PROTOCOL = (
-    "Time: wall clock of one call per model, length and round, models interleaved inside a round and their order "
-    "rotated from round to round; ratios are taken within a round, medians over rounds. Memory: peak resident size "
+    "Time: wall clock of one call per model, length and round, models interleaved within a round in an order that "
+    "rotates from round to round; ratios are taken within a round, medians over rounds. Memory: peak resident size "
     "(on an accelerator: peak allocated) of one call minus the size before it, each model and length in its own "
-    "process, after building the model and one call on a tiny input, with freed blocks of 1 MiB and more going back to "
-    "the system. Random weights, random tokens, dropout 0 for all "
-    "models, attention through sdpa (roberta-eager: products and softmax one after the other). "
-    "forward: eval, no gradients, base models without pooler, vocabulary of 1000. "
-    "mlm_step: forward, backward and fused AdamW of the masked-LM models, vocabulary of 50265, 15 % of the positions "
-    "labelled; the models of this package and ModernBERT apply the head only there (sparse_prediction), RoBERTa has "
-    "no such option."
+    "process, after building the model and one call on a tiny input; freed blocks of 1 MiB and more go back to the "
+    "system. Random weights, random tokens, no dropout, attention through sdpa (roberta-eager: products and softmax "
+    "one after the other). forward: eval, no gradients, base models without pooler, vocabulary of 1000. mlm_step: "
+    "forward, backward and fused AdamW of the masked-LM models, vocabulary of 50265, 15 % of the positions labelled; "
+    "the models of this package and ModernBERT apply the head only there (sparse_prediction), which RoBERTa cannot."
 )
 DIFFERENCES = (
-    "Same width, heads, layers and positions for all. ModernBERT differs in kind: gated feed-forward (three matrices "
-    "instead of two, so 1.5 times the weights at the same intermediate size), pre-norm, no biases, rotary positions, "
-    "full attention in every third layer beginning with the first and windows of 128 in the others; its sdpa path "
-    "computes windows as a masked full attention."
+    "All models have the same width, heads, layers and positions. ModernBERT differs in kind: gated feed-forward "
+    "(three matrices instead of two, so 1.5 times the weights at the same intermediate size), pre-norm, no biases, "
+    "rotary positions, full attention in the first layer and every third one after it, and windows of 128 in the "
+    "others, which its sdpa path computes as a masked full attention."
+)
+SETTINGS = (
+    *("mode", "layers", "width", "heads", "modernbert_intermediate", "slots", "max_length", "dtype", "device"),
+    *("threads", "tokens_per_batch", "rounds"),
 )
 
 Times = dict[int, dict[str, dict[str, list[float]]]]  # length, model, "unpadded" or "padded": seconds of every round
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=["forward", "mlm_step"], default="forward")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096, 8192, 16384])
-    parser.add_argument("--tokens-per-batch", type=int, default=4096, help="rows = max(1, tokens / length)")
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--slots", type=int, default=128, help="of models whose names do not say theirs")
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=["standard"],
-        metavar="MODEL",
-        help=f"models, or a set of them ({', '.join(MODEL_SETS)}), beside roberta; the set names the file",
+    """Command line, with the models' names and the longest input derived from it."""
+    parser = make_parser(
+        __doc__,
+        lengths=[512, 2048, 4096, 8192, 16384],
+        tokens_per_batch=4096,
+        layers=1,
+        width=768,
+        heads=12,
+        slots=128,
+        rounds=5,
     )
-    parser.add_argument(
-        "--modernbert-intermediate",
-        type=int,
-        help="inner width of ModernBERT's gated feed-forward; default 4 * width, as the others (8/3 * width: as many "
-        "weights as the others)",
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
+    add = parser.add_argument
+    add("--mode", choices=["forward", "mlm_step"], default="forward", help="default: %(default)s")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
+    sets = ", ".join(MODEL_SETS)
+    add("--models", nargs="+", default=["standard"], metavar="MODEL", help=f"models, or one of the sets {sets}")
+    add("--modernbert-intermediate", type=int, help="inner width of ModernBERT (default: 4 * width)")
+    add(
         "--padding",
         action="store_true",
-        help="also time a batch (of 2 rows at least) in which half of the rows lack a quarter of their tokens",
+        help="also time batches in which half of the rows lack a quarter of the tokens",
     )
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON file and the plot")
-    parser.add_argument("--check-floors", action="store_true", help="compare with floors.py; exit 1 if one is missed")
     options = parser.parse_args(arguments)
     try:
         options.names = contender_names(options.models)
     except ValueError as error:
         parser.error(str(error))
+    options.lengths = sorted(set(options.lengths))
+    options.max_length = options.lengths[-1]
+    options.modernbert_intermediate = options.modernbert_intermediate or 4 * options.width
     return options
 
 
-def make_setting(options: argparse.Namespace) -> Setting:
-    """What the models need of the command line."""
-    return Setting(
-        mode=options.mode,
-        layers=options.layers,
-        width=options.width,
-        heads=options.heads,
-        modernbert_intermediate=options.modernbert_intermediate or 4 * options.width,
-        slots=options.slots,
-        max_length=max(options.lengths),
-        dtype=options.dtype,
-        device=options.device,
-        threads=options.threads,
-    )
-
-
 def rows_for(length: int, options: argparse.Namespace) -> int:
-    """Rows of a batch; a padded one is compared with an unpadded one of the same shape and needs two."""
+    """Rows of a batch; a padded batch needs two, and is compared with an unpadded one of the same shape."""
     return max(2 if options.padding else 1, options.tokens_per_batch // length)
 
 
-def measure_memory(setting: Setting, options: argparse.Namespace) -> dict[int, dict[str, int]]:
+def measure_memory(options: argparse.Namespace) -> dict[int, dict[str, int]]:
     """Peak bytes of every length and model."""
     memory: dict[int, dict[str, int]] = {}
     for length in options.lengths:
-        memory[length] = {}
-        for name in options.names:
-            progress(f"memory: length {length}, {name}")
-            memory[length][name] = in_own_process(peak_memory, name, setting, rows_for(length, options), length)
+        progress(f"memory: length {length}")
+        rows = rows_for(length, options)
+        memory[length] = {name: in_own_process(peak_memory, name, options, rows, length) for name in options.names}
     return memory
 
 
-def measure_time(models: dict[str, nn.Module], setting: Setting, options: argparse.Namespace) -> Times:
+def measure_time(models: dict[str, nn.Module], options: argparse.Namespace) -> Times:
     """Seconds of every call of the interleaved run."""
-    actions = {name: make_action(model, setting) for name, model in models.items()}
+    actions = {name: make_action(model, options) for name, model in models.items()}
     kinds = ["unpadded", "padded"] if options.padding else ["unpadded"]
     # On an accelerator the first call of a shape chooses kernels; on a CPU it would only cost time.
-    for length in [WARM_UP_LENGTH] if setting.device == "cpu" else options.lengths:
+    for length in [WARM_UP_LENGTH] if options.device == "cpu" else options.lengths:
         for action in actions.values():
-            action(make_batch(setting, 1, min(length, setting.max_length)))
+            action(make_batch(options, 1, min(length, options.max_length)))
     times: Times = {n: {name: {kind: [] for kind in kinds} for name in models} for n in options.lengths}
     for turn in range(options.rounds):
         for length in options.lengths:
-            batches = {kind: make_batch(setting, rows_for(length, options), length, kind == "padded") for kind in kinds}
-            one_round(actions, batches, turn, setting.device, times[length])
+            batches = {kind: make_batch(options, rows_for(length, options), length, kind == "padded") for kind in kinds}
+            one_round(actions, batches, turn, options.device, times[length])
             took = ", ".join(f"{name} {times[length][name]['unpadded'][-1]:.3g} s" for name in models)
             progress(f"round {turn + 1} of {options.rounds}, length {length}: {took}")
     return times
@@ -164,7 +140,7 @@ def one_round(
     device: str,
     times: dict[str, dict[str, list[float]]],
 ) -> None:
-    """Time every model once on every batch, beginning with another model (and the other batch) each round."""
+    """Time every model once on every batch, starting with another model (and the other batch) each round."""
     kinds = list(batches)
     for name in rotated(list(actions), turn):
         for kind in kinds if turn % 2 == 0 else kinds[::-1]:
@@ -211,7 +187,7 @@ def describe_growth(lengths: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def describe_wins(lengths: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """For every own model and peer the length from which it is faster, or `None`."""
+    """The length from which each model of this package is faster than each peer, or `None`."""
     return {
         name: {
             peer: win_length({row["length"]: row["models"][name]["speed_over"][peer]["median"] for row in lengths})
@@ -252,20 +228,39 @@ def conclusions(result: dict[str, Any]) -> str:
     for name, wins in result["wins"].items():
         for peer, length in wins.items():
             if length is None:
-                said = "not faster at the longest length measured"
+                verdict = "not faster at the longest length measured"
             elif length == shortest:
-                said = f"faster from {shortest} tokens on, the shortest length measured"
+                verdict = f"faster from {shortest} tokens, the shortest length measured"
             else:
-                said = f"faster from {length:.0f} tokens on (interpolated)"
-            lines.append(f"{name} against {peer}: {said}")
+                verdict = f"faster from {length:.0f} tokens (interpolated)"
+            lines.append(f"{name} against {peer}: {verdict}")
     if growth := result["growth"]:
         fitted = ", ".join(f"{name} {fit['median']:.3f}" for name, fit in growth["exponents"].items())
         lines.append(f"growth exponent of one row's time, {growth['range'][0]} to {growth['range'][1]}: {fitted}")
     return "\n".join(lines)
 
 
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Time per token and memory against length."""
+    rows, settings = result["lengths"], result["settings"]
+    what = "training step" if settings["mode"] == "mlm_step" else "forward"
+    times, memory = {}, {}
+    for name in result["models"]:
+        times[name] = {row["length"]: 1e6 / row["models"][name]["tokens_per_second"] for row in rows}
+        memory[name] = {row["length"]: row["models"][name]["peak_memory_bytes"] / 2**20 for row in rows}
+    title = (
+        f"{settings['layers']} layer(s) of width {settings['width']}, batches of {settings['tokens_per_batch']} tokens "
+        f"(at least one row), {settings['dtype']}, {machine_name(result['machine'])}"
+    )
+    panels = [
+        Panel(f"time of a {what} per token (microseconds)", times),
+        Panel(f"peak memory of a {what} (MiB)", memory),
+    ]
+    plot_panels(panels, title, path, peers=result["peers"])
+
+
 def subject(options: argparse.Namespace) -> str:
-    """First part of the file name: what was measured."""
+    """First part of the file name."""
     chosen = options.models[0] if len(options.models) == 1 and options.models[0] in MODEL_SETS else "chosen"
     suffix = "" if chosen == "standard" else f"-{chosen}"
     return f"encoder-{options.mode}-{options.layers}-layer" + ("-padding" if options.padding else "") + suffix
@@ -273,42 +268,34 @@ def subject(options: argparse.Namespace) -> str:
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     """Measure everything that the options ask for."""
-    options.lengths = sorted(set(options.lengths))
     torch.set_num_threads(options.threads)
-    setting = make_setting(options)
     # First, while this process is small: at 12 layers the models of the timed run take gigabytes together.
-    memory = measure_memory(setting, options)
-    models = {name: build(name, setting) for name in options.names}
-    times = measure_time(models, setting, options)
+    memory = measure_memory(options)
+    models = {name: build(name, options) for name in options.names}
+    times = measure_time(models, options)
     lengths = [describe_length(n, rows_for(n, options), times[n], memory[n]) for n in options.lengths]
     result = {
-        **header(__file__, arguments, setting.device),
+        **describe_run(__file__, arguments, options.device),
         "protocol": PROTOCOL,
         "differences": DIFFERENCES,
-        "settings": {**vars(setting), "tokens_per_batch": options.tokens_per_batch, "rounds": options.rounds},
+        "settings": {name: getattr(options, name) for name in SETTINGS},
         "peers": [name for name in models if name in PEERS],
         "models": {name: {"parameters": model.num_parameters()} for name, model in models.items()},
         "wins": describe_wins(lengths),
         "growth": describe_growth(lengths),
         "lengths": lengths,
     }
-    result["floors"] = floors.check(result)
-    return result
+    return {**result, "floors": floors.check(result)}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print, write; 1 if a floor was to be checked and is missed."""
+    """Measure, print and write; 1 if floors are checked and one is missed."""
     options = parse(arguments)
-    result = run(options, arguments)
-    path = result_path(options.output, subject(options), options.device, options.dtype)
-    write_json(path, result)
-    print(table(result), conclusions(result), sep="\n\n")
-    if len(options.lengths) > 1:
-        plot(result, path.with_suffix(".png"))
-    if options.check_floors:
-        print("", floors.table(result["floors"]), sep="\n")
-        return int(not all(check["holds"] for check in result["floors"]))
-    return 0
+
+    def report(result: dict[str, Any]) -> str:
+        return f"{table(result)}\n\n{conclusions(result)}"
+
+    return publish(options, subject(options), run(options, arguments), report, plot, markdown=False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the encoders of this package must reach, as data, and the comparison with a result; `compare` is for all."""
+"""Floors of the encoders, as data, and their comparison with a result; all benchmarks share `compare` and `table`."""
 
 from typing import Any
 
@@ -15,90 +15,94 @@ SPEED: dict[tuple[str, str, int | None], dict[str, dict[int, float]]] = {
     ("mlm_step", "float32", 4): {"luna-untied": {512: 1.75}, "luna-tied": {512: 1.75}},
     ("mlm_step", "float32", 12): {"luna-untied": {512: 1.3}, "luna-tied": {512: 1.3}},
 }
-BASE = {"width": 768, "heads": 12, "slots": 128, "threads": 1}
+BASE = {"width": 768, "heads": 12, "slots": 128, "threads": 1, "device": "cpu"}
 
 # Ceilings: growth of the forward's time from 2048 to 16384 tokens, and a padded batch's time over an unpadded one's.
 GROWTH = 1.05
 GROWTH_RANGE = (2048, 16384)
-QUADRATIC = ("abc-full",)  # softmax attention, there to be compared with
+QUADRATIC = ("abc-full",)  # softmax attention, measured for comparison
 PADDING = 1.05
 
-
-def check(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every floor that applies to a run, with what was measured and whether it holds."""
-    settings = result["settings"]
-    own = [name for name in result["models"] if name not in result["peers"]]
-    checks = _padding(result, own)
-    if settings["mode"] == "forward":
-        checks = _growth(result, own) + _memory(result, own) + checks
-    if settings["device"] == "cpu" and all(settings[name] == value for name, value in BASE.items()):
-        checks = _speed(result) + checks
-    return checks
+Check = dict[str, Any]
 
 
-def compare(what: str, model: str, measured: float, bound: float, at_least: bool) -> dict[str, Any]:
-    """One floor (or ceiling), what was measured, and whether it holds."""
+def compare(what: str, model: str, measured: float, bound: float, at_least: bool = False) -> Check:
+    """One ceiling, or floor if `at_least`, with the measured value and whether it holds."""
     holds = measured >= bound if at_least else measured <= bound
     relation = ">=" if at_least else "<="
     return {"what": what, "model": model, "measured": measured, "relation": relation, "bound": bound, "holds": holds}
 
 
-def _speed(result: dict[str, Any]) -> list[dict[str, Any]]:
-    settings = result["settings"]
-    checks = []
-    for (mode, dtype, layers), models in SPEED.items():
-        if (mode, dtype) != (settings["mode"], settings["dtype"]) or layers not in (None, settings["layers"]):
-            continue
-        for row in result["lengths"]:
-            for model, floors in models.items():
-                if row["length"] in floors and model in row["models"]:
-                    measured = row["models"][model]["speed_over"]["roberta"]["median"]
-                    what = f"speed over roberta at {row['length']}"
-                    checks.append(compare(what, model, measured, floors[row["length"]], at_least=True))
-    return checks
-
-
-def _growth(result: dict[str, Any], own: list[str]) -> list[dict[str, Any]]:
-    growth = result["growth"]
-    if growth is None or tuple(growth["range"]) != GROWTH_RANGE:
-        return []
-    what = f"growth exponent of time, {GROWTH_RANGE[0]} to {GROWTH_RANGE[1]}"
-    return [
-        compare(what, model, growth["exponents"][model]["median"], GROWTH, at_least=False)
-        for model in own
-        if model not in QUADRATIC
-    ]
-
-
-def _memory(result: dict[str, Any], own: list[str]) -> list[dict[str, Any]]:
-    checks = []
-    for row in result["lengths"]:
-        limit = row["models"]["roberta"]["peak_memory_bytes"] / 2**20
-        for model in own:
-            measured = row["models"][model]["peak_memory_bytes"] / 2**20
-            checks.append(compare(f"peak MiB at {row['length']}, roberta's", model, measured, limit, at_least=False))
-    return checks
-
-
-def _padding(result: dict[str, Any], own: list[str]) -> list[dict[str, Any]]:
-    return [
-        compare(f"padded over unpadded at {row['length']}", model, padding["median"], PADDING, at_least=False)
-        for row in result["lengths"]
-        for model in own
-        if (padding := row["models"][model].get("padded_over_unpadded"))
-    ]
-
-
-def table(checks: list[dict[str, Any]]) -> str:
+def table(checks: list[Check]) -> str:
     """One line for every floor."""
-    if not checks:
-        return "no floor applies to this run"
-    return "\n".join(
+    lines = [
         f"{'PASS ' if check['holds'] else 'below'} {check['model']:<23} {check['what']}: "
         f"{_figure(check['measured'])} {check['relation']} {_figure(check['bound'])}"
         for check in checks
-    )
+    ]
+    return "\n".join(lines) or "no floor applies to this run"
 
 
 def _figure(value: float) -> str:
     return f"{value:.3f}" if value == 0 or value >= 0.001 else f"{value:.1e}"
+
+
+# ---- encoders ----
+
+
+def check(result: dict[str, Any]) -> list[Check]:
+    """Every floor that applies to a run of `encoder.py`."""
+    settings = result["settings"]
+    own = [name for name in result["models"] if name not in result["peers"]]
+    checks = _speed(result) if all(settings[name] == value for name, value in BASE.items()) else []
+    if settings["mode"] == "forward":
+        checks += _growth(result, own) + _memory(result, own)
+    return checks + _padding(result, own)
+
+
+def _speed(result: dict[str, Any]) -> list[Check]:
+    settings = result["settings"]
+    key = (settings["mode"], settings["dtype"])
+    tables = [
+        models for (*own, layers), models in SPEED.items() if key == (*own,) and layers in (None, settings["layers"])
+    ]
+    return [
+        compare(
+            f"speed over roberta at {row['length']}",
+            model,
+            row["models"][model]["speed_over"]["roberta"]["median"],
+            floors[row["length"]],
+            at_least=True,
+        )
+        for models in tables
+        for row in result["lengths"]
+        for model, floors in models.items()
+        if row["length"] in floors and model in row["models"]
+    ]
+
+
+def _growth(result: dict[str, Any], own: list[str]) -> list[Check]:
+    growth = result["growth"]
+    if growth is None or tuple(growth["range"]) != GROWTH_RANGE:
+        return []
+    what = f"growth exponent of time, {GROWTH_RANGE[0]} to {GROWTH_RANGE[1]}"
+    measured = {model: growth["exponents"][model]["median"] for model in own if model not in QUADRATIC}
+    return [compare(what, model, exponent, GROWTH) for model, exponent in measured.items()]
+
+
+def _memory(result: dict[str, Any], own: list[str]) -> list[Check]:
+    checks = []
+    for row in result["lengths"]:
+        peaks = {name: model["peak_memory_bytes"] / 2**20 for name, model in row["models"].items()}
+        what = f"peak MiB at {row['length']}, compared with roberta"
+        checks += [compare(what, model, peaks[model], peaks["roberta"]) for model in own]
+    return checks
+
+
+def _padding(result: dict[str, Any], own: list[str]) -> list[Check]:
+    return [
+        compare(f"padded over unpadded at {row['length']}", model, padding["median"], PADDING)
+        for row in result["lengths"]
+        for model in own
+        if (padding := row["models"][model].get("padded_over_unpadded"))
+    ]

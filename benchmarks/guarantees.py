@@ -1,9 +1,9 @@
-"""Which encoders keep which promises about padding, batching and length: measured, on tiny random models.
+"""Guarantees of encoders about padding, batching and length, measured on tiny random models.
 
     python benchmarks/guarantees.py
 
-Writes a Markdown table and a JSON file with the differences behind it. Outputs are compared at real tokens only; every
-forward runs in a fresh copy of the model, because some models change their attention for good after a short input.
+Writes a Markdown table and a JSON file with the differences behind it. Outputs are compared at real tokens only. Every
+forward runs in a fresh copy of the model, because some models change their attention permanently after a short input.
 """
 
 import argparse
@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, growth_exponent, header, progress, result_path, seconds, write_json
+from measuring import RESULTS, growth_exponent, progress, seconds
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 from zoo import FIRST_TOKEN, PAD, SUBJECTS, VOCAB_SIZE, Subject, randomised
+
+from luna_hf.scripting import describe_run, write_result
 
 TOLERANCE = 1e-4
 LONGEST = 256  # the batch's length
@@ -29,21 +31,21 @@ ANY_LENGTHS = (1, 2, 3, 63, 257, 512)
 COST_LENGTHS = (1024, 4096)
 
 CHECKS = {
-    "right_padding": "a row alone = the row right-padded in a batch",
-    "left_padding": "the same, left-padded",
-    "pad_content": "what stands at pads changes nothing",
-    "other_rows": "the other rows change nothing",
+    "right_padding": "row alone = row right-padded in a batch",
+    "left_padding": "row alone = row left-padded in a batch",
+    "pad_content": "independent of the ids at pads",
+    "other_rows": "independent of the other rows",
     "any_length": "any length from 1 to the maximum",
     "deterministic": "two forwards are equal",
     "cost": "time in length n: documented / measured exponent",
 }
 PROTOCOL = (
     f"Two layers of width 32, random weights, float32, eval; rows of {', '.join(map(str, ROW_LENGTHS))} tokens in a "
-    f"batch of length {LONGEST}, with an attention_mask where the model takes one, and with explicit position_ids "
-    "under left padding where the model would otherwise count pads as positions. yes: the largest difference at real "
-    f"tokens is at most {TOLERANCE:g}. Lengths tried: {', '.join(map(str, ANY_LENGTHS))}, maximum {ANY_LENGTHS[-1]}. "
-    f"Time: best of 3 forwards of one row at {COST_LENGTHS[0]} and at {COST_LENGTHS[1]} tokens; the exponent is the "
-    "slope between them in logarithms (fixed costs lower it: linear may come out below 1)."
+    f"batch of length {LONGEST}, with an attention_mask where the model takes one, and with explicit position_ids for "
+    "left padding where the model would otherwise count pads as positions. yes: the largest difference (in brackets) "
+    f"at real tokens is at most {TOLERANCE:g}. Lengths tried: {', '.join(map(str, ANY_LENGTHS))}; the maximum is "
+    f"{ANY_LENGTHS[-1]}. Time: best of 3 forwards of one row at {COST_LENGTHS[0]} and at {COST_LENGTHS[1]} tokens; the "
+    "exponent is the slope between them in logarithms (fixed costs lower it: linear time may give less than 1)."
 )
 
 Rows = list[Tensor]  # ids of every row, without padding
@@ -65,18 +67,23 @@ def pad_rows(rows: Rows, length: int, left: bool = False) -> tuple[Tensor, Tenso
     return ids, mask
 
 
+def accepted(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The inputs that a model's forward accepts."""
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids}
+    names = inspect.signature(model.forward).parameters
+    return {name: value for name, value in inputs.items() if name in names and value is not None}
+
+
 def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """Last hidden states (rows, length, d) of a fresh copy of the model."""
-    model = copy.deepcopy(model)
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids}
-    accepted = inspect.signature(model.forward).parameters
-    given = {name: value for name, value in inputs.items() if name in accepted and value is not None}
     with torch.no_grad():
-        return model(**given).last_hidden_state
+        return copy.deepcopy(model)(**accepted(model, ids, mask, position_ids)).last_hidden_state
 
 
 def differences_alone(model: PreTrainedModel, rows: Rows, left: bool, first_position: int | None) -> list[float]:
-    """For every row the largest difference between the row in a padded batch and alone."""
+    """Largest difference between a row in a padded batch and alone, for every row."""
     ids, mask = pad_rows(rows, LONGEST, left)
     positions = None
     if left and first_position is not None:
@@ -87,14 +94,14 @@ def differences_alone(model: PreTrainedModel, rows: Rows, left: bool, first_posi
 
 
 def difference_pads(model: PreTrainedModel, rows: Rows) -> float:
-    """Largest difference at real tokens when other ids stand at the pads."""
+    """Largest difference at real tokens when the ids at pads change."""
     ids, mask = pad_rows(rows, LONGEST)
     other = torch.where(mask == 1, ids, torch.stack(random_rows([LONGEST] * len(rows), seed=2)))
     return (forward(model, ids, mask) - forward(model, other, mask))[mask == 1].abs().max().item()
 
 
 def difference_neighbours(model: PreTrainedModel, rows: Rows) -> float:
-    """Largest difference in one row when all others, and their lengths, change."""
+    """Largest difference in one row when all other rows and their lengths change."""
     index = 1  # of 200 tokens: padded itself
     others = random_rows([57, len(rows[index]), LONGEST], seed=3)
     others[index] = rows[index]
@@ -109,7 +116,7 @@ def difference_repeated(model: PreTrainedModel, rows: Rows) -> float:
 
 
 def reads_other_tokens(model: PreTrainedModel) -> bool:
-    """Whether a token's state depends on its neighbour: without attention every other promise is kept for nothing."""
+    """Whether a token's state depends on its neighbour; without attention every guarantee holds trivially."""
     ids, mask = pad_rows(random_rows([LONGEST], seed=4), LONGEST)
     changed = ids.clone()
     changed[0, 1] = FIRST_TOKEN + (ids[0, 1] - FIRST_TOKEN + 1) % (VOCAB_SIZE - FIRST_TOKEN)
@@ -117,17 +124,17 @@ def reads_other_tokens(model: PreTrainedModel) -> bool:
 
 
 def attempt(measure: Callable[[], float | list[float]]) -> dict[str, Any]:
-    """Verdict on a difference (or one a row), or the error that the model raised instead of an output."""
+    """Verdict on a difference, or on one for each row, or the error that the model raised."""
     try:
         measured = measure()
-    except Exception as error:  # what a model may raise on an input is the result here
+    except Exception as error:  # a model's error is a result here
         return {"holds": False, "error": f"{type(error).__name__}: {error}"}
     by_row = measured if isinstance(measured, list) else [measured]
     return {"holds": max(by_row) <= TOLERANCE, "difference": max(by_row), "by_row": by_row}
 
 
 def check_lengths(build: Callable[[int], PreTrainedModel]) -> dict[str, Any]:
-    """Lengths at which the model raises, or returns something else than one finite state a token."""
+    """Lengths at which the model raises, or does not return one finite state for each token."""
     model = randomised(build(ANY_LENGTHS[-1]))
     failures = {}
     for length in ANY_LENGTHS:
@@ -138,7 +145,7 @@ def check_lengths(build: Callable[[int], PreTrainedModel]) -> dict[str, Any]:
             failures[length] = f"{type(error).__name__}: {error}"
             continue
         if states.shape[:2] != ids.shape or not states.isfinite().all():
-            failures[length] = f"returned {tuple(states.shape)}, or not finite"
+            failures[length] = f"shape {tuple(states.shape)}, or not finite"
     return {"holds": not failures, "failures": failures}
 
 
@@ -147,9 +154,7 @@ def cost_exponent(build: Callable[[int], PreTrainedModel]) -> float:
     best = []
     for length in COST_LENGTHS:
         model = build(length).eval()
-        ids, mask = pad_rows(random_rows([length], seed=5), length)
-        accepted = inspect.signature(model.forward).parameters
-        inputs = {"input_ids": ids} | ({"attention_mask": mask} if "attention_mask" in accepted else {})
+        inputs = accepted(model, *pad_rows(random_rows([length], seed=5), length))
         with torch.no_grad():
             model(**inputs)
             best.append(min(seconds(lambda model=model, inputs=inputs: model(**inputs), "cpu") for _ in range(3)))
@@ -171,9 +176,9 @@ def check(subject: Subject, with_cost: bool = True) -> dict[str, Any]:
         "any_length": check_lengths(subject.build),
         "deterministic": attempt(lambda: difference_repeated(model, rows)),
     }
-    return results | (
-        {"cost": {"documented": subject.cost, "exponent": cost_exponent(subject.build)}} if with_cost else {}
-    )
+    if with_cost:
+        results["cost"] = {"documented": subject.cost, "exponent": cost_exponent(subject.build)}
+    return results
 
 
 def cell(name: str, result: dict[str, Any] | None) -> str:
@@ -181,7 +186,8 @@ def cell(name: str, result: dict[str, Any] | None) -> str:
     if result is None:
         return "not run"
     if "error" in result:
-        return "error: " + _short(result["error"])
+        line = result["error"].splitlines()[0].replace("|", "/")
+        return "error: " + (line if len(line) <= 48 else line[:45] + "...")
     if name == "cost":
         return f"{result['documented']} / {result['exponent']:.2f}"
     if name == "any_length":
@@ -193,13 +199,8 @@ def cell(name: str, result: dict[str, Any] | None) -> str:
     return ("yes" if result["holds"] else "no") + (f" ({worst:.0e})" if worst else " (0)")
 
 
-def _short(message: str, limit: int = 48) -> str:
-    line = message.splitlines()[0].replace("|", "/")
-    return line if len(line) <= limit else line[: limit - 3] + "..."
-
-
 def markdown(results: dict[str, dict[str, Any]]) -> str:
-    """The comparison as a Markdown table; notes are numbered below it."""
+    """The comparison as a Markdown table with numbered notes."""
     lines = ["| Model | " + " | ".join(CHECKS.values()) + " |", "| --- " * (len(CHECKS) + 1) + "|"]
     notes = []
     for subject in SUBJECTS:
@@ -218,15 +219,15 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", help="only models whose name begins with one of these")
-    parser.add_argument("--no-cost", action="store_true", help="leave out the timing")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON file and the table")
+    parser.add_argument("--models", nargs="+", help="only models with names that begin with one of these")
+    parser.add_argument("--no-cost", action="store_true", help="skip the timing")
+    parser.add_argument("--threads", type=int, default=1, help="default: 1")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file and the table")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print and write."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     hf_logging.set_verbosity(logging.ERROR)  # models announce every internal padding
@@ -236,11 +237,10 @@ def main(arguments: Sequence[str]) -> int:
             continue
         progress(subject.name)
         results[subject.name] = check(subject, with_cost=not options.no_cost)
-    path = result_path(options.output, "guarantees", "cpu", "float32")
     notes = {subject.name: subject.note for subject in SUBJECTS if subject.name in results and subject.note}
-    described = {**header(__file__, arguments, "cpu"), "protocol": PROTOCOL, "notes": notes, "results": results}
-    write_json(path, described)
-    text = markdown(results)
+    result = {**describe_run(__file__, arguments, "cpu"), "protocol": PROTOCOL, "notes": notes, "results": results}
+    path, result = write_result(options.output, "guarantees", "cpu", "float32", result)
+    text = markdown(result["results"])
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0

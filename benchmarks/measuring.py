@@ -1,37 +1,85 @@
-"""What the benchmarks share: statistics, clock, peak memory, a description of the machine, and result files."""
+"""What the benchmarks share: options, statistics, clock, peak memory and the writing of results."""
 
+import argparse
 import ctypes
 import gc
-import json
 import math
-import os
-import platform
 import resource
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import floors
 import torch
-import transformers
 
-import luna_hf
 from luna_hf import FAMILIES
+from luna_hf.scripting import write_result
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-# Statistics: pure functions.
+# ---- command line and results ----
+
+
+def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
+    """The options of a speed benchmark: its own, by name and default, and those that all have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {**defaults, "device": "cpu", "threads": 1}.items():
+        many = isinstance(default, list)
+        shown = " ".join(map(str, default)) if many else default
+        kind = {"type": type(default[0]), "nargs": "+"} if many else {"type": type(default)}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=f"default: {shown}", **kind)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the result and its plot")
+    parser.add_argument("--check-floors", action="store_true", help="exit with status 1 if a floor is missed")
+    return parser
+
+
+def publish(
+    options: argparse.Namespace,
+    subject: str,
+    result: dict[str, Any],
+    report: Callable[[Any], str],
+    plot: Callable[[Any, Path], None],
+    markdown: bool = True,
+) -> int:
+    """Write a result with its plot, and print its report and its floors.
+
+    Args:
+        options: of `make_parser`.
+        subject: first part of the files' names.
+        result: with `lengths` and `floors`; of more than one length there is a plot.
+        report: text for what the file holds.
+        plot: draws what the file holds.
+        markdown: whether the report is kept beside the result.
+
+    Returns:
+        The exit status.
+    """
+    dtype = result["settings"]["dtype"]
+    path, result = write_result(options.output, subject, options.device, dtype, result)
+    if markdown:
+        path.with_suffix(".md").write_text(report(result) + "\n", encoding="utf-8")
+    print(report(result), floors.table(result["floors"]), sep="\n\n")
+    if len(result["lengths"]) > 1:
+        plot(result, path.with_suffix(".png"))
+    return int(options.check_floors and not all(check["holds"] for check in result["floors"]))
+
+
+def progress(message: str) -> None:
+    """Log a line to stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+# ---- statistics: pure functions ----
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Median, quartiles and extremes of what the rounds measured, and the values themselves."""
+    """Median, quartiles and extremes of the rounds, and the rounds themselves."""
     quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return {
         "median": statistics.median(values),
@@ -43,19 +91,19 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Round by round: both numbers of a ratio were measured within seconds of each other."""
+    """Ratios round by round: both numbers were measured within seconds of each other."""
     return [above / below for above, below in zip(numerators, denominators, strict=True)]
 
 
 def win_length(speedups: dict[int, float]) -> float | None:
-    """Length from which a model is the faster one, that is faster at every measured length beyond it too.
+    """Length from which a model is faster, at that length and at every longer one measured.
 
     Args:
         speedups: measured length to median ratio (peer's time over the model's time; above 1: the model is faster).
 
     Returns:
-        The shortest measured length if it wins there already; otherwise where the ratio crosses 1, interpolated
-        linearly in the logarithms of length and ratio. `None` if it loses at the longest.
+        The shortest measured length if the model wins there already; otherwise the point where the ratio crosses 1,
+        interpolated linearly in the logarithms of length and ratio. `None` if it loses at the longest.
     """
     lengths = sorted(speedups)
     losing = [index for index, length in enumerate(lengths) if speedups[length] <= 1]
@@ -82,20 +130,20 @@ def growth_exponent(seconds_per_row: dict[int, float]) -> float:
     return statistics.linear_regression(x, y).slope
 
 
-# Models of this package.
+# ---- models of this package ----
 
 
 def slots_of(family: str, number: int) -> dict[str, int]:
-    """The field that gives a family's models so many slots; nothing where a family has none."""
+    """The config field for a family's number of slots; empty for a family without slots."""
     field = FAMILIES[family].config.slots_field
     return {field: number} if field else {}
 
 
-# Clock and memory.
+# ---- clock and memory ----
 
 
 def synchronize(device: str) -> None:
-    """Wait for an accelerator, so that the clock sees the work and not its launch."""
+    """Wait for an accelerator: the clock must see the work, not its launch."""
     if device != "cpu":
         torch.accelerator.synchronize()
 
@@ -110,13 +158,13 @@ def seconds(action: Callable[[], Any], device: str) -> float:
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The names in their order, beginning with another one each round."""
+    """The names in their order, starting with a different one each round."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
 def steady_allocator() -> None:
-    """Give every block of 1 MiB and more back when it is freed; for the process that measures memory.
+    """Return freed blocks of 1 MiB and more to the system; for a process that measures memory.
 
     By default glibc moves that limit with the program's history, and the same forward takes 60 or 105 MiB.
     """
@@ -124,9 +172,9 @@ def steady_allocator() -> None:
 
 
 def keeping_allocator() -> None:
-    """Keep what is freed for the next call; for a process that measures time where it must not depend on the allocator.
+    """Keep freed memory for the next call; for a process that times operators.
 
-    By default glibc gives blocks of more than 32 MiB back, and what takes them pays for fresh pages in every call.
+    By default glibc returns blocks of more than 32 MiB, and large operators pay for fresh pages in every call.
     """
     _set_allocator(_M_MMAP_THRESHOLD, 2**30)
     _set_allocator(_M_TRIM_THRESHOLD, 2**31 - 1)
@@ -139,9 +187,9 @@ def _set_allocator(option: int, value: int) -> None:
 
 
 def extra_memory(action: Callable[[], Any], device: str) -> int:
-    """Bytes that one call needs at its peak beyond what the process (or the accelerator) held before it.
+    """Peak bytes of one call beyond what the process (or the accelerator) held before it.
 
-    Only meaningful in a process of its own: what an earlier call freed may still be resident.
+    Only meaningful in a process of its own: memory freed by an earlier call may still be resident.
     """
     gc.collect()
     if device != "cpu":
@@ -150,17 +198,13 @@ def extra_memory(action: Callable[[], Any], device: str) -> int:
         action()
         synchronize(device)
         return torch.cuda.max_memory_allocated() - before
-    _reset_peak_resident()
-    before = _resident()
-    action()
-    # Small differences drown in the kernel's counters, which are exact to some hundred KiB only.
-    return max(0, _peak_resident() - before)
-
-
-def _reset_peak_resident() -> None:
     # Building a model may take more than its forward. Linux forgets the peak on request; elsewhere it stays a bound.
     if sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5")
+    before = _resident()
+    action()
+    # The kernel's counters are exact to some hundred KiB, which hides small differences.
+    return max(0, _peak_resident() - before)
 
 
 def _resident() -> int:
@@ -175,95 +219,13 @@ def _peak_resident() -> int:
 
 
 def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Result of a module-level function called in a new process, which has imported the libraries and nothing else.
+    """Result of a module-level function in a new process that has only imported the libraries.
 
-    A fork server and not a plain fork: children must not inherit this process's models, nor its CUDA context. And not
-    a started interpreter each: importing takes longer than most measurements, and the peak counter survives `exec`.
+    The process comes from a fork server: a plain fork would inherit this process's models and CUDA context, and a new
+    interpreter takes longer to import than most measurements take, while its peak counter survives `exec`.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "luna_hf",
-            "transformers.models.roberta.modeling_roberta",
-            "transformers.models.modernbert.modeling_modernbert",
-        ]
-    )
+    peers = ("roberta", "modernbert")
+    context.set_forkserver_preload(["luna_hf", *(f"transformers.models.{peer}.modeling_{peer}" for peer in peers)])
     with context.Pool(1) as pool:
         return pool.apply(function, args)
-
-
-# Description of a run.
-
-
-def cpu_name() -> str:
-    """Model name of the processor."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.lower().startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def machine(device: str) -> dict[str, Any]:
-    """Processor, what PyTorch uses of it, threads, and the accelerator if one is used."""
-    described: dict[str, Any] = {
-        "cpu": cpu_name(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "architecture": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "system": platform.system(),
-    }
-    if device != "cpu":
-        described["accelerator"] = torch.cuda.get_device_name()
-    return described
-
-
-def versions() -> dict[str, str]:
-    """Versions of everything that the numbers depend on."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "luna_hf": luna_hf.__version__,
-    }
-
-
-def header(script: str, arguments: Sequence[str], device: str) -> dict[str, Any]:
-    """What every result file starts with: command, date, machine, versions."""
-    return {
-        "command": shlex.join(["python", "/".join(Path(script).resolve().parts[-2:]), *arguments]),
-        "date": date.today().isoformat(),
-        "machine": machine(device),
-        "versions": versions(),
-    }
-
-
-def result_path(folder: Path, subject: str, device: str, dtype: str) -> Path:
-    """`<subject>-<device>-<dtype>-torch<version>.json` in the folder, which is made if missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
-    version = torch.__version__.split("+")[0]
-    return folder / f"{subject}-{name}-{dtype}-torch{version}.json"
-
-
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    """One file, readable in a diff."""
-    path.write_text(json.dumps(_rounded(result), indent=1) + "\n", encoding="utf-8")
-
-
-def _rounded(value: Any) -> Any:
-    # Six digits are more than a clock deserves, and fewer make the files change less.
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {str(key): _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
-
-
-def progress(message: str) -> None:
-    """A line for whoever waits; never part of the output."""
-    print(message, file=sys.stderr, flush=True)

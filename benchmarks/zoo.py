@@ -1,7 +1,7 @@
-"""The encoders whose guarantees are compared: this package's and transformers' own, tiny and randomly initialised.
+"""The encoders of the guarantees table: this package's and transformers' own, tiny and randomly initialised.
 
-Windows, blocks, chunks and landmarks are scaled down with the lengths of the tests, so that what is tested is each
-model's efficient attention and not the full attention that some fall back to on short inputs.
+Windows, blocks, chunks and landmarks are scaled down with the lengths of the tests, so that each model runs its
+efficient attention, not the full attention that some fall back to on short inputs.
 """
 
 from collections.abc import Callable
@@ -33,15 +33,15 @@ class Subject:
     """One row of the comparison."""
 
     name: str
-    build: Callable[[int], PreTrainedModel]  # from the longest input that the model must take
-    cost: str  # growth of the time with the length, as paper and documentation have it
+    build: Callable[[int], PreTrainedModel]  # from the longest input
+    cost: str  # growth of time with length according to paper and documentation
     # Position id of the first token, where left padding needs explicit `position_ids`; None if it needs none.
     first_position: int | None = None
     note: str = ""
 
 
 def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """The model in eval mode, with weights large enough that whatever leaks is seen."""
+    """The model in eval mode, with weights large enough to show leaks."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -123,16 +123,16 @@ SUBJECTS: tuple[Subject, ...] = (
         "LongformerModel",
         _encoder("Longformer", extra_positions=2, attention_window=32),
         "n",
-        note="no global attention (the default); pads to its window inside; the attention is linear, but one n x n "
-        "mask is built per forward, which dominates at this small width",
+        note="no global attention (the default); pads internally to its window; the attention is linear, but each "
+        "forward builds an n x n mask, which dominates at this small width",
     ),
     Subject(
         "BigBirdModel",
         _encoder("BigBird", block_size=16, num_random_blocks=2, sep_token_id=2),
         "n",
         first_position=0,
-        note="attention_type block_sparse (the default); pads to its block inside, and takes full attention for short "
-        "inputs; the attention is linear, but each layer fills n x n zeros, which dominates at this small width",
+        note="attention_type block_sparse (the default); pads internally to its block, and uses full attention for "
+        "short inputs; the attention is linear, but each layer fills n x n zeros, which dominates at this small width",
     ),
     Subject("LongT5EncoderModel, local", _long_t5("local"), "n"),
     Subject(
@@ -153,37 +153,37 @@ SUBJECTS: tuple[Subject, ...] = (
         _nystrom_approximation,
         "n",
         first_position=2,
-        note="segment_means_seq_len = length of the inputs, 16 landmarks; raises as soon as a batch is padded",
+        note="segment_means_seq_len = length of the inputs, 16 landmarks; raises on any padded batch",
     ),
     Subject("FNetModel", _fnet, "n log n", first_position=0, note="takes no attention_mask"),
-    Subject("FunnelModel", _funnel, "n^2", note="halves the length from block to block, upsamples at the end"),
+    Subject("FunnelModel", _funnel, "n^2", note="halves the length between blocks and upsamples at the end"),
     Subject(
         "ReformerModel, defaults",
         _reformer(),
         "n log n",
         first_position=0,
-        note="draws new hashes in every forward; pads to its chunks inside",
+        note="draws new hashes in every forward; pads internally to its chunks",
     ),
     Subject(
         "ReformerModel, hash_seed=0",
         _reformer(hash_seed=0),
         "n log n",
         first_position=0,
-        note="a fixed hash_seed is documented as meant for tests",
+        note="the documentation reserves a fixed hash_seed for tests",
     ),
     Subject(
         "YosoModel",
         _encoder("Yoso"),
         "n",
         first_position=2,
-        note="use_expectation=True (the default): the expectation over hashes, full attention; the paper's linear form "
-        "needs a CUDA kernel",
+        note="use_expectation=True (the default): the expectation over hashes, which is full attention; the paper's "
+        "linear form needs a CUDA kernel",
     ),
     Subject(
         "MraModel",
         _encoder("Mra"),
         "n",
         first_position=2,
-        note="attention needs a CUDA kernel and returns zeros without it, so nothing can be tested on a CPU",
+        note="attention needs a CUDA kernel and returns zeros without it, so a CPU can test nothing",
     ),
 )

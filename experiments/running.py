@@ -34,7 +34,7 @@ def make_parser(description: str, commands: Collection[str], runs: str) -> Parse
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("what", choices=commands, help="step of the study")
-    add("--data", type=Path, help="folder with the corpora and tasks; `report` does not need it")
+    add("--data", type=Path, help="folder with the corpora and tasks, for training")
     add("--runs", type=Path, default=Path(runs), help="folder of the runs (default: %(default)s)")
     add("--results", type=Path, default=RESULTS, help="folder for the JSON files, tables and plots of `report`")
     add("--threads", type=int, default=1, help="CPU threads of each run (default: %(default)s)")
@@ -55,7 +55,7 @@ def run_study(
 
     def run() -> None:
         options = parse(arguments)
-        if options.what != "report" and options.data is None:
+        if options.what not in ("report", "speed") and options.data is None:
             raise UserError(f"`{options.what}` needs --data, the folder with the corpora and tasks.")
         if options.what in ("report", "speed") and options.overrides:
             raise UserError(f"`{options.what}` has no option {options.overrides[0]}.")

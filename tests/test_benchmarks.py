@@ -1,55 +1,67 @@
-"""The benchmarks run at tiny size, their arithmetic is right, and committed results say how they were made."""
+"""The encoder benchmarks run at tiny size, their arithmetic is right, and committed results name their origin."""
 
+import functools
 import json
 import math
+import operator
 import os
 import re
 import subprocess
 import sys
 
+import causal
+import encoder
+import floors
+import generation
+import guarantees
+import measuring
 import pytest
+import torch
 from helpers import ROOT
+from measuring import growth_exponent, ratios, summary, win_length
+
+from luna_hf.memory_control import CONTROLS
 
 BENCHMARKS = ROOT / "benchmarks"
-
-
-import encoder  # noqa: E402
-import floors  # noqa: E402
-import guarantees  # noqa: E402
-from measuring import growth_exponent, ratios, summary, win_length  # noqa: E402
-
-from luna_hf.memory_control import CONTROLS  # noqa: E402
-
 TINY = ["--lengths", "16", "32", "--layers", "2", "--width", "32", "--heads", "4", "--slots", "8"]
 TINY += ["--tokens-per-batch", "64", "--rounds", "2"]
-# Those of the causal models are in test_benchmarks_causal.py.
-COMMITTED = sorted(
-    path
-    for path in (ROOT / "benchmarks" / "results").glob("*.json")
-    if not path.name.startswith(("causal", "generation"))
-)
+CAUSAL = ["--lengths", "64", "96", "--heads", "2", "--size", "8", "--slots", "8", "--rounds", "2"]
+GENERATION = ["--lengths", "16", "64", "--heads", "2", "--width", "32", "--layers", "2", "--vocab-size", "99"]
+GENERATION += ["--rounds", "2"]
+COMMITTED = sorted((BENCHMARKS / "results").glob("*.json"))
 
 
 def check_header(result, script):
-    assert result["command"].startswith(f"python benchmarks/{script}")
+    assert result["command"].startswith(f"python benchmarks/{script}.py")
     assert result["machine"]["cpu"] and result["machine"]["cores"] >= 1 and result["machine"]["threads"] >= 1
     assert {"python", "torch", "transformers", "luna_hf"} <= result["versions"].keys()
     assert result["date"] and result["protocol"]
 
 
-def test_forward_with_padding_as_a_script(tmp_path):
-    models = ["roberta-eager", "modernbert", "luna-tied", "abc-mlp-64"]
-    command = [sys.executable, "benchmarks/encoder.py", *TINY, "--padding", "--output", str(tmp_path)]
-    command += ["--models", *models]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "luna-tied against roberta" in done.stdout
-
-    (path,) = tmp_path.glob("encoder-forward-2-layer-padding-chosen-cpu-float32-torch*.json")
+def run_here(script, arguments, folder, monkeypatch):
+    """The result of a benchmark run in this process, which must write a readable plot as well."""
+    monkeypatch.setattr(script, "in_own_process", lambda function, *words: function(*words))
+    monkeypatch.setattr(measuring.gc, "collect", lambda: 0)  # slow in this large process
+    assert script.main([*arguments, "--check-floors", "--output", str(folder)]) == 0
+    (path,) = folder.glob("*.json")
     assert path.with_suffix(".png").stat().st_size > 10_000
     result = json.loads(path.read_text())
-    check_header(result, "encoder.py")
+    check_header(result, script.__name__)
+    return path, result
+
+
+def assert_ratios(measured, numerators, denominators):
+    """The ratios of a result are those of its rounds."""
+    pairs = zip(numerators["seconds"]["rounds"], denominators["seconds"]["rounds"], strict=True)
+    assert measured["rounds"] == pytest.approx([above / below for above, below in pairs], rel=1e-4)
+
+
+def test_forward_with_padding(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(floors, "check", lambda result: [])  # of noise at this size
+    models = ["roberta-eager", "modernbert", "luna-tied", "abc-mlp-64"]
+    path, result = run_here(encoder, [*TINY, "--padding", "--models", *models], tmp_path, monkeypatch)
+    assert path.name.startswith("encoder-forward-2-layer-padding-chosen-cpu-float32-torch")
+    assert "luna-tied against roberta" in capsys.readouterr().out
     assert list(result["models"]) == ["roberta", *models]  # roberta always takes part
     assert result["peers"] == ["roberta", "roberta-eager", "modernbert"]
     assert all(set(wins) == set(result["peers"]) for wins in result["wins"].values())
@@ -57,24 +69,38 @@ def test_forward_with_padding_as_a_script(tmp_path):
     for row in result["lengths"]:
         for name, model in row["models"].items():
             assert len(model["seconds"]["rounds"]) == 2 and model["seconds"]["median"] > 0
-            assert model["peak_memory_bytes"] >= 0
-            assert len(model["padded_over_unpadded"]["rounds"]) == 2
+            assert model["peak_memory_bytes"] >= 0 and len(model["padded_over_unpadded"]["rounds"]) == 2
             assert ("speed_over" in model) == name.startswith(("luna", "abc"))
-        tied = row["models"]["luna-tied"]
-        peer = row["models"]["roberta"]["seconds"]["rounds"]
-        expected = [theirs / ours for theirs, ours in zip(peer, tied["seconds"]["rounds"], strict=True)]
-        assert tied["speed_over"]["roberta"]["rounds"] == pytest.approx(expected, rel=1e-4)
+        tied, roberta = row["models"]["luna-tied"], row["models"]["roberta"]
+        assert_ratios(tied["speed_over"]["roberta"], roberta, tied)
 
 
-@pytest.mark.parametrize("name", [*encoder.contender_names(), "roberta-eager", "abc-linformer-64"])
-def test_a_training_step_of_every_model_learns(name):
-    setting = encoder.make_setting(encoder.parse([*TINY, "--mode", "mlm_step"]))
-    model = encoder.build(name, setting)
-    batch = encoder.make_batch(setting, rows=2, length=16)
-    share = (batch["labels"] != -100).float().mean().item()
-    assert 0 < share < 0.5
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words"), [("encoder", [*TINY, "--models", "abc"]), ("causal", CAUSAL), ("generation", GENERATION)]
+)
+def test_benchmarks_as_scripts(script, words, tmp_path):
+    command = [sys.executable, f"benchmarks/{script}.py", *words, "--output", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_peak_memory_of_a_call():
+    measuring.steady_allocator()
+    assert 60 < measuring.extra_memory(lambda: torch.ones(2**24), "cpu") / 2**20 < 90
+    assert measuring.extra_memory(lambda: None, "cpu") / 2**20 < 8
+
+
+@pytest.mark.parametrize("name", ["roberta", "modernbert", "luna-tied", "abc-mlp-64"])
+def test_a_training_step_of_every_kind_learns(name):
+    options = encoder.parse([*TINY, "--mode", "mlm_step"])
+    model = encoder.build(name, options)
+    batch = encoder.make_batch(options, rows=2, length=16)
+    assert 0 < (batch["labels"] != -100).float().mean().item() < 0.5
     before = model(**batch).loss.item()
-    step = encoder.make_action(model, setting)
+    step = encoder.make_action(model, options)
     for _ in range(3):
         step(batch)
     assert model.training and model(**batch).loss.item() < before
@@ -90,21 +116,22 @@ def test_models_are_chosen_by_name_or_set(capsys):
     assert encoder.subject(controls) == "encoder-forward-2-layer-controls"
     with pytest.raises(SystemExit):
         encoder.parse([*TINY, "--models", "abc-mlp-65"])
-    assert "no model abc-mlp-65" in capsys.readouterr().err
+    assert "abc-mlp-65" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", encoder.contender_names(["controls"]))
-def test_names_of_contenders_say_what_they_are(name):
-    model = encoder.build(name, encoder.make_setting(encoder.parse([*TINY, "--models", name])))
-    if name.startswith("abc-") and name != "abc-full":
-        control, size = name.removeprefix("abc-").rsplit("-", 1)
-        assert model.config.memory_control == control.replace("-", "_") and model.config.memory_size == int(size)
-    assert model.config._attn_implementation == "sdpa" and not model.training
+def test_names_of_contenders_match_their_configs():
+    options = encoder.parse(TINY)
+    for name in encoder.contender_names(["controls", "eager"]):
+        model = encoder.build(name, options)
+        assert model.config._attn_implementation == ("eager" if "eager" in name else "sdpa") and not model.training
+        if name.startswith("abc-") and name != "abc-full":
+            control, size = name.removeprefix("abc-").rsplit("-", 1)
+            assert (model.config.memory_control, model.config.memory_size) == (control.replace("-", "_"), int(size))
 
 
 def test_padded_batches_have_the_documented_shape():
-    setting = encoder.make_setting(encoder.parse(TINY))
-    plain, padded = (encoder.make_batch(setting, rows=4, length=32, padded=padded) for padded in (False, True))
+    options = encoder.parse(TINY)
+    plain, padded = (encoder.make_batch(options, rows=4, length=32, padded=padded) for padded in (False, True))
     assert "attention_mask" not in plain and plain["input_ids"].shape == padded["input_ids"].shape
     assert padded["attention_mask"].sum(-1).tolist() == [24, 24, 32, 32]
     assert (padded["input_ids"][0, 24:] == 1).all()
@@ -112,31 +139,28 @@ def test_padded_batches_have_the_documented_shape():
 
 
 def test_guarantees(tmp_path, capsys):
-    models = ["LunaModel", "AbcModel", "RobertaModel", "FNetModel", "MraModel"]
+    models = ["LunaModel", "RobertaModel", "FNetModel", "MraModel"]
     assert guarantees.main(["--models", *models, "--no-cost", "--output", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("guarantees-cpu-float32-torch*.json")
     result = json.loads(path.read_text())
-    check_header(result, "guarantees.py")
-    luna, abc, roberta, fnet, mra = result["results"].values()
-    for own in (luna, abc):
-        assert all(check["holds"] for check in own.values()) and len(own) == 6
+    check_header(result, "guarantees")
+    luna, roberta, fnet, mra = result["results"].values()
+    assert all(check["holds"] for check in luna.values()) and len(luna) == 6
     assert all(check["holds"] for check in roberta.values())
-    # The harness must be able to say no: FNet mixes pads into every token, Mra without its kernel mixes nothing.
+    # The harness must be able to fail: FNet mixes pads into every token, Mra without its kernel mixes nothing.
     assert not fnet["pad_content"]["holds"] and fnet["deterministic"]["holds"]
     assert mra == {}
     table = path.with_suffix(".md").read_text()
-    assert table.startswith("| Model |") and "| no attention |" in table and table == capsys.readouterr().out
+    assert "| no attention |" in table and table == capsys.readouterr().out
+
+
+# ---- arithmetic ----
 
 
 def test_summary_and_ratios():
     assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
-    assert summary([3.0, 1.0, 2.0]) == {
-        "median": 2.0,
-        "quartiles": [1.5, 2.5],
-        "min": 1.0,
-        "max": 3.0,
-        "rounds": [3.0, 1.0, 2.0],
-    }
+    three = {"median": 2.0, "quartiles": [1.5, 2.5], "min": 1.0, "max": 3.0, "rounds": [3.0, 1.0, 2.0]}
+    assert summary([3.0, 1.0, 2.0]) == three
     assert summary([4.0])["quartiles"] == [4.0, 4.0]
 
 
@@ -144,8 +168,7 @@ def test_summary_and_ratios():
     ("speedups", "expected"),
     [
         ({512: 1.2, 2048: 1.5}, 512),  # ahead from the start: the shortest length measured
-        ({512: 0.5, 2048: 2.0}, 1024),  # halfway in log length and log ratio
-        ({2048: 2.0, 512: 0.5}, 1024),  # in any order
+        ({2048: 2.0, 512: 0.5}, 1024),  # halfway in log length and log ratio, in any order
         ({512: 1.1, 1024: 0.8, 4096: 1.25}, 2048),  # a win that does not last does not count
         ({512: 1.0, 1024: 2.0}, 512),  # a draw is where the crossing is
         ({512: 0.5, 2048: 0.9}, None),
@@ -161,62 +184,61 @@ def test_growth_exponent():
     assert growth_exponent({n: 3e-6 * n for n in lengths}) == pytest.approx(1)
     assert growth_exponent({n: 1e-9 * n**2 for n in lengths}) == pytest.approx(2)
     assert 1 < growth_exponent({n: n * math.log(n) for n in lengths}) < 1.2
-    with pytest.raises(ValueError, match="at least two lengths"):
+    with pytest.raises(ValueError, match="1"):
         growth_exponent({512: 1.0})
 
 
-def result_with(speed, memory=1.0, padding=1.0, length=512, exponent=1.0):
-    """A made-up result with one length, in which both Luna variants measured the same."""
-    own = {
-        "peak_memory_bytes": memory,
-        "speed_over": {"roberta": {"median": speed}},
-        "padded_over_unpadded": {"median": padding},
-    }
-    models = {"roberta": {"peak_memory_bytes": 1.0}, "luna-untied": own, "luna-tied": own}
-    return {
-        "settings": {**floors.BASE, "mode": "forward", "dtype": "float32", "layers": 1, "device": "cpu"},
-        "peers": ["roberta"],
-        "models": models,
-        "growth": {"range": [2048, 16384], "exponents": {name: {"median": exponent} for name in models}},
-        "lengths": [{"length": length, "models": models}],
-    }
+ENCODER, PADDED = "encoder-forward-1-layer-abc-cpu-float32", "encoder-forward-2-layer-padding-abc-cpu"
+CHECKS = {"encoder": floors.check, "causal": causal.check, "generation": generation.check}
 
 
-def test_floors_of_abc():
-    result = result_with(speed=0.9)
-    own = result["models"].pop("luna-untied")
-    del result["models"]["luna-tied"]
-    result["models"] |= {"abc-mlp-128": own, "abc-mlp-64": own, "abc-full": own}
-    result["growth"]["exponents"] = {name: {"median": 1.5} for name in result["models"]}
-    checks = floors.check(result)
-    speed = {check["model"]: check["holds"] for check in checks if "speed" in check["what"]}
-    assert speed == {"abc-mlp-128": True, "abc-mlp-64": False}
-    # Softmax attention is quadratic and stands there as such.
-    assert {check["model"] for check in checks if "growth" in check["what"]} == {"abc-mlp-128", "abc-mlp-64"}
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        (ENCODER, "lengths 4 models luna-untied speed_over roberta median", 3.99),
+        (ENCODER, "lengths 0 models luna-untied peak_memory_bytes", 2**40),
+        (ENCODER, "growth exponents luna-untied median", 1.06),
+        (PADDED, "lengths 0 models luna-untied padded_over_unpadded median", 1.06),
+        ("causal", "lengths 0 contenders abc forward speed_over abc-outer median", 19.9),
+        ("causal", "lengths 1 contenders abc forward speed_over sdpa median", 7.9),
+        ("causal", "growth abc forward median", 2.11),
+        ("causal", "errors 0 relative_rms", math.nan),
+        ("generation-4-layer-cpu", "lengths 4 models luna-64 speed_over gpt2 median", 3.9),
+        ("generation-4-layer-cpu", "lengths 4 models luna-64 state_bytes", 2**40),
+        ("generation-4-layer-cpu", "growth luna-64 median", 1.06),
+        ("generation-4-layer-cpu", "generate luna-64 median", 1.11),
+    ],
+)
+def test_a_missed_floor_fails_alone(name, place, value):
+    (path,) = (BENCHMARKS / "results").glob(f"{name}*.json")
+    result, check = json.loads(path.read_text()), CHECKS[name.split("-")[0]]
+    before = [one["holds"] for one in check(result)]
+    *keys, last = (int(key) if key.isdigit() else key for key in place.split())
+    functools.reduce(operator.getitem, keys, result)[last] = value
+    after = [one["holds"] for one in check(result)]
+    assert before.count(False) + 1 == after.count(False) and len(before) == len(after)
+    result["settings"]["heads"] = 8
+    assert not any("speed" in one["what"] for one in check(result))  # floors of speed hold for one size
 
 
-def test_floors():
-    checks = floors.check(result_with(speed=1.0))
-    assert [(check["model"], check["holds"]) for check in checks[:2]] == [("luna-untied", True), ("luna-tied", False)]
-    assert all(check["holds"] for check in checks[2:]) and len(checks) == 8
-    for worse in ({"memory": 1.1}, {"padding": 1.06}, {"exponent": 1.06}):
-        assert [check["holds"] for check in floors.check(result_with(speed=9.0, **worse))].count(False) == 2
-    assert not any("speed" in check["what"] for check in floors.check(result_with(speed=1.0, length=1024)))
-
-
-def test_results_are_committed():
-    assert {path.name.split("-")[0] for path in COMMITTED} >= {"encoder", "guarantees"}
+# ---- committed results ----
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_committed_results_say_how_they_were_made(path):
-    result = json.loads(path.read_text())
-    subject = path.name.split("-")[0]
-    check_header(result, f"{subject}.py")
+def test_committed_results_name_their_origin(path):
+    result, name = json.loads(path.read_text()), path.name.split("-")[0]
+    script = {module.__name__: module for module in (causal, encoder, generation, guarantees)}[name]
+    check_header(result, name)
+    script.parse(result["command"].split()[2:])
     assert not re.search(r"(?<![\w.])/(work|tmp|home|root)/", path.read_text())
     assert path.stem.endswith("torch" + result["versions"]["torch"].split("+")[0])
-    if subject == "encoder":
-        encoder.parse(result["command"].split()[2:])
+    if name == "encoder":
         assert path.with_suffix(".png").exists() or len(result["lengths"]) == 1
+        assert encoder.table(result) and encoder.conclusions(result)
     else:
-        assert path.with_suffix(".md").read_text() == guarantees.markdown(result["results"]) + "\n"
+        text = script.markdown(result["results"] if name == "guarantees" else result)
+        assert path.with_suffix(".md").read_text() == text + "\n"
+    if name in ("causal", "generation"):
+        assert path.with_suffix(".png").exists()
+        assert result["floors"] and all(check["holds"] for check in result["floors"])
+        assert result["floors"] == script.check(result)

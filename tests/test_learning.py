@@ -235,18 +235,10 @@ def test_conclusions():
 # ---- committed results ----
 
 
-def leaves(value, path=()):
-    """Every number of nested lists and dictionaries by its place."""
-    if not isinstance(value, dict | list):
-        return {path: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return {place: leaf for key, item in items for place, leaf in leaves(item, (*path, key)).items()}
-
-
 def test_committed_results():
     (pretraining,) = RESULTS.glob("learning-pretrain-*.json")
     (tasks,) = RESULTS.glob("learning-finetune-*.json")
     check(tasks, finetuning.table)
     found = check(pretraining, learning_report.text)
-    written, computed = leaves(found["conclusions"]), leaves(learning_report.conclude(found["runs"]))
-    assert written == pytest.approx(computed, abs=1e-4)  # the file's numbers are rounded
+    computed = learning_report.conclude(found["runs"])
+    assert learning_report.sentences(computed) == learning_report.sentences(found["conclusions"])
