@@ -1,10 +1,10 @@
-"""Tiny configurations, models, batches and a tokenizer that the tests share. Nothing here needs a network."""
+"""Tiny configurations, models, batches and a tokenizer shared by the tests. Nothing here needs a network."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ TINY = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-# Short names of the heads, for parameters of tests.
+# Short names of the heads, used as test parameters.
 HEADS = {
     "sequence": AutoModelForSequenceClassification,
     "choice": AutoModelForMultipleChoice,
@@ -50,11 +50,13 @@ HEADS = {
 }
 MODELS = ["base", "mlm", *HEADS]
 
-# (family, name of a variant) and (family, pooling of a classification head), for parameters of tests; "own" are those
-# that not every family has.
+# Test parameters, (family, variant): every variant, for what depends on the attention, and one variant per kind, for
+# what does not (see `variants.py`).
 FAMILY_VARIANTS = [(family, name) for family in FAMILIES for name in (*COMMON, *ROWS[family].encoder)]
-FAMILY_OWN_VARIANTS = [(family, name) for family in FAMILIES for name in ROWS[family].encoder]
 FAMILY_CAUSAL_VARIANTS = [(family, name) for family in FAMILIES for name in (*COMMON, *ROWS[family].causal)]
+FAMILY_KINDS = [(family, name) for family in FAMILIES for name in ROWS[family].kinds]
+FAMILY_CAUSAL_KINDS = [(family, name) for family in FAMILIES for name in ROWS[family].causal_kinds]
+# (family, pooling of a classification head)
 FAMILY_POOLINGS = [
     (name, pooling) for name, family in FAMILIES.items() for pooling in family.config.classifier_poolings()
 ]
@@ -69,7 +71,7 @@ SENTENCES = [
 
 
 def slots_of(model_type: str, number: int = 8) -> dict[str, int]:
-    """The field that gives a family's models so many slots; nothing where a family has none."""
+    """The config field that sets the number of slots; empty for a family without slots."""
     field = FAMILIES[model_type].config.slots_field
     return {field: number} if field else {}
 
@@ -85,17 +87,17 @@ def tiny_config(**overrides: Any) -> LunaConfig:
 
 
 def variants_of(model_type: str) -> dict[str, dict[str, Any]]:
-    """Options of a family's variants by their names: those that every family has, and its own."""
+    """Options of a family's encoder variants by name: the common ones and its own."""
     return {**COMMON, **ROWS[model_type].encoder}
 
 
 def causal_variants_of(model_type: str) -> dict[str, dict[str, Any]]:
-    """Options of a family's causal variants by their names: those that every family has, and its own."""
+    """Options of a family's causal variants by name: the common ones and its own."""
     return {**COMMON, **ROWS[model_type].causal}
 
 
 def code_name(model_type: str) -> str:
-    """What a family's modules are called by: `configuration_<name>.py`, `modeling_<name>.py`."""
+    """The name in a family's modules: `configuration_<name>.py`, `modeling_<name>.py`."""
     return FAMILIES[model_type].config.__module__.rpartition("configuration_")[2]
 
 
@@ -108,7 +110,7 @@ def model_class(model_type: str, kind: str) -> type[PreTrainedModel]:
 
 
 def tiny_model(model_type: str = "luna", kind: str = "base", seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A small model in eval mode with every parameter random, also those that start as zeros or ones."""
+    """A small model in eval mode with random parameters, biases and norms included."""
     torch.manual_seed(seed)
     model = model_class(model_type, kind)(tiny_config_for(model_type, **overrides)).eval()
     randomise(model)
@@ -117,13 +119,13 @@ def tiny_model(model_type: str = "luna", kind: str = "base", seed: int = 0, **ov
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Add noise to all parameters, so that no test passes because a bias happens to be zero."""
+    """Add noise to all parameters, so that no test passes only because a bias is zero."""
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.05)
 
 
 def tiny_causal_model(model_type: str = "luna", seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A small causal model in eval mode with every parameter random; options as of the encoder's configuration."""
+    """A small causal model in eval mode with random parameters."""
     torch.manual_seed(seed)
     config = tiny_config_for(model_type, is_decoder=True, **overrides)
     model = FAMILIES[model_type].causal_lm(config).eval()
@@ -137,22 +139,45 @@ def normal_states(batch: int, length: int, width: int, seed: int = 0) -> torch.T
     return torch.randn(batch, length, width, generator=generator, dtype=torch.float64)
 
 
+def weighted_sum(states: torch.Tensor) -> torch.Tensor:
+    """A loss with a different weight for every entry."""
+    return (states * torch.linspace(-1, 1, states.numel(), dtype=states.dtype).view_as(states)).sum()
+
+
+def gradients(outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Gradients of a randomly weighted sum of float64 outputs; zeros for tensors that do not take part."""
+    generator = torch.Generator().manual_seed(9)
+    weights = [torch.randn(out.shape, generator=generator, dtype=torch.float64) for out in outputs]
+    loss = sum((out * weight).sum() for out, weight in zip(outputs, weights, strict=True))
+    return torch.autograd.grad(loss, tensors, retain_graph=True, materialize_grads=True)
+
+
+def rms(tensor: torch.Tensor) -> float:
+    """Root mean square; NaN if any entry is NaN."""
+    return tensor.pow(2).mean().sqrt().item()
+
+
+def relative_rms(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root mean square of the difference, relative to that of the exact result."""
+    return rms(ours.double() - exact.double()) / rms(exact.double())
+
+
 def random_ids(batch: int, length: int, vocab_size: int = 120, seed: int = 0) -> torch.Tensor:
-    """(batch, length) ids without special tokens but `<s>` in front."""
+    """(batch, length) ids: `<s>`, then ordinary tokens."""
     ids = torch.randint(4, vocab_size - 1, (batch, length), generator=torch.Generator().manual_seed(seed))
     ids[:, 0] = 0
     return ids
 
 
 def padded_batch(lengths: list[int], seed: int = 0, pad_token_id: int = 1) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` of rows of these lengths, padded on the right to the longest."""
+    """`input_ids` and `attention_mask` of rows of these lengths, padded on the right."""
     ids = random_ids(len(lengths), max(lengths), seed=seed)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     return {"input_ids": ids.masked_fill(~mask, pad_token_id), "attention_mask": mask.long()}
 
 
 def inputs_for(kind: str, batch: int = 3, length: int = 12, seed: int = 0, labels: bool = False) -> dict[str, Any]:
-    """A padded batch that the model of that kind takes (two choices for multiple choice), optionally with labels."""
+    """A padded batch for a model of this kind (two choices for multiple choice), optionally with labels."""
     rows = 2 * batch if kind == "choice" else batch
     inputs = padded_batch([length - row % 4 for row in range(rows)], seed)
     if kind == "choice":
@@ -176,7 +201,7 @@ def inputs_for(kind: str, batch: int = 3, length: int = 12, seed: int = 0, label
 
 
 def tiny_tokenizer(sentences: list[str] | None = None, vocab_size: int = 400) -> RobertaTokenizer:
-    """A byte-level BPE in RoBERTa's form (`<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, `<mask>` last), trained here."""
+    """A byte-level BPE with RoBERTa's special tokens (`<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, `<mask>` last)."""
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)
     specials = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -189,13 +214,9 @@ def tiny_tokenizer(sentences: list[str] | None = None, vocab_size: int = 400) ->
     bpe.train_from_iterator(sentences or SENTENCES, trainer)
     vocab = bpe.get_vocab()
     vocab["<mask>"] = len(vocab)
-    merges = [tuple(merge) for merge in _merges(bpe)]
+    merges = json.loads(bpe.to_str())["model"]["merges"]
+    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
     return RobertaTokenizer(vocab=vocab, merges=merges, model_max_length=TINY["max_position_embeddings"])
-
-
-def _merges(tokenizer: Tokenizer) -> list[list[str]]:
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
 
 
 @contextmanager
@@ -208,13 +229,12 @@ def refused(*named: Any, error: type[Exception] = ValueError) -> Iterator[None]:
 
 
 def run_python(code: str, *args: Any, env: dict[str, str] | None = None, blocked: bool = False) -> str:
-    """Run code in a new process and return what it printed; fail with its error output if it fails.
+    """Run code in a new process and return its standard output; fail with its error output.
 
     Args:
-        code: the program; it finds `args` in `sys.argv[1:]`, and on its path the helpers of this folder and the package
-            beside it.
-        env: variables to add.
-        blocked: make `import luna_hf` impossible, as on a machine without the package.
+        code: the program. `sys.argv[1:]` holds `args`; this folder and the package are importable.
+        env: environment variables to add.
+        blocked: make `import luna_hf` fail, as on a machine without the package.
     """
     if blocked:
         code = "import sys\nsys.modules['luna_hf'] = None\n" + code

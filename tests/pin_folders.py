@@ -1,7 +1,7 @@
-"""Small folders as an earlier version saved them, and what the Auto classes made of them; see `record_pins.py`.
+"""Small folders saved by an earlier version, and what the Auto classes load from them; see `record_pins.py`.
 
-A folder holds what a model needs besides its code: `config.json`, `generation_config.json` if there is one, and
-`model.safetensors`.
+A folder holds what a model needs apart from its code: `config.json`, `generation_config.json` for models that generate,
+and `model.safetensors`.
 """
 
 import json
@@ -27,7 +27,7 @@ SIZES = {
     "max_position_embeddings": 32,
 }
 SLOTS = {"luna": {"projection_length": 4}, "abc_memory": {"memory_size": 4}}
-# Parameters that a default model does not have, in one folder each.
+# Options that add parameters to a default model, in one folder each.
 MORE = {
     ("luna", "ForSequenceClassification"): {"classifier_pooling": "packed_attention"},
     ("luna", "ForTokenClassification"): {"tie_kv": False, "conv_kernel_size": 3, "type_vocab_size": 2},
@@ -37,7 +37,7 @@ KINDS = (
     *("Model", "ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification"),
     *("ForQuestionAnswering", "ForCausalLM", "CausalModel"),
 )
-# Auto classes that load a folder besides its own.
+# Other Auto classes that load a folder.
 OTHERS = {
     "Model": ("ModelForMaskedLM", "ModelForCausalLM", "ModelForSequenceClassification"),
     "ForMaskedLM": ("Model", "ModelForPreTraining", "ModelForCausalLM", "ModelForSequenceClassification"),
@@ -55,7 +55,7 @@ def saved_cases() -> Iterator[tuple[Path, Case]]:
 
 
 def loads() -> Iterator[tuple[Path, Case, str]]:
-    """Every folder with its own Auto class first, then with the others, by their names without `Auto`."""
+    """Every folder with the names, without `Auto`, of its own Auto class and then of the others."""
     for folder, case in saved_cases():
         kind = folder.name.removeprefix(NAMES[case.family])
         own = "Model" if case.kind == "Model" else f"Model{case.kind}"
@@ -77,20 +77,20 @@ def load_folder(folder: Path, case: Case, auto: str) -> tuple[PreTrainedModel, d
     """Load with an Auto class.
 
     Returns:
-        The model; its class, and the keys that did not fit; and the outputs as far as the file decides them.
+        The model; its class and the keys that did not match; the outputs that the file determines.
     """
     auto_class = getattr(transformers, f"Auto{auto}")
     model, info = auto_class.from_pretrained(folder, output_loading_info=True)
     facts = {"class": type(model).__name__}
     if auto == "Model" and case.causal:
-        del facts["class"]  # the trunk of a decoder may be a class by itself
+        del facts["class"]  # a decoder's trunk may have its own class
     facts |= {name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     return model, facts, outputs_of(model.double(), case, info["missing_keys"])
 
 
 @torch.no_grad()
 def outputs_of(model: PreTrainedModel, case: Case, missing: set[str]) -> dict[str, Tensor]:
-    """Float64 outputs of the trunk and of the head for a padded batch, without those that drawn weights decide."""
+    """Float64 outputs of trunk and head for a padded batch, without those that depend on random weights."""
     inputs = {"input_ids": draw("ids of folders", (2, 7), 4, 40), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
     inputs["attention_mask"][1, 5:] = 0
     inputs["input_ids"][1, 5:] = PAD
@@ -111,7 +111,7 @@ def outputs_of(model: PreTrainedModel, case: Case, missing: set[str]) -> dict[st
 
 
 def record() -> None:
-    """Save every folder, and what the Auto classes make of it."""
+    """Save every folder, and what the Auto classes load from it."""
     for folder, case in saved_cases():
         save_folder(folder, case)
     facts, outputs = {}, {}
@@ -124,7 +124,7 @@ def record() -> None:
 
 
 def expected(folder: Path, auto: str) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """What was recorded of a load: its facts, and its outputs."""
+    """The recorded facts and outputs of a load."""
     name = f"{folder.name} as Auto{auto}"
     facts = json.loads((FOLDER / "folders.json").read_text())[name]
     outputs = load(FOLDER / "folders.safetensors")

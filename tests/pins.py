@@ -1,10 +1,9 @@
-"""What `record_pins.py` records and `test_pins.py` computes again: outputs and gradients of every variant.
+"""Outputs and gradients of every variant, which `record_pins.py` records and `test_pins.py` compares.
 
-Everything is float64 and follows from names: a weight, a label and a direction are drawn by a generator whose seed is
-the checksum of their name. So no weight is stored, none depends on the order in which a model is built, and a renamed
-parameter is a difference.
+Everything is float64 and follows from names: the checksum of its name seeds the generator of every weight, label and
+direction. So no weight is stored, none depends on the order of construction, and a renamed parameter is a difference.
 
-Only public names are used, and the variants are written out, so that a restructured package or a restructured table
+Only public names are used and the variants are written out, so that restructuring the package or the tests' tables
 changes nothing here.
 """
 
@@ -26,7 +25,7 @@ from luna_hf import MemoryCache
 
 FOLDER = Path(__file__).resolve().parent / "fixtures" / "pins"
 TOLERANCE = 1e-12  # relative to the largest entry of a tensor, and to 1 where all are smaller
-FLOAT32_TOLERANCE = 1e-6  # of a causal loss, which transformers computes in float32
+FLOAT32_TOLERANCE = 1e-6  # causal losses, which transformers computes in float32
 
 SIZES = {
     "vocab_size": 32,
@@ -53,7 +52,7 @@ SHARED = {
     },
     "convolution-segments-untied": {"conv_kernel_size": 3, "type_vocab_size": 2, "tie_word_embeddings": False},
 }
-# The second configuration of transformers' own tests: every option of the backbone the other way round.
+# Every option of the backbone inverted.
 OPPOSITE = {**SHARED["prenorm-sinusoidal"], **SHARED["convolution-segments-untied"]}
 OPPOSITE_DECODER = {name: value for name, value in OPPOSITE.items() if name != "type_vocab_size"}
 
@@ -100,7 +99,7 @@ DECODERS = {
     },
     "abc_memory": {
         **SHARED,
-        "linformer": {"memory_control": "linformer", "max_position_embeddings": 16},  # its columns begin again
+        "linformer": {"memory_control": "linformer", "max_position_embeddings": 16},  # its columns repeat
         "random": {"memory_control": "random"},
         "sliding-window": {"memory_control": "sliding_window"},
         "mlp-of-each-layer": {"share_control": False},
@@ -141,7 +140,7 @@ HEADS = {
 
 
 class Case(NamedTuple):
-    """One model: the family, the end of its class's name, and the fields of its config besides `SIZES`."""
+    """One model: the family, the suffix of its class, and config fields in addition to `SIZES`."""
 
     family: str
     kind: str  # "Model" of a decoder is the trunk, as `AutoModel` makes it
@@ -151,13 +150,13 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What its file is called."""
+        """The name of its file."""
         trunk = "CausalModel" if self.causal else "Model"
         return f"{NAMES[self.family]}{trunk if self.kind == 'Model' else self.kind}-{self.variant}"
 
 
 def all_cases() -> Iterator[Case]:
-    """Every model that is pinned."""
+    """Every pinned model."""
     for family in NAMES:
         kinds = {"Model": ENCODERS[family], **HEADS[family]}
         yield from (Case(family, kind, *item) for kind, table in kinds.items() for item in table.items())
@@ -171,7 +170,7 @@ CASES = {case.name: case for case in all_cases()}
 
 
 def uniform(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Float64 of mean 0 and variance 1; from random bits alone, so that no library's logarithm matters."""
+    """Float64 of mean 0 and variance 1, from random bits alone, independent of any library's logarithm."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return (torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1) * 3**0.5
 
@@ -182,14 +181,14 @@ def draw(name: str, shape: tuple[int, ...], low: int, high: int) -> Tensor:
 
 
 def digest(name: str, tensor: Tensor) -> Tensor:
-    """(5,): norm, sum, and products with three directions of that name."""
+    """(5,): norm, sum, and products with three directions drawn from the name."""
     tensor = tensor.detach().double()
     products = [(tensor * uniform(f"{name} {index}", tensor.shape)).sum() for index in range(3)]
     return torch.stack([tensor.norm(), tensor.sum(), *products])
 
 
 def names_of_parameters(model: PreTrainedModel) -> dict[Tensor, list[str]]:
-    """Every parameter with all its names in order: a tied one has several."""
+    """Every parameter with its sorted names; a tied one has several."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
         names.setdefault(parameter, []).append(name)
@@ -198,13 +197,13 @@ def names_of_parameters(model: PreTrainedModel) -> dict[Tensor, list[str]]:
 
 @torch.no_grad()
 def fill(model: PreTrainedModel) -> PreTrainedModel:
-    """Every parameter from the first of its names, at a size that leaves attention far from uniform."""
+    """Fill every parameter by the first of its names, at a size that keeps attention far from uniform."""
     for parameter, (name, *_) in names_of_parameters(model).items():
         values = uniform(name, parameter.shape)
         if parameter.dim() == 1:
             norm = name.lower().replace("_", "").endswith("layernorm.weight")
             values = 1 + values / 4 if norm else values / 5
-        elif not name.endswith(("slots", "packed_embeddings.weight")):  # these are as large as token states
+        elif not name.endswith(("slots", "packed_embeddings.weight")):  # the size of token states
             attention = ".attention.self." in name or name.endswith("control.weight")
             values = values * (2 if attention else 1) * parameter.shape[-1] ** -0.5
         parameter.copy_(values)
@@ -220,7 +219,7 @@ def make_config(case: Case, **fields: object) -> PreTrainedConfig:
 
 
 def make_model(case: Case, **fields: object) -> PreTrainedModel:
-    """The model of a case, in float32 as it is built, without its weights."""
+    """The model of a case in float32, before `fill`."""
     config = make_config(case, **fields)
     if case.causal and case.kind == "Model":
         return AutoModel.from_config(config)
@@ -231,7 +230,7 @@ def make_model(case: Case, **fields: object) -> PreTrainedModel:
 
 
 def masks() -> dict[str, Tensor]:
-    """(b, n) by the name of a batch: rows without padding, padded on the right, on the left and in the middle."""
+    """(b, n) by the name of a batch: rows without padding, and padded on the right, left and in the middle."""
     wide = (draw("mask of wide", (2, 150), 0, 4) > 0).long()
     wide[0] = 1
     long = torch.ones(4, 11, dtype=torch.long)
@@ -242,18 +241,18 @@ def masks() -> dict[str, Tensor]:
 
 
 def batches(case: Case) -> dict[str, dict[str, Tensor]]:
-    """Inputs by name: with a mask (more tokens than slots, fewer, several chunks of a scan), and without one."""
+    """Inputs by name: with a mask (more or fewer tokens than slots, several chunks of a scan), and without one."""
     inputs = {
         name: {"input_ids": draw(f"ids of {name}", mask.shape, 4, 31).where(mask == 1, PAD), "attention_mask": mask}
         for name, mask in masks().items()
     }
     if case.kind != "Model" and not case.causal:
-        del inputs["wide"]  # the trunk's
+        del inputs["wide"]  # only for the trunk
     plain = draw("ids of plain", (4, 11), 4, 31)
-    inputs["plain"] = {"input_ids": plain}  # with nothing at all that could be padding
+    inputs["plain"] = {"input_ids": plain}  # without padding
     padded = plain.clone()
     padded[1, 8:] = padded[2, :3] = PAD
-    inputs["ids"] = {"input_ids": padded}  # an encoder reads the padding off the ids
+    inputs["ids"] = {"input_ids": padded}  # an encoder derives the padding from the ids
     if case.kind == "ForMultipleChoice":
         del inputs["short"]  # three rows
     for batch in inputs.values():
@@ -268,7 +267,7 @@ def batches(case: Case) -> dict[str, dict[str, Tensor]]:
 
 
 def labels_for(case: Case, ids: Tensor, keep: Tensor) -> dict[str, Tensor]:
-    """What the head of a case takes to compute its loss."""
+    """Labels for the head of a case."""
     some = keep & (draw("labelled", ids.shape, 0, 2) == 1)
     rows = ids.shape[:1]
     if case.kind in ("ForMaskedLM", "ForCausalLM"):
@@ -293,7 +292,7 @@ OBJECTIVES = (
 
 
 def objective(outputs: dict[str, Tensor], keep: Tensor) -> Tensor:
-    """A sum of all float64 outputs times random weights, padding and unused slots left out."""
+    """The sum of all float64 outputs times random weights, without padding and unused slots."""
     total = torch.zeros((), dtype=torch.float64)
     for name in OBJECTIVES:
         if outputs.get(name) is None or outputs[name].dtype != torch.float64:
@@ -311,7 +310,7 @@ def objective(outputs: dict[str, Tensor], keep: Tensor) -> Tensor:
 
 
 def flatten(outputs: dict) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model's output with its name, those of the layers with their numbers."""
+    """Every tensor of a model's output with its name, numbered per layer."""
     for name, value in outputs.items():
         if isinstance(value, Tensor):
             yield name, value

@@ -1,9 +1,9 @@
-"""Record `fixtures/pins`: what the code computes now, for `test_pins.py` to hold later code against.
+"""Record `fixtures/pins`: the current numbers, which `test_pins.py` compares with those of later code.
 
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv/bin/python tests/record_pins.py
 
-Run once, at commit 65e44cd, the last before the frame of `src/luna_hf` was rewritten. To run it again means to accept
-whatever the code computes by then: only after a change that is meant to change numbers.
+Recorded at commit 65e44cd, the last before the package's modules were rewritten. Recording again accepts whatever the
+code computes by then: do so only after a change that is meant to change numbers.
 """
 
 import shutil
@@ -16,7 +16,7 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     for case in CASES.values():
         save(FOLDER / f"{case.name}.safetensors", compute(case))
-        # One record serves every way of computing it, so they must agree much better than is asked of later code.
+        # One record serves every path, so all paths must agree much better than the tolerance.
         for backend, gradients in (("sdpa", True), ("eager", False), ("sdpa", False)):
             lines = differences(compute(case, backend, gradients), expected(case, backend, gradients), TOLERANCE / 10)
             if lines:

@@ -1,4 +1,4 @@
-"""The attention backends: eager, sdpa, flash attention (against a stand-in with the kernel's signature), flex."""
+"""The attention backends: eager, sdpa, flash attention (a stand-in with the kernel's signature) and flex."""
 
 import sys
 from types import ModuleType
@@ -6,7 +6,18 @@ from types import ModuleType
 import pytest
 import torch
 import transformers.modeling_flash_attention_utils as flash_utils
-from helpers import FAMILIES, padded_batch, tiny_config, tiny_model, variants_of
+from helpers import (
+    FAMILIES,
+    FAMILY_KINDS,
+    FAMILY_VARIANTS,
+    MODELS,
+    inputs_for,
+    padded_batch,
+    refused,
+    tiny_config,
+    tiny_model,
+    variants_of,
+)
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from variants import ROWS
@@ -17,7 +28,7 @@ from luna_hf.functional import masked_softmax, softmax_attention
 
 
 class Caller(nn.Module):
-    """A module as `attend` expects it."""
+    """A module with what `attend` needs."""
 
     is_causal = False
     attention_dropout = 0.0
@@ -25,7 +36,7 @@ class Caller(nn.Module):
     def __init__(self, implementation):
         super().__init__()
         self.config = tiny_config(attn_implementation=implementation)
-        self.projection = nn.Linear(1, 1)  # where the flash path looks for the dtype of the weights
+        self.projection = nn.Linear(1, 1)  # the flash path reads the dtype of the weights here
 
 
 def literal_attention(query, key, value, keep):
@@ -56,7 +67,7 @@ def test_unequal_lengths_match_the_definition(implementation, queries, keys):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_unpadded_batches_are_not_causal(model_type):
-    """transformers' sdpa takes a module without `is_causal` for causal when there is no mask, and cuts off keys."""
+    """Without a mask, transformers' sdpa treats a module that lacks `is_causal` as causal."""
     model = tiny_model(model_type)
     ids = padded_batch([20, 20])["input_ids"]
     changed = ids.clone()
@@ -72,7 +83,7 @@ def test_unpadded_batches_are_not_causal(model_type):
 def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
                  causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
                  return_attn_probs=False, block_table=None):  # fmt: skip
-    """`flash_attn_varlen_func`: (total, heads, head_dim) rows cut at the borders, each document on its own."""
+    """`flash_attn_varlen_func`: (total, heads, head_dim), each document attended separately."""
     assert not causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert q.shape[0] == cu_seqlens_q[-1] and k.shape[0] == v.shape[0] == cu_seqlens_k[-1]
     assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
@@ -95,7 +106,7 @@ def flash_dense(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window
 
 @pytest.fixture
 def flash_attention(monkeypatch):
-    """A package `flash_attn` whose kernels run on the CPU, and a record of what was called."""
+    """A package `flash_attn` with CPU kernels; returns the list of kernels called."""
     calls = []
 
     def recorded(kernel):
@@ -118,7 +129,7 @@ def flash_attention(monkeypatch):
 
 
 def use_flash(model):
-    """Choose the kernel without the library's check for a GPU."""
+    """Select flash attention without the library's check for a GPU."""
     model.config._attn_implementation = "flash_attention_2"
     return model
 
@@ -126,11 +137,11 @@ def use_flash(model):
 FLASH_CASES = [(family, variant) for family in FAMILIES for variant in ("default", *ROWS[family].encoder)]
 
 
-@pytest.mark.parametrize("kind", ["base", "sequence"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("model_type", "variant"), FLASH_CASES)
-def test_flash_attention_under_padding(flash_attention, model_type, variant, side, kind):
-    """Rows padded by more than the number of slots: the stock path loses all the queries of Luna's packs."""
+def test_flash_attention_under_padding(flash_attention, model_type, variant, side):
+    """With more padding than slots, where the stock path loses all queries of Luna's packs."""
+    kind = "sequence" if (variant, side) == ("default", "right") else "base"
     pooling = FAMILIES[model_type].config.classifier_poolings()[-1]
     model = tiny_model(model_type, kind, classifier_pooling=pooling, **variants_of(model_type)[variant]).double()
     inputs = padded_batch([20, 3, 11, 1])
@@ -149,14 +160,13 @@ def test_flash_attention_under_padding(flash_attention, model_type, variant, sid
         torch.testing.assert_close(
             parameter.grad, gradients[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
         )
-    # Dense where the memory has no padding. Where slots may be empty, or keys differ from query to query, the mask is
-    # not one over tokens alone: sdpa takes the call.
+    # Dense if the memory has no padding. If slots may be empty or keys differ between queries, sdpa takes over.
     assert set(flash_attention) == {kernel for name, kernel in ROWS[model_type].flash.items() if name == variant}
 
 
 @pytest.mark.parametrize(("model_type", "variant"), FLASH_CASES)
 def test_flash_attention_without_padding(flash_attention, model_type, variant):
-    """No mask: the dense kernel; restarting `position_ids` of a single row must not be read as packed documents."""
+    """The dense kernel, and `position_ids` that restart within a row do not mean packed documents."""
     model = tiny_model(model_type, **variants_of(model_type)[variant])
     ids = padded_batch([20])["input_ids"]
     positions = torch.cat([torch.arange(2, 12), torch.arange(2, 12)])[None]
@@ -169,7 +179,7 @@ def test_flash_attention_without_padding(flash_attention, model_type, variant):
 
 
 def test_the_stock_flash_path_is_wrong_for_unequal_lengths(flash_attention):
-    """Why `attend` makes variable-length calls of its own: if this fails, the library has changed."""
+    """The reason for `attend`'s own variable-length calls. If this fails, the library has changed."""
     torch.manual_seed(0)
     caller = use_flash(Caller("eager")).eval()
     query, key, value = torch.randn(2, 4, 4, 8), torch.randn(2, 4, 12, 8), torch.randn(2, 4, 12, 8)
@@ -184,15 +194,41 @@ def test_the_stock_flash_path_is_wrong_for_unequal_lengths(flash_attention):
     torch.testing.assert_close(ours, expected.transpose(1, 2).flatten(-2), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_missing_flash_attention_is_the_librarys_own_error(model_type):
-    with pytest.raises(ImportError, match="FlashAttention2"):
-        tiny_model(model_type, attn_implementation="flash_attention_2")
+def test_missing_and_unknown_backends_are_refused(monkeypatch):
+    model = tiny_model()
+    with refused("no_such_attention"):
+        model.set_attn_implementation("no_such_attention")
+    with refused("no_such_attention"):
+        tiny_model(attn_implementation="no_such_attention")
+    monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda *_: False)
+    monkeypatch.setattr("transformers.utils.import_utils._is_package_available", lambda *_, **__: (False, "N/A"))
+    with refused("FlashAttention2", error=ImportError):
+        model.set_attn_implementation("flash_attention_2")
+    assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(("model_type", "variant"), FLASH_CASES)
+# Every head, and every variant of one head.
+SWITCHED = [(family, kind, "default") for family in FAMILIES for kind in MODELS]
+SWITCHED += [(family, "mlm", variant) for family, variant in FAMILY_VARIANTS if variant != "default"]
+
+
+@pytest.mark.parametrize(("family", "kind", "variant"), SWITCHED)
+@torch.no_grad()
+def test_sdpa_equals_eager(family, kind, variant):
+    model = tiny_model(family, kind, attn_implementation="eager", **variants_of(family)[variant])
+    inputs = inputs_for(kind)
+    eager = model(**inputs)
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        configs = [module.config for module in model.modules() if hasattr(module, "config")]
+        assert {config._attn_implementation for config in configs} == {implementation}
+        for name, tensor in model(**inputs).items():
+            torch.testing.assert_close(tensor, eager[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(("model_type", "variant"), FAMILY_KINDS)
 def test_flex_attention(model_type, variant):
-    # The compiled kernel wants head sizes that are powers of two, from 16 on.
+    # The kernel requires head sizes that are powers of two, at least 16.
     model = tiny_model(model_type, hidden_size=64, **variants_of(model_type)[variant])
     inputs = padded_batch([40, 3, 17])
     real = inputs["attention_mask"] == 1
@@ -216,7 +252,7 @@ def test_masked_softmax(dtype):
 @pytest.mark.parametrize("slow", [True, False], ids=["emulated", "native"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_half_precision_on_cpu(monkeypatch, model_type, slow):
-    """Both ways of computing bfloat16 on a CPU, whatever this machine has, equal float32 within its rounding."""
+    """Native and emulated bfloat16 both equal float32 within rounding, on any CPU."""
     monkeypatch.setattr(dispatch, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16] if slow else []))
     torch.manual_seed(0)
     layer, states = Linear(32, 16), torch.randn(5, 32)
@@ -231,5 +267,5 @@ def test_half_precision_on_cpu(monkeypatch, model_type, slow):
     with torch.no_grad():
         expected = model(**inputs).last_hidden_state[real]
         actual = model.to(torch.bfloat16)(**inputs).last_hidden_state[real]
-    # Three layers of LayerNormed states of size about 1 to 4, each rounded to 8 bits.
+    # Three layers of normed states of size 1 to 4, each rounded to 8 bits.
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=0.1)

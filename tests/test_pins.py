@@ -1,4 +1,4 @@
-"""Later code computes what was recorded (`record_pins.py`), to 1e-12 in float64, and loads what was saved then."""
+"""The code computes what `record_pins.py` recorded, to 1e-12 in float64, and loads what was saved then."""
 
 import pin_folders
 import pytest
@@ -6,25 +6,23 @@ import torch
 from pins import CASES, compute, differences, expected, fill, make_model
 from safetensors.torch import load_file
 
-cases = pytest.mark.parametrize("name", CASES)
+# Each backend runs in every suite, one with gradients and one as inference, which has blocks and paths of its own.
+PATHS = [
+    ("eager", True),
+    ("sdpa", False),
+    *(pytest.param(*path, marks=pytest.mark.slow) for path in (("eager", False), ("sdpa", True))),
+]
 loads = pytest.mark.parametrize(
     ("folder", "case", "auto"),
     [pytest.param(*load, id=f"{load[0].name}-{load[2]}") for load in pin_folders.loads()],
 )
 
 
-@cases
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_outputs_and_gradients(name, backend):
-    assert not differences(compute(CASES[name], backend), expected(CASES[name], backend))
-
-
-@cases
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_outputs_without_gradients(name, backend):
-    """Inference has blocks and paths that training has not."""
-    values, pinned = compute(CASES[name], backend, gradients=False), expected(CASES[name], backend, gradients=False)
-    assert not differences(values, pinned)
+@pytest.mark.parametrize(("backend", "gradients"), PATHS)
+@pytest.mark.parametrize("name", CASES)
+def test_outputs(name, backend, gradients):
+    values = compute(CASES[name], backend, gradients=gradients)
+    assert not differences(values, expected(CASES[name], backend, gradients=gradients))
 
 
 @loads
@@ -36,7 +34,7 @@ def test_folders_load(folder, case, auto):
 
 
 @pytest.mark.parametrize("folder", [folder for folder, _ in pin_folders.saved_cases()], ids=lambda folder: folder.name)
-def test_own_classes_take_every_weight_and_make_none_up(folder):
+def test_own_classes_take_every_weight_and_add_none(folder):
     case, auto = next((case, auto) for own, case, auto in pin_folders.loads() if own == folder)
     model, facts, outputs = pin_folders.load_folder(folder, case, auto)
     assert not facts["missing_keys"] and not facts["unexpected_keys"] and not facts["mismatched_keys"]
@@ -47,7 +45,7 @@ def test_own_classes_take_every_weight_and_make_none_up(folder):
     assert loaded.keys() <= {"lm_head.weight", "lm_head.decoder.weight", "lm_head.decoder.bias"}  # tied, stored once
 
 
-# ---- that the comparison notices ----
+# ---- sensitivity of the comparison ----
 
 
 def test_a_small_difference_of_one_weight_is_noticed(monkeypatch):
@@ -65,7 +63,7 @@ def test_a_small_difference_of_one_weight_is_noticed(monkeypatch):
     assert any(line.startswith("gradient of embeddings.word_embeddings.weight: differs") for line in lines)
 
 
-def test_another_name_is_noticed(monkeypatch):
+def test_a_renamed_parameter_is_noticed(monkeypatch):
     case = CASES["AbcModel-default"]
 
     def rename(case, **fields):
@@ -76,5 +74,4 @@ def test_another_name_is_noticed(monkeypatch):
 
     monkeypatch.setattr("pins.make_model", rename)
     lines = differences(compute(case), expected(case))
-    assert "gradient of embeddings.LayerNorm.weight: not computed any more" in lines
-    assert "gradient of embeddings.renamed.weight: not recorded" in lines
+    assert {"LayerNorm", "renamed"} <= {line.split(".")[1] for line in lines if "gradient of embeddings." in line}

@@ -1,4 +1,7 @@
-"""sentence-transformers on saved folders: rerankers, sparse and dense encoders score, train, save and load."""
+"""sentence-transformers on saved folders: rerankers, sparse and dense encoders score, train, save and load.
+
+Heads are the same in every family: one represents all in every suite.
+"""
 
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
@@ -10,19 +13,22 @@ from helpers import MODELS, SENTENCES, inputs_for, run_python, tiny_causal_model
 
 from luna_hf import FAMILIES
 
-families = pytest.mark.parametrize("family", list(FAMILIES))
+REPRESENTATIVE, *OTHERS = FAMILIES
+families = pytest.mark.parametrize(
+    "family", [REPRESENTATIVE, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
+)
 PAIRS = [(first, second) for first in SENTENCES for second in SENTENCES[:2]]
 # Batches of unequal lengths differ from single texts by rounding in float32.
 ATOL = 1e-5
 
 
 def annotated(model_class):
-    """Output classes that the annotation of a model's forward names."""
+    """Output classes in the return annotation of a model's forward."""
     hint = get_type_hints(model_class.forward)["return"]
     return get_args(hint) or (hint,)
 
 
-@families
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", [*MODELS, "causal"])
 @torch.no_grad()
 def test_the_annotation_names_the_output_and_its_fields(family, kind):
@@ -37,7 +43,7 @@ def test_the_annotation_names_the_output_and_its_fields(family, kind):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """For each family, a plain folder for each kind of model that sentence-transformers loads."""
+    """For each family, a plain folder of each kind of model that sentence-transformers loads."""
     root, tokenizer = tmp_path_factory.mktemp("models"), tiny_tokenizer()
     for family in FAMILIES:
         for kind, options in (("base", {}), ("mlm", {}), ("sequence", {"num_labels": 1})):
@@ -48,7 +54,7 @@ def folders(tmp_path_factory):
 
 
 def train(trainer_class, arguments_class, model, data, loss, folder):
-    """Two steps at a high rate, so that what the model says changes clearly."""
+    """Two steps at a high learning rate, so that the outputs change clearly."""
     arguments = arguments_class(
         output_dir=str(folder),
         max_steps=2,
@@ -62,9 +68,9 @@ def train(trainer_class, arguments_class, model, data, loss, folder):
     trainer_class(model=model, args=arguments, train_dataset=data, loss=loss).train()
 
 
-def assert_trained(say, before, reload):
-    """What `say` gives has changed, and comes back from the folder."""
-    after = torch.as_tensor(say())
+def assert_trained(compute, before, reload):
+    """The result of `compute` has changed, and `reload` gives it again."""
+    after = torch.as_tensor(compute())
     assert (after - torch.as_tensor(before)).abs().max() > 100 * ATOL
     assert torch.equal(torch.as_tensor(reload()), after)
 
@@ -165,6 +171,7 @@ for family in families:
 """
 
 
+@pytest.mark.slow
 def test_all_three_without_the_package(folders, tmp_path):
     from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 

@@ -1,64 +1,59 @@
-"""Models in the forms that other runtimes take: tuples for outputs, traces, ONNX files, graphs with all slots."""
+"""Models for other runtimes: outputs as tuples, `torch.jit.trace`, ONNX files.
+
+One variant per kind runs in every suite, the others in the slow one.
+"""
 
 import io
 
 import pytest
 import torch
 from helpers import (
+    FAMILY_CAUSAL_KINDS,
     FAMILY_CAUSAL_VARIANTS,
+    FAMILY_KINDS,
     FAMILY_VARIANTS,
     MODELS,
     causal_variants_of,
-    inputs_for,
-    padded_batch,
     random_ids,
     tiny_causal_model,
     tiny_model,
     variants_of,
 )
+from test_compile_export import SHAPES, slow_unless, uneven
 from torch import nn
-from variants import COMMON
 
 from luna_hf import FAMILIES
 from luna_hf.functional import SCAN_CHUNK
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 
-# The tracer warns of every check of a shape, the exporter of every index.
+# The tracer warns about every shape check, the exporter about every index.
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::UserWarning:torch.onnx")
 
-# The tiny models have 8 slots: examples on either side of that number, lengths on either side, and equal to it.
-EXAMPLES = {"above": (3, 12), "below": (3, 5)}
-SHAPES = [(2, 5), (4, 31), (3, 8), (1, 1), (5, 64)]
+SHAPES = [*SHAPES, (1, 1)]
 CAUSAL_SHAPES = [(2, 5), (3, SCAN_CHUNK), (2, 2 * SCAN_CHUNK + 3)]
 
 
 def make(family, kind, **options):
-    """A tiny model of one layer; a causal one without a state, which no trace can return."""
+    """A tiny model of one layer; a causal one without a state, which a trace cannot return."""
     if kind == "causal":
         return tiny_causal_model(family, num_hidden_layers=1, use_cache=False, **options)
     return tiny_model(family, kind, num_hidden_layers=1, **options)
 
 
 def make_batch(kind, shape, left=False):
-    """Rows of unequal lengths, padded on the right or on the left; two choices of each row for multiple choice."""
-    batch, length = shape
-    inputs = padded_batch([max(1, length - 2 * row) for row in range(batch)], seed=length)
-    if left:
-        inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
-    if kind == "choice":
-        inputs = {name: torch.stack([tensor, tensor.flip(0)], dim=1) for name, tensor in inputs.items()}
-    return inputs
+    """Rows of unequal lengths, padded on the right or on the left."""
+    inputs = uneven(kind, *shape, seed=shape[1])
+    return {name: tensor.flip(-1) for name, tensor in inputs.items()} if left else inputs
 
 
 def assert_same_numbers(run, model, kind, shapes=SHAPES):
-    """`run` against the model, with padding on either side; not the packed states, of which a graph has more."""
+    """`run` against the model, with padding on either side; without packed states, of which a graph has more."""
     outputs = slice(2 if kind == "span" else 1)
     for shape in shapes:
         for left in (False, True):
             inputs = make_batch(kind, shape, left)
             actual, expected = run(inputs)[outputs], model(**inputs, return_dict=True).to_tuple()[outputs]
-            # Float32: a compiler or another runtime adds up in another order.
             torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -96,25 +91,33 @@ def trace(model, inputs):
     return lambda inputs: traced(**inputs)
 
 
-TRACED = [(family, kind, "default", example) for family in FAMILIES for kind in MODELS for example in EXAMPLES]
-TRACED += [(family, "mlm", variant, "above") for family, variant in FAMILY_VARIANTS if variant != "default"]
+# Traces are made with more tokens than slots, and with fewer. Heads are traced once.
+CASES = [
+    slow_unless(family == "luna", family, kind, "default") for family in FAMILIES for kind in MODELS if kind != "mlm"
+]
+CASES += [slow_unless(case in FAMILY_KINDS, case[0], "mlm", case[1]) for case in FAMILY_VARIANTS]
+cases = pytest.mark.parametrize(("family", "kind", "variant"), CASES)
 
 
-@pytest.mark.parametrize(("family", "kind", "variant", "example"), TRACED)
+@cases
 @torch.no_grad()
-def test_one_trace_serves_all_lengths(family, kind, variant, example):
+def test_one_trace_serves_all_lengths(family, kind, variant):
     model = make(family, kind, **variants_of(family)[variant])
-    assert_same_numbers(trace(model, make_batch(kind, EXAMPLES[example])), model, kind)
+    for example in ((3, 12), (3, 5)):
+        assert_same_numbers(trace(model, make_batch(kind, example)), model, kind)
 
 
 def sums_in_a_tree(family, variant):
-    """Whether the depth of the computation follows from the length: ABC's learned control, but for relu."""
+    """Whether the depth of the computation depends on the length: ABC's learned control, except with relu."""
     options = causal_variants_of(family)[variant]
     learned = options.get("memory_control", "mlp") == "mlp"
     return family == "abc_memory" and learned and options.get("control_activation") != "relu"
 
 
-@pytest.mark.parametrize(("family", "variant"), [case for case in FAMILY_CAUSAL_VARIANTS if not sums_in_a_tree(*case)])
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [slow_unless(case in FAMILY_CAUSAL_KINDS, *case) for case in FAMILY_CAUSAL_VARIANTS if not sums_in_a_tree(*case)],
+)
 @torch.no_grad()
 def test_a_causal_trace_of_several_chunks_serves_all_lengths(family, variant):
     model = make(family, "causal", **causal_variants_of(family)[variant])
@@ -177,28 +180,16 @@ def export_to_onnx(model, inputs):
     return run
 
 
-EXPORTED = [(family, kind, "default") for family in FAMILIES for kind in MODELS]
-EXPORTED += [(family, "mlm", variant) for family in FAMILIES for variant in COMMON if variant != "default"]
-EXPORTED += [("abc_memory", "mlm", variant) for variant in ("full", "relu", "sigmoid", "mlp-of-each-layer")]
-
-
-@pytest.mark.parametrize(("family", "kind", "variant"), EXPORTED)
+@pytest.mark.parametrize(
+    ("family", "kind", "variant"),
+    [
+        slow_unless(family == "luna", family, kind, variant)
+        for family in FAMILIES
+        for kind, variant in [*((kind, "default") for kind in MODELS), ("mlm", "convolution-segments-untied")]
+    ]
+    + [slow_unless(name == "full", "abc_memory", "mlm", name) for name in ("full", "relu", "sigmoid")],
+)
 @torch.no_grad()
 def test_one_onnx_file_serves_all_lengths(family, kind, variant):
     model = make(family, kind, **variants_of(family)[variant])
     assert_same_numbers(export_to_onnx(model, make_batch(kind, (3, 12))), model, kind)
-
-
-# Compiled training with a convolution, which inductor lays out by the sizes of its input.
-
-
-@pytest.mark.slow
-@families
-def test_inductor_trains_with_a_convolution(family):
-    model = make(family, "mlm", conv_kernel_size=3).train()
-    batch, gradients = inputs_for("mlm", labels=True), []
-    for run in (torch.compile(model, fullgraph=True, dynamic=True), model):
-        model.zero_grad()
-        run(**batch).loss.backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)

@@ -1,4 +1,7 @@
-"""Training with transformers' Trainer and with peft: learning, accumulation, precision, checkpoints, adapters."""
+"""Training with transformers' Trainer and with peft: learning, accumulation, precision, checkpoints, adapters.
+
+The Trainer does not depend on the mechanism: one encoder and one causal model represent all.
+"""
 
 import copy
 import random
@@ -6,31 +9,24 @@ import random
 import pytest
 import torch
 from helpers import (
-    FAMILY_OWN_VARIANTS,
+    FAMILY_KINDS,
     FAMILY_POOLINGS,
     MODELS,
     code_name,
     inputs_for,
     model_class,
     padded_batch,
+    random_ids,
+    tiny_causal_model,
     tiny_config_for,
     tiny_model,
     tiny_tokenizer,
     variants_of,
 )
-from transformers import (
-    DataCollatorWithPadding,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, default_data_collator
 from variants import ROWS
 
 from luna_hf import FAMILIES, modeling_layers
-
-families = pytest.mark.parametrize("family", list(FAMILIES))
 
 
 def arguments(folder, **overrides):
@@ -48,10 +44,12 @@ def arguments(folder, **overrides):
     return TrainingArguments(output_dir=str(folder), **{**plain, **overrides})
 
 
-# Accumulation: four rows at once, or one at a time.
+# ---- accumulation ----
 
+# Heads and losses, by the kind of model and fields of its config.
 TASKS = {
     "masked-lm": ("mlm", {}),
+    "causal-lm": ("causal", {}),
     "single-label": ("sequence", {}),
     "regression": ("sequence", {"num_labels": 1}),
     "regression-three-targets": ("sequence", {"num_labels": 3, "problem_type": "regression"}),
@@ -63,6 +61,10 @@ TASKS = {
 
 
 def four_rows(kind, options):
+    if kind == "causal":
+        ids = random_ids(4, 12)
+        labels = ids.masked_fill(torch.arange(12) < torch.tensor([[2], [5], [1], [9]]), -100)
+        return [{"input_ids": row, "labels": targets} for row, targets in zip(ids, labels, strict=True)]
     batch = inputs_for(kind, batch=4, labels=True)
     if kind == "sequence" and options:
         width = options["num_labels"]
@@ -73,7 +75,7 @@ def four_rows(kind, options):
 
 
 def one_update(model, rows, folder, batch_size, accumulation):
-    """Change of every parameter in one optimizer step over all rows, by the Trainer."""
+    """The change of every parameter in one optimizer step of the Trainer over all rows."""
     trained = copy.deepcopy(model)
     args = arguments(
         folder,
@@ -86,46 +88,24 @@ def one_update(model, rows, folder, batch_size, accumulation):
     return {name: parameter.detach() - before[name].detach() for name, parameter in trained.named_parameters()}
 
 
-@families
-@pytest.mark.parametrize("task", list(TASKS))
-def test_accumulation_gives_the_update_of_one_large_batch(family, task, tmp_path):
+@pytest.mark.parametrize("task", TASKS)
+def test_accumulation_gives_the_update_of_one_large_batch(task, tmp_path):
     kind, options = TASKS[task]
-    model, rows = tiny_model(family, kind, **options).double(), four_rows(kind, options)
-    large = one_update(model, rows, tmp_path, 4, 1)
-    for batch_size, accumulation in ((1, 4), (2, 2)):
-        small = one_update(model, rows, tmp_path, batch_size, accumulation)
-        for name, change in large.items():
-            # Float64: only the order of additions differs.
-            torch.testing.assert_close(small[name], change, atol=1e-12, rtol=1e-9, msg=name)
+    model = (tiny_causal_model() if kind == "causal" else tiny_model("luna", kind, **options)).double()
+    rows = four_rows(kind, options)
+    large, small = (one_update(model, rows, tmp_path, size, 4 // size) for size in (4, 1))
+    for name, change in large.items():
+        # A causal loss is computed in float32. Elsewhere only the order of additions differs.
+        atol = 1e-7 if kind == "causal" else 1e-12
+        torch.testing.assert_close(small[name], change, atol=atol, rtol=1e-9, msg=name)
     assert max(change.abs().max() for change in large.values()) > 1e-4
 
 
-def test_the_accumulation_check_finds_a_head_that_ignores_the_number_of_items(tmp_path):
-    # transformers' own masked LM is such a head: four micro batches give about four times the update. When this fails,
-    # the library has been corrected, and this test has served its purpose.
-    torch.manual_seed(0)
-    model = RobertaForMaskedLM(
-        RobertaConfig(
-            vocab_size=120,
-            hidden_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            intermediate_size=96,
-            hidden_dropout_prob=0,
-            attention_probs_dropout_prob=0,
-        )
-    ).double()
-    rows = four_rows("mlm", {})
-    large, small = (one_update(model, rows, tmp_path, size, 4 // size) for size in (4, 1))
-    name = "roberta.encoder.layer.0.output.dense.weight"
-    assert 2 < (small[name].norm() / large[name].norm()).item() < 8
-
-
-# Learning.
+# ---- learning ----
 
 
 def topic_texts(count, seed):
-    """Texts of unequal lengths; the class is which of two words occurs, anywhere among others."""
+    """Texts of unequal lengths; the class is which of two words occurs among the others."""
     words = ["every", "token", "reads", "the", "packed", "sequence", "in", "turn", "quick", "brown", "lazy"]
     generator = random.Random(seed)
     rows = []
@@ -160,7 +140,7 @@ def classification_trainer(family, folder, pooling="mean", **overrides):
     return Trainer(
         model_class(family, "sequence")(config),
         arguments(folder, **{**defaults, **overrides}),
-        train_dataset=tokenized(topic_texts(640, seed=1), tokenizer),
+        train_dataset=tokenized(topic_texts(512, seed=1), tokenizer),
         eval_dataset=tokenized(topic_texts(200, seed=2), tokenizer),
         data_collator=DataCollatorWithPadding(tokenizer),
         processing_class=tokenizer,
@@ -168,10 +148,13 @@ def classification_trainer(family, folder, pooling="mean", **overrides):
     )
 
 
-@pytest.mark.parametrize(("family", "pooling"), FAMILY_POOLINGS)
+@pytest.mark.parametrize(
+    ("family", "pooling"),
+    [pytest.param(*case, marks=[] if case[1] == "mean" else pytest.mark.slow) for case in FAMILY_POOLINGS],
+)
 def test_finetuning_learns_a_classification(family, pooling, tmp_path):
     trainer = classification_trainer(family, tmp_path, pooling, num_train_epochs=6)
-    # 200 unseen texts: guessing stays below 0.6 in all but a few of a thousand cases.
+    # On 200 unseen texts guessing exceeds 0.65 less than once in 10,000 cases.
     assert trainer.evaluate()["eval_accuracy"] < 0.65
     trainer.train()
     assert trainer.evaluate()["eval_accuracy"] > 0.95
@@ -182,47 +165,39 @@ OPTIONS = {
     "activation-checkpointing": {"activation_checkpointing": True},
     "label-smoothing": {"label_smoothing_factor": 0.1},
     "neftune": {"neftune_noise_alpha": 5.0},
-    "grouped-by-length": {"train_sampling_strategy": "group_by_length"},
-    "auto-batch-size": {"auto_find_batch_size": True},
     "bf16-evaluation": {"bf16_full_eval": True},
-    "gradient-clipping": {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2},
 }
 
 
-@families
-@pytest.mark.parametrize("option", list(OPTIONS))
-def test_options_of_the_trainer_work(family, option, tmp_path):
-    trainer = classification_trainer(family, tmp_path, max_steps=4, **OPTIONS[option])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_the_trainer_work(option, tmp_path):
+    trainer = classification_trainer("luna", tmp_path, max_steps=3, **OPTIONS[option])
     loss = trainer.train().training_loss
-    # The first steps stay at the loss of guessing, ln 2.
+    # The first steps stay near the loss of guessing, ln 2.
     assert 0.4 < loss < 1.2
     assert 0.4 < trainer.evaluate()["eval_loss"] < 1.2
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
-@families
-def test_resuming_within_an_epoch_gives_the_same_weights(family, tmp_path):
+def test_a_checkpoint_resumes_and_is_a_complete_model_folder(tmp_path):
+    """Resuming in the middle of an epoch gives the weights of an uninterrupted run."""
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    straight = classification_trainer(family, tmp_path, **options)
+    straight = classification_trainer("luna", tmp_path, **options)
     straight.train()
-    resumed = classification_trainer(family, tmp_path, **options)
+    resumed = classification_trainer("luna", tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     for name, parameter in straight.model.named_parameters():
         torch.testing.assert_close(resumed.model.get_parameter(name), parameter, atol=1e-6, rtol=1e-5, msg=name)
 
-
-@families
-def test_a_checkpoint_of_the_trainer_is_a_complete_model_folder(family, tmp_path):
-    trainer = classification_trainer(family, tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    trainer.train()
-    names = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", f"modeling_{code_name(family)}.py"} <= names
-    loaded, batch = type(trainer.model).from_pretrained(tmp_path / "checkpoint-1"), padded_batch([9, 5])
+    folder = tmp_path / "checkpoint-6"
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", f"modeling_{code_name('luna')}.py"} <= names
+    loaded, batch = type(straight.model).from_pretrained(folder), padded_batch([9, 5])
     with torch.no_grad():
-        torch.testing.assert_close(loaded(**batch).logits, trainer.model.eval()(**batch).logits)
+        torch.testing.assert_close(loaded(**batch).logits, resumed.model.eval()(**batch).logits)
 
 
-# Gradient checkpointing.
+# ---- activation checkpointing ----
 
 
 def gradients(model, batch, **kwargs):
@@ -232,13 +207,13 @@ def gradients(model, batch, **kwargs):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-CHECKPOINTED = [(family, kind, "default") for family in FAMILIES for kind in MODELS if kind != "base"]
-CHECKPOINTED += [(family, "mlm", variant) for family, variant in FAMILY_OWN_VARIANTS]
+CHECKPOINTED = [("luna", kind, "default") for kind in MODELS if kind not in ("base", "mlm")]
+CHECKPOINTED += [(family, "mlm", variant) for family, variant in FAMILY_KINDS]
 
 
 @pytest.mark.parametrize(("family", "kind", "variant"), CHECKPOINTED)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_gradient_checkpointing_changes_no_gradient(family, kind, variant, reentrant):
+def test_checkpointing_changes_no_gradient(family, kind, variant, reentrant):
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     model = tiny_model(family, kind, **dropout, **variants_of(family)[variant]).double().train()
     batch = inputs_for(kind, labels=True)
@@ -248,14 +223,13 @@ def test_gradient_checkpointing_changes_no_gradient(family, kind, variant, reent
     for layer in layers:
         layer.attention.register_forward_pre_hook(lambda *_: calls.append(1))
     checkpointed = gradients(model, batch)
-    # Every layer ran again in the backward pass: checkpointing was on.
-    assert len(calls) == 2 * len(layers)
+    assert len(calls) == 2 * len(layers)  # every layer ran again in the backward pass
     for name, gradient in expected.items():
         torch.testing.assert_close(checkpointed[name], gradient, atol=1e-12, rtol=1e-9, msg=name)
 
 
 def test_reentrant_checkpointing_draws_the_same_dropout_in_blocks_of_rows(monkeypatch):
-    """Its first pass has no gradients, but is no inference: the feed-forward network must not be cut into blocks."""
+    """Its first pass has no gradients but is part of training: the feed-forward network must not split into blocks."""
     monkeypatch.setattr(modeling_layers, "_FEED_FORWARD_ROWS", {"cpu": 8})
     model = tiny_model("luna", "mlm", hidden_dropout_prob=0.1, activation_dropout=0.1).double().train()
     batch = inputs_for("mlm", labels=True)
@@ -265,7 +239,7 @@ def test_reentrant_checkpointing_draws_the_same_dropout_in_blocks_of_rows(monkey
         torch.testing.assert_close(gradient, expected[name], atol=1e-12, rtol=1e-9, msg=name)
 
 
-# LoRA.
+# ---- LoRA ----
 
 
 @pytest.mark.parametrize(("family", "targets"), [(family, name) for family in FAMILIES for name in ROWS[family].lora])

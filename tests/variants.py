@@ -1,6 +1,10 @@
-"""What the tests know about each family: one row of `ROWS` a family, beside the options that every family has.
+"""What the tests know about each family: one row of `ROWS` per family, and the options common to all.
 
-A new family adds a row. The defaults fit one that reads slots with a softmax and adds no options.
+The tests of attention, padding, parity and decoding run every variant of a row. What does not depend on the attention
+(heads, checkpoints, compilers, the Trainer) runs once per kind: `kinds` and `causal_kinds` name the variants that
+represent the code paths.
+
+A new family adds a row. The defaults fit a family that reads slots with a softmax and adds no options.
 """
 
 from collections.abc import Callable
@@ -15,7 +19,7 @@ from luna_hf.memory_control import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS, rando
 
 Options = dict[str, Any]  # fields of a config
 
-# Options that every family has, in encoders and causal models: together each optional part of the shared backbone.
+# Options of every family, in encoders and causal models. Together they cover each optional part of the backbone.
 COMMON: dict[str, Options] = {
     "default": {},
     "prenorm-sinusoidal": {
@@ -29,17 +33,17 @@ COMMON: dict[str, Options] = {
 
 @dataclass(frozen=True)
 class LibraryVariant:
-    """One configuration for transformers' own tests (`tests/library/`), and what they must know about it."""
+    """One configuration for transformers' own tests (`tests/library/`). A row's first runs in every suite."""
 
     fields: Options = field(default_factory=dict)
-    opposite: bool = False  # the opposite of the default wherever there is a choice, and more slots than tokens
-    num_keys: int | None = None  # that recorded attentions have, where it is not the number of slots
-    maps_are_copies: bool = False  # an encoder's maps are put together for the record: they get no gradient
-    overfit_steps: int = 300  # the library's own number
+    opposite: bool = False  # inverts every option of the backbone, and has more slots than tokens
+    num_keys: int | None = None  # keys in the recorded attentions, if not the number of slots
+    maps_are_copies: bool = False  # recorded attention maps are assembled copies and get no gradient
+    overfit_steps: int = 300  # the library's default
 
 
 def _both_layouts() -> dict[str, LibraryVariant]:
-    # After 300 steps the gradient of pre-norm models has fallen by about 89 %, of 90 % that are asked for.
+    # After 300 steps the gradient of pre-norm models has fallen by 89 %; the library asks for 90 %.
     return {"Default": LibraryVariant(), "PreNorm": LibraryVariant(opposite=True, overfit_steps=400)}
 
 
@@ -48,11 +52,11 @@ class ConfigField:
     """How `test_configuration.py` tests a field of a config.
 
     Args:
-        bad: a value that is refused, then what the message names besides it; `None` if only the type is checked.
-        bad_in_decoder: the same for a value that only decoders refuse.
-        effect: another value, and the name of the function of `test_configuration.py` that shows what it changes.
-        together: fields without which it has no effect.
-        encoders_only: whether a causal model has no use for it.
+        bad: a refused value, followed by what the message must name; `None` if only the type is checked.
+        bad_in_decoder: the same for a value refused in decoders only.
+        effect: another value, and the function of `test_configuration.py` that shows its effect.
+        together: fields required for the effect.
+        encoders_only: whether the field has no effect in a causal model.
     """
 
     bad: tuple | None = None
@@ -64,7 +68,7 @@ class ConfigField:
 
 @dataclass(frozen=True)
 class Lora:
-    """Modules that LoRA is asked to adapt, options of the model, and the last names of the modules then adapted."""
+    """The `target_modules` of LoRA, the names of the modules it then adapts, and options of the model."""
 
     targets: list[str] | str
     adapted: set[str]
@@ -76,34 +80,34 @@ class Variants:
     """The row of one family.
 
     Args:
-        encoder: options of its encoder variants beside `COMMON`, by the variants' names.
-        causal: the same for its causal models.
+        encoder: options of its own encoder variants, by name.
+        causal: options of its own causal variants, by name.
+        kinds: encoder variants, `COMMON` included, that represent the code paths.
+        causal_kinds: the same for causal models.
         library_encoder: configurations of encoders for transformers' own tests.
-        library_causal: the same for causal models.
-        fields: its own config fields, beside the number of slots.
-        inexact_in_half: encoder variants that decide by comparing numbers, which half precision may turn around.
-        compiled_training: encoder variants whose training step compiles fast enough for every run of the tests.
-        flash: the flash-attention kernel that an encoder variant calls under padding; those not named call none.
-        long: causal variants that are decoded over 512 tokens.
-        queues: causal variants whose state holds states of tokens, in the model's type, instead of sums in float32.
-        unscaled: by causal variant, the end of the names of parameters that are large enough without being scaled up.
-        causal_reference: the attention of a causal layer, written out; see `reference.causal.decode_row`.
-        deviation: standard deviation at initialisation, where it is not 0.02, by the end of a parameter's name.
-        state_options: values of the family's fields with which a model makes states that the default model refuses.
-        unused: whether a parameter (by name, with the config) has no gradient by construction.
-        lora: what LoRA adapts, by names for the tests.
-        modules: files that its checkpoints carry, beside those that are called after it and those of every family.
+        library_causal: configurations of causal models for transformers' own tests.
+        fields: its own config fields, except the number of slots.
+        inexact_in_half: encoder variants with comparisons that half precision may flip.
+        flash: encoder variants that call a flash-attention kernel under padding, with the kernel.
+        queues: causal variants with a state of token states in the model's dtype, not of sums in float32.
+        unscaled: by causal variant, the suffix of parameters that are large enough without scaling.
+        causal_reference: the literal attention of a causal layer, see `reference.causal.decode_row`.
+        deviation: standard deviation at initialisation by the suffix of a parameter, where it is not 0.02.
+        state_options: field values that lead to a decoding state incompatible with the default model's.
+        unused: whether a parameter (by name, with the config) has a zero gradient by construction.
+        lora: LoRA configurations, by name.
+        modules: extra files in its checkpoints.
     """
 
     encoder: dict[str, Options] = field(default_factory=dict)
     causal: dict[str, Options] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ("default",)
+    causal_kinds: tuple[str, ...] = ("default",)
     library_encoder: dict[str, LibraryVariant] = field(default_factory=_both_layouts)
     library_causal: dict[str, LibraryVariant] = field(default_factory=_both_layouts)
     fields: dict[str, ConfigField] = field(default_factory=dict)
     inexact_in_half: tuple[str, ...] = ()
-    compiled_training: tuple[str, ...] = ()
     flash: dict[str, str] = field(default_factory=lambda: {"default": "flash_dense"})
-    long: tuple[str, ...] = ("default",)
     queues: tuple[str, ...] = ()
     unscaled: dict[str, str] = field(default_factory=dict)
     causal_reference: Callable[..., Any] | None = None
@@ -115,7 +119,7 @@ class Variants:
 
 
 def _unused_in_luna(name: str, config: PreTrainedConfig) -> bool:
-    """The packed stream of the last layer, where the loss reads the tokens; the tokens', where it reads P."""
+    """The last layer of the stream that the loss does not read: packed states or token states."""
     last = f"encoder.layer.{config.num_hidden_layers - 1}."
     packed = config.classifier_pooling.startswith("packed") and (last in name or "final_layer_norm" in name)
     return packed or "packed_layer_norm" in name
@@ -127,6 +131,8 @@ LUNA = Variants(
         "untied-kv": {"tie_kv": False},
         "elu-untied-kv-prenorm": {"pack_activation": "elu", "tie_kv": False, "norm_first": True},
     },
+    kinds=("default", "convolution-segments-untied"),
+    causal_kinds=("default", "convolution-segments-untied"),
     library_encoder={
         "Default": LibraryVariant({"num_projected_attention_heads": 2}),
         "PreNorm": LibraryVariant(
@@ -135,7 +141,7 @@ LUNA = Variants(
     },
     library_causal={
         "Default": LibraryVariant(),
-        # After 300 steps the gradient has fallen by 89.6 % (90 % are asked for), and it still falls.
+        # After 300 steps the gradient has fallen by 89.6 % of the required 90 %.
         "PreNorm": LibraryVariant({"tie_kv": False, "pack_activation": "elu"}, opposite=True, overfit_steps=400),
     },
     fields={
@@ -149,9 +155,8 @@ LUNA = Variants(
         ),
     },
     flash={"default": "flash_varlen"},
-    long=("default", "convolution-segments-untied", "elu"),
     causal_reference=reference.attend_luna,
-    deviation={"pack.slots": 1.0},  # as large as normed states
+    deviation={"pack.slots": 1.0},  # the size of normed states
     state_options={"pack_activation": "elu"},
     unused=_unused_in_luna,
     lora={
@@ -161,7 +166,7 @@ LUNA = Variants(
     },
 )
 
-# Every control strategy beside the default, the shared `mlp` with exp.
+# Every control strategy except the default, the shared `mlp` with exp.
 ABC = Variants(
     encoder={
         **{control.replace("_", "-"): {"memory_control": control} for control in CONTROLS if control != "mlp"},
@@ -179,10 +184,11 @@ ABC = Variants(
         "sigmoid": {"control_activation": "sigmoid"},
         "sliding-window-convolution": {"memory_control": "sliding_window", "conv_kernel_size": 3},
     },
-    # The learned control shared by the layers and of each layer; the strategies that differ most from it.
+    kinds=("default", "prenorm-sinusoidal", "sliding-window"),
+    causal_kinds=("default", "prenorm-sinusoidal", "sliding-window"),
     library_encoder={
         "Default": LibraryVariant(),
-        # After 300 steps the loss has fallen by 98.7 %, the gradient by 89 % (90 % are asked for), and both still fall.
+        # After 300 steps the gradient has fallen by 89 % of the required 90 %.
         "PreNorm": LibraryVariant(
             {"share_control": False, "classifier_pooling": "mean"}, opposite=True, overfit_steps=400
         ),
@@ -210,17 +216,15 @@ ABC = Variants(
             encoders_only=True,
         ),
     },
-    # K-means: a rounding may put a token that lies between two clusters into the other one.
+    # K-means: rounding may move a token between two equally near clusters.
     inexact_in_half=("cluster",),
-    compiled_training=("linformer", "cluster", "dilated"),
     flash={
         **dict.fromkeys(("default", "mlp-of-each-layer", "sigmoid"), "flash_dense"),
         **dict.fromkeys(("linformer", "linformer-of-each-layer"), "flash_dense"),
         "full": "flash_varlen",
     },
-    long=("default", "linformer", "random", "relu", "sliding-window-convolution"),
     queues=("sliding-window", "sliding-window-convolution"),
-    unscaled=dict.fromkeys(("linformer", "linformer-of-each-layer"), "control.weight"),  # sums, no means
+    unscaled=dict.fromkeys(("linformer", "linformer-of-each-layer"), "control.weight"),  # sums, not means
     causal_reference=partial(reference.attend_abc, draw=random_slots),
     state_options={"memory_control": "sliding_window", "control_activation": "relu"},
     lora={

@@ -264,7 +264,8 @@ def make_test_cases() -> dict[str, type[unittest.TestCase]]:
             for variant_name, variant in variants.items():
                 name = f"{prefix}{kind}{variant_name}Test"
                 body = {"family_name": family_name, "variant": variant, "__module__": __name__}
-                cases[name] = type(name, (tests, unittest.TestCase), body)
+                case = type(name, (tests, unittest.TestCase), body)
+                cases[name] = case if variant_name == "Default" else pytest.mark.slow(case)
     return cases
 
 
