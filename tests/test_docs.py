@@ -111,7 +111,7 @@ def test_examples_run(page, workplace, monkeypatch, capsys):
         script, words = split(step["command"])
         accept(script, words)
         if script.split("/")[-1].removesuffix(".py") in MINIATURE and step["command"].startswith("python"):
-            AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+            AcceleratorState._reset_state(reset_partial_state=True)  # as in a separate process
             assert entry(script)(in_miniature(script, words)) == 0, capsys.readouterr().err
 
 
