@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from luna_hf.causal_memory import attend_causal_memory
 from luna_hf.functional import causal_scan
-from luna_hf.scripting import describe_run
+from luna_hf.scripting import describe_run, markdown_table
 
 PROTOCOL = (
     "One sequence, random normal queries, keys and values; Luna's pack weights are softplus of normal numbers, ABC's "
@@ -314,11 +314,7 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """A table of milliseconds, ratios and memory; growth and errors in words."""
-    lines = [
-        "| length | contender | ms | ms with backward | over outer products | with backward | over sdpa "
-        "| with backward | MiB | MiB with backward |",
-        "| --- " * 10 + "|",
-    ]
+    rows = []
     for row in result["lengths"]:
         for name, modes in row["contenders"].items():
             cells = [f"{row['length']:,}", name]
@@ -326,9 +322,11 @@ def markdown(result: dict[str, Any]) -> str:
             for rival in (OUTER.get(name), SDPA):
                 over = [modes[mode].get("speed_over", {}).get(rival) for mode in MODES]
                 cells += [f"{ratio['median']:.1f}" if ratio else "-" for ratio in over]
-            cells += [f"{modes[mode]['peak_memory_bytes'] / 2**20:,.0f}" for mode in MODES]
-            lines.append(f"| {' | '.join(cells)} |")
-    lines.append("")
+            rows.append([*cells, *(f"{modes[mode]['peak_memory_bytes'] / 2**20:,.0f}" for mode in MODES)])
+    titles = ("ms", "over outer products", "over sdpa", "MiB")
+    second = ("ms with backward", "with backward", "with backward", "MiB with backward")
+    header = ["length", "contender", *(title for pair in zip(titles, second, strict=True) for title in pair)]
+    lines = [markdown_table(header, rows), ""]
     if result["growth"]:
         short, long = GROWTH_LENGTHS
         growth = [

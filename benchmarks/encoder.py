@@ -40,7 +40,7 @@ from measuring import (
 from plots import Panel, machine_name, plot_panels
 from torch import Tensor, nn
 
-from luna_hf.scripting import describe_run
+from luna_hf.scripting import describe_run, markdown_table
 
 PROTOCOL = (
     "Time: wall clock of one call per model, length and round, models interleaved within a round in an order that "
@@ -199,26 +199,23 @@ def describe_wins(lengths: list[dict[str, Any]]) -> dict[str, dict[str, float | 
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as aligned text."""
-    columns = {peer: max(13, len(peer) + 2) for peer in result["peers"]}
-    lines = [
-        f"{'length':>7} {'model':<23} {'tokens/s':>9} {'memory MiB':>11}"
-        + "".join(f" {'x ' + peer:>{width}}" for peer, width in columns.items())
-        + f" {'(min-max)':>13} {'padded':>7}"
-    ]
+    """Throughput, memory and ratios, a row for each length and model."""
+    rows = []
     for row in result["lengths"]:
         for name, model in row["models"].items():
-            line = f"{row['length']:>7} {name:<23} {model['tokens_per_second']:>9.0f}"
-            line += f" {model['peak_memory_bytes'] / 2**20:>11.1f}"
-            over = model.get("speed_over")
-            for peer, width in columns.items():
-                line += f" {over[peer]['median']:>{width}.2f}" if over else " " * (width + 1)
-            spread = f"({over['roberta']['min']:.2f}-{over['roberta']['max']:.2f})" if over else ""
-            line += f" {spread:>13}"
-            if padding := model.get("padded_over_unpadded"):
-                line += f" {padding['median']:>7.3f}"
-            lines.append(line.rstrip())
-    return "\n".join(lines)
+            over = [model.get("speed_over", {}).get(peer) for peer in result["peers"]]
+            padding = model.get("padded_over_unpadded")
+            rows.append(
+                [
+                    *(row["length"], name),
+                    f"{model['tokens_per_second']:.0f}",
+                    f"{model['peak_memory_bytes'] / 2**20:.1f}",
+                    *(f"{one['median']:.2f} ({one['min']:.2f}-{one['max']:.2f})" if one else "" for one in over),
+                    f"{padding['median']:.3f}" if padding else "",
+                ]
+            )
+    peers = [f"x {peer} (min-max)" for peer in result["peers"]]
+    return markdown_table(["length", "model", "tokens/s", "MiB", *peers, "padded"], rows)
 
 
 def conclusions(result: dict[str, Any]) -> str:

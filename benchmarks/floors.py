@@ -52,57 +52,27 @@ def _figure(value: float) -> str:
 
 def check(result: dict[str, Any]) -> list[Check]:
     """Every floor that applies to a run of `encoder.py`."""
-    settings = result["settings"]
+    settings, growth = result["settings"], result["growth"]
     own = [name for name in result["models"] if name not in result["peers"]]
-    checks = _speed(result) if all(settings[name] == value for name, value in BASE.items()) else []
-    if settings["mode"] == "forward":
-        checks += _growth(result, own) + _memory(result, own)
-    return checks + _padding(result, own)
-
-
-def _speed(result: dict[str, Any]) -> list[Check]:
-    settings = result["settings"]
-    key = (settings["mode"], settings["dtype"])
-    tables = [
-        models for (*own, layers), models in SPEED.items() if key == (*own,) and layers in (None, settings["layers"])
-    ]
-    return [
-        compare(
-            f"speed over roberta at {row['length']}",
-            model,
-            row["models"][model]["speed_over"]["roberta"]["median"],
-            floors[row["length"]],
-            at_least=True,
-        )
-        for models in tables
-        for row in result["lengths"]
-        for model, floors in models.items()
-        if row["length"] in floors and model in row["models"]
-    ]
-
-
-def _growth(result: dict[str, Any], own: list[str]) -> list[Check]:
-    growth = result["growth"]
-    if growth is None or tuple(growth["range"]) != GROWTH_RANGE:
-        return []
-    what = f"growth exponent of time, {GROWTH_RANGE[0]} to {GROWTH_RANGE[1]}"
-    measured = {model: growth["exponents"][model]["median"] for model in own if model not in QUADRATIC}
-    return [compare(what, model, exponent, GROWTH) for model, exponent in measured.items()]
-
-
-def _memory(result: dict[str, Any], own: list[str]) -> list[Check]:
+    floors: dict[str, dict[int, float]] = {}
+    if all(settings[name] == value for name, value in BASE.items()):
+        for layers in (None, settings["layers"]):
+            floors |= SPEED.get((settings["mode"], settings["dtype"], layers), {})
     checks = []
     for row in result["lengths"]:
-        peaks = {name: model["peak_memory_bytes"] / 2**20 for name, model in row["models"].items()}
-        what = f"peak MiB at {row['length']}, compared with roberta"
-        checks += [compare(what, model, peaks[model], peaks["roberta"]) for model in own]
+        length, models = row["length"], row["models"]
+        peaks = {name: model["peak_memory_bytes"] / 2**20 for name, model in models.items()}
+        for name in own:
+            if floor := floors.get(name, {}).get(length):
+                speed = models[name]["speed_over"]["roberta"]["median"]
+                checks.append(compare(f"speed over roberta at {length}", name, speed, floor, at_least=True))
+            if settings["mode"] == "forward":
+                what = f"peak MiB at {length}, compared with roberta"
+                checks.append(compare(what, name, peaks[name], peaks["roberta"]))
+            if padding := models[name].get("padded_over_unpadded"):
+                checks.append(compare(f"padded over unpadded at {length}", name, padding["median"], PADDING))
+    if settings["mode"] == "forward" and growth and tuple(growth["range"]) == GROWTH_RANGE:
+        what = f"growth exponent of time, {GROWTH_RANGE[0]} to {GROWTH_RANGE[1]}"
+        exponents = {name: growth["exponents"][name]["median"] for name in own if name not in QUADRATIC}
+        checks += [compare(what, name, exponent, GROWTH) for name, exponent in exponents.items()]
     return checks
-
-
-def _padding(result: dict[str, Any], own: list[str]) -> list[Check]:
-    return [
-        compare(f"padded over unpadded at {row['length']}", model, padding["median"], PADDING)
-        for row in result["lengths"]
-        for model in own
-        if (padding := row["models"][model].get("padded_over_unpadded"))
-    ]

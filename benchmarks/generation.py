@@ -37,7 +37,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from luna_hf import FAMILIES, MemoryCache
-from luna_hf.scripting import describe_run
+from luna_hf.scripting import describe_run, markdown_table
 
 PROTOCOL = (
     "One decoding step: the model's forward of one token of every row, with the cache, an attention mask of ones and "
@@ -294,16 +294,14 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """A row for every length, milliseconds, then MiB of the state and (in brackets) of a step; ratios in words."""
-    lines = [
-        f"| tokens | {' | '.join(f'{name}, ms' for name in NAMES)} | {' | '.join(f'{name}, MiB' for name in NAMES)} |",
-        "| --- " * (1 + 2 * len(NAMES)) + "|",
-    ]
+    rows = []
     for row in result["lengths"]:
         models = [row["models"][name] for name in NAMES]
         times = [f"{1e3 * model['seconds']['median']:.1f}" for model in models]
         sizes = [f"{model['state_bytes'] / 2**20:.1f} ({model['memory_bytes'] / 2**20:.1f})" for model in models]
-        lines.append("| " + " | ".join([f"{row['length']:,}", *times, *sizes]) + " |")
-    lines.append("")
+        rows.append([f"{row['length']:,}", *times, *sizes])
+    header = ["tokens", *(f"{name}, ms" for name in NAMES), *(f"{name}, MiB" for name in NAMES)]
+    lines = [markdown_table(header, rows), ""]
     last = result["lengths"][-1]
     for peer in PEERS:
         ratio = {name: last["models"][name]["speed_over"][peer] for name in OWN}

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 from zoo import FIRST_TOKEN, PAD, SUBJECTS, VOCAB_SIZE, Subject, randomised
 
-from luna_hf.scripting import describe_run, write_result
+from luna_hf.scripting import describe_run, markdown_table, write_result
 
 TOLERANCE = 1e-4
 LONGEST = 256  # the batch's length
@@ -201,19 +201,14 @@ def cell(name: str, result: dict[str, Any] | None) -> str:
 
 def markdown(results: dict[str, dict[str, Any]]) -> str:
     """The comparison as a Markdown table with numbered notes."""
-    lines = ["| Model | " + " | ".join(CHECKS.values()) + " |", "| --- " * (len(CHECKS) + 1) + "|"]
-    notes = []
-    for subject in SUBJECTS:
-        if subject.name not in results:
-            continue
+    rows, notes = [], []
+    for subject in (subject for subject in SUBJECTS if subject.name in results):
         checks, label = results[subject.name], subject.name
         if subject.note:
-            notes.append(subject.note)
+            notes.append(f"[{len(notes) + 1}] {subject.note}.")
             label += f" [{len(notes)}]"
-        cells = [cell(name, checks.get(name)) if checks else "no attention" for name in CHECKS]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    footnotes = [f"[{number}] {note}." for number, note in enumerate(notes, start=1)]
-    return "\n".join([*lines, "", "  \n".join([PROTOCOL, *footnotes])])
+        rows.append([label, *(cell(name, checks.get(name)) if checks else "no attention" for name in CHECKS)])
+    return "\n\n".join([markdown_table(["Model", *CHECKS.values()], rows), "  \n".join([PROTOCOL, *notes])])
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

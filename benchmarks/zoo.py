@@ -28,16 +28,25 @@ _SIZES = {
 _T5_SIZES = {**_TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 15}
 
 
+Fields = Callable[[int], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Subject:
     """One row of the comparison."""
 
-    name: str
-    build: Callable[[int], PreTrainedModel]  # from the longest input
+    name: str  # of transformers' class, up to a comma
     cost: str  # growth of time with length according to paper and documentation
+    fields: Fields  # of the config, from the longest input
     # Position id of the first token, where left padding needs explicit `position_ids`; None if it needs none.
     first_position: int | None = None
     note: str = ""
+    model_class: type[PreTrainedModel] | None = None
+
+    def build(self, length: int) -> PreTrainedModel:
+        """A model for inputs of up to this length."""
+        model_class = self.model_class or getattr(hf, self.name.partition(",")[0])
+        return model_class(model_class.config_class(**self.fields(length)))
 
 
 def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
@@ -49,140 +58,121 @@ def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     return model.eval()
 
 
-def _own(family: str) -> Callable[[int], PreTrainedModel]:
-    def build(length: int) -> PreTrainedModel:
-        fields = {**_SIZES, **slots_of(family, 16), "max_position_embeddings": length}
-        return FAMILIES[family].base_model(FAMILIES[family].config(**fields))
-
-    return build
+def _sizes(extra_positions: int = 0, **fields: Any) -> Fields:
+    """BERT's fields and a model's own."""
+    return lambda length: {**_SIZES, **fields, "max_position_embeddings": length + extra_positions}
 
 
-def _encoder(name: str, extra_positions: int = 0, **fields: Any) -> Callable[[int], PreTrainedModel]:
-    """Builder of transformers' `<name>Model` from its config, with BERT's field names."""
-
-    def build(length: int) -> PreTrainedModel:
-        config = getattr(hf, f"{name}Config")(
-            **{**_SIZES, **fields, "max_position_embeddings": length + extra_positions}
-        )
-        return getattr(hf, f"{name}Model")(config)
-
-    return build
+def _nystrom(length: int) -> dict[str, Any]:
+    return {**_sizes()(length), "segment_means_seq_len": length, "num_landmarks": 16}
 
 
-def _nystrom_approximation(length: int) -> PreTrainedModel:
-    return _encoder("Nystromformer", segment_means_seq_len=length, num_landmarks=16)(length)
+def _fnet(length: int) -> dict[str, Any]:
+    return {name: value for name, value in _sizes()(length).items() if name != "num_attention_heads"}
 
 
-def _fnet(length: int) -> PreTrainedModel:
-    fields = {name: value for name, value in _SIZES.items() if name != "num_attention_heads"}
-    return hf.FNetModel(hf.FNetConfig(**fields, max_position_embeddings=length))
-
-
-def _reformer(**fields: Any) -> Callable[[int], PreTrainedModel]:
-    def build(length: int) -> PreTrainedModel:
-        config = hf.ReformerConfig(
-            **{name: _SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "pad_token_id")},
-            max_position_embeddings=length,
-            attention_head_size=8,
-            feed_forward_size=64,
-            attn_layers=["local", "lsh"],
-            local_attn_chunk_length=16,
-            lsh_attn_chunk_length=16,
-            axial_pos_shape=(16, length // 16),
-            axial_pos_embds_dim=(8, 24),
-            **fields,
-        )
-        return hf.ReformerModel(config)
-
-    return build
-
-
-def _funnel(length: int) -> PreTrainedModel:
+def _funnel(length: int) -> dict[str, Any]:
     sizes = {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64, "block_sizes": [1, 1], "num_decoder_layers": 1}
-    return hf.FunnelModel(hf.FunnelConfig(vocab_size=VOCAB_SIZE, pad_token_id=PAD, **sizes))
+    return {"vocab_size": VOCAB_SIZE, "pad_token_id": PAD, **sizes}
 
 
-def _long_t5(kind: str) -> Callable[[int], PreTrainedModel]:
-    def build(length: int) -> PreTrainedModel:
-        config = hf.LongT5Config(**_T5_SIZES, encoder_attention_type=kind, global_block_size=16)
-        return hf.LongT5EncoderModel(config)
+def _long_t5(kind: str) -> Fields:
+    return lambda _: {**_T5_SIZES, "encoder_attention_type": kind, "global_block_size": 16}
 
-    return build
+
+def _reformer(**fields: Any) -> Fields:
+    return lambda length: {
+        **{name: _SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "pad_token_id")},
+        "max_position_embeddings": length,
+        "attention_head_size": 8,
+        "feed_forward_size": 64,
+        "attn_layers": ["local", "lsh"],
+        "local_attn_chunk_length": 16,
+        "lsh_attn_chunk_length": 16,
+        "axial_pos_shape": (16, length // 16),
+        "axial_pos_embds_dim": (8, 24),
+        **fields,
+    }
+
+
+def _own(name: str) -> Subject:
+    model = FAMILIES[name].base_model
+    return Subject(f"{model.__name__} (this package)", "n", _sizes(**slots_of(name, 16)), model_class=model)
 
 
 SUBJECTS: tuple[Subject, ...] = (
-    *(Subject(f"{family.base_model.__name__} (this package)", _own(name), "n") for name, family in FAMILIES.items()),
-    Subject("RobertaModel", _encoder("Roberta", extra_positions=2), "n^2"),
+    *map(_own, FAMILIES),
+    Subject("RobertaModel", "n^2", _sizes(2)),
     Subject(
         "ModernBertModel",
-        _encoder("ModernBert", cls_token_id=0, sep_token_id=2),
         "n^2",
+        _sizes(cls_token_id=0, sep_token_id=2),
         note="every third layer attends globally, the others in windows",
     ),
     Subject(
         "LongformerModel",
-        _encoder("Longformer", extra_positions=2, attention_window=32),
         "n",
+        _sizes(2, attention_window=32),
         note="no global attention (the default); pads internally to its window; the attention is linear, but each "
         "forward builds an n x n mask, which dominates at this small width",
     ),
     Subject(
         "BigBirdModel",
-        _encoder("BigBird", block_size=16, num_random_blocks=2, sep_token_id=2),
         "n",
+        _sizes(block_size=16, num_random_blocks=2, sep_token_id=2),
         first_position=0,
         note="attention_type block_sparse (the default); pads internally to its block, and uses full attention for "
         "short inputs; the attention is linear, but each layer fills n x n zeros, which dominates at this small width",
     ),
-    Subject("LongT5EncoderModel, local", _long_t5("local"), "n"),
+    Subject("LongT5EncoderModel, local", "n", _long_t5("local")),
     Subject(
         "LongT5EncoderModel, transient-global",
-        _long_t5("transient-global"),
         "n (w + n/k)",
+        _long_t5("transient-global"),
         note="every token attends to its window w and to one state per block of k = 16 tokens",
     ),
     Subject(
         "NystromformerModel, defaults",
-        _encoder("Nystromformer"),
         "n",
+        _sizes(),
         first_position=2,
         note="segment_means_seq_len = num_landmarks (the default) computes full attention; the paper's is linear",
     ),
     Subject(
         "NystromformerModel, approximation",
-        _nystrom_approximation,
         "n",
+        _nystrom,
         first_position=2,
         note="segment_means_seq_len = length of the inputs, 16 landmarks; raises on any padded batch",
     ),
-    Subject("FNetModel", _fnet, "n log n", first_position=0, note="takes no attention_mask"),
-    Subject("FunnelModel", _funnel, "n^2", note="halves the length between blocks and upsamples at the end"),
+    Subject("FNetModel", "n log n", _fnet, first_position=0, note="takes no attention_mask"),
+    Subject("FunnelModel", "n^2", _funnel, note="halves the length between blocks and upsamples at the end"),
     Subject(
         "ReformerModel, defaults",
-        _reformer(),
         "n log n",
+        _reformer(),
         first_position=0,
         note="draws new hashes in every forward; pads internally to its chunks",
     ),
     Subject(
         "ReformerModel, hash_seed=0",
-        _reformer(hash_seed=0),
         "n log n",
+        _reformer(hash_seed=0),
         first_position=0,
         note="the documentation reserves a fixed hash_seed for tests",
     ),
     Subject(
         "YosoModel",
-        _encoder("Yoso"),
         "n",
+        _sizes(),
         first_position=2,
         note="use_expectation=True (the default): the expectation over hashes, which is full attention; the paper's "
         "linear form needs a CUDA kernel",
     ),
     Subject(
         "MraModel",
-        _encoder("Mra"),
         "n",
+        _sizes(),
         first_position=2,
         note="attention needs a CUDA kernel and returns zeros without it, so a CPU can test nothing",
     ),

@@ -9,7 +9,7 @@ from typing import Any
 from running import DEVICE, launch, option_words, progress, publish, read_json
 from study_plots import plot_scores
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, markdown_table
 
 # One setting for all models, and the last weights count: nothing is chosen by dev scores.
 SETTING = {
@@ -130,18 +130,16 @@ def table(result: dict[str, Any]) -> str:
     """A Markdown row for each score: every model's mean over the seeds in per cent, with the extremes."""
     tasks = result["tasks"]
     systems = list(dict.fromkeys(system for task in tasks.values() for system in task["models"]))
-    rows = [
-        "| task | score | tokens | rows x epochs | " + " | ".join(systems) + " |",
-        "| --- " * (len(systems) + 4) + "|",
-    ]
+    rows = []
     for name, task in tasks.items():
         own = task["models"]
         parts = [score for score in own[systems[0]]["scores"][0] if score != "mean"]
         for score in parts if task["metric"] == "mean" else [task["metric"]]:
-            cells = [name, score, f"{task['max_length']:,}", f"{task['train_rows']:,} x {task['epochs']:g}"]
-            cells += [score_cell([100 * scores[score] for scores in own[system]["scores"]]) for system in systems]
-            rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+            cells = [score_cell([100 * scores[score] for scores in own[system]["scores"]]) for system in systems]
+            rows.append(
+                [name, score, f"{task['max_length']:,}", f"{task['train_rows']:,} x {task['epochs']:g}", *cells]
+            )
+    return markdown_table(["task", "score", "tokens", "rows x epochs", *systems], rows)
 
 
 def score_cell(percent: list[float]) -> str:

@@ -211,7 +211,6 @@ def report(options: argparse.Namespace) -> None:
         "body": {name: value for name, value in model.items() if name not in SYSTEMS["roberta"]},
         "systems": SYSTEMS,
         "unigram_loss": runs[0]["unigram_loss"],
-        "conclusions": learning_report.conclude(runs),
         "runs": [{name: run[name] for name in run if name not in {*shared, "command"}} for run in runs],
     }
     plots = {"": plot_losses, "-attention": plot_attention}

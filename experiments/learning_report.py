@@ -1,12 +1,13 @@
 """Reads the pretraining runs of `learning.py`, compares them, and writes the comparison as Markdown."""
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 from running import read_json, read_log
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, markdown_table
 
 # What Luna with the convolution must reach.
 STEP_SHARE = 0.5  # of plain RoBERTa's steps, to plain RoBERTa's final loss
@@ -14,6 +15,9 @@ RELATIVE_LOSS = 0.02  # above the loss of softmax with the convolution
 
 # Keys of a recipe that differ between runs by design.
 OWN = {"model_name", "output_dir", "cache_dir", "seed", "model", "log_steps", "save_steps", "save_total_limit"}
+
+# Systems of which the losses are compared step by step.
+COMPARED = (("luna-conv", "roberta-conv"), ("luna-conv", "luna-conv-1"), ("roberta-conv", "luna-conv-1"))
 
 Run = dict[str, Any]
 
@@ -74,68 +78,29 @@ def read_run(folder: Path, run: Run, step_seconds: float) -> Run:
     }
 
 
-# ---- comparisons ----
-
-
 def first_step_at(curve: dict[str, list[float]], target: float) -> int | None:
     """The first evaluated step with at most the target loss; `None` if it was not reached."""
     return next((step for step, loss in zip(curve["step"], curve["loss"], strict=True) if loss <= target), None)
 
 
-def of_system(runs: list[Run], system: str) -> dict[int, Run]:
-    """The runs of a system by seed."""
-    return {run["seed"]: run for run in runs if run["system"] == system}
-
-
 def pairs(runs: list[Run], first: str, second: str) -> list[tuple[int, Run, Run]]:
     """Seed and runs of two systems for every common seed: the same rows in the same order with the same masks."""
-    left, right = of_system(runs, first), of_system(runs, second)
-    return [(seed, left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
+    found = {(run["system"], run["seed"]): run for run in runs}
+    common = sorted(seed for system, seed in found if system == first and (second, seed) in found)
+    return [(seed, found[first, seed], found[second, seed]) for seed in common]
 
 
-def differences(runs: list[Run], first: str, second: str) -> list[dict[str, Any]]:
-    """Loss of the first system minus that of the second at every quarter of the steps, for every common seed."""
-    found = []
+def differences(runs: list[Run], first: str, second: str) -> dict[int, dict[int, tuple[float, float]]]:
+    """Loss of the first system minus that of the second, in nats and relative, by seed and quarter of the steps."""
+    found = {}
     for seed, left, right in pairs(runs, first, second):
-        steps, last = left["curve"]["step"], left["curve"]["step"][-1]
-        quarters = [max((i for i, step in enumerate(steps) if step <= last * n / 4), default=0) for n in (1, 2, 3, 4)]
-        losses = [(left["curve"]["loss"][i], right["curve"]["loss"][i]) for i in quarters]
-        found.append(
-            {
-                "seed": seed,
-                "steps": [steps[i] for i in quarters],
-                "nats": [ours - theirs for ours, theirs in losses],
-                "relative": [ours / theirs - 1 for ours, theirs in losses],
-            }
-        )
+        steps = left["curve"]["step"]
+        quarters = [
+            max((i for i, step in enumerate(steps) if step <= steps[-1] * n / 4), default=0) for n in (1, 2, 3, 4)
+        ]
+        losses = {steps[i]: (left["curve"]["loss"][i], right["curve"]["loss"][i]) for i in quarters}
+        found[seed] = {step: (ours - theirs, ours / theirs - 1) for step, (ours, theirs) in losses.items()}
     return found
-
-
-def conclude(runs: list[Run]) -> dict[str, Any]:
-    """The comparisons that the study is about, each with its expectation if there was one."""
-    reached = []
-    for seed, ours, theirs in pairs(runs, "luna-conv", "roberta"):
-        step = first_step_at(ours["curve"], theirs["final_loss"])
-        share = None if step is None else step / theirs["curve"]["step"][-1]
-        reached.append({"seed": seed, "target": theirs["final_loss"], "step": step, "share": share})
-    softmax = differences(runs, "luna-conv", "roberta-conv")
-    losses = {run["system"]: [r["final_loss"] for r in of_system(runs, run["system"]).values()] for run in runs}
-    return {
-        "roberta_gain": [run["unigram_loss"] - run["final_loss"] for run in of_system(runs, "roberta").values()],
-        "luna_conv_reaches_roberta": {
-            "expected_share": STEP_SHARE,
-            "holds": bool(reached) and all(row["share"] is not None and row["share"] <= STEP_SHARE for row in reached),
-            "seeds": reached,
-        },
-        "luna_conv_against_roberta_conv": {
-            "expected_relative": RELATIVE_LOSS,
-            "holds": bool(softmax) and all(row["relative"][-1] <= RELATIVE_LOSS for row in softmax),
-            "seeds": softmax,
-        },
-        "luna_conv_against_one_slot": {"seeds": differences(runs, "luna-conv", "luna-conv-1")},
-        "roberta_conv_against_one_slot": {"seeds": differences(runs, "roberta-conv", "luna-conv-1")},
-        "seed_spread": {system: max(values) - min(values) for system, values in losses.items() if len(values) > 1},
-    }
 
 
 # ---- Markdown ----
@@ -143,36 +108,36 @@ def conclude(runs: list[Run]) -> dict[str, Any]:
 
 def text(result: dict[str, Any]) -> str:
     """Table and conclusions of a result file."""
-    return f"{table(result['runs'], list(result['systems']))}\n\n{sentences(result['conclusions'])}"
+    return f"{table(result['runs'], list(result['systems']))}\n\n{sentences(result['runs'])}"
 
 
 def table(runs: list[Run], order: list[str]) -> str:
     """One row for each system: means over the seeds, with the extremes where there are several."""
-    plain = of_system(runs, "roberta")
-    rows = [
-        "| system | parameters | seeds | final loss | below unigram (nats) | accuracy | steps to plain RoBERTa's "
-        "final loss (share) | tokens/s | pack entropy | unpack entropy | slot similarity |",
-        "| --- " * 11 + "|",
-    ]
+    targets = {run["seed"]: run["final_loss"] for run in runs if run["system"] == "roberta"}
+    rows = []
     for system in order:
-        own = list(of_system(runs, system).values())
+        own = [run for run in runs if run["system"] == system]
         if not own:
             continue
-        shares = [first_step_at(run["curve"], plain[run["seed"]]["final_loss"]) for run in own if run["seed"] in plain]
+        reached = [first_step_at(run["curve"], targets[run["seed"]]) for run in own if run["seed"] in targets]
         total = own[0]["curve"]["step"][-1]
-        cells = [
-            system,
-            f"{own[0]['parameters']:,}",
-            ", ".join(str(run["seed"]) for run in own),
-            spread([run["final_loss"] for run in own], 3),
-            spread([run["unigram_loss"] - run["final_loss"] for run in own], 2),
-            spread([100 * run["curve"]["accuracy"][-1] for run in own], 1) + " %",
-            ", ".join("not reached" if step is None else f"{step:,} ({step / total:.2f})" for step in shares) or "-",
-            f"{statistics.mean(run['tokens_per_second'] for run in own):,.0f}",
-            *(layers(own[0]["probe"], name) for name in ("pack_entropy", "unpack_entropy", "slot_similarity")),
-        ]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        rows.append(
+            [
+                system,
+                f"{own[0]['parameters']:,}",
+                ", ".join(str(run["seed"]) for run in own),
+                spread([run["final_loss"] for run in own], 3),
+                spread([run["unigram_loss"] - run["final_loss"] for run in own], 2),
+                spread([100 * run["curve"]["accuracy"][-1] for run in own], 1) + " %",
+                ", ".join("not reached" if step is None else f"{step:,} ({step / total:.2f})" for step in reached)
+                or "-",
+                f"{statistics.mean(run['tokens_per_second'] for run in own):,.0f}",
+                *(layers(own[0]["probe"], name) for name in ("pack_entropy", "unpack_entropy", "slot_similarity")),
+            ]
+        )
+    header = ["system", "parameters", "seeds", "final loss", "below unigram (nats)", "accuracy"]
+    header += ["steps to plain RoBERTa's final loss (share)", "tokens/s"]
+    return markdown_table([*header, "pack entropy", "unpack entropy", "slot similarity"], rows)
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -191,35 +156,35 @@ def layers(probe: dict[str, list[Any]], name: str) -> str:
     return label + " / ".join("-" if value is None else f"{value:.2f}" for value in probe[name][-1])
 
 
-def sentences(conclusions: dict[str, Any]) -> str:
-    """The conclusions in words, one line each."""
-    lines = []
-    reached = conclusions["luna_conv_reaches_roberta"]
-    for row in reached["seeds"]:
-        reaches = "does not reach" if row["step"] is None else "reaches"
-        when = "" if row["step"] is None else f" at step {row['step']:,}, {row['share']:.2f} of its steps"
-        target = f"plain RoBERTa's final loss of {row['target']:.3f}"
-        lines.append(f"* Seed {row['seed']}: luna-conv {reaches} {target}{when}.")
-    lines.append(f"  Expected: at most {reached['expected_share']}. {_holds(reached)}")
-    softmax = conclusions["luna_conv_against_roberta_conv"]
-    lines += _quarters(softmax["seeds"], "luna-conv", "roberta-conv")
-    lines.append(f"  Expected at the end: at most {softmax['expected_relative']:+.0%}. {_holds(softmax)}")
-    lines += _quarters(conclusions["luna_conv_against_one_slot"]["seeds"], "luna-conv", "luna-conv-1")
-    lines += _quarters(conclusions["roberta_conv_against_one_slot"]["seeds"], "roberta-conv", "luna-conv-1")
-    if spreads := conclusions["seed_spread"]:
-        values = ", ".join(f"{system} {value:.3f}" for system, value in spreads.items())
-        lines.append(f"* Largest difference between the seeds of a system (nats): {values}.")
+def sentences(runs: list[Run]) -> str:
+    """The comparisons that the study is about, each with its expectation if there was one."""
+    lines, shares = [], []
+    for seed, ours, theirs in pairs(runs, "luna-conv", "roberta"):
+        step = first_step_at(ours["curve"], theirs["final_loss"])
+        shares.append(math.inf if step is None else step / theirs["curve"]["step"][-1])
+        reaches = "does not reach" if step is None else "reaches"
+        when = "" if step is None else f" at step {step:,}, {shares[-1]:.2f} of its steps"
+        target = f"plain RoBERTa's final loss of {theirs['final_loss']:.3f}"
+        lines.append(f"* Seed {seed}: luna-conv {reaches} {target}{when}.")
+    lines.append(f"  Expected: at most {STEP_SHARE}. {_holds(shares, STEP_SHARE)}")
+    for first, second in COMPARED:
+        found = differences(runs, first, second)
+        for seed, steps in found.items():
+            values = ", ".join(f"{step:,}: {nats:+.3f} ({share:+.1%})" for step, (nats, share) in steps.items())
+            lines.append(f"* Seed {seed}: loss of {first} minus loss of {second} at step {values}.")
+        if second == "roberta-conv":
+            ends = [list(steps.values())[-1][1] for steps in found.values()]
+            lines.append(f"  Expected at the end: at most {RELATIVE_LOSS:+.0%}. {_holds(ends, RELATIVE_LOSS)}")
+    losses: dict[str, list[float]] = {}
+    for run in runs:
+        losses.setdefault(run["system"], []).append(run["final_loss"])
+    spreads = [f"{name} {max(values) - min(values):.3f}" for name, values in losses.items() if len(values) > 1]
+    if spreads:
+        lines.append(f"* Largest difference between the seeds of a system (nats): {', '.join(spreads)}.")
     return "\n".join(lines)
 
 
-def _holds(conclusion: dict[str, Any]) -> str:
-    return "It holds." if conclusion["holds"] else "It does not hold." if conclusion["seeds"] else "Not measured."
-
-
-def _quarters(rows: list[dict[str, Any]], first: str, second: str) -> list[str]:
-    lines = []
-    for row in rows:
-        values = zip(row["steps"], row["nats"], row["relative"], strict=True)
-        steps = ", ".join(f"{step:,}: {nats:+.3f} ({relative:+.1%})" for step, nats, relative in values)
-        lines.append(f"* Seed {row['seed']}: loss of {first} minus loss of {second} at step {steps}.")
-    return lines
+def _holds(values: list[float], limit: float) -> str:
+    if not values:
+        return "Not measured."
+    return "It holds." if max(values) <= limit else "It does not hold."

@@ -1,5 +1,6 @@
 """Reads the runs of `swap.py`, compares them with the equally continued teacher, and makes tables and a plot."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ from learning_report import first_step_at
 from running import read_json, read_log
 from study_plots import plain, pyplot, save
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, markdown_table
 
 # How far above the equally continued teacher a converted model may end.
 GOAL = 0.02
@@ -105,41 +106,38 @@ def text(result: dict[str, Any]) -> str:
 def summary(result: dict[str, Any], rate: str = "peak") -> str:
     """Final losses at one rate, a row for each system."""
     found = {(r["system"], r["convolution"], r["transfer"]): r for r in result["runs"] if r["rate"] == rate}
-    lines = [
-        "| the attention becomes | after the swap | continued | with transfer | with a convolution | with both |",
-        "| --- " * 6 + "|",
-    ]
     kinds = ((False, False), (False, True), (True, False), (True, True))
+    rows = []
     for system in dict.fromkeys(run["system"] for run in result["runs"]):
         if first := found.get((system, False, False)):
             cells = [loss(found.get((system, *kind)), "final_loss") for kind in kinds]
-            lines.append("| " + " | ".join([system, loss(first, "swapped_loss"), *cells]) + " |")
-    return "\n".join(lines)
+            rows.append([system, loss(first, "swapped_loss"), *cells])
+    header = [
+        "the attention becomes",
+        "after the swap",
+        "continued",
+        "with transfer",
+        "with a convolution",
+        "with both",
+    ]
+    return markdown_table(header, rows)
 
 
 def table(runs: list[Run], rate: str) -> str:
     """A row for every system, with and without convolution and transfer."""
-    lines = [
-        f"| continued at the {rate} rate | after the swap | after transfer | end, swap + continue | over the twin | "
-        "end, transfer + continue | over the twin | steps to the teacher's loss + 2 %, without / with transfer |",
-        "| --- " * 8 + "|",
-    ]
-    for convolution in (False, True):
-        for system in COLOURS:
-            own = {r["transfer"]: r for r in runs if r["system"] == system and r["convolution"] == convolution}
-            if not own:
-                continue
-            direct, moved = own.get(False), own.get(True)
-            cells = [
-                system + (" + convolution" if convolution else ""),
-                loss(direct or moved, "swapped_loss"),
-                loss(moved, "transferred_loss"),
-                *(loss(direct, "final_loss"), share(direct)),
-                *(loss(moved, "final_loss"), share(moved)),
-                f"{steps(direct)} / {steps(moved)}",
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    header = [f"continued at the {rate} rate", "after the swap", "after transfer", "end, swap + continue"]
+    header += ["over the twin", "end, transfer + continue", "over the twin"]
+    header += ["steps to the teacher's loss + 2 %, without / with transfer"]
+    rows = []
+    for convolution, system in itertools.product((False, True), COLOURS):
+        own = {r["transfer"]: r for r in runs if r["system"] == system and r["convolution"] == convolution}
+        direct, moved = own.get(False), own.get(True)
+        if own:
+            name = system + (" + convolution" if convolution else "")
+            cells = [loss(direct or moved, "swapped_loss"), loss(moved, "transferred_loss")]
+            cells += [loss(direct, "final_loss"), share(direct), loss(moved, "final_loss"), share(moved)]
+            rows.append([name, *cells, f"{steps(direct)} / {steps(moved)}"])
+    return markdown_table(header, rows)
 
 
 def loss(run: Run | None, name: str) -> str:

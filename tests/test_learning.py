@@ -202,33 +202,27 @@ def made_up(system, losses, seed=0):
     return {"system": system, "seed": seed, "unigram_loss": 6.0, "final_loss": losses[-1], "curve": curve}
 
 
-def test_conclusions():
+def test_comparisons():
     runs = [
         made_up("roberta", [5.5, 5.4, 5.3, 5.0]),
         made_up("luna-conv", [5.2, 4.9, 4.2, 4.0]),
         made_up("roberta-conv", [5.0, 4.5, 4.2, 3.95]),
         made_up("luna-conv-1", [5.1, 4.9, 4.4, 4.2]),
     ]
-    found = learning_report.conclude(runs)
-    reached = found["luna_conv_reaches_roberta"]
-    assert reached["holds"] and reached["seeds"] == [{"seed": 0, "target": 5.0, "step": 200, "share": 0.5}]
-    softmax = found["luna_conv_against_roberta_conv"]
-    assert softmax["holds"] and softmax["seeds"][0]["steps"] == [100, 200, 300, 400]
-    assert softmax["seeds"][0]["relative"] == pytest.approx([0.04, 4.9 / 4.5 - 1, 0, 4.0 / 3.95 - 1])
-    assert found["luna_conv_against_one_slot"]["seeds"][0]["nats"] == pytest.approx([0.1, 0, -0.2, -0.2])
-    assert found["roberta_gain"] == [1.0] and found["seed_spread"] == {}
-
+    text = learning_report.sentences(runs)
+    assert "loss of 5.000 at step 200, 0.50 of its steps." in text and text.count("It holds.") == 2
+    assert "at step 100: +0.200 (+4.0%), 200: +0.400 (+8.9%), 300: +0.000 (+0.0%), 400: +0.050 (+1.3%)." in text
+    (control,) = learning_report.differences(runs, "luna-conv", "luna-conv-1").values()
+    assert [nats for nats, _ in control.values()] == pytest.approx([0.1, 0, -0.2, -0.2])
     # A second seed that misses an expectation makes it fail; each seed is compared with itself.
     runs += [
         made_up("roberta", [5.5, 5.4, 5.3, 4.4], seed=1),
         made_up("luna-conv", [5.2, 4.9, 4.4, 4.3], seed=1),
         made_up("roberta-conv", [5.0, 4.5, 4.2, 4.2], seed=1),
     ]
-    found = learning_report.conclude(runs)
-    assert [row["share"] for row in found["luna_conv_reaches_roberta"]["seeds"]] == [0.5, 0.75]
-    assert not found["luna_conv_reaches_roberta"]["holds"] and not found["luna_conv_against_roberta_conv"]["holds"]
-    assert found["seed_spread"] == pytest.approx({"roberta": 0.6, "luna-conv": 0.3, "roberta-conv": 0.25})
-    assert "It does not hold." in learning_report.sentences(found)
+    text = learning_report.sentences(runs)
+    assert "at step 300, 0.75 of its steps." in text and text.count("It does not hold.") == 2
+    assert "roberta 0.600, luna-conv 0.300, roberta-conv 0.250." in text
     assert learning_report.first_step_at(runs[0]["curve"], 4.9) is None
 
 
@@ -236,9 +230,6 @@ def test_conclusions():
 
 
 def test_committed_results():
-    (pretraining,) = RESULTS.glob("learning-pretrain-*.json")
-    (tasks,) = RESULTS.glob("learning-finetune-*.json")
-    check(tasks, finetuning.table)
-    found = check(pretraining, learning_report.text)
-    computed = learning_report.conclude(found["runs"])
-    assert learning_report.sentences(computed) == learning_report.sentences(found["conclusions"])
+    for name, text in (("pretrain", learning_report.text), ("finetune", finetuning.table)):
+        (path,) = RESULTS.glob(f"learning-{name}-*.json")
+        check(path, text)

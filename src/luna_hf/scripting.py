@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import date
 from pathlib import Path
@@ -248,6 +248,11 @@ def write_result(folder: Path, subject: str, device: str, dtype: str, result: di
     folder.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(_rounded(result), indent=1) + "\n")
     return path, json.loads(path.read_text(encoding="utf-8"))
+
+
+def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table, one line for each row."""
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [header, ["---"] * len(header), *rows])
 
 
 def _rounded(value: Any) -> Any:
