@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from luna_hf.scripting import markdown_table
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKER = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
@@ -61,10 +63,6 @@ def _find(name: str, suffix: str = ".json") -> Path:
 @functools.cache
 def _load(name: str) -> Result:
     return json.loads(_find(name).read_text(encoding="utf-8"))
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [header, ["---"] * len(header), *rows])
 
 
 def _mebibytes(count: float) -> str:
@@ -156,7 +154,7 @@ def _by_length(name: str, speeds: Sequence[tuple[str, str]], memory: Sequence[st
         for row in _load(name)["lengths"]
         if not lengths or row["length"] in lengths
     ]
-    return _table(header, rows)
+    return markdown_table(header, rows)
 
 
 def _crossing(name: str, models: Sequence[str]) -> str:
@@ -208,7 +206,7 @@ def _controls() -> str:
     rows = _load(name)["lengths"]
     models = [model for model in rows[0]["models"] if model.startswith("abc-")]
     cells = [[f"`{model[4:]}`", *(_over(row["models"], model) for row in rows)] for model in models]
-    return _with_source(_table(["control", *(f"{row['length']:,} tokens" for row in rows)], cells), name)
+    return _with_source(markdown_table(["control", *(f"{row['length']:,} tokens" for row in rows)], cells), name)
 
 
 def _one_length(names: dict[str, str], peers: Sequence[str] = ("roberta", "modernbert")) -> str:
@@ -220,7 +218,9 @@ def _one_length(names: dict[str, str], peers: Sequence[str] = ("roberta", "moder
         for model in row["models"]
         if model not in peers
     ]
-    return _with_source(_table(["setting", "model", *(f"speed over {LABELS[peer]}" for peer in peers)], rows), *names)
+    return _with_source(
+        markdown_table(["setting", "model", *(f"speed over {LABELS[peer]}" for peer in peers)], rows), *names
+    )
 
 
 def _padding() -> str:
@@ -233,7 +233,7 @@ def _padding() -> str:
         if model.startswith(family)
     }
     cells = [[m, f"{n:,}", f"{one['median']:.2f} ({_span(one['quartiles'], 2)})"] for (m, n), one in rows.items()]
-    return _with_source(_table(["model", "tokens", "padded over full, median (quartiles)"], cells), *names)
+    return _with_source(markdown_table(["model", "tokens", "padded over full, median (quartiles)"], cells), *names)
 
 
 def _paper() -> str:
@@ -245,7 +245,9 @@ def _paper() -> str:
         shares = [f"{peak[model] / peak[peer]:.2f}" for peer in peers]
         rows.append([LABELS[model], speed, *(_over(models, model, peer) for peer in peers), memory, *shares])
     header = ["model", "speed, paper", "speed over unfused", "speed over fused"]
-    return _with_source(_table([*header, "memory, paper", "memory over unfused", "memory over fused"], rows), name)
+    return _with_source(
+        markdown_table([*header, "memory, paper", "memory over unfused", "memory over fused"], rows), name
+    )
 
 
 # ---- demos and generation ----
@@ -259,7 +261,9 @@ def _demo() -> str:
         ["unigram baseline", own["unigram_loss"], own["unigram_accuracy"]],
     ]
     header = [f"on {own['held_out_targets']:,} masked tokens of held-out text", "loss (nats)", "accuracy"]
-    return _with_source(_table(header, [[label, f"{loss:.3f}", f"{share:.1%}"] for label, loss, share in rows]), name)
+    return _with_source(
+        markdown_table(header, [[label, f"{loss:.3f}", f"{share:.1%}"] for label, loss, share in rows]), name
+    )
 
 
 def _fill_mask() -> str:
@@ -330,7 +334,7 @@ def _learning() -> str:
         accuracy = statistics.mean(run["curve"]["accuracy"][-1] for run in runs)
         losses = ", ".join(f"{run['final_loss']:.3f}" for run in runs)
         rows.append([f"`{system}`", label, f"{runs[0]['parameters']:,}", losses, f"{accuracy:.1%}"])
-    table = _table(["name", "model", "parameters", "held-out loss, by seed", "accuracy"], rows)
+    table = markdown_table(["name", "model", "parameters", "held-out loss, by seed", "accuracy"], rows)
     note = f"The unigram entropy of the held-out text is {_load(name)['unigram_loss']:.2f} nats."
     return _with_source(f"{table}\n\n{note}", name)
 
@@ -344,7 +348,7 @@ def _swap(rate: str) -> str:
         ends = [found.get((system, *kind)) for kind in ((False, False), (False, True), (True, False), (True, True))]
         losses = [f"{run['final_loss']:.3f}" if run else "-" for run in ends]
         rows.append([f"`{system}`", f"{ends[0]['swapped_loss']:.3f}", *losses])
-    return _table(
+    return markdown_table(
         ["attention", "after the swap", "continued", "with transfer", "with a convolution", "with both"], rows
     )
 
