@@ -128,7 +128,7 @@ def test_the_script_writes_figures_table_and_plot(folders, text, tmp_path, capsy
         ("luna", ["--lengths", "48", "64"], "48 does not divide"),
         ("luna", ["--tokens", "20"], "one sequence has 64"),
         ("luna", ["--stride", "99"], "between 1 and `--part`"),
-        ("luna", ["--tokens", "100000"], "lower `--tokens`"),
+        ("luna", ["--tokens", "100000"], "`--tokens`"),
         ("luna", ["--rows", "0"], "the rows of a pass at least one part"),
         ("luna", ["--output", "taken"], "is a file"),
         ("encoder", [], "is a luna encoder"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from data.tokenizer import train_causal_tokenizer
 from gpt2_files import gpt2_folder
 from helpers import FAMILIES, ROOT, code_name, run_python, slots_of, tiny_model, tiny_tokenizer
 from huggingface_hub import ModelCard
@@ -83,9 +84,9 @@ def store_of(tokens):
 
 def test_rows_are_running_text_behind_a_start_token():
     text = [5, 6, 7, 2, 8, 9, 10, 11, 2, 12]
-    blocks = rows.Blocks(store_of(text), 4, first=0, last=None)
+    blocks = rows.Blocks(store_of(text), rows.Frame(4, 0, None))
     assert [block.tolist() for block in blocks] == [[0, 5, 6, 7], [0, 2, 8, 9], [0, 10, 11, 2], [0, 12]]
-    closed = rows.Blocks(store_of(text), 4, first=0, last=2)
+    closed = rows.Blocks(store_of(text), rows.Frame(4, 0, 2))
     assert closed[0].tolist() == [0, 5, 6, 2]
 
 
@@ -216,7 +217,7 @@ def test_training_goes_on_from_a_causal_checkpoint(trained, corpus, tmp_path, ca
 
 
 def test_a_trained_tokenizer_starts_a_text_and_leaves_its_end_open(tmp_path, trained):
-    tokenizer = data.train_causal_tokenizer(["a rose is a rose"] * 3, 280, max_length=40)
+    tokenizer = train_causal_tokenizer(["a rose is a rose"] * 3, 280, max_length=40)
     tokenizer.save_pretrained(tmp_path)
     for loaded in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         ids = loaded("a rose")["input_ids"]

@@ -1,30 +1,19 @@
-"""What the tests of corpora and rows share: settings as a recipe has them, and small files of every kind."""
+"""What the tests of corpora and rows share: a recipe's settings, and small files of every kind."""
 
 import csv
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-from helpers import ROOT
-
-sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
-
-from data import corpus, cpython_docs, masking, rows, sources, streaming, token_store
-from data import prepare as data
-
-from luna_hf.scripting import UserError
-
-__all__ = ["UserError", "corpus", "cpython_docs", "data", "masking", "rows", "sources", "streaming", "token_store"]
 
 TEXTS = [f"text {number}: the packed sequence reads {number * 37} tokens in turn." for number in range(23)]
 
 
 def settings(folder: Path, **changes: Any) -> SimpleNamespace:
-    """The keys of a recipe that reading text needs."""
+    """The keys of a recipe that concern text."""
     values = {
         "data": "cpython",
         "text_column": "text",
@@ -41,20 +30,8 @@ def settings(folder: Path, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**values, **changes})
 
 
-def process(index: int = 0, processes: int = 1) -> SimpleNamespace:
-    """What `prepare_text` asks of an accelerator."""
-    return SimpleNamespace(
-        is_main_process=index == 0,
-        is_local_main_process=index == 0,
-        process_index=index,
-        num_processes=processes,
-        wait_for_everyone=lambda: None,
-        print=print,
-    )
-
-
 def write_texts(path: Path, texts: list[str] = TEXTS, column: str = "text") -> Path:
-    """A file of the kind that its ending says; tables have a second column `number`."""
+    """A file of the kind given by its suffix; tables have a second column `number`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"number": number, column: text} for number, text in enumerate(texts)]
     if path.suffix == ".txt":

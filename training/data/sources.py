@@ -1,287 +1,130 @@
-"""Sources of documents, and streams of them that can go on where they stood."""
+"""Sources of documents, and streams of them that resume where they stopped."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import pyarrow.parquet as pq
-from datasets import Features, IterableDataset
+from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetsError
 from pyarrow import ArrowException
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, reason
 
-# What reading a file or a dataset raises when something is wrong with it.
-READ_ERRORS = (OSError, ValueError, ArrowException, DatasetsError)
-
-_PARQUET_ROWS = 256  # texts in memory at a time
-
-
-class Source(Protocol):
-    """A sequence of documents that can be read again and again, always in the same order."""
-
-    description: str  # what it is, for people
-    identity: list[Any]  # changes whenever the documents do; can be written as json
-
-    def stream(self, process_index: int = 0, processes: int = 1) -> "DocumentStream":
-        """The documents of one process from the start; those of all processes together are the source."""
-        ...
-
-
-class DocumentStream(Protocol):
-    """Documents one after the other; the state tells where the next one is."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, as json can hold it."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
-        ...
+# Opens a dataset, as often as needed; and the name of its text column.
+Part = tuple[Callable[[], IterableDataset], str]
 
 
 @dataclass
-class CountedStream:
-    """Every `processes`-th document of something that can be iterated again; going to a position reads up to it."""
-
-    documents: Any
-    process_index: int = 0
-    processes: int = 1
-    read: int = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for document in islice(iter(self.documents), self.read, None):
-            index, self.read = self.read, self.read + 1
-            if index % self.processes == self.process_index:
-                yield document
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `DocumentStream`."""
-        return {"read": self.read}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `DocumentStream`."""
-        self.read = state["read"]
-
-
-@dataclass
-class TableStream:
-    """A column of a streamed data set of `datasets`, which keeps the position itself (a shard and a row)."""
-
-    dataset: IterableDataset
-    column: str
-
-    def __iter__(self) -> Iterator[str]:
-        for row in self.dataset:
-            yield row[self.column] or ""  # a missing text is an empty one
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `DocumentStream`."""
-        return self.dataset.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `DocumentStream`."""
-        self.dataset.load_state_dict(state)
-
-
-@dataclass
-class JoinedStream:
-    """Streams one after the other."""
-
-    streams: list[DocumentStream]
-    current: int = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for index in range(self.current, len(self.streams)):
-            self.current = index
-            yield from self.streams[index]
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `DocumentStream`."""
-        return {"current": self.current, "streams": [stream.state_dict() for stream in self.streams]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `DocumentStream`."""
-        self.current = state["current"]
-        for stream, inner in zip(self.streams, state["streams"], strict=True):
-            stream.load_state_dict(inner)
-
-
-@dataclass(frozen=True)
-class ListSource:
-    """Documents in memory."""
-
-    documents: list[str]
-    description: str
-    identity: list[Any]
-
-    def stream(self, process_index: int = 0, processes: int = 1) -> CountedStream:
-        """See `Source`."""
-        return CountedStream(self.documents, process_index, processes)
-
-
-@dataclass(frozen=True)
-class TextSource:
-    """Text files, in which a blank line ends a document, as in the files RoBERTa was trained on."""
-
-    files: tuple[Path, ...]
-    description: str
-
-    @property
-    def identity(self) -> list[Any]:
-        """Path, size and time of every file."""
-        return ["text", *map(file_identity, self.files)]
-
-    def __iter__(self) -> Iterator[str]:
-        return chain.from_iterable(map(read_text_documents, self.files))
-
-    def stream(self, process_index: int = 0, processes: int = 1) -> CountedStream:
-        """See `Source`."""
-        return CountedStream(self, process_index, processes)
-
-
-@dataclass(frozen=True)
-class ParquetSource:
-    """A column of local parquet files, read where they are.
-
-    The reader of `datasets` is not used for them: its threads may end a process that exits with an abort.
-    """
-
-    files: tuple[Path, ...]
-    column: str
-    description: str
-
-    @property
-    def identity(self) -> list[Any]:
-        """Column, and path, size and time of every file."""
-        return ["parquet", self.column, *map(file_identity, self.files)]
-
-    def __iter__(self) -> Iterator[str]:
-        for file in self.files:
-            with pq.ParquetFile(file, memory_map=True) as table:
-                for batch in table.iter_batches(_PARQUET_ROWS, columns=[self.column]):
-                    yield from (text or "" for text in batch.column(0).to_pylist())
-
-    def stream(self, process_index: int = 0, processes: int = 1) -> CountedStream:
-        """See `Source`."""
-        return CountedStream(self, process_index, processes)
-
-
-@dataclass(frozen=True)
-class TableSource:
-    """A column of jsonl or csv files, or of a dataset of the Hub, through `datasets`.
+class DocumentStream:
+    """Documents in order; the state is the position of the next one.
 
     Attributes:
-        builder: of `datasets`.
-        split: of the builder.
-        column: with the texts.
-        description: see `Source`.
-        identity: see `Source`.
-        download: get the whole dataset first (once; it stays in the cache of `datasets`).
+        description: for error messages.
+        datasets: read one after the other; each has one column, the text.
+        current: index of the dataset being read.
+        resumed: its loaded position, until a row is read (before that, `datasets` reports the start).
     """
 
-    builder: Any
-    split: str
-    column: str
     description: str
-    identity: list[Any]
-    download: bool = False
+    datasets: list[IterableDataset]
+    current: int = 0
+    resumed: dict[str, Any] | None = None
 
-    def is_present(self) -> bool:
-        """Whether the dataset is in the cache, so that nothing needs to be fetched."""
-        return self.download and Path(self.builder.cache_dir).is_dir()
+    def __iter__(self) -> Iterator[str]:
+        with reading(self.description):
+            while self.current < len(self.datasets):
+                for row in self.datasets[self.current]:
+                    self.resumed = None
+                    ((column, text),) = row.items()
+                    if not isinstance(text, str | None):
+                        kind = type(text).__name__
+                        raise UserError(f"{self.description}: the column {column!r} has {kind}, but must have text.")
+                    yield text or ""  # a missing text counts as an empty one
+                self.current, self.resumed = self.current + 1, None
 
-    def features(self) -> Features | None:
-        """Names and types of the columns; nothing is downloaded for it but the first rows."""
-        if self.is_present():
-            return self.builder.as_dataset(split=self.split).features
-        return self.builder.as_streaming_dataset(split=self.split)._resolve_features().features
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as JSON values."""
+        ended = self.current == len(self.datasets)
+        position = None if ended else self.resumed or self.datasets[self.current].state_dict()
+        return {"current": self.current, "position": position}
 
-    def stream(self, process_index: int = 0, processes: int = 1) -> TableStream:
-        """See `Source`."""
-        if self.download:
-            self.builder.download_and_prepare()
-            dataset = self.builder.as_dataset(split=self.split).to_iterable_dataset()
-        else:
-            dataset = self.builder.as_streaming_dataset(split=self.split)
-        dataset = dataset.select_columns([self.column])
-        if processes > 1:  # files are shared out if they divide evenly, else rows
-            dataset = split_dataset_by_node(dataset, rank=process_index, world_size=processes)
-        return TableStream(dataset, self.column)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Move to a position."""
+        self.current, self.resumed = state["current"], state["position"]
+        if self.resumed:
+            self.datasets[self.current].load_state_dict(self.resumed)
 
 
 @dataclass(frozen=True)
-class JoinedSource:
-    """Several sources, one after the other."""
+class Source:
+    """A sequence of documents that can be read repeatedly, always in the same order.
 
-    sources: tuple[Source, ...]
+    Attributes:
+        description: for people.
+        identity: JSON values that change whenever the documents do.
+        parts: datasets, one after the other.
+    """
 
-    @property
-    def description(self) -> str:
-        """Those of the sources."""
-        return "; ".join(source.description for source in self.sources)
+    description: str
+    identity: list[Any]
+    parts: tuple[Part, ...]
 
-    @property
-    def identity(self) -> list[Any]:
-        """Those of the sources."""
-        return ["joined", *(source.identity for source in self.sources)]
+    def stream(self, process_index: int = 0, processes: int = 1) -> DocumentStream:
+        """The documents of one process; those of all processes together are the source.
 
-    def stream(self, process_index: int = 0, processes: int = 1) -> "JoinedStream":
-        """See `Source`."""
-        return JoinedStream([source.stream(process_index, processes) for source in self.sources])
+        Raises:
+            UserError: The source cannot be opened. Iterating raises it for text that cannot be read.
+        """
+        with reading(self.description):
+            datasets = [read().select_columns([column]) for read, column in self.parts]
+        if processes == 1:
+            return DocumentStream(self.description, datasets)
+        # Processes share the files if these divide evenly, and the rows otherwise.
+        datasets = [split_dataset_by_node(dataset, process_index, processes) for dataset in datasets]
+        return DocumentStream(f"{self.description} (part {process_index + 1} of {processes})", datasets)
 
 
-def read_text_documents(path: Path) -> Iterator[str]:
-    """The documents of a text file, which blank lines separate; of the file, one document is in memory.
+@contextmanager
+def reading(description: str) -> Iterator[None]:
+    """Name what is being read in the errors of `datasets`.
 
     Raises:
-        UserError: The file is not UTF-8.
+        UserError: Reading fails.
     """
-    lines: list[str] = []
-    position = 0
-    with path.open("rb") as file:
-        for raw in file:
-            try:
-                line = raw.decode("utf-8").replace("\r\n", "\n")
-            except UnicodeDecodeError as error:
-                at = position + error.start
-                raise UserError(f"{path.name} is not UTF-8 text ({error.reason} at byte {at}). Convert it.") from error
-            position += len(raw)
-            if line.strip():
-                lines.append(line)
-            elif lines:
-                yield "".join(lines).strip("\n")
-                lines = []
-    if lines:
-        yield "".join(lines).strip("\n")
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, LookupError, RuntimeError, ArrowException, DatasetsError) as error:
+        raise UserError(f"{description} cannot be read: {reason(error)}") from error
+    except StopIteration as error:  # the JSON reader of `datasets`
+        raise UserError(f"{description} is empty.") from error
 
 
-def readable(source: Source) -> Iterator[str]:
-    """All documents of a source.
+def read_text_documents(files: tuple[Path, ...]) -> Iterator[dict[str, str]]:
+    """The documents of text files, separated by blank lines as in RoBERTa's training data, one in memory at a time.
 
     Raises:
-        UserError: Reading failed.
+        UserError: A file is not UTF-8.
     """
-    documents = None
-    while True:
-        try:
-            documents = documents or iter(source.stream())
-            document = next(documents, None)
-        except UserError:
-            raise
-        except READ_ERRORS as error:
-            raise UserError(f"{source.description} cannot be read: {error}") from error
-        if document is None:
-            return
-        yield document
-
-
-def file_identity(path: Path) -> list[Any]:
-    """What changes when a file does: path, size and time."""
-    status = path.stat()
-    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+    for path in files:
+        lines: list[str] = []
+        position = 0
+        with path.open("rb") as file:
+            for raw in file:
+                try:
+                    line = raw.decode("utf-8").replace("\r\n", "\n")
+                except UnicodeDecodeError as error:
+                    byte = position + error.start
+                    raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {byte}). Convert it.") from error
+                position += len(raw)
+                if line.strip():
+                    lines.append(line)
+                elif lines:
+                    yield {"text": "".join(lines).strip("\n")}
+                    lines = []
+        if lines:
+            yield {"text": "".join(lines).strip("\n")}

@@ -6,8 +6,9 @@ from typing import Any
 
 from accelerate import Accelerator
 from common.models import MASKED
-from data.prepare import masked_rows, train_tokenizer
-from data.rows import RowFormat
+from data.masking import RowFormat
+from data.prepare import masked_rows
+from data.tokenizer import train_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 

@@ -10,17 +10,15 @@ The same tokens are scored at every length. A sequence of that length starts wit
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from common.models import CAUSAL, load_config, load_tokenizer
 from data.corpus import open_source
-from data.sources import readable
-from data.token_store import encode
+from data.token_store import document_batches
+from data.tokenizer import encode
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,8 +30,8 @@ from luna_hf.configuration_base import BoundedMemoryConfig
 from luna_hf.scripting import UserError
 
 MODES = ("carried", "sliding")
-# Documents that are tokenized at a time.
-_DOCUMENTS = 64
+# Characters of the documents that are tokenized together.
+_BATCH_CHARACTERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -121,24 +119,14 @@ def read_tokens(tokenizer: PreTrainedTokenizerBase, data: str, text_column: str,
         UserError: There is no such text, or it is too short.
     """
     source = open_source({"path": data}, "--data", "validation", text_column, streaming=False)
-    pieces, found, batch = [], 0, []
-    documents = (document for document in readable(source) if document.strip())
-    for document in _and_none(documents):
-        if document is not None:
-            batch.append(document)
-        if batch and (document is None or len(batch) == _DOCUMENTS):
-            for ids in encode(tokenizer, batch):
-                pieces.append(np.array([*ids, tokenizer.eos_token_id], dtype=np.int64))
-                found += len(ids) + 1
-            batch = []
+    pieces, found = [], 0
+    for batch in document_batches(source.stream(), _BATCH_CHARACTERS):
+        for ids in encode(tokenizer, batch):
+            pieces.append(np.array([*ids, tokenizer.eos_token_id], dtype=np.int64))
+            found += len(ids) + 1
         if found >= count:
             return np.concatenate(pieces)[:count]
-    raise UserError(f"{source.description} has {found:,} tokens, but {count:,} are asked for: lower `--tokens`.")
-
-
-def _and_none(items: Any) -> Iterator[Any]:
-    yield from items
-    yield None
+    raise UserError(f"{source.description} has {found:,} tokens, fewer than {count:,}. Lower `--tokens`.")
 
 
 def mode_of(model: PreTrainedModel) -> str:

@@ -22,7 +22,8 @@ from common.models import (
     model_fields,
 )
 from data.corpus import Corpus, open_corpus
-from data.prepare import Plan, PreparedText, prepare_text
+from data.prepare import PreparedText, prepare_text
+from data.rows import Plan
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils.logging import disable_progress_bar

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from common.models import CAUSAL
-from data.masking import next_tokens
-from data.prepare import open_ended, train_causal_tokenizer
-from data.rows import RowFormat
+from data.masking import RowFormat, next_tokens
+from data.tokenizer import open_ended, train_causal_tokenizer
 from engine.card import make_causal_card
 from engine.objective import Objective
 from engine.recipe import CausalRecipe
