@@ -242,9 +242,10 @@ def test_the_kind_of_the_labels_follows_from_their_values(case):
         ([0.5, 1.5], [0.5], ("no", "yes"), "float64"),
         (["a", "b"], ["a"], (), "string"),
         ([0.5, 1.5], ["a"], None, "validation holds 'a'"),
+        ([0.5, 1.5], [[0.5]], None, "train and validation"),
         ([4, 4], [4], None, "1 different values in 2 rows"),
         (list(range(60)), [0], None, "60 different values in 60 rows"),
-        ([[0.5], [0.5, 1.5]], [[0.5]], None, "1: .*2: "),
+        ([[0.5], [0.5, 1.5]], [[0.5]], None, r"\[1, 2\]"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(train, other, known, value):

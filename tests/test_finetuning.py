@@ -1,6 +1,5 @@
 """What the finetuning commands share: runs that survive a kill, sweeps, options, table, card, upload."""
 
-import importlib.util
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from tasks import best, runs
 from tasks.plan import plan, unique_labels
-from tasks.trainer import FinetuneTrainer, damage, newest_whole_checkpoint
+from tasks.trainer import FinetuneTrainer, damage
 from tiny_finetuning import COMMANDS, RECIPES, checkpoint, command, glue_folder, refused, run
 from transformers import pipeline
 
@@ -135,17 +134,15 @@ def test_a_save_that_was_cut_off_is_passed_over(luna, sst2, uninterrupted, cut_o
     assert result["tokens_per_second"] > result["samples_per_second"] > 0
 
 
-def test_every_damaged_file_of_a_checkpoint_is_found_and_refused(luna, sst2, cut_off, capsys):
+def test_every_damaged_file_of_a_checkpoint_is_found(cut_off):
     saved = cut_off / "checkpoint-12"
-    assert damage(saved) is None and newest_whole_checkpoint(cut_off)[0] == saved
+    assert damage(saved) is None
     for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"):
         content = (saved / name).read_bytes()
         (saved / name).unlink()
         assert damage(saved) == f"{name} is missing"
         (saved / name).write_bytes(content[: len(content) // 2])
         assert damage(saved) == f"{name} is cut off"
-        words = command(luna, cut_off, **options(sst2, resume_from_checkpoint=saved))
-        assert f"{name} is cut off" in refused(capsys, words)
         (saved / name).write_bytes(content)
     assert damage(saved) is None
 
@@ -239,7 +236,7 @@ def test_a_sweep_compares_models_and_is_not_repeated(swept, monkeypatch, capsys)
         found = (row["batch_size"], row["median"], row["best"], row["best_seed"])
         assert found == (8, pytest.approx(0.55), 0.6, 1)
         folder = out / row["best_folder"]
-        assert f"The finetuned {row['model']} is in {folder}" in printed and f"`{row['best_folder']}`" in text
+        assert f"The finetuned {row['model']} is in {folder}" in printed and f"| {row['best_folder']} |" in text
         assert {"config.json", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
         card = ModelCard.load(folder / "README.md")
         assert "from 4 runs: among 2 settings" in card.text and "the median 0.5500 (0.5000 to 0.6000)" in card.text
@@ -332,7 +329,7 @@ def test_models_have_short_names_that_differ():
         *[("max_length", 3), ("max_train_samples", 0), ("early_stopping_patience", -1), ("sweep_dropouts", "0 1.5")],
         *[("model_config", "classifier_pooling"), ("train_sampling_strategy", "best"), ("learning_rate", -1)],
         *[("learning_rate", "inf"), ("per_device_train_batch_size", 0), ("num_train_epochs", 0), ("adam_beta2", 1)],
-        *[("report_to", "nowhere"), ("model_name", "my model"), ("do_train", ""), ("metric-for-best-model", "loss")],
+        *[("model_name", "my model"), ("do_train", ""), ("metric-for-best-model", "loss")],
         *[("learning_rat", 1), ("seeds", 1.5), ("sweep_learning_rates", 0), ("output_dir", None)],
     ],
 )
@@ -430,9 +427,7 @@ def test_a_folder_with_other_files_is_refused(luna, sst2, tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("more", "value"),
     [
-        ({"optim": "lion_8bit"}, "lion_8bit .*bitsandbytes"),
-        ({"lr_scheduler_type": "cosine_with_min_lr"}, "cosine_with_min_lr .*min_lr"),
-        ({"resume_from_checkpoint": "/nope"}, "--resume_from_checkpoint /nope"),
+        ({"resume_from_checkpoint": "/nope"}, "resume_from_checkpoint.*newest"),
         ({"model_name_or_path": "missing"}, "'missing'"),
         ({"push_to_hub": True, "hub_model_id": "tester/x"}, "push_to_hub.*'tester/x'"),
     ],
@@ -440,8 +435,6 @@ def test_a_folder_with_other_files_is_refused(luna, sst2, tmp_path, monkeypatch,
 def test_what_cannot_start_is_refused_before_the_data_are_tokenized(
     more, value, luna, sst2, tmp_path, monkeypatch, capsys
 ):
-    if "optim" in more and importlib.util.find_spec("bitsandbytes"):
-        pytest.skip("bitsandbytes is installed")
     monkeypatch.setattr(finetune_glue.TextClassification, "encode", None)
     models = [luna, *([more["model_name_or_path"]] if "model_name_or_path" in more else [])]
     more = {name: text for name, text in more.items() if name != "model_name_or_path"}

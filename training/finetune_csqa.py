@@ -17,11 +17,12 @@ set's test split has no answers: the model's are written to `predictions/test.js
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
-from tasks.files import load_splits
+from tasks.arguments import option
+from tasks.files import load_splits, tokenize
 from tasks.multiple_choice import (
     QUESTION_LENGTH,
     ChoiceArguments,
@@ -31,7 +32,6 @@ from tasks.multiple_choice import (
     cut,
     question,
     read_questions,
-    tokenize_choices,
 )
 from tasks.runs import Command
 from transformers import PreTrainedTokenizerBase
@@ -65,9 +65,7 @@ def read_row(row: dict[str, Any]) -> dict[str, Any]:
 class CsqaArguments(ChoiceArguments):
     """Options of this command."""
 
-    dataset_name: str = field(
-        default="tau/commonsense_qa", metadata={"help": "Hub name, or a local folder with a file per split."}
-    )
+    dataset_name: str = option("tau/commonsense_qa", "Hub name, or a local folder with a file per split.")
 
 
 class CsqaTask(ChoiceTask):
@@ -95,11 +93,12 @@ class CsqaTask(ChoiceTask):
     ) -> dict[str, list[Any]]:
         """One text per choice."""
         length = self.question_length(tokenizer, max_length)
-        options = tokenizer(choices, add_special_tokens=False)["input_ids"]
+        options = tokenizer(choices, add_special_tokens=False, verbose=False)["input_ids"]
         shared, lost = cut(tokenizer, shared, [length - len(ids) for ids in options])
         texts = [f"{text}{tokenizer.sep_token}{choice}" for text, choice in zip(shared, choices, strict=True)]
         whole = length + tokenizer.num_special_tokens_to_add() + 1
-        return tokenize_choices(tokenizer, texts, lost=lost, max_length=whole, truncation="longest_first")
+        options = {"truncation": "longest_first", "return_attention_mask": False}  # the collator makes the masks
+        return tokenize(tokenizer, texts, max_length=whole, lost=lost, **options)
 
 
 COMMAND = Command("finetune_csqa", __doc__, CsqaTask, CsqaArguments, ChoiceTrainingArguments)

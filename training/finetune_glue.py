@@ -12,7 +12,7 @@ After Ctrl-C or a kill, the same command continues from the last checkpoint (the
 import csv
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import evaluate
 import numpy as np
 from common.options import did_you_mean
 from datasets import Dataset
-from tasks.arguments import FinetuneArguments
+from tasks.arguments import FinetuneArguments, option
 from tasks.files import Encoded, encode_rows, load_splits, read_files, require_columns, require_text, tokenize
 from tasks.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, read_labels
 from tasks.runs import Command
@@ -88,29 +88,22 @@ TASKS = {
 class GlueArguments(FinetuneArguments):
     """Options of `finetune_glue.py`."""
 
-    task_name: str | None = field(default=None, metadata={"help": f"Task of GLUE: {', '.join(TASKS)}."})
-    train_file: str | None = field(default=None, metadata={"help": "Own data: csv, tsv, jsonl, json or parquet."})
-    validation_file: str | None = field(default=None, metadata={"help": "Own data that choose the checkpoint."})
-    test_file: str | None = field(default=None, metadata={"help": "Own data to predict; scored if they have labels."})
-    train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    validation_split: str | None = field(
-        default=None, metadata={"help": "Split that chooses the checkpoint; by default validation (MNLI: both)."}
+    task_name: str | None = option(None, f"Task of GLUE: {', '.join(TASKS)}.")
+    train_file: str | None = option(None, "Own data: csv, tsv, jsonl, json or parquet.")
+    validation_file: str | None = option(None, "Own data that choose the checkpoint.")
+    test_file: str | None = option(None, "Own data to predict; scored if they have labels.")
+    train_split: str = option("train", "Split to train on.")
+    validation_split: str | None = option(
+        None, "Split that chooses the checkpoint; by default validation (MNLI: both)."
     )
-    test_split: str | None = field(default=None, metadata={"help": "Split to predict; by default test."})
-    text_columns: list[str] = field(
-        default_factory=list, metadata={"help": "Column of texts, or two for pairs; by default text (own data)."}
+    test_split: str | None = option(None, "Split to predict; by default test.")
+    text_columns: list[str] = option([], "Column of texts, or two for pairs; by default text (own data).")
+    label_column: str = option(
+        "label",
+        "Column of labels: texts or whole numbers are classes, other numbers a regression, lists of either several "
+        "labels per row.",
     )
-    label_column: str = field(
-        default="label",
-        metadata={
-            "help": "Column of labels: texts or whole numbers are classes, other numbers a regression, lists of either "
-            "several labels per row."
-        },
-    )
-    class_names: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Names of the classes of own data with labels 0, 1, ..., in that order."},
-    )
+    class_names: list[str] = option([], "Names of the classes of own data with labels 0, 1, ..., in that order.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,11 +201,9 @@ class TextClassification(Task):
         if arguments.train_file is None and not Path(name).is_dir():
             self.dataset_name, source = name, f"from {name}"
             self.dataset_config = arguments.dataset_config or arguments.task_name
-        texts = " and ".join(f"`{column}`" for column in self.columns)
-        sizes = ", ".join(f"{len(rows):,} of {split}" for split, rows in self.evaluation.items())
         self.dataset = (
-            f"{self.title}, {source}: texts in {texts}, labels in `{self.label_column}`; {len(self.train):,} rows to "
-            f"train on before any sampling, {sizes}."
+            f"{self.title}, {source}: texts in `{'`, `'.join(self.columns)}`, labels in `{self.label_column}`; "
+            f"{len(self.train):,} rows to train on before any sampling."
         )
 
     def model_fields(self) -> dict[str, Any]:

@@ -22,12 +22,13 @@ is `ehovy/race` or a folder with the subfolders `middle` and `high`; `--dataset_
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset, concatenate_datasets
-from tasks.files import load_splits
+from tasks.arguments import option
+from tasks.files import load_splits, tokenize
 from tasks.multiple_choice import (
     QUESTION_LENGTH,
     ChoiceArguments,
@@ -37,7 +38,6 @@ from tasks.multiple_choice import (
     cut,
     question,
     read_questions,
-    tokenize_choices,
 )
 from tasks.runs import Command
 from transformers import PreTrainedTokenizerBase
@@ -83,11 +83,10 @@ def read_row(row: dict[str, Any]) -> dict[str, Any]:
 class RaceArguments(ChoiceArguments):
     """Options of this command."""
 
-    dataset_name: str = field(
-        default="ehovy/race",
-        metadata={"help": "Hub name, or a local folder with `middle` and `high`, each with a file per split."},
+    dataset_name: str = option(
+        "ehovy/race", "Hub name, or a local folder with `middle` and `high`, each with a file per split."
     )
-    dataset_config: Literal["all", "middle", "high"] = field(default="all", metadata={"help": "all, middle or high."})
+    dataset_config: Literal["all", "middle", "high"] = option("all", "all, middle or high.")
 
 
 class RaceTask(ChoiceTask):
@@ -131,8 +130,10 @@ class RaceTask(ChoiceTask):
         """Pairs of question with option, and passage."""
         length = self.question_length(tokenizer, max_length)
         choices, lost = cut(tokenizer, choices, [length] * len(choices))
-        options = {"max_length": max_length, "truncation": "only_second", "split_special_tokens": True}
-        return tokenize_choices(tokenizer, choices, shared, lost=lost, **options)
+        options = {"split_special_tokens": True, "return_attention_mask": False}  # the collator makes the masks
+        return tokenize(
+            tokenizer, choices, shared, max_length=max_length, truncation="only_second", lost=lost, **options
+        )
 
 
 COMMAND = Command("finetune_race", __doc__, RaceTask, RaceArguments, ChoiceTrainingArguments)

@@ -1,7 +1,5 @@
 """Options that every finetuning command has, with the paper's values as defaults."""
 
-# ruff: noqa: RUF009  (`_option` is a `field`)
-
 import math
 import re
 from dataclasses import dataclass, field
@@ -9,10 +7,9 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
-from transformers.integrations import get_available_reporting_integrations
+from transformers import TrainingArguments
 
-from luna_hf.scripting import UserError, reason
+from luna_hf.scripting import UserError
 
 # Options of the Trainer that these commands set themselves, and would otherwise ignore silently.
 REFUSED = {
@@ -20,76 +17,75 @@ REFUSED = {
     **dict.fromkeys(("metric_for_best_model", "greater_is_better"), "the task names the score that chooses"),
     **dict.fromkeys(("remove_unused_columns", "label_names", "length_column_name"), "the task names the columns"),
     **dict.fromkeys(("hub_strategy", "hub_always_push"), "the finished model is pushed, once"),
+    "resume_from_checkpoint": "the same command finds the newest whole checkpoint",
     "data_seed": "--seeds decides the order of the rows, too",
     "include_num_input_tokens_seen": "tokens are always counted, without padding",
 }
-# The lowest value of an option, and whether it is excluded itself.
-_LOWEST = {
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), (1, False)
-    ),
-    **dict.fromkeys(("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "seed"), (0, False)),
-    **dict.fromkeys(("num_train_epochs", "adam_epsilon", "save_total_limit", "logging_steps"), (0, True)),
-    **dict.fromkeys(("max_train_samples", "max_eval_samples"), (0, True)),
-    **dict.fromkeys(("sweep_batch_sizes", "sweep_learning_rates"), (0, True)),
-    **dict.fromkeys(("dropout", "sweep_dropouts", "adam_beta1", "adam_beta2", "label_smoothing_factor"), (0, False)),
-    "max_length": (8, False),
-    "early_stopping_patience": (0, False),
+_AT_LEAST = {
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
+    **dict.fromkeys(("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "seed"), 0),
+    **{"max_length": 8, "early_stopping_patience": 0},
 }
-_SHARES = ("dropout", "sweep_dropouts", "adam_beta1", "adam_beta2", "label_smoothing_factor")
+_ABOVE_0 = {
+    *("num_train_epochs", "adam_epsilon", "save_total_limit", "logging_steps", "max_train_samples", "max_eval_samples"),
+    *("sweep_batch_sizes", "sweep_learning_rates"),
+}
+_SHARES = {"dropout", "sweep_dropouts", "adam_beta1", "adam_beta2", "label_smoothing_factor"}
 _ORDERS = ("group_by_length", "random", "sequential")
 
 
-def _option(default: Any, text: str) -> Any:
+def option(default: Any, text: str) -> Any:
+    """A field of a dataclass of options, with its line in `--help`."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": text})
     return field(default=default, metadata={"help": text})
 
 
 def _check_ranges(options: Any) -> None:
-    """Compare numbers, and those in lists, with `_LOWEST`.
+    """Check numbers, and those in lists.
 
     Raises:
         UserError: One is too low, not finite, or a share of 1 or more.
     """
-    for name, (lowest, excluded) in _LOWEST.items():
-        found = getattr(options, name, None)
-        for value in found if isinstance(found, list) else [] if found is None else [found]:
-            if not (value > lowest if excluded else value >= lowest) or not math.isfinite(value):
-                raise UserError(f"--{name} is {value}, but must be {'above' if excluded else 'at least'} {lowest}.")
-            if name in _SHARES and value >= 1:
-                raise UserError(f"--{name} is {value}, but must be below 1.")
+    for name, found in vars(options).items():
+        for value in found if isinstance(found, list) else [found]:
+            if value is None or name not in {*_AT_LEAST, *_ABOVE_0, *_SHARES}:
+                continue
+            lowest = _AT_LEAST.get(name, 0)
+            if not lowest <= value < (1 if name in _SHARES else math.inf) or (name in _ABOVE_0 and not value):
+                limits = "at least 0 and below 1" if name in _SHARES else f"at least {lowest}"
+                raise UserError(f"--{name} is {value}, but must be {'above 0' if name in _ABOVE_0 else limits}.")
 
 
 @dataclass
 class FinetuneArguments:
     """Options that every finetuning command has; a command adds its own in a subclass."""
 
-    model_name_or_path: list[str] = _option(
+    model_name_or_path: list[str] = option(
         [], "Folder or Hub name of a pretrained encoder; several are compared on equal terms."
     )
-    dataset_name: str | None = _option(None, "Hub name, or a local folder with a file per split (parquet, jsonl, csv).")
-    dataset_config: str | None = _option(None, "Part of the data set.")
-    max_length: int | None = _option(
+    dataset_name: str | None = option(None, "Hub name, or a local folder with a file per split (parquet, jsonl, csv).")
+    dataset_config: str | None = option(None, "Part of the data set.")
+    max_length: int | None = option(
         None,
         "Longest input in tokens; longer ones are cut, and counted. By default 512, or what the model takes if that is "
         "less. A larger value extends the model's positions.",
     )
-    model_config: list[str] = _option(
+    model_config: list[str] = option(
         [], "Fields of the model's config as KEY=VALUE, such as classifier_pooling=packed_max."
     )
-    max_train_samples: int | None = _option(None, "Train on this many rows, drawn at random.")
-    max_eval_samples: int | None = _option(None, "Evaluate on this many rows of each dev split, drawn at random.")
-    sweep: bool = _option(False, "Try every batch size with every learning rate, as the paper does.")
-    sweep_batch_sizes: list[int] = _option([16, 32], "Rows of an update, over all processes.")
-    sweep_learning_rates: list[float] = _option([5e-6, 1e-5, 2e-5], "Peak learning rates of a sweep.")
-    sweep_dropouts: list[float] = _option([], "Dropouts of a sweep; by default that of --dropout.")
-    dropout: float | None = _option(None, "Dropout of the hidden states; by default that of the checkpoint.")
-    seeds: list[int] = _option([], "Repeat every setting with these seeds; by default --seed.")
-    early_stopping_patience: int = _option(3, "Evaluations without a better score until a run stops; 0 never stops it.")
-    model_name: str | None = _option(None, "Name in the model card.")
-    language: str | None = _option(None, "Language of the texts, for the model card: en.")
-    license: str | None = _option(None, "License of the model, for the model card.")
+    max_train_samples: int | None = option(None, "Train on this many rows, drawn at random.")
+    max_eval_samples: int | None = option(None, "Evaluate on this many rows of each dev split, drawn at random.")
+    sweep: bool = option(False, "Try every batch size with every learning rate, as the paper does.")
+    sweep_batch_sizes: list[int] = option([16, 32], "Rows of an update, over all processes.")
+    sweep_learning_rates: list[float] = option([5e-6, 1e-5, 2e-5], "Peak learning rates of a sweep.")
+    sweep_dropouts: list[float] = option([], "Dropouts of a sweep; by default that of --dropout.")
+    dropout: float | None = option(None, "Dropout of the hidden states; by default that of the checkpoint.")
+    seeds: list[int] = option([], "Repeat every setting with these seeds; by default --seed.")
+    early_stopping_patience: int = option(3, "Evaluations without a better score until a run stops; 0 never stops it.")
+    model_name: str | None = option(None, "Name in the model card.")
+    language: str | None = option(None, "Language of the texts, for the model card: en.")
+    license: str | None = option(None, "License of the model, for the model card.")
 
     def __post_init__(self) -> None:
         if not self.model_name_or_path:
@@ -115,32 +111,28 @@ class FinetuneArguments:
 class FinetuneTrainingArguments(TrainingArguments):
     """transformers' TrainingArguments with the values of the Luna paper (and of RoBERTa, whose recipe it follows)."""
 
-    output_dir: str | None = _option(None, "Folder to write to (required).")
-    learning_rate: float = _option(2e-5, "Peak learning rate.")
-    per_device_train_batch_size: int = _option(32, "Rows per forward pass and process.")
-    per_device_eval_batch_size: int = _option(64, "Rows per evaluation step.")
-    num_train_epochs: float = _option(20.0, "Epochs at most.")
-    adam_beta2: float = _option(0.98, "Decay of AdamW's mean square.")
-    adam_epsilon: float = _option(1e-6, "Epsilon of AdamW.")
-    weight_decay: float = _option(0.1, "Weight decay; not on biases and norms.")
-    warmup_steps: float = _option(0.06, "Warm-up: a share of the steps below 1, or a count.")
-    eval_strategy: str = _option("epoch", "When to evaluate: no, steps, epoch.")
-    save_strategy: str = _option("epoch", "When to save; as eval_strategy.")
-    save_total_limit: int | None = _option(2, "Checkpoints to keep while a run is unfinished, the best one among them.")
-    load_best_model_at_end: bool = _option(True, "Keep the weights with the best score.")
-    logging_steps: float = _option(100, "Steps between two lines of the log.")
-    train_sampling_strategy: str = _option("group_by_length", "group_by_length, random or sequential.")
-    restore_callback_states_from_checkpoint: bool = _option(True, "Early stopping continues its count after a resume.")
-    remove_unused_columns: bool = _option(False, "The commands pass on what a model takes.")
+    output_dir: str | None = option(None, "Folder to write to (required).")
+    learning_rate: float = option(2e-5, "Peak learning rate.")
+    per_device_train_batch_size: int = option(32, "Rows per forward pass and process.")
+    per_device_eval_batch_size: int = option(64, "Rows per evaluation step.")
+    num_train_epochs: float = option(20.0, "Epochs at most.")
+    adam_beta2: float = option(0.98, "Decay of AdamW's mean square.")
+    adam_epsilon: float = option(1e-6, "Epsilon of AdamW.")
+    weight_decay: float = option(0.1, "Weight decay; not on biases and norms.")
+    warmup_steps: float = option(0.06, "Warm-up: a share of the steps below 1, or a count.")
+    eval_strategy: str = option("epoch", "When to evaluate: no, steps, epoch.")
+    save_strategy: str = option("epoch", "When to save; as eval_strategy.")
+    save_total_limit: int | None = option(2, "Checkpoints to keep while a run is unfinished, the best one among them.")
+    load_best_model_at_end: bool = option(True, "Keep the weights with the best score.")
+    logging_steps: float = option(100, "Steps between two lines of the log.")
+    train_sampling_strategy: str = option("group_by_length", "group_by_length, random or sequential.")
+    restore_callback_states_from_checkpoint: bool = option(True, "Early stopping continues its count after a resume.")
+    remove_unused_columns: bool = option(False, "The commands pass on what a model takes.")
 
     def __post_init__(self) -> None:
         if not self.output_dir:
             raise UserError("--output_dir is missing: the folder to write to.")
         _check_ranges(self)
-        reporters = [self.report_to] if isinstance(self.report_to, str) else self.report_to or []
-        present = [*get_available_reporting_integrations(), "all", "none"]
-        if missing := [name for name in reporters if name not in present]:
-            raise UserError(f"--report_to {missing[0]} is not installed; installed are {', '.join(present)}.")
         if self.train_sampling_strategy not in _ORDERS:  # the Trainer takes any other word for `random`
             raise UserError(f"--train_sampling_strategy is {self.train_sampling_strategy!r}, not {', '.join(_ORDERS)}.")
         self.include_num_input_tokens_seen = "non_padding"  # for the speed in the results
@@ -148,18 +140,3 @@ class FinetuneTrainingArguments(TrainingArguments):
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()
         super().__post_init__()
-
-    def check_with(self, model: torch.nn.Module) -> None:
-        """Make the optimizer and schedule that the Trainer would make before its first step.
-
-        Raises:
-            UserError: The optimizer's package is missing, or an argument of the optimizer or schedule.
-        """
-        try:
-            Trainer.get_optimizer_cls_and_kwargs(self, model)
-            probe = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-            if self.lr_scheduler_type not in (SchedulerType.GREEDY, SchedulerType.REDUCE_ON_PLATEAU):
-                get_scheduler(self.lr_scheduler_type, probe, 1, 10, self.lr_scheduler_kwargs)
-        except (ImportError, ValueError, TypeError, RuntimeError) as error:
-            chosen = f"--optim {self.optim.value} with --lr_scheduler_type {self.lr_scheduler_type.value}"
-            raise UserError(f"{chosen} cannot be used: {reason(error)}.") from error

@@ -5,13 +5,12 @@ that setting. A setting's runs follow each other, so at most two runs hold weigh
 model is copied to a hidden folder, which takes its place when it is complete; only then do the runs lose their weights.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from luna_hf.scripting import write_json, writing
-from tasks.plan import RUN_FILE, SETTINGS_FILE
+from tasks.plan import RUN_FILE, SETTINGS_FILE, read_run
 from tasks.report import Result, choose, setting_of, write_card
 from tasks.task import Job
 
@@ -20,12 +19,7 @@ _LEFT = {RUN_FILE, SETTINGS_FILE, "predictions", "runs"}
 
 
 def drop_losers(job: Job, results: list[Result]) -> None:
-    """Remove the models that can no longer be chosen.
-
-    Args:
-        job: the command.
-        results: of the finished runs of one model, in the order of the plan.
-    """
+    """Remove the weights that can no longer be chosen, given one model's results in the order of the plan."""
     if not job.is_main:
         return
     current = setting_of(results[-1])
@@ -40,16 +34,12 @@ def lost_best(job: Job, results: list[Result]) -> int | None:
     """Index of the chosen run if its weights are gone, because an earlier command with fewer runs chose another one."""
     best, _ = choose(results, job.task.greater_is_better)
     kept = _folder(job, best)
-    is_kept = _weights(kept) and _read(kept).items() >= _content(best).items()
+    is_kept = _weights(kept) and read_run(kept).items() >= {**best, "folder": str(kept)}.items()
     return None if _weights(Path(best["folder"])) or is_kept else results.index(best)
 
 
 def keep_best(job: Job, results: list[Result]) -> Path:
     """Bring the chosen model to `best/<model>/`, with a card that states from how many runs it was picked.
-
-    Args:
-        job: the command.
-        results: of all runs of one model; the chosen one has its weights.
 
     Returns:
         The folder with the model: that of the run itself if it is the only one.
@@ -79,21 +69,12 @@ def keep_best(job: Job, results: list[Result]) -> Path:
 
 def _describe(job: Job, best: Result, folder: Path, picked: dict[str, Any]) -> None:
     write_card(job, best, folder, picked)
-    write_json(folder / RUN_FILE, {**_content(best), "picked": picked})
+    content = {name: value for name, value in best.items() if name != "folder"}
+    write_json(folder / RUN_FILE, {**content, "picked": picked})
 
 
 def _folder(job: Job, result: Result) -> Path:
     return job.folder / "best" / result["model"]
-
-
-def _content(result: Result) -> dict[str, Any]:
-    """As a file holds it."""
-    return json.loads(json.dumps({name: value for name, value in result.items() if name != "folder"}))
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    path = folder / RUN_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _weights(folder: Path) -> bool:

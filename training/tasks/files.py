@@ -73,7 +73,7 @@ def load_splits(
     Args:
         name: a local folder with `<split>.parquet` (or .jsonl, .json, .csv, .tsv; or `<split>-*-of-*.parquet`), itself
             or in `data/`, and in a subfolder per `config` if there are several; or a name on the Hub.
-        config: a part of the data set, such as `sst2` of GLUE. A folder that holds the splits itself needs none.
+        config: a part of the data set, such as `sst2` of GLUE.
         splits: names to look for.
 
     Raises:
@@ -135,7 +135,12 @@ def require_text(rows: Dataset, column: str, source: str) -> None:
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, *texts: list[str], max_length: int, truncation: str, **options: Any
+    tokenizer: PreTrainedTokenizerBase,
+    *texts: list[str],
+    max_length: int,
+    truncation: str,
+    lost: list[int] | None = None,
+    **options: Any,
 ) -> dict[str, list[Any]]:
     """Tokenize texts, or pairs of texts, to at most `max_length` tokens.
 
@@ -144,6 +149,7 @@ def tokenize(
         texts: one list of texts, or two for pairs.
         max_length: longest input, special tokens included.
         truncation: which text of a pair gives way, in transformers' words (`longest_first`, `only_second`).
+        lost: tokens that the texts lost before.
         options: further keywords of the tokenizer.
 
     Returns:
@@ -152,25 +158,19 @@ def tokenize(
     whole = tokenizer(*texts, verbose=False, **options)["input_ids"]
     kept = dict(tokenizer(*texts, truncation=truncation, max_length=max_length, **options))
     tokens = [len(ids) for ids in kept["input_ids"]]
-    return {**kept, "tokens": tokens, "lost": [len(ids) - count for ids, count in zip(whole, tokens, strict=True)]}
+    before = lost or [0] * len(tokens)
+    lost = [len(ids) - count + cut for ids, count, cut in zip(whole, tokens, before, strict=True)]
+    return {**kept, "tokens": tokens, "lost": lost}
 
 
 def encode_rows(rows: Dataset, encode: Callable[[dict[str, list[Any]]], dict[str, list[Any]]]) -> Encoded:
     """Tokenize a split.
 
-    Args:
-        rows: the split.
-        encode: makes the columns of `Encoded.rows`, `tokens` and `lost` from a batch of rows. The last two may be lists
-            per row, one number per choice.
+    `encode` makes the columns of `Encoded.rows`, `tokens` and `lost` from a batch of rows. The last two are numbers per
+    row, or lists of them.
     """
-    encoded = rows.map(
-        encode,
-        batched=True,
-        remove_columns=rows.column_names,
-        keep_in_memory=True,
-        load_from_cache_file=False,
-        desc="Tokenizing",
-    )
+    memory = {"keep_in_memory": True, "load_from_cache_file": False}
+    encoded = rows.map(encode, batched=True, remove_columns=rows.column_names, **memory)
     lost = np.asarray(encoded["lost"]).reshape(len(rows), -1).sum(1)
     tokens = int(np.sum(encoded["tokens"]))
     return Encoded(encoded.remove_columns(["tokens", "lost"]), tokens, int((lost > 0).sum()), int(lost.sum()))

@@ -80,11 +80,16 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
     feature = rows.features[column]
     inner = getattr(feature, "feature", feature)
     several, values = inner is not feature, found[source]
+    if odd := [other for other in splits if hasattr(splits[other].features[column], "feature") != several]:
+        raise UserError(f"`{column}` holds lists in only one of {source} and {odd[0]}.")
     kinds = {type(value) for value in values}
     if isinstance(inner, ClassLabel):
         labels = Labels(inner, several, len(inner.names))
     elif kinds <= {int, float} and (names == () or (float in kinds and not names)):
-        labels = Labels(Value("float64"), several, _width(splits, column) if several else 1)
+        widths = {len(row) for part in splits.values() for row in part[column]} if several else {1}
+        if len(widths) > 1:
+            raise UserError(f"`{column}` holds lists of different lengths: {sorted(widths)}.")
+        labels = Labels(Value("float64"), several, widths.pop())
     elif names == () or not kinds or not (kinds <= {str} or kinds <= {int, bool}):
         expected = "a number per row" if names == () else "texts, whole numbers, numbers, or lists of one of them"
         raise UserError(f"`{column}` of {source} holds {feature}, but must hold {expected}.")
@@ -121,15 +126,3 @@ def _distinct(rows: Dataset, column: str, source: str) -> set[Any]:
                 raise UserError(f"Row {row} of {source} holds {item!r} in the column `{column}`, which is not a label.")
             found.add(item)
     return found
-
-
-def _width(splits: dict[str, Dataset], column: str) -> int:
-    """Targets of a regression.
-
-    Raises:
-        UserError: Rows differ.
-    """
-    widths = {len(value): source for source, rows in splits.items() for value in rows[column]}
-    if len(widths) > 1:
-        raise UserError(f"`{column}` holds lists of different lengths: {widths}.")
-    return next(iter(widths))

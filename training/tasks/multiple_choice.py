@@ -7,7 +7,7 @@ section 5.3). The tokenizer joins and truncates, transformers' collator pads, an
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForMultipleChoice, DataCollatorForMultipleChoice, PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError
-from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments
-from tasks.files import Encoded, encode_rows, require_columns, tokenize
+from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments, option
+from tasks.files import Encoded, encode_rows, require_columns
 from tasks.task import METRICS, Task
 
 UNKNOWN = -100  # label of a question without an answer; the loss ignores it
@@ -36,19 +36,13 @@ QUESTION = Features(
 class ChoiceArguments(FinetuneArguments):
     """Options of the commands for multiple choice; the defaults are the Luna paper's (section 4.3)."""
 
-    max_question_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Longest question with option in tokens, without special tokens; longer ones are cut. By default "
-            f"{QUESTION_LENGTH}, or less for short inputs: half of their room where a passage follows."
-        },
+    max_question_length: int | None = option(
+        None,
+        "Longest question with option in tokens, without special tokens; longer ones are cut. By default "
+        f"{QUESTION_LENGTH}, or less for short inputs: half of their room where a passage follows.",
     )
-    sweep_learning_rates: list[float] = field(
-        default_factory=lambda: [1e-5, 2e-5, 3e-5], metadata={"help": "Peak learning rates of a sweep."}
-    )
-    sweep_dropouts: list[float] = field(
-        default_factory=lambda: [0.0, 0.1, 0.2], metadata={"help": "Dropouts of a sweep."}
-    )
+    sweep_learning_rates: list[float] = option([1e-5, 2e-5, 3e-5], "Peak learning rates of a sweep.")
+    sweep_dropouts: list[float] = option([0.0, 0.1, 0.2], "Dropouts of a sweep.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,10 +54,10 @@ class ChoiceArguments(FinetuneArguments):
 class ChoiceTrainingArguments(FinetuneTrainingArguments):
     """A single run's values: those of RoBERTa's authors for RACE and CommonsenseQA."""
 
-    learning_rate: float = field(default=1e-5, metadata={"help": "Peak learning rate."})
-    per_device_train_batch_size: int = field(default=16, metadata={"help": "Questions per forward pass and process."})
-    per_device_eval_batch_size: int = field(default=16, metadata={"help": "Questions per evaluation step."})
-    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay; not on biases and norms."})
+    learning_rate: float = option(1e-5, "Peak learning rate.")
+    per_device_train_batch_size: int = option(16, "Questions per forward pass and process.")
+    per_device_eval_batch_size: int = option(16, "Questions per evaluation step.")
+    weight_decay: float = option(0.01, "Weight decay; not on biases and norms.")
 
 
 def clean(text: Any) -> str:
@@ -94,13 +88,7 @@ def question(**fields: Any) -> dict[str, Any]:
 def read_questions(
     rows: Dataset, columns: Iterable[str], read_row: Callable[[dict[str, Any]], dict[str, Any]], source: str
 ) -> Dataset:
-    """Bring the rows of a split into the form of `QUESTION`.
-
-    Args:
-        rows: with the data set's own columns.
-        columns: those that `read_row` needs.
-        read_row: makes a `question` from a row.
-        source: the split, for messages.
+    """Bring the rows of a split into the form of `QUESTION`; `read_row` makes a `question` from a row with `columns`.
 
     Raises:
         UserError: A column is missing, a row cannot be read, has another number of choices than the first, or has an
@@ -114,8 +102,8 @@ def read_questions(
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{source}, row {index}: {error}.") from error
 
-    quiet = {"keep_in_memory": True, "load_from_cache_file": False, "desc": "Reading"}
-    questions = rows.map(convert, with_indices=True, remove_columns=rows.column_names, features=QUESTION, **quiet)
+    memory = {"keep_in_memory": True, "load_from_cache_file": False}
+    questions = rows.map(convert, with_indices=True, remove_columns=rows.column_names, features=QUESTION, **memory)
     kinds = [(len(row["letters"]), row["label"] == UNKNOWN) for row in questions.select_columns(["letters", "label"])]
     odd = next((row for row, kind in enumerate(kinds) if kind != kinds[0]), None)
     if odd is not None:
@@ -151,7 +139,11 @@ def _collate(pad: DataCollatorForMultipleChoice, rows: list[dict[str, Any]]) -> 
 class ChoiceTask(Task):
     """Rows of `read_questions`, scored by accuracy: of all rows and, if they are in groups, of each group.
 
-    A command's class reads the splits (`train` and `validation` with answers; `test` with or without) and tokenizes.
+    A command's class defines three methods:
+
+    - `load(name, config)`: the splits as questions: `train` and `validation` with answers, `test` with or without.
+    - `question_length(tokenizer, max_length)`: tokens that question and option may have; a `UserError` without room.
+    - `tokenize(shared, choices, tokenizer, max_length)`: the columns of `files.tokenize` for these parts of inputs.
 
     Attributes:
         example: Python for the model card that makes `options`, and the `inputs` of `tokenizer`.
@@ -178,24 +170,6 @@ class ChoiceTask(Task):
             self.dataset_name, self.dataset_config = arguments.dataset_name, arguments.dataset_config
         self.max_question_length = arguments.max_question_length
         self.metric = evaluate.load(str(METRICS), "multiple_choice", keep_in_memory=True)
-
-    def load(self, name: str, config: str | None) -> dict[str, Dataset]:
-        """The splits as questions."""
-        raise NotImplementedError
-
-    def question_length(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
-        """Tokens that question and option may have.
-
-        Raises:
-            UserError: They leave no room.
-        """
-        raise NotImplementedError
-
-    def tokenize(
-        self, shared: list[str], choices: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int
-    ) -> dict[str, list[Any]]:
-        """The columns of `files.tokenize` for inputs that join `shared` and `choices`, cut to their lengths."""
-        raise NotImplementedError
 
     def check_length(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[str]:
         """A note on the length of questions."""
@@ -254,11 +228,3 @@ model = AutoModelForMultipleChoice.from_pretrained(name{trust}).eval()
 with torch.no_grad():
     logits = model(**{{key: value.unsqueeze(0) for key, value in inputs.items()}}).logits[0]  # one score per option
 print(options[logits.argmax()])'''
-
-
-def tokenize_choices(
-    tokenizer: PreTrainedTokenizerBase, *texts: list[str], lost: list[int], **options: Any
-) -> dict[str, list[Any]]:
-    """`files.tokenize` for texts that were cut before, which lost so many tokens; the collator makes the masks."""
-    made = tokenize(tokenizer, *texts, return_attention_mask=False, **options)
-    return {**made, "lost": [one + other for one, other in zip(made["lost"], lost, strict=True)]}

@@ -84,14 +84,21 @@ def unique_labels(models: list[str]) -> dict[str, str]:
     Raises:
         UserError: A model occurs twice.
     """
-    if len(set(models)) < len(models):
+    parts = {model: Path(model).absolute().parts[1:] for model in models}
+    if len(set(parts.values())) < len(models):
         raise UserError(f"--model_name_or_path names a model twice: {' '.join(models)}.")
-    parts = {model: [part.strip("/") or "root" for part in Path(model).parts or (model,)] for model in models}
-    for depth in range(1, max(map(len, parts.values())) + 1):
+    labels: dict[str, str] = {}
+    depth = 0
+    while len(set(labels.values())) < len(models):
+        depth += 1
         labels = {model: "-".join(parts[model][-depth:]) for model in models}
-        if len(set(labels.values())) == len(models):
-            return labels
-    return {model: f"{index}-{parts[model][-1]}" for index, model in enumerate(models, 1)}
+    return labels
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The content of `run.json`, with its `folder`; empty if the folder holds no finished run."""
+    path = folder / RUN_FILE
+    return {**json.loads(path.read_text(encoding="utf-8")), "folder": str(folder)} if path.is_file() else {}
 
 
 def check_output(folder: Path, models: list[str]) -> None:

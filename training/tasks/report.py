@@ -14,6 +14,12 @@ from tasks.labels import MULTI_LABEL
 from tasks.task import Job
 
 Result = dict[str, Any]
+_FORMATS = {
+    **dict.fromkeys(("median", "best", "worst"), ".4f"),
+    **dict.fromkeys(("parameters", "steps", "max_length"), ","),
+    **dict.fromkeys(("seconds", "training_seconds", "tokens_per_second"), ",.0f"),
+    **{"samples_per_second": ",.1f", "epochs": ".2f"},
+}
 
 
 # ---- settings and models ----
@@ -78,12 +84,7 @@ def compare_models(results: list[Result], greater_is_better: bool, folders: dict
 
 
 def write_report(job: Job, results: list[Result], folders: dict[str, Path]) -> dict[str, Any]:
-    """Write `results.json` and `results.md`; print the latter, and where the models are.
-
-    Args:
-        job: the command.
-        results: of all runs.
-        folders: of each model's weights.
+    """Write `results.json` and `results.md`; print the latter, and the folders of the models.
 
     Returns:
         The content of `results.json`.
@@ -111,65 +112,45 @@ def write_report(job: Job, results: list[Result], folders: dict[str, Path]) -> d
     return summary
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table; the keys are its header."""
-    return cards.table(list(rows[0]), [list(row.values()) for row in rows])
+def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
+    """A Markdown table of some keys of the rows; `setting` is what a run was trained with, seed aside."""
+    cells = [{**row, "setting": _setting_text(row)} for row in rows]
+    return cards.table(
+        [name.replace("_", " ") for name in columns], [_formatted(row, columns).values() for row in cells]
+    )
 
 
-def setting_text(row: dict[str, Any]) -> str:
-    """What a run was trained with, seed aside, in one cell."""
+def _formatted(row: dict[str, Any], names: list[str]) -> dict[str, str]:
+    scores = {f"{split} {metric}": f"{value:.4f}" for split, metric, value in measured(row)} if "scores" in row else {}
+    return {name: scores.get(name) or format(row[name], _FORMATS.get(name, "")) for name in names}
+
+
+def _setting_text(row: dict[str, Any]) -> str:
     dropout = "" if row["dropout"] is None else f", dropout {row['dropout']:g}"
     return f"batch {row['batch_size']}, learning rate {row['learning_rate']:g}{dropout}"
 
 
 def report_text(summary: dict[str, Any]) -> str:
     """`results.md`: models, settings, runs, and how they were made."""
-    results = summary["runs"]
+    runs = summary["runs"]
     parts = [f"# {summary['title']}"]
-    if len(results) > 1:
-        models = [
-            {
-                "model": row["model"],
-                "parameters": f"{row['parameters']:,}",
-                "setting": setting_text(row),
-                "median": f"{row['median']:.4f}",
-                "its best run": f"{row['best']:.4f} (seed {row['best_seed']})",
-                "samples/s": f"{row['samples_per_second']:,.1f}",
-                "tokens/s": f"{row['tokens_per_second']:,.0f}",
-                "weights": f"`{row['best_folder']}`",
-            }
-            for row in summary["models"]
-        ]
-        settings = [
-            {
-                "model": row["model"],
-                "setting": setting_text(row),
-                "seeds": " ".join(map(str, row["seeds"])),
-                **{name: f"{row[name]:.4f}" for name in ("median", "best", "worst")},
-            }
-            for row in summary["settings"]
-        ]
+    if len(runs) > 1:
+        costs = ["samples_per_second", "tokens_per_second", "best_folder"]
+        seeds = [{**row, "seeds": " ".join(map(str, row["seeds"]))} for row in summary["settings"]]
         parts += [
             f"Models, by {summary['development']} {summary['main_metric']}: the setting with the best median over "
             "seeds. The weights are those of its best run, in the folder of the last column.",
-            *(table(models), "Settings:", table(settings), "Runs:"),
+            table(summary["models"], ["model", "parameters", "setting", "median", "best", "best_seed", *costs]),
+            "Settings:",
+            table(seeds, ["model", "setting", "seeds", "median", "best", "worst"]),
+            "Runs:",
         ]
-    rows = [
-        {
-            "model": run["model"],
-            "setting": setting_text(run),
-            "seed": run["seed"],
-            **{f"{split} {name}": f"{value:.4f}" for split, name, value in measured(run)},
-            "epochs": f"{run['epochs']:.2f}",
-            "training s": f"{run['training_seconds']:,.0f}",
-            "samples/s": f"{run['samples_per_second']:,.1f}",
-        }
-        for run in results
-    ]
-    parts.append(table(rows))
-    for model, notes in {run["model"]: run["notes"] for run in results}.items():
+    scores = [f"{split} {metric}" for split, metric, _ in measured(runs[0])]
+    costs = ["epochs", "training_seconds", "samples_per_second"]
+    parts.append(table(runs, ["model", "setting", "seed", *scores, *costs]))
+    for model, notes in {run["model"]: run["notes"] for run in runs}.items():
         parts += [f"{model}:", cards.bullets(notes)]
-    command, machine = f"Command: `{summary['command']}`", results[0]
+    command, machine = f"Command: `{summary['command']}`", runs[0]
     parts.append(f"{command}\nMachine: {machine['hardware']}.\nVersions: {machine['versions']}.")
     return "\n\n".join(parts) + "\n"
 
@@ -185,12 +166,8 @@ def measured(result: Result) -> list[tuple[str, str, float]]:
 def write_card(job: Job, result: Result, folder: Path, picked: dict[str, Any] | None = None) -> None:
     """Fill `model_cards/finetuned.md` from a run and write it as the folder's README.md.
 
-    Args:
-        job: the command.
-        result: of the run.
-        folder: with the model.
-        picked: numbers of `runs` and `settings` that the run was chosen from, and `seeds`, `median`, `worst` and `best`
-            of its setting; `None` for the only run.
+    `picked` has the numbers of `runs` and `settings` that the run was chosen from, and `seeds`, `median`, `worst` and
+    `best` of its setting; it is `None` for the only run.
     """
     task, training = job.task, job.training
     base, best_step = portable(result["model_name_or_path"]), result["best_step"]
@@ -212,36 +189,29 @@ def write_card(job: Job, result: Result, folder: Path, picked: dict[str, Any] | 
     }
     resumed = f" since step {result['resumed_from_step']:,}, from which it was resumed"
     trust = ", trust_remote_code=True" if result["model_type"] in FAMILIES else ""
+    figures = ["parameters", "max_length", "main_metric", "development", "steps", "epochs", "seconds"]
+    figures += ["samples_per_second", "tokens_per_second", "processes", "hardware", "versions"]
     text = cards.fill(
         "finetuned.md",
         result["model_type"],
         _metadata(job, name, result),
+        **_formatted(result, figures),
         model_name=name,
         title=task.title,
         base=base,
-        parameters=f"{result['parameters']:,}",
         usage=task.usage(name, trust),
         labels=(f" Labels: {labels}." if labels else "") + multiple * (task.problem_type == MULTI_LABEL),
-        max_length=f"{result['max_length']:,}",
         scores=cards.table(
             ["split", "metric", "value"],
             [[split + drawn_text(result, split), metric, f"{value:.4f}"] for split, metric, value in measured(result)],
         ),
-        main_metric=task.main_metric,
-        development=result["development"],
         picked=picked_text(result, picked),
         dataset=task.dataset,
         notes=cards.bullets(result["notes"]),
         setting=cards.table(["option", "value"], setting.items()),
-        steps=f"{result['steps']:,}",
-        epochs=f"{result['epochs']:.2f}",
         best_step=result["steps"] if best_step is None else best_step,
-        seconds=f"{result['seconds']:,.0f}",
         since=resumed if result["resumed_from_step"] else "",
-        speed=f"{result['samples_per_second']:,.1f}",
-        token_speed=f"{result['tokens_per_second']:,.0f}",
         command=portable_command(["python", *job.command]),
-        **{name: result[name] for name in ("processes", "hardware", "versions")},
     )
     write_text(folder / "README.md", text)
 

@@ -16,17 +16,17 @@ most one epoch is lost. To save more often: `--save_strategy steps --save_steps 
 """
 
 import dataclasses
-import json
 import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors.torch
+from common import cards
 from common.hub import push_folder, reserve_repository
 from common.machine import machine
 from common.models import load_config, load_encoder, load_tokenizer, longest_input
@@ -39,14 +39,13 @@ from tasks.arguments import REFUSED, FinetuneArguments, FinetuneTrainingArgument
 from tasks.best import drop_losers, keep_best, lost_best
 from tasks.files import Encoded
 from tasks.labels import SINGLE_LABEL
-from tasks.plan import RUN_FILE, SETTINGS_FILE, Run, check_output, check_settings, plan, run_settings
+from tasks.plan import RUN_FILE, SETTINGS_FILE, Run, check_output, check_settings, plan, read_run, run_settings
 from tasks.report import Result, write_card, write_report
 from tasks.task import Job, Task
 from tasks.trainer import (
     FinetuneTrainer,
     checkpoints,
     damage,
-    newest_whole_checkpoint,
     read_state,
     stopped_early,
 )
@@ -57,15 +56,7 @@ _DROPOUTS = ("hidden_dropout_prob", "embedding_dropout", "mlp_dropout")
 
 @dataclass(frozen=True)
 class Command:
-    """A finetuning command.
-
-    Attributes:
-        name: `finetune_glue`.
-        description: for `--help`.
-        make_task: makes the task from the command's options.
-        arguments: the class of the command's options.
-        training: the class of the Trainer's options, with the command's defaults.
-    """
+    """A finetuning command: its name (`finetune_glue`), what makes its task, and the classes of its options."""
 
     name: str
     description: str
@@ -91,30 +82,25 @@ class Command:
 
 
 def run_all(job: Job) -> dict[str, Any]:
-    """Train every run of the plan that is not finished, and write the table.
-
-    Returns:
-        The content of `results.json`.
-    """
+    """Train every run of the plan that is not finished, and write the table; the content of `results.json`."""
     task, training, models = job.task, job.training, job.arguments.model_name_or_path
     runs = plan(job.arguments, training)
-    if training.resume_from_checkpoint and len(runs) > 1:
-        raise UserError("--resume_from_checkpoint is for one run; several runs find their checkpoints themselves.")
     if training.label_smoothing_factor and task.problem_type != SINGLE_LABEL:
         raise UserError(f"--label_smoothing_factor needs single-label classification, not {task.problem_type}.")
     if training.push_to_hub and len(models) > 1:
         raise UserError("--push_to_hub publishes one model: give one --model_name_or_path.")
-    asked_checkpoint(training, job.folder)
     sample(job)
     for run in runs:
         check_settings(run, run_settings(run, job.arguments, training))
     for note in task.notes:
         job.print(note)
-    if push := training.push_to_hub and job.is_main:
+    push = training.push_to_hub and job.is_main
+    if push:
         name = training.hub_model_id or job.folder.resolve().name
         repository = reserve_repository(name, training.hub_private_repo, training.hub_token)
-    bases = {name: open_base(job, name) for name in models}
-    prepared = {name: prepare(job, name, base) for name, base in bases.items()}
+    prepared = {name: open_model(job, name) for name in models}
+    for name, part in prepared.items():
+        encode(job, name, part)
     finished: dict[str, list[Result]] = {name: [] for name in models}
     for index, run in enumerate(runs, 1):
         job.print(f"\n[{index}/{len(runs)}] {run.name}")
@@ -158,29 +144,24 @@ def sample(job: Job) -> None:
 
 
 @dataclass
-class Base:
-    """What is known of a pretrained model before any data are tokenized; `extended` is its new longest input."""
+class Prepared:
+    """A model's tokenizer and the splits in its tokens, the same for all its runs.
+
+    `extended` is the longest input if the model's positions have to be extended to it.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     extended: int | None
     notes: list[str]
+    encoded: dict[str, Encoded] = field(default_factory=dict)
 
 
-@dataclass
-class Prepared(Base):
-    """A model's tokenizer, and the data in its tokens; the same for all its runs."""
-
-    train: Encoded
-    evaluation: dict[str, Encoded]
-    tests: dict[str, Encoded]
-
-
-def open_base(job: Job, name: str) -> Base:
+def open_model(job: Job, name: str) -> Prepared:
     """Load tokenizer and model once, to find what is wrong with them before the data are tokenized.
 
     Raises:
-        UserError: The model cannot be loaded, not for inputs of `max_length`, or not with the Trainer's options.
+        UserError: The model cannot be loaded, or not for inputs of `max_length`.
     """
     config = load_config(name)
     tokenizer = load_tokenizer(name, config)
@@ -188,36 +169,25 @@ def open_base(job: Job, name: str) -> Base:
     max_length = job.arguments.max_length or min(512, longest)
     extended = max_length if max_length > longest else None
     notes = job.task.check_length(tokenizer, max_length)
-    model, found = load_model(job, name, extended, job.arguments.dropout)
-    job.training.check_with(model)
+    _, found = load_model(job, name, extended, job.arguments.dropout)
     if job.arguments.max_length is None:
         notes.append(f"Inputs have at most {max_length:,} tokens (--max_length); the model takes {longest:,}.")
     tokenizer.model_max_length = max(max_length, longest)
-    return Base(tokenizer, max_length, extended, [*found, *notes])
+    return Prepared(tokenizer, max_length, extended, [*found, *notes])
 
 
-def prepare(job: Job, name: str, base: Base) -> Prepared:
+def encode(job: Job, name: str, prepared: Prepared) -> None:
     """Tokenize the data for a model, and print the notes on it."""
-    task = job.task
-    splits = {"train": task.train, **task.evaluation, **task.tests}
+    splits = {"train": job.task.train, **job.task.evaluation, **job.task.tests}
     job.print(f"\n{name}: tokenizing {', '.join(splits)}")
-    encoded = {split: task.encode(rows, base.tokenizer, base.max_length) for split, rows in splits.items()}
-    notes = base.notes + [part.report(split, base.max_length) for split, part in encoded.items()]
-    for note in notes:
-        job.print(f"  {note}")
-    parts = [{split: encoded[split] for split in group} for group in (task.evaluation, task.tests)]
-    return Prepared(base.tokenizer, base.max_length, base.extended, notes, encoded["train"], *parts)
+    for split, rows in splits.items():
+        prepared.encoded[split] = job.task.encode(rows, prepared.tokenizer, prepared.max_length)
+        prepared.notes.append(prepared.encoded[split].report(split, prepared.max_length))
+    job.print(cards.bullets(prepared.notes))
 
 
 def load_model(job: Job, name: str, length: int | None, dropout: float | None) -> tuple[Any, list[str]]:
-    """The model with the task's head, and notes on how it was loaded.
-
-    Args:
-        job: the command.
-        name: of the model.
-        length: extend the positions to this many tokens.
-        dropout: of the hidden states, in place of the checkpoint's.
-    """
+    """The model with the task's head, its positions extended to `length`, and notes on how it was loaded."""
     fields = {**job.task.model_fields(), **job.arguments.config_fields()}
     if dropout is not None:
         config = load_config(name)
@@ -229,22 +199,15 @@ def load_model(job: Job, name: str, length: int | None, dropout: float | None) -
 
 
 def one_run(job: Job, run: Run, prepared: Prepared, again: bool = False) -> Result:
-    """Train, evaluate and save one run, unless it is finished; resume it where a kill left it.
-
-    Args:
-        job: the command.
-        run: what to train.
-        prepared: the model's data.
-        again: train it even if it is finished.
+    """Train, evaluate and save one run where a kill left it, unless it is finished and not to be trained `again`.
 
     Returns:
         The content of `run.json`, with `folder`.
     """
-    finished, patience = run.folder / RUN_FILE, job.arguments.early_stopping_patience
-    if finished.is_file() and not again:
-        job.print(f"  Finished before: {finished}.")
+    if (finished := read_run(run.folder)) and not again:
+        job.print(f"  Finished before: {run.folder / RUN_FILE}.")
         remove_checkpoints(job, run.folder)
-        return {**json.loads(finished.read_text(encoding="utf-8")), "folder": str(run.folder)}
+        return finished
     if job.is_main:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_json(run.folder / SETTINGS_FILE, run_settings(run, job.arguments, job.training))
@@ -254,7 +217,7 @@ def one_run(job: Job, run: Run, prepared: Prepared, again: bool = False) -> Resu
     start = find_checkpoint(job, run)
     resumed_from = read_state(start)["global_step"] if start else 0  # `train` may delete it
     began = time.perf_counter()
-    train(trainer, start, patience)
+    train(trainer, start, job.arguments.early_stopping_patience)
     wall = time.perf_counter() - began
     scores, predictions = evaluate(job, trainer, prepared, run.folder)
     result = describe(job, run, prepared, trainer)
@@ -269,20 +232,21 @@ def one_run(job: Job, run: Run, prepared: Prepared, again: bool = False) -> Resu
     if job.is_main:
         write_card(job, result, run.folder)
         (run.folder / "training_args.bin").unlink(missing_ok=True)  # a pickle of this machine's paths
-        write_json(finished, result)
+        write_json(run.folder / RUN_FILE, result)
     remove_checkpoints(job, run.folder)
     trainer.accelerator.wait_for_everyone()
     values = [f"{split} {name} {value:.4f}" for split, part in scores.items() for name, value in part.items()]
     job.print("  " + ", ".join(values))
     for path in predictions:
         job.print(f"  Predictions: {path}")
-    return {**result, "folder": str(run.folder)}
+    return read_run(run.folder)
 
 
 def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -> Result:
     """Everything that `run.json` holds about a run but its scores."""
     task, state, seconds = job.task, trainer.state, max(trainer.seconds, 1e-9)
-    rows = (state.epoch or 0) * len(prepared.train.rows)
+    train = prepared.encoded["train"]
+    rows = (state.epoch or 0) * len(train.rows)
     return {
         "task": task.name,
         "title": task.title,
@@ -291,10 +255,7 @@ def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -
         "model_name_or_path": run.model,
         "model_type": trainer.model.config.model_type,
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "batch_size": run.batch_size,
-        "learning_rate": run.learning_rate,
-        "dropout": run.dropout,
-        "seed": run.seed,
+        **{name: getattr(run, name) for name in ("batch_size", "learning_rate", "dropout", "seed")},
         "main_metric": task.main_metric,
         "best_step": state.best_global_step,
         "steps": state.global_step,
@@ -305,9 +266,9 @@ def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -
         "samples_per_second": round(rows / seconds, 2),
         "tokens_per_second": round(state.num_input_tokens_seen / seconds, 1),
         "max_length": prepared.max_length,
-        "train_rows": len(prepared.train.rows),
+        "train_rows": len(train.rows),
         "drawn": task.drawn,
-        "cut": {"train": {"rows": prepared.train.cut_rows, "tokens": prepared.train.cut_tokens}},
+        "cut": {"train": {"rows": train.cut_rows, "tokens": train.cut_tokens}},
         "notes": task.notes + prepared.notes,
         "processes": job.training.world_size,
         **machine("evaluate"),
@@ -334,24 +295,23 @@ def make_trainer(job: Job, run: Run, model: Any, prepared: Prepared) -> Finetune
         metric_for_best_model=task.main_metric,
         greater_is_better=task.greater_is_better,
         push_to_hub=False,  # the finished folder is pushed, with its card
-        resume_from_checkpoint=None,
     )
     own._n_gpu = min(own.n_gpu, 1)
-    rows, order = longest_first(prepared.evaluation[job.development])
+    train = prepared.encoded["train"].rows
+    rows, places = longest_first(prepared.encoded[job.development])
 
     def metrics(prediction: EvalPrediction) -> dict[str, float]:
-        logits, labels = (unsort(values, order) for values in (prediction.predictions, prediction.label_ids))
-        return task.scores(job.development, logits, labels)
+        return task.scores(job.development, prediction.predictions[places], prediction.label_ids[places])
 
     # Tensor cores like multiples of 8; an input must not outgrow the model's positions.
     multiple = 8 if (own.bf16 or own.fp16) and prepared.max_length % 8 == 0 else None
     return FinetuneTrainer(
         problem_type=task.problem_type,
-        lengths=list(prepared.train.rows["length"]),
+        lengths=list(train["length"]),
         patience=job.arguments.early_stopping_patience if own.load_best_model_at_end else 0,
         model=model,
         args=own,
-        train_dataset=prepared.train.rows.remove_columns("length"),
+        train_dataset=train.remove_columns("length"),
         eval_dataset=rows,
         data_collator=task.collator(prepared.tokenizer, multiple),
         processing_class=prepared.tokenizer,
@@ -360,48 +320,21 @@ def make_trainer(job: Job, run: Run, model: Any, prepared: Prepared) -> Finetune
 
 
 def longest_first(encoded: Encoded) -> tuple[Dataset, np.ndarray]:
-    """Rows by falling length, so that batches hold few pads, and where each came from."""
+    """Rows by falling length, so that batches hold few pads, and the place of every row among them."""
     order = np.argsort(-np.asarray(encoded.rows["length"]), kind="stable")
-    return encoded.rows.remove_columns("length").select(order), order
-
-
-def unsort(values: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Undo `longest_first`."""
-    restored = np.empty_like(values)
-    restored[order] = values
-    return restored
-
-
-def asked_checkpoint(training: FinetuneTrainingArguments, folder: Path) -> Path | None:
-    """The checkpoint that `--resume_from_checkpoint` names, if it names one.
-
-    Raises:
-        UserError: It is damaged or missing; the message names the newest whole one in `folder`.
-    """
-    asked = training.resume_from_checkpoint
-    if not asked or str(asked).lower() in ("true", "false"):
-        return None
-    path = Path(asked)
-    fault = damage(path) if path.is_dir() else "there is no such folder"
-    if fault is not None:
-        found, _ = newest_whole_checkpoint(folder)
-        instead = f" The newest whole one is {found}." if found else ""
-        raise UserError(f"--resume_from_checkpoint {path}: {fault}.{instead}")
-    return path
+    return encoded.rows.remove_columns("length").select(order), np.argsort(order)
 
 
 def find_checkpoint(job: Job, run: Run) -> Path | None:
-    """Where to continue: the requested checkpoint, or else the newest whole one."""
-    found, notes = asked_checkpoint(job.training, run.folder), []
-    if found is None:
-        found, notes = newest_whole_checkpoint(run.folder)
-    if found is not None:
-        notes.append(f"Continuing from {found.name}.")
-    elif notes:
-        notes.append("There is no whole checkpoint: starting again.")
-    for note in notes:
-        job.print(f"  {note}")
-    return found
+    """Where to continue: the newest whole checkpoint."""
+    for path in checkpoints(run.folder):
+        fault = damage(path)
+        job.print(
+            f"  {path.name} is damaged ({fault}) and is not used." if fault else f"  Continuing from {path.name}."
+        )
+        if not fault:
+            return path
+    return None
 
 
 def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
@@ -422,12 +355,12 @@ def evaluate(
     """Scores of every labelled split, and the files of answers for the test splits."""
     scores, files = {}, []
     trainer.compute_metrics = None  # it knows the order of one split
-    for split, encoded in {**prepared.evaluation, **prepared.tests}.items():
-        rows, order = longest_first(encoded)
+    for split in [*job.task.evaluation, *job.task.tests]:
+        rows, places = longest_first(prepared.encoded[split])
         output = trainer.predict(rows)
-        logits = unsort(output.predictions, order)
+        logits = output.predictions[places]
         if "labels" in rows.column_names:
-            scores[split] = job.task.scores(split, logits, unsort(output.label_ids, order))
+            scores[split] = job.task.scores(split, logits, output.label_ids[places])
         if split in job.task.tests and trainer.is_world_process_zero():
             (folder / "predictions").mkdir(exist_ok=True)
             files.append(job.task.write_predictions(folder / "predictions", split, logits))

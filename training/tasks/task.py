@@ -5,19 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments
-from tasks.files import Encoded
 from tasks.labels import SINGLE_LABEL
 
 METRICS = Path(__file__).resolve().parent / "metrics" / "scores"
 
 
 class Task:
-    """What is trained on and how it is scored. A command fills the attributes and overrides the methods it needs.
+    """What is trained on and how it is scored. A command fills the attributes and defines four methods:
+
+    - `encode(rows, tokenizer, max_length)`: the rows tokenized, as `files.Encoded`.
+    - `scores(split, logits, labels)`: the metrics of a split, given in the order of its rows.
+    - `write_predictions(folder, split, logits)`: writes the answers for a test split; the path.
+    - `usage(name, trust)`: Python for the model card; `trust` is a further argument of `from_pretrained`, or empty.
 
     Attributes:
         name: short, for tables and folders: `sst2`.
@@ -66,25 +69,9 @@ class Task:
         """
         return []
 
-    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoded:
-        """Tokenize rows for the model."""
-        raise NotImplementedError
-
     def collator(self, tokenizer: PreTrainedTokenizerBase, multiple: int | None) -> Callable[[list[dict]], dict]:
         """Pads a batch to its longest row, rounded up to a multiple of `multiple`."""
         return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
-
-    def scores(self, split: str, logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        """Metrics of a split, given in the order of its rows."""
-        raise NotImplementedError
-
-    def write_predictions(self, folder: Path, split: str, logits: np.ndarray) -> Path:
-        """Write the answers for a test split."""
-        raise NotImplementedError
-
-    def usage(self, name: str, trust: str) -> str:
-        """Python for the model card; `trust` is a further argument of `from_pretrained`, or empty."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -219,17 +219,6 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path, step in found.items() if step.isdigit()), key=lambda path: -int(found[path]))
 
 
-def newest_whole_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint to continue from, if any, and a note on each damaged one that was passed over."""
-    notes = []
-    for path in checkpoints(folder):
-        fault = damage(path)
-        if fault is None:
-            return path, notes
-        notes.append(f"{path.name} is damaged ({fault}) and is not used.")
-    return None, notes
-
-
 def stopped_early(checkpoint: Path, patience: int) -> bool:
     """Whether early stopping had ended the run at a checkpoint; the Trainer would train for another epoch."""
     stored = read_state(checkpoint).get("stateful_callbacks", {}).get("EarlyStoppingCallback", {})
