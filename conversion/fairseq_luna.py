@@ -2,61 +2,44 @@
 
     python conversion/fairseq_luna.py luna.base.tied.zip outputs/luna-base-tied
 
-Takes the published archives and whatever was trained or finetuned with that code: an archive, a folder with model.pt
-(or checkpoint_best.pt, ...) and dict.txt, or a checkpoint file. Writes weights, config, code, tokenizer and card, and
-checks the result layer by layer against the numbers in the checkpoint.
+SOURCE is a published archive, or whatever was trained or finetuned with that code: an archive, a folder with model.pt
+(or checkpoint_best.pt, ...) and dict.txt, or a checkpoint file. Writes weights, config, code, tokenizer and card, after
+every layer of the result has been compared with the numbers in the checkpoint.
 """
 
 import argparse
-import shlex
 import sys
 from collections import Counter
 from functools import reduce
 from pathlib import Path
 
 import torch
-from fairseq_card import AUTO_CLASSES, is_half, make_card, make_tokenizer_card, target_name
-from fairseq_checkpoint import BPE_NAMES, DICTIONARIES, Original, heads, open_original
-from fairseq_config import HEAD_TYPES, POOLINGS, RANKING, UNK, Head, classes, is_tied, make_config
-from fairseq_names import EMBEDDING, THEIR_LM_HEAD, TIED, Translated, to_ours
-from fairseq_tokenizer import build_tokenizer, is_roberta, read_bpe, read_dictionary, write_vocabulary
-from shared import Parser, UserError, check_target, portable, run_script, save, writing
+from fairseq_format.arguments import add_reading_options, open_checkpoint
+from fairseq_format.card import KINDS, is_half, make_card, make_tokenizer_card
+from fairseq_format.checkpoint import BPE_NAMES, DICTIONARIES, EMBEDDING, LM_HEAD, OUTPUT, Original
+from fairseq_format.config import HEAD_TYPES, MODELS, POOLINGS, RANKING_TASKS, UNK, Head, classes, make_config
+from fairseq_format.names import Translated, to_ours
+from fairseq_format.tokenizer import build_tokenizer, is_roberta, read_bpe, read_dictionary, write_vocabulary
+from fairseq_format.verification import compare
+from shared import check_target, command, make_parser, save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from verify import compare, parse_override
 
-from luna_hf import (
-    LunaForMaskedLM,
-    LunaForMultipleChoice,
-    LunaForSequenceClassification,
-    LunaModel,
-)
+from luna_hf.scripting import UserError, portable, run_script, writing
 
+SCRIPT = "fairseq_luna.py"
 GPT2 = "openai-community/gpt2"
-MODELS: dict[str, type[PreTrainedModel]] = {
-    "masked_lm": LunaForMaskedLM,
-    "encoder": LunaModel,
-    "classification": LunaForSequenceClassification,
-    "regression": LunaForSequenceClassification,
-    "ranking": LunaForMultipleChoice,
-}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def parse(words: list[str] | None) -> argparse.Namespace:
+def parse(words: list[str]) -> argparse.Namespace:
     """The command line.
 
     Raises:
-        UserError: A word that is no option, or a value that is none of those allowed.
+        UserError: An unknown option, or a value that is not allowed.
     """
-    parser = Parser(
-        prog="python conversion/fairseq_luna.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(SCRIPT, __doc__, "archive (.zip, .tar.gz), folder, or checkpoint file")
+    add_reading_options(parser)
     add = parser.add_argument
-    add("source", metavar="SOURCE", type=Path, help="archive (.zip, .tar.gz), folder, or checkpoint file")
-    add("target", metavar="TARGET", type=Path, help="folder to write; it must be new or empty")
-    add("--checkpoint", metavar="NAME", help="which model file, where there are several")
     add("--dict", type=Path, metavar="FILE", help="the dictionary (default: dict.txt beside the model file)")
     add(
         "--gpt2-bpe",
@@ -66,60 +49,32 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     add(
         "--head",
         metavar="NAME",
-        help="which classification head becomes the model's; lm_head for the masked language model "
-        "(default: the only one there is)",
+        help="classification head to convert, or lm_head for the masked language model (default: the only head)",
     )
     add(
         "--head-type",
         choices=HEAD_TYPES,
-        help="of a head with one output: what it was trained for, where the file does not say",
+        help="purpose of a head with one output, where the file does not show it",
     )
     add("--labels", type=Path, metavar="FILE", help="dictionary of the classes (default: label/dict.txt)")
-    add(
-        "--layer-norm",
-        choices=("plain", "offset"),
-        help="what the file holds of a LayerNorm: its weights (the published checkpoints), or these less 1 (code of "
-        "2023 and later); default: found out, and said",
-    )
-    add("--dtype", choices=DTYPES, help="type to write (default: the checkpoint's own)")
-    add(
-        "--override",
-        action="append",
-        metavar="NAME=VALUE",
-        default=[],
-        help="an argument of the training run that takes the place of that in the file, as encoder_attention_heads=12",
-    )
-    add("--tokenizer-only", action="store_true", help="convert the dictionary alone")
-    add("--overwrite", action="store_true", help="replace TARGET if an earlier conversion wrote it")
+    add("--dtype", choices=DTYPES, help="type to write (default: the checkpoint's)")
+    add("--tokenizer-only", action="store_true", help="convert only the dictionary")
     options = parser.parse_args(words)
-    options.overrides = dict(parse_override(text) for text in options.override)
+    options.source, options.command = Path(options.source), command(SCRIPT, words)
     return options
-
-
-def command(options: argparse.Namespace) -> str:
-    """The command that makes the same model, without the folders of this machine."""
-    parts = [portable(str(options.source)), portable(str(options.target))]
-    for name in ("checkpoint", "dict", "gpt2_bpe", "head", "head_type", "labels", "layer_norm", "dtype"):
-        if (value := getattr(options, name)) is not None:
-            parts += [f"--{name.replace('_', '-')}", portable(str(value))]
-    for text in options.override:
-        parts += ["--override", text]
-    if options.tokenizer_only:
-        parts += ["--tokenizer-only"]
-    return shlex.join(["python", "conversion/fairseq_luna.py", *parts])
 
 
 # ---- the head ----
 
 
 def choose_head(original: Original, options: argparse.Namespace) -> Head:
-    """What the converted model has on its encoder.
+    """The head of the converted model.
 
     Raises:
-        UserError: There are several heads and none is chosen, there is no such head, or its use is not known.
+        UserError: The choice is missing or impossible, or the head's purpose is unknown.
     """
-    names = heads(original.weights)
-    has_lm_head = any(name.startswith(THEIR_LM_HEAD) for name in original.weights)
+    names = original.heads()
+    has_lm_head = any(name.startswith(LM_HEAD) for name in original.weights)
     available = ", ".join([*(f"{name} ({_describe(original, name)})" for name in names), *["lm_head"] * has_lm_head])
     if options.head is None and len(names) > 1:
         raise UserError(f"{original.name} has several heads: {available}. Choose one with --head NAME.")
@@ -132,63 +87,51 @@ def choose_head(original: Original, options: argparse.Namespace) -> Head:
         head = _classifier(original, name, options)
     else:
         raise UserError(f"{original.name} has no head {name}. It has {available or 'none'}.")
-    for option, fits in (("head_type", head.kind in ("regression", "ranking")), ("labels", bool(head.labels))):
+    for option, fits in (("head_type", head.classifier), ("labels", head.labels)):
         if getattr(options, option) is not None and not fits:
-            what = name or "an encoder without a head"
-            raise UserError(f"--{option.replace('_', '-')} is without effect on {what}: leave it out.")
+            flag = option.replace("_", "-")
+            raise UserError(f"--{flag} does not apply to {name or 'an encoder without a head'}. Leave it out.")
     return head
 
 
 def _describe(original: Original, name: str) -> str:
     reads = {"packed_max": "maximum over P", "packed_attention": "attention over P"}
-    count = classes(original.weights, name)
+    count = classes(original, name)
     return f"{count} output{'s' * (count > 1)}, {reads.get(POOLINGS.get(name), 'first token')}"
 
 
 def _classifier(original: Original, name: str, options: argparse.Namespace) -> Head:
-    count = classes(original.weights, name)
+    count, kind = classes(original, name), options.head_type
+    if kind is not None and (kind == "classification") != (count > 1):
+        raise UserError(f"--head-type {kind} does not suit the head {name}, which has {count} outputs.")
     if count > 1:
-        if options.head_type not in (None, "classification"):
-            raise UserError(f"The head {name} has {count} outputs: it is no head for {options.head_type}.")
-        given = None if options.labels is None else _labels(options.labels)
-        if given is not None and len(given) != count:
-            raise UserError(
-                f"--labels {options.labels} names {len(given)} classes ({', '.join(given[:5])}), but the head {name} "
-                f"has {count} outputs."
-            )
-        found = given or (_labels(original.labels) if original.labels else ())
-        return Head(name, "classification", found if len(found) == count else ())
-    kind = options.head_type
-    if kind == "classification":
-        raise UserError(f"The head {name} has one output, so it does not choose among classes.")
-    if kind is None and (original.options.task in RANKING or original.options.criterion in RANKING):
+        labels = _labels(options.labels or original.labels)
+        if options.labels and len(labels) != count:
+            raise UserError(f"--labels {options.labels} has {len(labels)} classes, but the head {name} has {count}.")
+        return Head(name, "classification", labels if len(labels) == count else ())
+    if kind is None and {original.options.task, original.options.criterion} & set(RANKING_TASKS):
         kind = "ranking"
     if kind is None and original.options.regression_target:
         kind = "regression"
     if kind is None:
         raise UserError(
-            f"The head {name} has one output, and the checkpoint does not say what for. Tell it: --head-type ranking "
-            "(multiple choice, as RACE) or --head-type regression (a score, as STS-B)."
+            f"The head {name} has one output for an unknown purpose. Add --head-type ranking (multiple choice, as in "
+            "RACE) or --head-type regression (a score, as in STS-B)."
         )
     return Head(name, kind)
 
 
-def _labels(path: Path) -> tuple[str, ...]:
-    """Names of the classes: the first lines of fairseq's label dictionary, in whose order the outputs stand.
-
-    Raises:
-        UserError: The file cannot be read, or is no such dictionary.
-    """
+def _labels(path: Path | None) -> tuple[str, ...]:
+    """Names of the classes in the order of the outputs: the lines of fairseq's label dictionary before its fillers."""
+    if path is None:
+        return ()
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The dictionary of the classes, {path}, cannot be read ({error}).") from error
     names = tuple(line.rpartition(" ")[0] for line in lines if not line.startswith("madeupword"))
     if not names or len(set(names)) != len(names) or not all(names):
-        raise UserError(
-            f"{path} is no dictionary of classes, with a line for each: its name and a count. Name another: "
-            "--labels FILE."
-        )
+        raise UserError(f"{path} must have a line for every class, with its unique name and a count.")
     return names
 
 
@@ -198,28 +141,24 @@ def _labels(path: Path) -> tuple[str, ...]:
 def make_model(original: Original, head: Head) -> tuple[PreTrainedModel, Translated]:
     """Our model with the checkpoint's weights, and what became of its tensors.
 
-    It has the checkpoint's type, but float32 where that is half precision and 1 is added to the weights of the norms.
+    It has the checkpoint's type, or float32 where 1 is added to LayerNorm weights in half precision.
 
     Raises:
         UserError: The tensors do not make a complete model.
     """
-    config = make_config(original, head)
     translated = to_ours(original.weights, head.part, original.norm_offset)
     state = dict(translated.tensors)
     if head.kind == "masked_lm":
         state["lm_head.decoder.bias"] = state.get("lm_head.bias")
-        if TIED not in original.weights:
+        if OUTPUT not in original.weights:
             state["lm_head.decoder.weight"] = original.weights[EMBEDDING]
-    model = MODELS[head.kind](config)
-    own = model.state_dict()
-    missing, foreign = [n for n in own if state.get(n) is None], [n for n in state if n not in own]
-    wrong = [n for n in own if n in state and n not in missing and state[n].shape != own[n].shape]
-    if missing or foreign or wrong:
-        kinds = (("lacks", missing), ("has besides", foreign), ("has in another shape", wrong))
-        what = "; ".join(f"{verb} {', '.join(names[:3])}" for verb, names in kinds if names)
+    model = MODELS[head.kind](make_config(original, head))
+    own = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    given = {name: tensor.shape for name, tensor in state.items() if tensor is not None}
+    if wrong := sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name)):
         raise UserError(
-            f"{original.name} does not make a whole model (under our names, it {what}): it is damaged, or not of the "
-            "authors' code."
+            f"{original.name} is damaged or not of the authors' code: under our names, {', '.join(wrong[:3])} "
+            f"{'is' if len(wrong) == 1 else 'are'} missing, unknown or of the wrong shape."
         )
     model.load_state_dict(state, assign=True)
     model.tie_weights()
@@ -228,34 +167,29 @@ def make_model(original: Original, head: Head) -> tuple[PreTrainedModel, Transla
 
 
 def widest(original: Original) -> torch.dtype:
-    """The checkpoint's type; of several, the one that holds them all."""
-    types = {tensor.dtype for tensor in original.weights.values() if tensor.is_floating_point()}
-    return reduce(torch.promote_types, types)
+    """The checkpoint's type; of several, one that holds them all."""
+    return reduce(torch.promote_types, {tensor.dtype for tensor in original.weights.values()})
 
 
-def find_dictionary(given: Path | None, found: Path | None, beside: str) -> Path:
-    """The dictionary: that of --dict, or the one that was found beside `beside`.
+def find_dictionary(given: Path | None, found: Path | None, place: str) -> Path:
+    """The dictionary that --dict names (a file, or a folder that holds it), or the one found at `place`.
 
     Raises:
         UserError: There is none.
     """
-    if given is not None and given.is_dir():
-        found = next((given / name for name in DICTIONARIES if (given / name).is_file()), None)
-        beside = f"the folder {given}" if found is None else beside
-    elif given is not None:
+    if given is not None and not given.is_dir():
         return given
+    if given is not None:
+        found = next((given / name for name in DICTIONARIES if (given / name).is_file()), None)
     if found is None:
-        raise UserError(
-            f"There is no dict.txt in or beside {beside}. It holds the order of the tokens: copy it there from the "
-            "archive or from the training data, or name it with --dict FILE."
-        )
+        raise UserError(f"There is no dict.txt in or beside {given or place}. Name the dictionary with --dict FILE.")
     return found
 
 
 def make_tokenizer(
-    dictionary: Path, source: str, rows: int | None, longest: int | None
+    dictionary: Path, source: str, rows: int | None = None, longest: int | None = None
 ) -> tuple[PreTrainedTokenizerBase, str]:
-    """The tokenizer of a dictionary, and what it is in a few words.
+    """The tokenizer of a dictionary, and its description in a few words.
 
     Args:
         dictionary: dict.txt.
@@ -264,38 +198,36 @@ def make_tokenizer(
         longest: input of the model.
 
     Raises:
-        UserError: The dictionary has not as many tokens as the embedding has rows, or the files cannot be read.
+        UserError: The dictionary does not fit the embedding, or files cannot be read.
     """
     symbols = read_dictionary(dictionary)
     if rows is not None and len(symbols) != rows:
         raise UserError(
-            f"{portable(str(dictionary))} makes {len(symbols):,} tokens (its lines, 4 specials and <mask>), but the "
-            f"embedding has {rows:,} rows: they do not belong together. Name the dictionary that the model was trained "
-            "with: --dict FILE."
+            f"{portable(dictionary)} makes {len(symbols):,} tokens (its lines, 4 specials and <mask>), but the "
+            f"embedding has {rows:,} rows. Name the dictionary of the training run: --dict FILE."
         )
     tokenizer = build_tokenizer(symbols, read_bpe(source), longest)
     kind = "the ids of FacebookAI/roberta-base" if is_roberta(symbols) else "the ids of dict.txt"
     if type(tokenizer).__name__ == "FairseqBpeTokenizer":
-        kind += f"; GPT-2 tokens that the dictionary lacks become {symbols[UNK]}, by the class FairseqBpeTokenizer"
+        kind += f"; FairseqBpeTokenizer maps GPT-2 tokens that the dictionary lacks to {symbols[UNK]}"
     return tokenizer, f"{len(symbols):,} tokens, {kind}"
 
 
-# ---- all of it ----
+# ---- the conversion ----
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Convert, check, write, and say what was found.
+    """Convert, verify, write, and report.
 
     Raises:
-        UserError: Something at the source, in the options or at the target that the user can mend.
+        UserError: The user can fix the source, the options or the target.
     """
     check_target(options.target, str(options.source), options.overwrite)
     if options.tokenizer_only:
         convert_tokenizer(options)
         return
-    opened = open_original(options.source, options.checkpoint, options.layer_norm, options.overrides)
-    # The target first: whether it can be written is known at once, and what cannot be is said before long work.
-    with writing(options.target) as folder, opened as original:
+    # The target comes first, so that one that cannot be written fails before long work.
+    with writing(options.target) as folder, open_checkpoint(options.source, options) as original:
         head = choose_head(original, options)
         config = make_config(original, head)
         dictionary = find_dictionary(options.dict, original.dictionary, original.name)
@@ -306,30 +238,29 @@ def convert(options: argparse.Namespace) -> None:
         print("\n".join(facts), flush=True)
         save(folder, model, tokenizer, "")
         write_vocabulary(tokenizer, folder)
-        report = compare(folder, original, head.part if head.kind in HEAD_TYPES else None)
+        report = compare(folder, original, head.classifier)
         if not report.ok:
             lines = "\n".join(report.lines())
             raise UserError(f"The converted model does not compute what the checkpoint does:\n{lines}")
         results = [report.summary()]
         if (dtype := DTYPES.get(options.dtype, widest(original))) != model.dtype:
-            results.append(cast(model, dtype, "as asked" if options.dtype else "the checkpoint's type"))
+            results.append(cast(model, dtype))
             save(folder, model, tokenizer, "")
-        card = make_card(target_name(options.target), original, head, model, command(options), [*facts, *results])
+        name = options.target.resolve().name
+        card = make_card(name, original, head, model, options.command, [*facts, *results])
         (folder / "README.md").write_text(card, encoding="utf-8")
     print("\n".join(results))
-    print(f"Written to {options.target}: load it with {AUTO_CLASSES[head.kind]}.from_pretrained.")
+    print(f"Written to {options.target}. Load it with {KINDS[head.kind][1]}.from_pretrained.")
     if is_half(model):
         print(f"It is stored in {name_of(model.dtype)}. To train it, load it with dtype=torch.float32.")
 
 
-def cast(model: PreTrainedModel, dtype: torch.dtype, why: str) -> str:
-    """Change the type of a model, and say what that does and why it is done."""
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> str:
+    """Change the type of a model, and say what that changed."""
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     model.to(dtype)
-    wide = torch.float64
-    changed = [name for name, new in model.named_parameters() if not torch.equal(before[name].to(wide), new.to(wide))]
-    how = f"{len(changed)} of {len(before)} tensors are rounded" if changed else "no number changes"
-    return f"Then written in {name_of(dtype)}, {why}: {how}."
+    changed = sum(not torch.equal(before[name].double(), new.double()) for name, new in model.named_parameters())
+    return f"Stored in {name_of(dtype)}: {changed} of {len(before)} tensors were rounded."
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -344,66 +275,65 @@ def describe(
     config, options = model.config, original.options
     types = Counter(name_of(tensor.dtype) for tensor in original.weights.values())
     norm = "weights less 1, to which 1 was added" if original.norm_offset else "plain weights"
-    why = "found out" if original.norm_detected else "as told"
+    source = "detected" if original.norm_detected else "given"
+    unused = f" ({', '.join(translated.unused)})" if translated.unused else ""
     lines = [
-        f"Read {original.name} ({', '.join(types)}; arguments of {options.arch or 'an unnamed architecture'})",
+        f"Read {original.name} ({', '.join(types)}; architecture {options.arch or 'unnamed'})",
         f"Model: {type(model).__name__}, {model.num_parameters():,} parameters in {name_of(model.dtype)}; "
         f"{config.num_hidden_layers} layers of width {config.hidden_size}, {config.num_attention_heads} heads, "
         f"{config.projection_length} slots ({'dynamic' if config.dynamic_projection else 'fixed'} projection), key and "
         f"value {'tied' if config.tie_kv else 'untied'}, {config.max_position_embeddings:,} positions",
-        f"LayerNorm: {norm} ({why}; the median of their means is {original.norm_mean:.2f})",
-        f"Tensors: {len(translated.tensors)} used, {len(translated.unused)} unused"
-        + (f" ({', '.join(translated.unused)})" if translated.unused else ""),
+        f"LayerNorm: {norm} ({source}; median mean {original.norm_mean:.2f})",
+        f"Tensors: {len(translated.tensors)} used, {len(translated.unused)} unused{unused}",
     ]
-    if head.part not in (None, "lm_head"):
+    if head.classifier:
         names = ", ".join(config.id2label.values()) if head.kind == "classification" else head.kind
         lines.append(f"Head: {head.part} ({_describe(original, head.part)}; {names})")
     if original.labels and head.kind == "classification" and not head.labels:
-        lines.append("Classes: label/dict.txt does not have as many as the head has outputs, so they have no names")
+        lines.append("Classes: without names, because label/dict.txt has another number of classes than the head")
     if original.left_out:
         lines.append(f"Left out: {', '.join(original.left_out)}")
     if original.assumed:
         given = ", ".join(f"{name} {getattr(options, name)}" for name in original.assumed)
-        lines.append(f"Not in the file, so the authors' defaults: {given}")
-    if TIED in original.weights and not options.untie_weights_luna and not is_tied(original):
-        lines.append("The arguments say that the output layer is the token embedding, but it differs: kept apart.")
+        lines.append(f"Not in the file, so the authors' defaults apply: {given}")
+    if OUTPUT in original.weights and not options.untie_weights_luna and not original.is_tied():
+        lines.append("Output layer: kept separate, although the arguments tie it to the token embedding")
     return [*lines, f"Tokenizer: {tokenizer}"]
 
 
 def convert_tokenizer(options: argparse.Namespace) -> None:
-    """Write the tokenizer of a dictionary, unless transformers has it ready.
+    """Write the tokenizer of a dictionary alone.
 
     Raises:
-        UserError: It is RoBERTa's, there is no dictionary, or an option is one of models.
+        UserError: transformers already has it, there is no dictionary, or an option applies to models only.
     """
-    for name in ("checkpoint", "head", "head_type", "labels", "layer_norm", "dtype"):
-        if getattr(options, name) is not None or options.override:
-            flag = name.replace("_", "-") if getattr(options, name) is not None else "override"
-            raise UserError(f"--{flag} is without effect on a tokenizer alone: leave it out.")
+    for name in ("checkpoint", "head", "head_type", "labels", "layer_norm", "dtype", "override"):
+        if getattr(options, name):
+            raise UserError(f"--{name.replace('_', '-')} does not apply to a tokenizer alone. Leave it out.")
     source = options.source
     if not source.is_dir() and source.suffix != ".txt":
-        raise UserError(f"With --tokenizer-only, SOURCE is a folder with dict.txt, or that file; {source} is neither.")
+        raise UserError(f"With --tokenizer-only, SOURCE must be a folder with dict.txt, or that file, not {source}.")
     dictionary = find_dictionary(options.dict or source, None, str(source))
     if is_roberta(read_dictionary(dictionary)):
         raise UserError(
-            f"{portable(str(dictionary))} is RoBERTa's own dictionary, whose tokenizer transformers has ready: "
+            f"{portable(dictionary)} is RoBERTa's own dictionary. Use its tokenizer: "
             'AutoTokenizer.from_pretrained("FacebookAI/roberta-base").'
         )
-    beside = dictionary.parent
-    bpe = options.gpt2_bpe or (str(beside) if any((beside / name).is_file() for name in BPE_NAMES) else GPT2)
+    has_bpe = any((dictionary.parent / name).is_file() for name in BPE_NAMES)
+    bpe = options.gpt2_bpe or (str(dictionary.parent) if has_bpe else GPT2)
     with writing(options.target) as folder:
-        tokenizer, kind = make_tokenizer(dictionary, bpe, None, None)
+        tokenizer, kind = make_tokenizer(dictionary, bpe)
         tokenizer.save_pretrained(folder)
         write_vocabulary(tokenizer, folder)
-        card = make_tokenizer_card(target_name(options.target), command(options), kind)
+        card = make_tokenizer_card(options.target.resolve().name, options.command, kind)
         (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"Tokenizer: {kind}")
-    print(f"Written to {options.target}: load it with AutoTokenizer.from_pretrained.")
+    print(f"Written to {options.target}. Load it with AutoTokenizer.from_pretrained.")
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the script; 0, or 2 for something the user can mend."""
-    return run_script(lambda: convert(parse(words)))
+    """Run the command; returns its exit status."""
+    return run_script(lambda: convert(parse(sys.argv[1:] if words is None else words)))
 
 
 if __name__ == "__main__":

@@ -1,279 +1,197 @@
-"""What `roberta_to_abc.py` and `roberta_to_luna.py` run: from a trained encoder's checkpoint to one of this package.
+"""What `roberta_to_abc.py` and `roberta_to_luna.py` run: a trained encoder becomes a model of one of our families.
 
-The model itself is made by `luna_hf.warm_start`; here stand the command line, the tokenizer, the card and the folder.
+The options are the fields of the family's config and the options of its warm-start rules; `luna_hf.warm_start` makes
+the model.
 """
 
 import argparse
+import re
 import shlex
+import sys
+from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, get_args
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import StrictDataclassError
-from next_steps import next_steps
-from shared import (
-    ROOT,
-    Parser,
-    UserError,
-    check_target,
-    find,
-    load_tokenizer,
-    portable,
-    run_script,
-    save,
-    writing,
-)
+from shared import TEMPLATES, check_target, command, find, make_parser, save
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import FAMILIES
-from luna_hf.memory_control import ACTIVATIONS, CONTROLS
-from luna_hf.warm_start import WarmStart, warm_start
+from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.scripting import ROOT, UserError, load_tokenizer, portable, run_script, writing
+from luna_hf.warm_start import WarmStart, template_of, warm_start
+from luna_hf.warm_start_rules import CONVOLUTION, ZERO
 from luna_hf.warm_start_source import read_config
 
-TEMPLATE = ROOT / "model_cards" / "converted.md"
-# Of a text, this much is read for Luna's packed sequence: far more than it has slots.
-TEXT_CHARACTERS = 1_000_000
-
-
-# ---- what the two families differ in ----
+TEXT_CHARACTERS = 1_000_000  # read from --text: far more tokens than there are slots
 
 
 class Conversion:
-    """A family's part of the command line."""
+    """A command that converts to one family.
 
-    model_type: str
-    script: str
-    recipe: str  # its recipes for transfer and continued training begin with this
-    own: tuple[str, ...]  # fields of the config that are options
+    Args:
+        model_type: the family.
+        description: the command's help.
+        flags: options of other names than their fields, for example the opposite of a boolean field.
+    """
 
-    def __init__(self) -> None:
-        family = FAMILIES[self.model_type]
+    def __init__(self, model_type: str, description: str | None, flags: dict[str, str] | None = None) -> None:
+        family = FAMILIES[model_type]
         self.model_class, self.config_class, self.rules = family.masked_lm, family.config, family.warm_start
+        self.description, self.renamed = description, flags or {}
+        self.name = self.config_class.__module__.rpartition("configuration_")[2]
+        self.script = f"roberta_to_{self.name}.py"
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the family's own options, named after fields of its config."""
-        raise NotImplementedError
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """Types of the config's fields that are options: the family's own, and the convolution's."""
+        common = {item.name for item in fields(BoundedMemoryConfig)} - {"conv_kernel_size"}
+        return {
+            item.name: item.type
+            for item in fields(self.config_class)
+            if item.name not in common and item.name not in self.rules.decided
+        }
 
-    def extra(self, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        """What `warm_start` takes for this family besides fields of the config.
+    def flag(self, name: str) -> str:
+        """The command-line option of a field or an option of the rules."""
+        return self.renamed.get(name, f"--{name.replace('_', '-')}")
+
+    def parse(self, words: list[str]) -> argparse.Namespace:
+        """The command line.
 
         Raises:
-            UserError: It cannot be had.
+            UserError: An unknown option, or a value of the wrong type.
         """
-        given = {name: getattr(options, name) for name in self.rules.options()}
-        return {name: value for name, value in given.items() if value is not None}
-
-    def check(self, options: argparse.Namespace, source: PreTrainedConfig) -> None:
-        """Refuse options that would change nothing.
-
-        Raises:
-            UserError: An option, and what it is for.
-        """
-
-    def is_alike(self, source: PreTrainedConfig, config: PreTrainedConfig, made: WarmStart) -> bool:
-        """Whether the converted model attends as the source does."""
-        return False
-
-    def note(self, source: PreTrainedConfig, config: PreTrainedConfig, made: WarmStart, name: str) -> str:
-        """What to know about the converted model, in a sentence; `name` is the source's."""
-        raise NotImplementedError
-
-
-class AbcConversion(Conversion):
-    """To ABC."""
-
-    model_type, script, recipe = "abc_memory", "roberta_to_abc.py", "abc"
-    own = (
-        *("memory_control", "memory_size", "control_activation", "share_control", "control_seed"),
-        *("cluster_iterations", "conv_kernel_size"),
-    )
-    # Options that some controls have no use for.
-    controls = {
-        "memory_size": tuple(control for control in CONTROLS if control != "full"),
-        "control_activation": ("mlp",),
-        "share_control": ("mlp", "linformer", "random"),
-        "control_init": ("mlp", "linformer"),
-        "control_seed": ("random",),
-        "cluster_iterations": ("cluster",),
-    }
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the family's own options, named after fields of its config."""
+        source = "folder or Hub name of a RoBERTa, XLM-R, CamemBERT, data2vec-text, BERT or ABC"
+        parser = make_parser(self.script, self.description, source)
         add = parser.add_argument
-        add("--memory-control", choices=CONTROLS, help=f"how the memory is written {_default('mlp')}")
-        add("--memory-size", type=int, metavar="M", help=f"of all but full: slots of every head {_default('64')}")
-        add(
-            "--control-activation",
-            choices=ACTIVATIONS,
-            help="of mlp; relu and sigmoid are the paper's ablations, and start at random " + _default("exp"),
-        )
-        add(
-            "--control-per-layer",
-            dest="share_control",
-            action="store_false",
-            default=None,
-            help="of mlp, linformer and random: a control for every layer, not one for all",
-        )
-        add(
-            "--control-init",
-            choices=("attention", "random"),
-            help="of mlp and linformer: start as the source's own attention from evenly spread positions, or at random "
-            "as in the paper (default: attention)",
-        )
-        add("--control-seed", type=int, metavar="N", help=f"of random: chooses the slots {_default('0')}")
-        add("--cluster-iterations", type=int, metavar="N", help=f"of cluster: steps of k-means {_default('2')}")
-
-    def check(self, options: argparse.Namespace, source: PreTrainedConfig) -> None:
-        """Refuse options that would change nothing.
-
-        Raises:
-            UserError: An option, and the controls it is for.
-        """
-        control = options.memory_control or getattr(source, "memory_control", self.config_class().memory_control)
-        for name, controls in self.controls.items():
-            if getattr(options, name) is not None and control not in controls:
-                whose = "" if options.memory_control else " (--memory-control chooses another)"
-                raise UserError(
-                    f"{_flag(name)} is an option of {_listed(controls)}, and without effect on {control}{whose}: leave "
-                    "it out."
+        for name, kind in self.fields.items():
+            kinds, default = get_args(kind) or (kind,), getattr(self.config_class, name)
+            about = f"{_help(self.config_class, name)} (default: {default}, or the source's own)"
+            if name in self.renamed:
+                action = f"store_{not default}".lower()
+                add(
+                    self.flag(name),
+                    dest=name,
+                    action=action,
+                    default=None,
+                    help=f"set {name} to {not default}: {about}",
                 )
-
-    def is_alike(self, source: PreTrainedConfig, config: PreTrainedConfig, made: WarmStart) -> bool:
-        """Whether the converted model attends as the source does."""
-        if "full" in (theirs := getattr(source, "memory_control", "full"), config.memory_control):
-            return theirs == config.memory_control
-        fields = [name for name in self.own if name != "conv_kernel_size"]  # a new one is zero
-        same = all(getattr(source, name) == getattr(config, name) for name in fields)
-        return same and not any("control." in name for name in made.new)
-
-    def note(self, source: PreTrainedConfig, config: PreTrainedConfig, made: WarmStart, name: str) -> str:
-        """What to know about the converted model, in a sentence; `name` is the source's."""
-        reads, before = _reads(config), _reads(source)
-        if self.is_alike(source, config, made):
-            return f"Its attention reads {reads}, as that of {name}, so it computes what {name} computes."
-        if reads == before:
-            return f"Its attention reads {reads}, by another control than {name}: it has to be trained on before use."
-        return f"Its attention reads {reads} where that of {name} read {before}: it has to be trained on before use."
-
-
-def _reads(config: PreTrainedConfig) -> str:
-    control = getattr(config, "memory_control", "full")
-    return "all tokens" if control == "full" else f"{config.memory_size} slots a head (`{control}`)"
-
-
-def _default(value: str) -> str:
-    return f"(default: {value}, or an ABC source's own)"
-
-
-def _flag(name: str) -> str:
-    return "--control-per-layer" if name == "share_control" else f"--{name.replace('_', '-')}"
-
-
-def _listed(words: tuple[str, ...]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-class LunaConversion(Conversion):
-    """To Luna."""
-
-    model_type, script, recipe = "luna", "roberta_to_luna.py", "luna"
-    own = ("projection_length", "num_projected_attention_heads", "conv_kernel_size")
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the family's own options, named after fields of its config."""
-        add = parser.add_argument
+            elif bool in kinds:
+                add(self.flag(name), action=argparse.BooleanOptionalAction, help=about)
+            else:
+                kind, metavar = (int, "N") if int in kinds else (str, "NAME")
+                add(self.flag(name), type=kind, metavar=metavar, help=about)
+        for name in self.rules.options():
+            if name == self.rules.text_option:
+                about = f"UTF-8 text; its first million characters become `{name}`: {_help(self.rules, name)}"
+                add("--text", type=Path, metavar="FILE", help=about)
+            else:
+                add(self.flag(name), metavar="NAME", help=_help(self.rules, name))
         add(
-            "--projection-length",
+            "--max-length",
             type=int,
-            metavar="L",
-            help="slots of the packed sequence (default: 128)",
+            metavar="TOKENS",
+            help="longest input, if longer than the source's: its positions are repeated (default: the source's)",
         )
-        add(
-            "--num-projected-attention-heads",
-            type=int,
-            metavar="H",
-            help="heads of the pack attention (default: the source's, to which its queries and keys were trained)",
-        )
-        add(
-            "--text",
-            type=Path,
-            metavar="FILE",
-            help="plain text, UTF-8, whose tokens the packed sequence is made from (the first million characters are "
-            "read; default: tokens are drawn from the vocabulary, by Zipf's law where it goes from frequent to rare)",
-        )
+        add("--seed", type=int, metavar="N", default=0, help="seed of everything new (default: 0)")
+        options = parser.parse_args(words)
+        options.command = command(self.script, words)
+        return options
 
-    def extra(self, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        """The token ids that the packed sequence is made from, if a text was given.
+    def given(self, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+        """Keywords of `warm_start` that the user has chosen.
 
         Raises:
-            UserError: The text cannot be read, or there is no tokenizer.
+            UserError: The text cannot be read, or there is no tokenizer for it.
         """
-        if options.text is None:
-            return {}
+        values = vars(options)
+        given = {name: values[name] for name in (*self.fields, *self.rules.options()) if values.get(name) is not None}
+        if values.get("text") is None:
+            return given
         if tokenizer is None:
-            raise UserError(f"--text needs a tokenizer, and there is none at {options.source}. Leave it out.")
+            raise UserError(f"--text needs a tokenizer, and {options.source} has none. Leave it out.")
         try:
             with open(options.text, encoding="utf-8") as file:
                 text = file.read(TEXT_CHARACTERS)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--text {options.text} cannot be read as UTF-8 text ({error}).") from error
-        return {"slot_tokens": tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]}
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return {**given, self.rules.text_option: ids}
 
-    def note(self, source: PreTrainedConfig, config: PreTrainedConfig, made: WarmStart, name: str) -> str:
-        """What to know about the converted model, in a sentence; `name` is the source's."""
-        return (
-            f"Its tokens read {config.projection_length} packed slots where those of {name} read {_reads(source)}: "
-            "it has to be trained on before use."
-        )
+    def main(self, words: list[str] | None = None) -> int:
+        """Run the command; returns its exit status."""
+        return run_script(lambda: convert(self, self.parse(sys.argv[1:] if words is None else words)))
+
+    def is_alike(self, source: PreTrainedConfig, model: PreTrainedModel, made: WarmStart) -> bool:
+        """Whether the converted model computes what the source computes (up to a new head)."""
+        config, base = model.config, f"{model.base_model_prefix}."
+        if any(name.startswith(base) and rule != ZERO for name, rule in made.new.items()):
+            return False
+        if source.model_type != config.model_type:
+            softmax = self.rules.softmax
+            return softmax is not None and all(getattr(config, name) == value for name, value in softmax.items())
+        same = {name for name in self.fields if getattr(source, name) == getattr(config, name)}
+        return self.fields.keys() - same <= ({"conv_kernel_size"} if source.conv_kernel_size == 0 else set())
 
 
-# ---- the command line ----
+def _help(documented: type, name: str) -> str:
+    """The description of an argument in a docstring."""
+    docs = "\n".join(parent.__doc__ or "" for parent in documented.__mro__)
+    header = r"(?: \([^\n]*\))?:"  # an argument's type in parentheses
+    end = rf"(?=^ {{8}}\w+{header}|\n\s*\n|\Z)"
+    found = re.search(rf"^ {{8}}{name}{header}\s(.+?){end}", docs, re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()).replace("%", "%%") if found else name
 
 
-def parse(conversion: Conversion, description: str, words: list[str] | None) -> argparse.Namespace:
-    """The options of a script, whose help begins with `description`.
+def _reads(config: PreTrainedConfig) -> str:
+    family = FAMILIES.get(config.model_type)
+    field = family.warm_start.slots_field(config) if family else None
+    return f"{getattr(config, field):,} slots" if field else "all tokens"
 
-    Raises:
-        UserError: A word that is no option, or a value of another type.
-    """
-    parser = Parser(
-        prog=f"python conversion/{conversion.script}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+
+def describe(source: PreTrainedConfig, config: PreTrainedConfig, name: str, alike: bool) -> str:
+    """How the converted model differs from its source, `name`, in a sentence."""
+    if alike:
+        return f"Its attention is that of {name}, so it computes what {name} computes."
+    if _reads(source) == _reads(config):
+        return f"It writes its memory differently from {name}, so it must be trained before use."
+    return f"Its attention reads {_reads(config)}, that of {name} {_reads(source)}, so it must be trained before use."
+
+
+def next_steps(
+    conversion: Conversion, options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, alike: bool
+) -> list[str]:
+    """The commands that train the model further: attention transfer if there is anything to fit, then masked words."""
+    if alike and not made.new:
+        return []
+    fitting, training = (
+        f"training/recipes/{folder}/{conversion.name}-base{suffix}.yaml"
+        for folder, suffix in (("transfer_attention", ""), ("pretrain_mlm", "-continue"))
     )
-    add = parser.add_argument
-    add(
-        "source", metavar="SOURCE", help="folder or Hub name of a RoBERTa, XLM-R, CamemBERT, data2vec-text, BERT or ABC"
-    )
-    add("target", metavar="TARGET", type=Path, help="folder to write; it must be new or empty")
-    conversion.add_options(parser)
-    add(
-        "--max-length",
-        type=int,
-        metavar="TOKENS",
-        help="longest input, if more than the source's: its positions are repeated (default: the source's)",
-    )
-    add(
-        "--conv-kernel-size",
-        type=int,
-        metavar="K",
-        help="add a convolution of K taps beside every attention, which starts as zero; odd, for example 5 "
-        + _default("none"),
-    )
-    add("--seed", type=int, metavar="N", default=0, help="of everything that is new (default: 0)")
-    add("--overwrite", action="store_true", help="replace TARGET if an earlier conversion wrote it")
-    return parser.parse_args(words)
-
-
-def command(conversion: Conversion, options: argparse.Namespace) -> str:
-    """The command that makes the same model, without the folders of this machine."""
-    parts = [portable(options.source), portable(str(options.target))]
-    for name, value in sorted(vars(options).items()):
-        if name in ("source", "target", "overwrite") or value is None:
-            continue
-        parts += [_flag(name)] if name == "share_control" else [_flag(name), portable(str(value))]
-    return shlex.join(["python", f"conversion/{conversion.script}", *parts])
+    if not (ROOT / fitting).is_file():
+        return []
+    # The recipes' parameter groups match what the family's rules make.
+    made_by_rules, prefix = {*conversion.rules.table, CONVOLUTION}, f"{model.base_model_prefix}."
+    names = made.new if alike else [name for name, _ in model.named_parameters()]
+    has_groups = any(template_of(name.removeprefix(prefix))[0] in made_by_rules for name in names)
+    fits, target = has_groups and not alike, str(options.target)
+    start = f"{target}-fitted" if fits else target
+    train = ["python", "training/pretrain_mlm.py", training]
+    train += ["--model_name_or_path", start, "--output_dir", f"{target}-continued"]
+    train += [] if has_groups else ["--parameter_groups", "[]"]
+    if not fits:
+        return ["Next, continue pretraining (`--data` names your text):", f"  {shlex.join(train)}"]
+    fit = ["python", "training/transfer_attention.py", fitting]
+    fit += ["--teacher", options.source, "--model_name_or_path", target, "--output_dir", start]
+    return [
+        "Next, fit the new parameters to the source's attention, then continue pretraining (`--data` names your text):",
+        f"  {shlex.join(fit)}",
+        f"  {shlex.join(train)}",
+    ]
 
 
 # ---- tokenizer and card ----
@@ -283,40 +201,32 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
     """Refuse a tokenizer that does not fit the model.
 
     Raises:
-        UserError: More tokens than rows, or another padding token.
+        UserError: It has more tokens than the model has rows, or another padding token.
     """
     if len(tokenizer) > config.vocab_size:
         raise UserError(
-            f"The tokenizer at {source} has {len(tokenizer):,} tokens, but the model {config.vocab_size:,}: they do "
-            "not belong together."
+            f"The tokenizer at {source} has {len(tokenizer):,} tokens, but its model only {config.vocab_size:,}. Save "
+            "the right tokenizer there."
         )
     if tokenizer.pad_token_id != config.pad_token_id:
         raise UserError(
-            f"The tokenizer at {source} pads with token {tokenizer.pad_token_id}, but the model takes token "
-            f"{config.pad_token_id} for padding: they do not belong together."
+            f"The tokenizer at {source} pads with token {tokenizer.pad_token_id}, but its model with token "
+            f"{config.pad_token_id}. Save the right tokenizer there."
         )
 
 
 def source_card(source: str) -> ModelCardData:
-    """The metadata of the source's own card, empty if it has none."""
+    """The metadata of the source's own card; empty if it has none."""
     try:
         path = find(source, "README.md")
         return ModelCard.load(path, ignore_metadata_errors=True).data if path else ModelCardData()
-    except (OSError, ValueError):  # no card that can be read
+    except (OSError, ValueError):
         return ModelCardData()
 
 
-def make_card(
-    conversion: Conversion,
-    options: argparse.Namespace,
-    source_config: PreTrainedConfig,
-    model: PreTrainedModel,
-    made: WarmStart,
-    notes: list[str],
-) -> str:
+def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, note: str, notes: list[str]) -> str:
     """Fill `model_cards/converted.md`."""
-    source, known = portable(options.source), source_card(options.source)
-    is_name = not Path(options.source).exists()
+    known, kind = source_card(options.source), model.config.model_type
     metadata = ModelCardData(
         language=known.language,
         license=known.license,
@@ -324,91 +234,77 @@ def make_card(
         license_link=known.get("license_link"),
         library_name="transformers",
         pipeline_tag="fill-mask",
-        tags=[model.config.model_type, "masked-lm", "linear-attention", "custom_code"],
-        base_model=options.source if is_name else None,
+        tags=[kind, "masked-lm", "linear-attention", "custom_code"],
+        base_model=None if Path(options.source).exists() else options.source,
     )
+    license_note = "The source's card states no licence. Ask its authors before you pass the model on."
     if known.license:
-        license_note = f"The licence is that of the source's card: `{known.license}`."
-    else:
-        license_note = "The source's card states no licence: ask its authors before you pass the model on."
-    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        license_note = f"The licence is the one on the source's card: `{known.license}`."
+    return Template((TEMPLATES / "converted.md").read_text(encoding="utf-8")).substitute(
         metadata=metadata.to_yaml(),
         model_name=options.target.resolve().name,
-        model_type=model.config.model_type,
+        model_type=kind,
         parameters=f"{model.num_parameters():,}",
-        source=source,
-        note=conversion.note(source_config, model.config, made, f"`{source}`"),
+        source=portable(options.source),
+        note=note,
         longest=f"{model.config.max_position_embeddings:,}",
         license_note=license_note,
         notes="".join(f"- {note}\n" for note in notes),
-        command=command(conversion, options),
+        command=options.command,
         report="\n".join(made.lines()),
     )
-
-
-# ---- all of it ----
-
-
-def convert(conversion: Conversion, options: argparse.Namespace) -> None:
-    """Make the model, write it, and print what became of every parameter.
-
-    Raises:
-        UserError: Something in the options, in the source or at the target that the user can mend.
-    """
-    check_target(options.target, options.source, options.overwrite)
-    try:
-        source_config = read_config(options.source)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    conversion.check(options, source_config)
-    tokenizer = load_tokenizer(options.source)
-    own = {name: value for name in conversion.own if (value := getattr(options, name)) is not None}
-    try:
-        model, made = warm_start(
-            conversion.model_class,
-            options.source,
-            max_length=options.max_length,
-            seed=options.seed,
-            **conversion.extra(options, tokenizer),
-            **own,
-        )
-    except (ValueError, StrictDataclassError) as error:
-        raise UserError(str(error)) from error
-    if tokenizer is not None:
-        check_tokenizer(tokenizer, model.config, options.source)
-        tokenizer.model_max_length = model.config.max_position_embeddings
-    notes = make_notes(conversion, model, made, tokenizer)
-    card = make_card(conversion, options, source_config, model, made, notes)
-    with writing(options.target) as folder:
-        save(folder, model, tokenizer, card)
-    print("\n".join([*made.lines(), "", *(f"Note: {note}" for note in notes)]))
-    longest = model.config.max_position_embeddings
-    print(f"Written to {options.target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
-    print(conversion.note(source_config, model.config, made, options.source))
-    alike, names = conversion.is_alike(source_config, model.config, made), dict(model.named_parameters())
-    for line in next_steps(conversion.recipe, options.source, str(options.target), names, made.new, alike):
-        print(line)
 
 
 def make_notes(
     conversion: Conversion, model: PreTrainedModel, made: WarmStart, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[str]:
-    """What the user should know besides, for the card and the terminal."""
+    """What else the user should know, for the card and the terminal."""
     notes, config = [], model.config
     if tokenizer is None:
-        notes.append("The source has no tokenizer files: put the tokenizer's beside the model.")
+        notes.append("The source has no tokenizer files. Copy its tokenizer into the folder.")
     if "lm_head.dense.weight" in made.new:
-        notes.append("The source has no masked-LM head: the new one is untrained.")
+        notes.append("The source has no masked-LM head, so the new one is untrained.")
     name, longest = conversion.rules.slots_field(config), config.max_position_embeddings
-    slots = getattr(config, name) if name else 0
-    if slots > longest:
+    if name and (slots := getattr(config, name)) > longest:
         notes.append(
-            f"`{name}` is {slots:,}, but inputs are at most {longest:,} tokens long: the memory costs more than "
-            "attention to all of them."
+            f"`{name}` is {slots:,}, more than the {longest:,} tokens of the longest input, so the memory costs more "
+            "than full attention."
         )
     return notes
 
 
-def main(conversion: Conversion, description: str, words: list[str] | None = None) -> int:
-    """Run a script; 0, or 2 for something the user can mend."""
-    return run_script(lambda: convert(conversion, parse(conversion, description, words)))
+# ---- the conversion ----
+
+
+def convert(conversion: Conversion, options: argparse.Namespace) -> None:
+    """Make the model, write it, and report what became of every parameter.
+
+    Raises:
+        UserError: The user can fix the options, the source or the target.
+    """
+    check_target(options.target, options.source, options.overwrite)
+    try:
+        source_config = read_config(options.source)
+        tokenizer = load_tokenizer(options.source)
+        given = conversion.given(options, tokenizer)
+        model, made = warm_start(
+            conversion.model_class, options.source, max_length=options.max_length, seed=options.seed, **given
+        )
+    except (ValueError, StrictDataclassError) as error:
+        raise UserError(str(error)) from error
+    for name in given:
+        if users := conversion.rules.without_effect(name, model.config):
+            raise UserError(f"{conversion.flag(name)} only applies to {users}. Leave it out.")
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, model.config, options.source)
+        tokenizer.model_max_length = model.config.max_position_embeddings
+    alike, notes = conversion.is_alike(source_config, model, made), make_notes(conversion, model, made, tokenizer)
+    note = describe(source_config, model.config, f"`{portable(options.source)}`", alike)
+    card = make_card(options, model, made, note, notes)
+    with writing(options.target) as folder:
+        save(folder, model, tokenizer, card)
+    print("\n".join([*made.lines(), "", *(f"Note: {note}" for note in notes)]))
+    longest = model.config.max_position_embeddings
+    print(f"Written to {options.target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
+    print(describe(source_config, model.config, options.source, alike))
+    print("\n".join(next_steps(conversion, options, model, made, alike)))

@@ -1,13 +1,16 @@
-"""Turn a trained RoBERTa (or XLM-R, CamemBERT, data2vec-text, BERT) into an ABC model, to be trained on.
+"""Turn a trained RoBERTa (or XLM-R, CamemBERT, data2vec-text, BERT) into an ABC model, for further training.
 
     python conversion/roberta_to_abc.py FacebookAI/roberta-base outputs/abc-base-start --max-length 4096
 
-Every weight is kept; only the memory control is new, and the convolution if one is asked for, which starts as zero.
+Every weight is kept. Only the memory control is new, and the convolution, if you add one, which starts at zero.
 """
 
 import sys
 
-from from_roberta import AbcConversion, main
+from from_roberta import Conversion
+
+_conversion = Conversion("abc_memory", __doc__, {"share_control": "--control-per-layer"})
+parse, main = _conversion.parse, _conversion.main
 
 if __name__ == "__main__":
-    sys.exit(main(AbcConversion(), __doc__))
+    sys.exit(main())

@@ -1,14 +1,17 @@
-"""Turn a trained RoBERTa (or XLM-R, CamemBERT, data2vec-text, BERT) into a Luna model, to be trained on.
+"""Turn a trained RoBERTa (or XLM-R, CamemBERT, data2vec-text, BERT) into a Luna model, for further training.
 
     python conversion/roberta_to_luna.py FacebookAI/roberta-base outputs/luna-base-start --projection-length 128
 
-Every weight is kept. The packed sequence is made from embeddings of text tokens; the pack attention reads with the
-source's queries and keys and hands on the token states as they are.
+Every weight is kept. The packed sequence starts as embeddings of text tokens. The pack attention reads with the
+source's queries and keys and passes the token states on unchanged.
 """
 
 import sys
 
-from from_roberta import LunaConversion, main
+from from_roberta import Conversion
+
+_conversion = Conversion("luna", __doc__)
+parse, main = _conversion.parse, _conversion.main
 
 if __name__ == "__main__":
-    sys.exit(main(LunaConversion(), __doc__))
+    sys.exit(main())

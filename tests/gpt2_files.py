@@ -1,5 +1,4 @@
-"""GPT-2's BPE and RoBERTa's dictionary, unpacked for the tests: the files that fairseq and transformers read; and texts
-to cut with them."""
+"""GPT-2's BPE and RoBERTa's dictionary as the files that fairseq and transformers read, and texts to tokenize."""
 
 import gzip
 import json
@@ -11,7 +10,7 @@ FILES = Path(__file__).resolve().parent / "fixtures" / "gpt2_bpe"
 
 
 def merge_lines(merges: int | None = None) -> list[str]:
-    """GPT-2's merges, or the first of them, as lines of merges.txt; the first line, its version, is not among them."""
+    """The lines of GPT-2's merges.txt after its version, or the first of them."""
     lines = gzip.decompress((FILES / "merges.txt.gz").read_bytes()).decode().split("\n")
     return [line for line in lines[1:] if line][:merges]
 
@@ -22,7 +21,7 @@ def roberta_symbols() -> list[str]:
 
 
 def gpt2_folder(folder: Path, merges: int | None = None) -> Path:
-    """Write vocab.json and merges.txt of GPT-2, or of a BPE of its first merges; the folder is made if need be."""
+    """Write vocab.json and merges.txt of GPT-2, or of a BPE with its first merges; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = merge_lines(merges)
     printable = [byte for byte in range(256) if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174]
@@ -34,17 +33,17 @@ def gpt2_folder(folder: Path, merges: int | None = None) -> Path:
 
 
 def small_gpt2_folder(folder: Path) -> Path:
-    """GPT-2's first 400 merges, which are enough for the dictionaries of `luna_fairseq_checkpoint`."""
+    """GPT-2's first 400 merges, enough for the dictionaries of `luna_fairseq_checkpoint`."""
     return gpt2_folder(folder, merges=400)
 
 
 def roberta_dictionary(path: Path) -> Path:
-    """Write RoBERTa's dict.txt, but for its counts, which are 0 here."""
+    """Write RoBERTa's dict.txt with counts of 0."""
     path.write_text("".join(f"{symbol} 0\n" for symbol in roberta_symbols()))
     return path
 
 
-# Of many scripts, and of all that is hard to cut.
+# Many scripts, and everything that is hard to tokenize.
 TEXTS = [
     "",
     " ",
@@ -77,7 +76,7 @@ TEXTS = [
     "\ufffd\ufffe\uffff\U0010ffff",
 ]
 
-# With masks, which take the blanks before them.
+# With masks, which absorb the spaces before them.
 MASKED = [
     *("Hello <mask> world", "Hello<mask>", "Hello   <mask>", "<mask>", "  <mask>", "<mask><mask>", "a <mask> <mask>b"),
     *("The <mask> of France\n<mask>, is\t <mask>.", "The capital\xa0\u3000<mask> is", "x\u200b <mask>  y"),
@@ -86,9 +85,9 @@ MASKED = [
 
 
 def random_texts() -> list[str]:
-    """Bytes read as UTF-8, characters of every script, and both between words; the same in every run."""
+    """Random bytes as UTF-8, random characters, and random words; the same in every run."""
     generator = random.Random(0)
-    # Characters that Unicode had in 2002: libraries do not agree on what later ones are.
+    # Libraries disagree on characters newer than Unicode 3.2.
     old = [chr(c) for c in range(0x110000) if unicodedata.ucd_3_2_0.category(chr(c)) not in ("Cn", "Cs")]
     blanks = [" ", "  ", "\n", "\t", "\r\n", "\xa0", " \u3000", "\u200b"]
     texts = []

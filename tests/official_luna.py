@@ -1,27 +1,36 @@
-"""The authors' fixtures under our names and options, by way of the converter that users run."""
+"""The authors' fixtures by our names and options, through the converter that users run."""
 
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from fairseq_checkpoint import Options, Original
-from fairseq_config import Head, make_config
-from fairseq_names import ATTENTION, THEIR_ENCODER, to_ours
+from fairseq_format.checkpoint import SENTENCE_ENCODER, Options, Original
+from fairseq_format.config import Head, make_config
+from fairseq_format.names import ATTENTION, to_ours
 from safetensors.torch import load_file
 
 from luna_hf import LunaConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
+CHECKPOINTS = FIXTURES / "luna_fairseq_checkpoint"  # written by the authors' code: `tied` and `untied`
+MLM = ["tied_dynamic", "tied_fixed", "untied_dynamic", "untied_fixed"]  # of the group `luna_mlm`
+# The classification heads of each, and what they read.
+POOLINGS = {
+    "cls_classification_head": "cls",
+    "pooling_classification_head": "packed_max",
+    "attention_classification_head": "packed_attention",
+}
 
 
 class Fixture:
     """One fixture: options, weights, and the inputs and outputs of each case."""
 
     def __init__(self, group: str, name: str):
-        path = FIXTURES / group / name
-        self.meta = json.loads(path.with_suffix(".json").read_text())
-        self.tensors = load_file(path.with_suffix(".safetensors"))
+        self.path = FIXTURES / group / f"{name}.safetensors"
+        self.meta = json.loads(self.path.with_suffix(".json").read_text())
+        self.tensors = load_file(self.path)
         self.config = self.meta["config"]
         self.cases = list(self.meta["cases"])
 
@@ -38,28 +47,34 @@ class Fixture:
         return self.tensors.get(f"{case}.output.{name}")
 
     def float32_error(self, case: str) -> float:
-        """How far the authors' own float32 run is from their float64 run."""
+        """How far the authors' float32 run is from their float64 run."""
         return self.meta["max_abs_diff_float32_vs_float64"][case]
+
+    def original(self, **changes: Any) -> Original:
+        """A `luna_mlm` fixture as an opened checkpoint, with changes to its arguments."""
+        known = {field.name for field in dataclasses.fields(Options)}
+        arguments = {name: value for name, value in self.config["args"].items() if name in known}
+        return Original(self.path.stem, self.weights(), Options(**{**arguments, **changes}))
 
 
 def encoder_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of the authors' sentence encoder under the names of `LunaModel`."""
-    return to_ours({THEIR_ENCODER + name: tensor for name, tensor in weights.items()}, None).tensors
+    """Weights of the authors' sentence encoder by the names of `LunaModel`."""
+    return to_ours({SENTENCE_ENCODER + name: tensor for name, tensor in weights.items()}, None).tensors
 
 
 def attention_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of the authors' attention alone under the names of `LunaAttention`."""
+    """Weights of the authors' attention alone by the names of `LunaAttention`."""
     return {f"{ATTENTION[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}": t for name, t in weights.items()}
 
 
 def mlm_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of the authors' masked language model under the names of `LunaForMaskedLM`."""
+    """Weights of the authors' masked language model by the names of `LunaForMaskedLM`."""
     ours = to_ours(weights, "lm_head").tensors
     return {**ours, "lm_head.decoder.bias": ours["lm_head.bias"]}
 
 
 def head_weights(weights: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
-    """Weights of the authors' model with a classification head under the names of `LunaForSequenceClassification`."""
+    """Weights of the authors' model with a classification head by the names of `LunaForSequenceClassification`."""
     return to_ours(weights, head).tensors
 
 
@@ -68,21 +83,14 @@ def part(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tenso
     return {n.removeprefix(prefix): t for n, t in weights.items() if n.startswith(prefix)}
 
 
-def original_of(fixture: Fixture) -> Original:
-    """A `luna_mlm` fixture as a checkpoint that has been opened."""
-    known = {field.name for field in dataclasses.fields(Options)}
-    options = Options(**{name: value for name, value in fixture.config["args"].items() if name in known})
-    return Original("fixture", fixture.weights(), options)
-
-
 def mlm_config(fixture: Fixture, **overrides) -> LunaConfig:
     """Our configuration for a `luna_mlm` fixture with its masked-LM head."""
-    return LunaConfig(**{**make_config(original_of(fixture), Head("lm_head", "masked_lm")).to_diff_dict(), **overrides})
+    return LunaConfig(**{**make_config(fixture.original(), Head("lm_head", "masked_lm")).to_diff_dict(), **overrides})
 
 
 def classifier_config(fixture: Fixture, head: str) -> LunaConfig:
     """Our configuration for a `luna_mlm` fixture with one of its classification heads."""
-    return make_config(original_of(fixture), Head(head, "classification"))
+    return make_config(fixture.original(), Head(head, "classification"))
 
 
 def sentence_encoder_config(fixture: Fixture) -> LunaConfig:

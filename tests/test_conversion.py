@@ -1,4 +1,4 @@
-"""The conversion scripts: a complete checkpoint from a folder, what they print, and what they refuse."""
+"""Converting a RoBERTa, BERT or ABC: complete folders, what the commands print, and what they refuse."""
 
 import json
 import re
@@ -7,9 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import roberta_to_abc
+import roberta_to_luna
 import torch
 from helpers import ROOT, SENTENCES, padded_batch, randomise, run_python, tiny_model, tiny_tokenizer
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from tiny_training import pretrain_mlm, transfer_attention
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -22,12 +26,9 @@ from transformers import (
     pipeline,
 )
 
-from luna_hf import AbcConfig, LunaConfig
+from luna_hf import AbcForMaskedLM, LunaForMaskedLM
+from luna_hf.memory_control import CONTROLS
 from luna_hf.warm_start import warm_start
-
-sys.path.insert(0, str(ROOT / "conversion"))  # the scripts import their sibling plainly
-
-import from_roberta
 
 SIZES = {
     "hidden_size": 48,
@@ -36,15 +37,16 @@ SIZES = {
     "intermediate_size": 96,
     "max_position_embeddings": 66,
 }
-CONVERSIONS = {"abc": from_roberta.AbcConversion(), "luna": from_roberta.LunaConversion()}
+COMMANDS = {"abc": roberta_to_abc, "luna": roberta_to_luna}
 SLOTS = {"abc": ["--memory-size", "8"], "luna": ["--projection-length", "8"]}
-both = pytest.mark.parametrize("family", CONVERSIONS)
-QUESTION = "every token <mask> the packed sequence"
+LEARNED = ("mlp", "linformer", "luna")
+STEPS = {"transfer_attention": transfer_attention.read_recipe, "pretrain_mlm": pretrain_mlm.read_recipe}
+both = pytest.mark.parametrize("family", COMMANDS)
 
 # Runs without luna_hf.
 WITHOUT_PACKAGE = """
-import sys, torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
+import sys
+from transformers import pipeline
 for folder in sys.argv[2:]:
     fill = pipeline("fill-mask", model=folder, trust_remote_code=True)
     print(type(fill.model).__module__.split(".")[0], *(answer["token"] for answer in fill(sys.argv[1])))
@@ -52,11 +54,7 @@ for folder in sys.argv[2:]:
 
 
 def convert(family, source, target, *words):
-    return from_roberta.main(CONVERSIONS[family], "", [str(source), str(target), *map(str, words)])
-
-
-def run(family, source, target, *words):
-    return convert(family, source, target, *SLOTS[family], *words)
+    return COMMANDS[family].main([str(source), str(target), *map(str, words)])
 
 
 def save_roberta(folder, model_class=RobertaForMaskedLM, tokenizer=True, **fields):
@@ -67,27 +65,37 @@ def save_roberta(folder, model_class=RobertaForMaskedLM, tokenizer=True, **field
     model.save_pretrained(folder)
     if tokenizer:
         own.save_pretrained(folder)
-    return model
+    return folder
+
+
+def save_abc(folder, **fields):
+    tokenizer = tiny_tokenizer(SENTENCES)
+    tiny_model("abc_memory", "mlm", vocab_size=len(tokenizer), **fields).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source") / "tiny-roberta"
-    save_roberta(folder)
+    folder = save_roberta(tmp_path_factory.mktemp("source") / "tiny-roberta")
     (folder / "README.md").write_text("---\nlicense: cc-by-4.0\nlanguage: en\n---\n# tiny\n")
     return folder
 
 
 @pytest.fixture(scope="module")
 def converted(source, tmp_path_factory):
-    """One conversion to each family, with all the extras: folders."""
+    """A folder with one conversion to each family, with all extras."""
     folder = tmp_path_factory.mktemp("converted")
     text = folder / "text.txt"
     text.write_text("\n".join(SENTENCES))
-    words = {"abc": ["--memory-control", "mlp"], "luna": ["--text", text]}
-    for family in CONVERSIONS:
-        extras = ["--max-length", 100, "--conv-kernel-size", 5, "--seed", 3]
-        assert run(family, source, folder / family, *words[family], *extras) == 0
+    words = {"abc": ["--memory-control", "mlp", "--control-per-layer"], "luna": ["--text", text]}
+    extras = ["--max-length", 100, "--conv-kernel-size", 5, "--seed", 3]
+    for family in COMMANDS:
+        assert convert(family, source, folder / family, *SLOTS[family], *words[family], *extras) == 0
     return folder
 
 
@@ -95,46 +103,59 @@ def converted(source, tmp_path_factory):
 
 
 @both
-def test_the_checkpoint_is_complete(converted, source, family):
+def test_the_folder_is_complete(converted, source, family):
     folder = converted / family
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     assert config["max_position_embeddings"] == 100 and config["conv_kernel_size"] == 5
     assert config["auto_map"]["AutoModelForMaskedLM"].startswith(f"modeling_{family}.")
     code = {path.name for path in folder.glob("*.py")}
-    assert {f"modeling_{family}.py", f"configuration_{family}.py", "functional.py"} <= code
+    assert {f"modeling_{family}.py", f"configuration_{family}.py"} <= code
     assert not any("warm_start" in name for name in code)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.model_max_length == 100
-    assert tokenizer(SENTENCES[0]) == AutoTokenizer.from_pretrained(source)(SENTENCES[0])
-    assert not [path for path in converted.iterdir() if "unfinished" in path.name]
+    ids = AutoTokenizer.from_pretrained(source)("\n".join(SENTENCES), add_special_tokens=False)["input_ids"]
+    assert tokenizer("\n".join(SENTENCES), add_special_tokens=False)["input_ids"] == ids
+    options = {"abc": {"memory_size": 8, "share_control": False}, "luna": {"projection_length": 8, "slot_tokens": ids}}
+    model_class = {"abc": AbcForMaskedLM, "luna": LunaForMaskedLM}[family]
+    expected, _ = warm_start(model_class, source, max_length=100, conv_kernel_size=5, seed=3, **options[family])
+    loaded = AutoModelForMaskedLM.from_pretrained(folder)
+    assert type(loaded) is model_class and not loaded.training
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in expected.state_dict().items())
 
 
 @both
-def test_the_weights_are_those_of_warm_start(converted, source, family):
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    options = {"abc": {"memory_size": 8}, "luna": {"projection_length": 8}}[family]
-    if family == "luna":
-        options["slot_tokens"] = tokenizer("\n".join(SENTENCES), add_special_tokens=False)["input_ids"]
-    conversion = CONVERSIONS[family]
-    expected, _ = warm_start(conversion.model_class, source, max_length=100, conv_kernel_size=5, seed=3, **options)
-    loaded = AutoModelForMaskedLM.from_pretrained(converted / family)
-    assert type(loaded) is conversion.model_class and not loaded.training
-    states = loaded.state_dict()
-    assert all(torch.equal(tensor, states[name]) for name, tensor in expected.state_dict().items())
+def test_the_card(converted, source, family):
+    card = ModelCard.load(converted / family / "README.md")
+    assert (card.data.license, card.data.language, card.data.pipeline_tag) == ("cc-by-4.0", "en", "fill-mask")
+    assert {"custom_code", config_of(converted / family)["model_type"]} <= set(card.data.tags)
+    assert f"python conversion/roberta_to_{family}.py tiny-roberta {family}" in card.content
+    assert "its 64 positions repeated to 100" in card.content and "convolution.weight: zero" in card.content
+    assert "must be trained before use" in card.content and not re.search(r"\$\{?\w", card.content)
+    assert str(source.parent) not in card.content and str(converted) not in card.content
 
 
 def test_pipelines_with_and_without_the_package(converted, tmp_path):
-    folders = [converted / family for family in CONVERSIONS]
-    expected = [[a["token"] for a in pipeline("fill-mask", model=str(folder))(QUESTION)] for folder in folders]
+    folders, question = [converted / family for family in COMMANDS], "every token <mask> the packed sequence"
+    expected = [[a["token"] for a in pipeline("fill-mask", model=str(folder))(question)] for folder in folders]
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    lines = run_python(WITHOUT_PACKAGE, QUESTION, *folders, env=environment, blocked=True).splitlines()
+    lines = run_python(WITHOUT_PACKAGE, question, *folders, env=environment, blocked=True).splitlines()
     assert lines == [" ".join(map(str, ["transformers_modules", *tokens])) for tokens in expected]
 
 
-def test_full_control_equals_the_source(source, tmp_path, capsys):
+def test_the_command_on_the_card_makes_the_same_model(converted, source, monkeypatch, tmp_path):
+    (line,) = re.findall(r"Command: `(.*)`", (converted / "abc" / "README.md").read_text())
+    (tmp_path / "tiny-roberta").symlink_to(source)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line)
+    assert words[:2] == ["python", "conversion/roberta_to_abc.py"] and roberta_to_abc.main(words[2:]) == 0
+    files = [(folder / "abc" / "model.safetensors").read_bytes() for folder in (tmp_path, converted)]
+    assert files[0] == files[1]
+
+
+def test_full_attention_equals_the_source(source, tmp_path, capsys):
     assert convert("abc", source, tmp_path / "full", "--memory-control", "full") == 0
-    said = capsys.readouterr().out
-    assert f"it computes what {source} computes" in said and "new: 0 parameters" in said and "Next" not in said
+    printed = capsys.readouterr().out
+    assert f"computes what {source} computes" in printed and "new: 0 parameters" in printed and "Next" not in printed
     batch = padded_batch([12, 7])
     with torch.no_grad():
         expected = RobertaForMaskedLM.from_pretrained(source)(**batch).logits
@@ -143,295 +164,227 @@ def test_full_control_equals_the_source(source, tmp_path, capsys):
     torch.testing.assert_close(logits[kept], expected[kept], rtol=0, atol=1e-5)
 
 
-@both
-def test_a_bert_with_its_own_tokenizer(family, tmp_path):
+def test_a_bert_with_its_tokenizer(tmp_path):
     words = sorted({word for sentence in SENTENCES for word in sentence.lower().split()})
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
     tokenizer = BertTokenizer.from_pretrained(tmp_path / "bert")
     BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **SIZES)).save_pretrained(tmp_path / "bert")
-    assert run(family, tmp_path / "bert", tmp_path / "new") == 0
+    assert convert("luna", tmp_path / "bert", tmp_path / "new") == 0
     again = AutoTokenizer.from_pretrained(tmp_path / "new")
     assert type(again) is BertTokenizer and again.model_max_length == 66
     assert again(*SENTENCES[:2]) == tokenizer(*SENTENCES[:2])
-    fill = pipeline("fill-mask", model=str(tmp_path / "new"))
-    assert len(fill("the quick [MASK] fox")) == 5
+    assert len(pipeline("fill-mask", model=str(tmp_path / "new"))("the quick [MASK] fox")) == 5
 
 
-@both
-def test_the_card(converted, source, family):
-    card = ModelCard.load(converted / family / "README.md")
-    assert (card.data.license, card.data.language) == ("cc-by-4.0", "en")
-    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "fill-mask"
-    assert {"custom_code", AbcConfig.model_type if family == "abc" else LunaConfig.model_type} <= set(card.data.tags)
-    text = " ".join(card.content.split())
-    assert "made from `tiny-roberta` and not trained since" in text and "has to be trained on before use" in text
-    assert "license" in card.content and "licence is that of the source's card: `cc-by-4.0`" in text
-    assert f"python conversion/roberta_to_{family}.py tiny-roberta {family}" in text
-    assert "its 64 positions repeated to 100" in text and "convolution.weight: zero" in text
-    assert not re.search(r"\$\{?\w", card.content)
-    # No folder of this machine.
-    assert str(source.parent) not in card.content and str(converted) not in card.content
-
-
-def test_a_card_without_a_licence_says_so(tmp_path):
-    save_roberta(tmp_path / "source")
-    assert run("abc", tmp_path / "source", tmp_path / "new") == 0
-    card = ModelCard.load(tmp_path / "new" / "README.md")
-    assert card.data.license is None and "states no licence" in card.content
-
-
-def test_the_command_in_the_card_makes_the_same_model(converted, source, monkeypatch, tmp_path):
-    (line,) = re.findall(r"Command: `(.*)`", (converted / "abc" / "README.md").read_text())
-    (tmp_path / "tiny-roberta").symlink_to(source)
-    monkeypatch.chdir(tmp_path)
-    words = shlex.split(line)
-    assert words[:2] == ["python", "conversion/roberta_to_abc.py"]
-    assert from_roberta.main(CONVERSIONS["abc"], "", words[2:]) == 0
-    files = [(folder / "abc" / "model.safetensors").read_bytes() for folder in (tmp_path, converted)]
-    assert files[0] == files[1]
-
-
-# ---- what is printed ----
-
-
-@both
-def test_what_is_printed(source, tmp_path, capsys, family):
-    assert run(family, source, tmp_path / "new", "--max-length", 80) == 0
-    said = capsys.readouterr().out
-    assert re.findall(r"^(\w+): \d+ parameters?$", said, re.MULTILINE) == ["copied", "extended", "new", "unused"]
-    assert f"Written to {tmp_path / 'new'}:" in said and "inputs of up to 80 tokens" in said
-    assert len(said.splitlines()) < 50
-    new = {"abc": "abc.control.weight", "luna": "attention.self.pack.value.weight: the identity"}[family]
-    assert new in said and "has to be trained on" in said
-    commands = [shlex.split(line) for line in said.splitlines() if line.startswith("  python")]
-    assert [words[1] for words in commands] == ["training/transfer_attention.py", "training/pretrain_mlm.py"]
-    assert str(source) in commands[0] and str(tmp_path / "new") in commands[0]
-
-
-@both
-def test_the_commands_that_are_named_exist(source, tmp_path, capsys, family):
-    run(family, source, tmp_path / "new")
-    named = re.findall(r"training/[\w/.-]+\.(?:py|yaml)", capsys.readouterr().out)
-    assert len(named) == 4 and all((ROOT / name).is_file() for name in named), named
-
-
-def test_a_source_without_a_tokenizer_or_a_head(tmp_path, capsys):
+def test_a_source_without_tokenizer_head_or_licence(tmp_path, capsys):
     save_roberta(tmp_path / "source", RobertaModel, tokenizer=False)
-    assert run("abc", tmp_path / "source", tmp_path / "new") == 0
-    said = capsys.readouterr().out
-    assert "Note: The source has no tokenizer files" in said and "Note: The source has no masked-LM head" in said
-    assert "pooler.dense.{weight,bias}" in said and "lm_head.dense.{weight,bias}: initialised" in said
-    assert not list((tmp_path / "new").glob("tokenizer*"))
-    assert "no tokenizer files" in (tmp_path / "new" / "README.md").read_text()
-    assert run("luna", tmp_path / "source", tmp_path / "other", "--text", ROOT / "README.md") == 2
-    assert "--text needs a tokenizer" in capsys.readouterr().err
+    assert convert("abc", tmp_path / "source", tmp_path / "new") == 0
+    printed, card = capsys.readouterr().out, ModelCard.load(tmp_path / "new" / "README.md")
+    assert "Note: The source has no tokenizer files" in printed and "Note: The source has no masked-LM head" in printed
+    assert "pooler.dense.{weight,bias}" in printed and "lm_head.dense.{weight,bias}: initialised" in printed
+    assert not list((tmp_path / "new").glob("tokenizer*")) and "no tokenizer files" in card.content
+    assert card.data.license is None and "states no licence" in card.content
+    assert convert("luna", tmp_path / "source", tmp_path / "other", "--text", ROOT / "README.md") == 2
+    assert "--text" in capsys.readouterr().err
 
 
-def start(*words, **options):
-    """A script in a process of its own."""
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+@pytest.mark.parametrize("more", [0, 1])
+def test_more_slots_than_tokens_get_a_note(source, tmp_path, capsys, more):
+    assert convert("luna", source, tmp_path / "new", "--projection-length", 64 + more) == 0
+    for text in (capsys.readouterr().out, (tmp_path / "new" / "README.md").read_text()):
+        assert bool(re.search("`projection_length` is 65, more than the 64 tokens", text)) == bool(more)
 
 
-def test_the_script_for_abc(source, tmp_path):
-    done = start(ROOT / "conversion" / "roberta_to_abc.py", source, "new", "--memory-size", 8, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr  # no progress bars
+def test_the_script_in_a_process(source, tmp_path):
+    words = [sys.executable, str(ROOT / "conversion" / "roberta_to_abc.py"), str(source), "new", "--memory-size", "8"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and not done.stderr, done.stderr  # not even progress bars
     assert (tmp_path / "new" / "model.safetensors").is_file() and "abc.control.weight" in done.stdout
 
 
-def test_the_script_for_luna(tmp_path):
-    # Its help, and an error, in one process: starting one takes seconds.
-    script = ROOT / "conversion" / "roberta_to_luna.py"
-    both = "import runpy, sys\nfor sys.argv[1:] in (['--help'], ['nowhere', 'new']):\n    "
-    both += (
-        f"try: runpy.run_path({str(script)!r}, run_name='__main__')\n    except SystemExit as end: print('status', end)"
-    )
-    done = start("-c", f"import sys\nsys.path.insert(0, {str(script.parent)!r})\n{both}", cwd=tmp_path)
-    assert "python conversion/roberta_to_luna.py FacebookAI/roberta-base" in done.stdout, done.stderr
-    assert re.findall(r"status (.*)", done.stdout) == ["0", "2"]
-    assert done.stderr.startswith("error: There is no model 'nowhere'") and "Traceback" not in done.stderr
+def test_the_output_in_the_documentation(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "warm-start.md").read_text(encoding="utf-8")
+    fields = {"num_hidden_layers": 12, "max_position_embeddings": 514, "intermediate_size": 8}  # narrow
+    save_roberta(tmp_path / "FacebookAI" / "roberta-base", **fields)
+    monkeypatch.chdir(tmp_path)
+    command = re.search(r"python conversion/roberta_to_abc\.py ([^\n]*\\\n[^\n]*)", page)[1].replace("\\\n", "")
+    (shown,) = re.findall(r"```\n(copied.*?)```", page, re.DOTALL)
+    assert roberta_to_abc.main(shlex.split(command)) == 0
+    without_size = [re.sub(r"[\d,]+ parameters, inputs", "", text) for text in (capsys.readouterr().out, shown)]
+    assert without_size[0] == without_size[1]
 
 
-# ---- docs/warm-start.md ----
-
-PAGE = (ROOT / "docs" / "warm-start.md").read_text(encoding="utf-8")
+# ---- the next commands ----
 
 
-@pytest.fixture(scope="module")
-def base_like(tmp_path_factory):
-    """A folder with a RoBERTa of as many layers and positions as the base model, but narrow."""
-    folder = tmp_path_factory.mktemp("readme")
-    fields = {"num_hidden_layers": 12, "max_position_embeddings": 514, "intermediate_size": 8}
-    save_roberta(folder / "FacebookAI" / "roberta-base", **fields)
-    return folder
+def next_recipes(printed, target):
+    """The printed commands as script and recipe, each checked against the model that was written."""
+    found = []
+    names = [name for name, _ in AutoModelForMaskedLM.from_pretrained(target).named_parameters()]
+    for line in printed.splitlines():
+        if line.startswith("  python"):
+            script, recipe, *words = shlex.split(line)[1:]
+            script = script.removeprefix("training/").removesuffix(".py")
+            recipe = STEPS[script](recipe, [*words, "--block_size", "32"])
+            if script == "transfer_attention":
+                transfer_attention.TransferObjective().check(recipe)
+            transfer_attention.check_groups(names, recipe.groups, recipe.max_steps)
+            found.append((script, recipe))
+    return found
 
 
-def test_the_commands_of_the_readme_print_what_it_says(base_like, monkeypatch, capsys):
-    monkeypatch.chdir(base_like)
-    text = PAGE.replace("\\\n", "")
-    commands = re.findall(r"^    python conversion/roberta_to_(abc|luna)\.py (.*)$", text, re.MULTILINE)
-    assert [family for family, _ in commands] == ["abc", "luna"]
-    (shown,) = re.findall(r"```\n(copied.*?)```", PAGE, re.DOTALL)
-    printed = []
-    for family, words in commands:
-        assert from_roberta.main(CONVERSIONS[family], "", shlex.split(words)) == 0
-        printed.append(re.sub(r"[\d,]+ parameters, inputs", "parameters, inputs", capsys.readouterr().out))
-    assert printed[0] == re.sub(r"[\d,]+ parameters, inputs", "parameters, inputs", shown)
+@pytest.mark.parametrize("taps", [0, 5])
+@pytest.mark.parametrize("control", ["mlp", "linformer", "cluster", "full", "luna"])
+def test_the_next_commands_are_accepted(source, tmp_path, capsys, monkeypatch, control, taps):
+    assert control in (*CONTROLS, "luna")
+    target, family = tmp_path / "new", "luna" if control == "luna" else "abc"
+    words = [] if control == "full" else SLOTS[family]
+    words = [*words, *([] if control == "luna" else ["--memory-control", control])]
+    assert convert(family, source, target, *words, *(["--conv-kernel-size", taps] if taps else [])) == 0
+    monkeypatch.chdir(ROOT)
+    found = next_recipes(capsys.readouterr().out, target)
+    scripts, starts = [script for script, _ in found], [recipe.model_name_or_path for _, recipe in found]
+    if control in LEARNED or (taps and control != "full"):
+        assert scripts == list(STEPS) and starts == [str(target), f"{target}-fitted"]
+    elif control == "full" and not taps:
+        assert not scripts
+    else:
+        assert scripts == ["pretrain_mlm"] and starts == [str(target)]
+    groups = [group.match for group in found[-1][1].groups] if found else []
+    assert bool(groups) == (control in LEARNED or taps > 0)
 
 
-def test_the_code_of_the_readme_runs(base_like, monkeypatch, capsys):
-    monkeypatch.chdir(base_like)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(code, {})
-    assert capsys.readouterr().out.startswith("new: 99 parameters\n")
+# ---- ABC sources ----
+
+OWN = {
+    "window": {"memory_control": "sliding_window", "memory_size": 9, "conv_kernel_size": 3},
+    "random": {"memory_control": "random", "control_seed": 4, "share_control": False},
+    "cluster": {"memory_control": "cluster", "cluster_iterations": 4},
+    "mlp": {"memory_size": 9, "share_control": False, "control_activation": "relu"},
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_an_abc_source_keeps_its_fields(tmp_path, capsys, kind):
+    save_abc(tmp_path / "source", **OWN[kind])
+    assert convert("abc", tmp_path / "source", tmp_path / "new") == 0
+    printed, config = capsys.readouterr().out, config_of(tmp_path / "new")
+    assert {name: config[name] for name in OWN[kind]} == OWN[kind]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("source", "new")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert "computes what" in printed and "Next" not in printed and "new: 0 parameters" in printed
+
+
+def test_an_abc_source_with_other_fields(tmp_path, capsys):
+    save_abc(tmp_path / "source", **OWN["window"])
+    words = ["--memory-control", "mlp", "--conv-kernel-size", 0]
+    assert convert("abc", tmp_path / "source", tmp_path / "new", *words) == 0
+    printed, config = capsys.readouterr().out, config_of(tmp_path / "new")
+    assert (config["memory_control"], config["memory_size"], config["conv_kernel_size"]) == ("mlp", 9, 0)
+    assert "writes its memory differently" in printed and "convolution.weight" in printed.split("unused")[1]
+    assert convert("luna", tmp_path / "source", tmp_path / "luna") == 0
+    assert config_of(tmp_path / "luna")["conv_kernel_size"] == 3
+    printed = capsys.readouterr().out
+    assert "reads 128 slots, that of" in printed and "9 slots" in printed
+
+
+def test_a_longer_linformer_starts_anew(tmp_path, capsys):
+    save_abc(tmp_path / "source", memory_control="linformer", memory_size=9)
+    assert convert("abc", tmp_path / "source", tmp_path / "new", "--max-length", 80) == 0
+    printed = capsys.readouterr().out
+    assert "(linformer, 36 x 64) does not fit" in printed and "computes what" not in printed
+
+
+@pytest.mark.parametrize("recipe", ["transfer_attention/tiny.yaml", "pretrain_mlm/abc-tiny-continue.yaml"])
+def test_the_command_of_the_tiny_recipes(tmp_path, monkeypatch, recipe):
+    head = (ROOT / "training" / "recipes" / recipe).read_text().replace("\\\n#", "")
+    (words,) = re.findall(r"python conversion/roberta_to_abc\.py (.*)", head)
+    save_abc(tmp_path / "outputs" / "full-tiny", memory_control="full", conv_kernel_size=5)
+    monkeypatch.chdir(tmp_path)
+    assert convert("abc", *shlex.split(words)) == 0
+    config = config_of(tmp_path / "outputs" / "abc-tiny-start")
+    assert (config["memory_control"], config["memory_size"], config["conv_kernel_size"]) == ("mlp", 16, 5)
 
 
 # ---- what is refused ----
 
 
-def refused(capsys, family, source, target, *words):
-    assert run(family, source, target, *words) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    return line.removeprefix("error: ")
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """Runs a command, which must refuse, leave nothing, and name each of these words."""
+
+    def run(family, source, *named, words=()):
+        capsys.readouterr()
+        assert convert(family, source, tmp_path / "new", *words) == 2
+        message = capsys.readouterr().err.split("error: ")[1]
+        assert not [word for word in named if word not in message], message
+        assert not list(tmp_path.glob("*new*")) and "Traceback" not in message
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("family", "words", "message"),
+    ("family", "words", "named"),
     [
-        ("abc", ["--memory-size", "0"], "AbcConfig: `memory_size` is 0, but must be at least 1"),
-        ("abc", ["--memory-size", "many"], "invalid int value"),
-        ("abc", ["--memory-control", "mpl"], "invalid choice: 'mpl'"),
-        ("abc", ["--conv-kernel-size", "4"], "odd number"),
-        ("abc", ["--max-length", "10"], "`max_length` is 10, but the source has positions for 64 tokens"),
-        ("abc", ["--projection-length", "8"], "unrecognized arguments: --projection-length 8 .see --help"),
-        ("abc", ["--memory-size", "20000000000"], "is 20,000,000,000, but inputs are at most 64 tokens long"),
-        ("abc", ["--memory-control", "full"], "--memory-size is an option of mlp, .*, and without effect on full"),
-        (
-            "abc",
-            ["--control-seed", "0"],
-            "--control-seed is an option of random, and without effect on mlp .--memory-control",
-        ),
-        ("abc", ["--cluster-iterations", "3"], "--cluster-iterations is an option of cluster,"),
-        (
-            "abc",
-            ["--memory-control", "linformer", "--control-activation", "exp"],
-            "--control-activation is an option of mlp, and without effect on linformer",
-        ),
-        (
-            "abc",
-            ["--memory-control", "dilated", "--control-per-layer"],
-            "--control-per-layer is an option of mlp, linformer and random, and without effect on dilated",
-        ),
-        ("abc", ["--memory-control", "cluster", "--control-init", "random"], "--control-init is an option of mlp and"),
-        (
-            "abc",
-            ["--control-activation", "relu", "--control-init", "attention"],
-            "cannot be 'attention': `control_activation` 'relu'",
-        ),
-        ("luna", ["--projection-length", "0"], "`projection_length` is 0"),
-        ("luna", ["--num-projected-attention-heads", "5"], "not a multiple"),
-        ("luna", ["--text", "nowhere.txt"], "--text nowhere.txt cannot be read"),
+        ("abc", "--memory-size 0", "`memory_size` is 0"),
+        ("abc", "--memory-size many", "'many'"),
+        ("abc", "--memory-control mpl", "'mpl'"),
+        ("abc", "--conv-kernel-size 4", "`conv_kernel_size` is 4"),
+        ("abc", "--max-length 10", "`max_length` is 10"),
+        ("abc", "--projection-length 8", "--projection-length"),
+        ("abc", "--memory-size 20000000000", "`memory_size` is 20,000,000,000"),
+        ("abc", "--memory-size 8 --memory-control full", "--memory-size"),
+        ("abc", "--control-seed 0", "--control-seed"),
+        ("abc", "--cluster-iterations 3", "--cluster-iterations"),
+        ("abc", "--memory-control linformer --control-activation exp", "--control-activation"),
+        ("abc", "--memory-control dilated --control-per-layer", "--control-per-layer"),
+        ("abc", "--memory-control cluster --control-init random", "`control_init`"),
+        ("abc", "--control-activation relu --control-init attention", "'relu'"),
+        ("luna", "--projection-length 0", "`projection_length` is 0"),
+        ("luna", "--num-projected-attention-heads 5", "num_projected_attention_heads"),
+        ("luna", "--text nowhere.txt", "nowhere.txt"),
     ],
 )
-def test_wrong_options(capsys, source, tmp_path, family, words, message):
-    assert re.search(message, refused(capsys, family, source, tmp_path / "new", *words))
-    assert not list(tmp_path.iterdir())
+def test_wrong_options(source, refused, family, words, named):
+    refused(family, source, named, words=words.split())
 
 
-def test_sources_that_cannot_be_converted(capsys, tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert "holds no config.json" in refused(capsys, "abc", tmp_path / "empty", tmp_path / "new")
-    save_roberta(tmp_path / "decoder", is_decoder=True)
-    assert "is a decoder" in refused(capsys, "luna", tmp_path / "decoder", tmp_path / "new")
-    tiny_model("luna", "mlm").save_pretrained(tmp_path / "luna")
-    assert "is a luna model already" in refused(capsys, "luna", tmp_path / "luna", tmp_path / "new")
-    assert "There is no model" in refused(capsys, "abc", tmp_path / "nowhere", tmp_path / "new")
-    assert not (tmp_path / "new").exists()
+def test_texts(source, refused, tmp_path):
+    for name, content, named in (
+        ("empty.txt", b"", "`slot_tokens`"),
+        ("binary.txt", b"\xff\xfe\x00\xd8", "binary.txt"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        refused("luna", source, named, words=["--text", tmp_path / name])
 
 
-def test_a_tokenizer_of_another_model(capsys, tmp_path):
-    save_roberta(tmp_path / "small", vocab_size=100)
-    assert "tokens, but the model 100" in refused(capsys, "abc", tmp_path / "small", tmp_path / "new")
-    save_roberta(tmp_path / "pad", pad_token_id=3)
-    assert "pads with token 1, but the model takes token 3" in refused(capsys, "abc", tmp_path / "pad", tmp_path / "n")
-
-
-def test_the_config_is_read_before_the_tokenizer(capsys, tmp_path):
-    save_roberta(tmp_path / "source")
-    (tmp_path / "source" / "config.json").write_text("{")
-    assert "config.json of" in refused(capsys, "abc", tmp_path / "source", tmp_path / "new")
-    save_roberta(tmp_path / "layers")
-    config = json.loads((tmp_path / "layers" / "config.json").read_text())
-    (tmp_path / "layers" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": "three"}))
-    assert "The config of" in refused(capsys, "abc", tmp_path / "layers", tmp_path / "new")
+def test_sources_that_cannot_be_converted(refused, tmp_path):
+    refused("abc", tmp_path, str(tmp_path))
+    refused("abc", tmp_path / "nowhere", "nowhere")
+    refused("luna", save_roberta(tmp_path / "decoder", is_decoder=True), "`is_decoder`")
+    refused("abc", save_roberta(tmp_path / "small", vocab_size=100), "100", "tokenizer")
+    refused("abc", save_roberta(tmp_path / "pad", pad_token_id=3), "token 1", "token 3")
+    broken = save_roberta(tmp_path / "broken")
+    (broken / "config.json").write_text(json.dumps({**config_of(broken), "num_hidden_layers": "three"}))
+    refused("abc", broken, "num_hidden_layers")
+    (broken / "config.json").write_text("{")
+    refused("abc", broken, "config.json")
 
 
 @pytest.mark.parametrize("damage", ["broken", "without-vocabulary"])
-def test_a_damaged_tokenizer(capsys, tmp_path, damage):
-    save_roberta(tmp_path / "source")
-    file = tmp_path / "source" / "tokenizer.json"
+def test_a_damaged_tokenizer(refused, tmp_path, damage):
+    file = save_roberta(tmp_path / "source") / "tokenizer.json"
     if damage == "broken":
         file.write_text(file.read_text()[:-50])
     else:
         file.unlink()
-    message = refused(capsys, "abc", tmp_path / "source", tmp_path / "new")
-    assert re.search(r"The tokenizer at .* \(tokenizer(_config)?.json\) cannot be read: ", message)
+    refused("abc", tmp_path / "source", str(tmp_path / "source"), "tokenizer")
 
 
-def test_a_text_that_is_empty_or_no_text(capsys, source, tmp_path):
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\xd8")
-    message = refused(capsys, "luna", source, tmp_path / "new", "--text", tmp_path / "empty.txt")
-    assert "no tokens besides special ones" in message
-    message = refused(capsys, "luna", source, tmp_path / "new", "--text", tmp_path / "binary.txt")
-    assert "cannot be read as UTF-8" in message
-
-
-def test_targets(capsys, source, tmp_path):
-    target = tmp_path / "new"
-    target.mkdir()
-    (target / "thesis.txt").write_text("years of work")
-    for words in ([], ["--overwrite"]):
-        assert "holds files that no conversion wrote (thesis.txt)" in refused(capsys, "abc", source, target, *words)
-    (target / "thesis.txt").unlink()
-    assert run("abc", source, target, "--seed", 1) == 0  # an empty folder will do
-    assert "holds an earlier conversion" in refused(capsys, "luna", source, target)
-    assert run("luna", source, target, "--overwrite") == 0
-    assert not list(target.glob("*_abc.py"))  # nothing of the earlier one is left
-    (target / "checkpoints").mkdir()
-    assert "no conversion wrote" in refused(capsys, "abc", source, target, "--overwrite")
-    assert "is a file" in refused(capsys, "abc", source, source / "config.json")
-    assert "is SOURCE, or holds it" in refused(capsys, "abc", source, source, "--overwrite")
-    assert "is SOURCE, or holds it" in refused(capsys, "abc", source, source.parent)
-
-
-def test_a_target_that_is_a_link_stays_one(source, tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    for words in ([], ["--overwrite"]):
-        assert run("abc", source, tmp_path / "link", *words) == 0
-        assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").is_file()
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
-
-
-def test_the_folder_it_runs_in_is_no_target(capsys, source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for target in (".", tmp_path):
-        assert "the folder that this runs in" in refused(capsys, "abc", source, target)
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_interrupted_conversion_leaves_nothing(capsys, source, tmp_path, monkeypatch):
-    assert run("abc", source, tmp_path / "new") == 0
-    before = (tmp_path / "new" / "model.safetensors").read_bytes()
-
-    def full_disk(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("luna_hf.LunaForMaskedLM.save_pretrained", full_disk)
-    message = refused(capsys, "luna", source, tmp_path / "new", "--overwrite")
-    assert "cannot be written (No space left on device)" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["new"]
-    assert (tmp_path / "new" / "model.safetensors").read_bytes() == before
+def test_another_family_replaces_an_earlier_conversion(source, tmp_path):
+    """Nothing of the earlier one remains."""
+    assert convert("abc", source, tmp_path / "new") == 0 and convert("luna", source, tmp_path / "new") == 2
+    assert convert("luna", source, tmp_path / "new", "--overwrite") == 0
+    assert not list((tmp_path / "new").glob("*_abc.py"))

@@ -1,23 +1,20 @@
-"""What all conversion scripts do with their target, with signals, and with a disk that is full."""
+"""What every conversion command does with its target, with signals, and with a full disk."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import fairseq_luna
 import pytest
-import shared as common
 from helpers import ROOT
-from safetensors import SafetensorError
-from shared import UserError, run_script, writing
 from tiny_fairseq import write_archive, write_tiny
 
-# A conversion that says when it has begun to write, and then takes its time.
+from luna_hf.scripting import UserError, writing
+
+# A conversion that reports when it begins to write, and then waits.
 SLOW = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may have been told to ignore it
+import sys, time
 sys.path.insert(0, sys.argv[1])
 import fairseq_luna
 
@@ -31,74 +28,51 @@ sys.exit(fairseq_luna.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "said"),
-    [(signal.SIGTERM, 128 + signal.SIGTERM, "terminated"), (signal.SIGINT, 130, "interrupted")],
-)
-def test_a_run_that_is_stopped_leaves_nothing(number, status, said, tmp_path):
-    source, temporary = write_archive(write_tiny(tmp_path / "source" / "luna.tiny")), tmp_path / "temporary"
+@pytest.fixture
+def source(tmp_path):
+    return write_tiny(tmp_path / "source" / "luna.tiny")
+
+
+def run(source, target, *words):
+    return fairseq_luna.main([str(source), str(target), *words])
+
+
+def test_a_killed_run_leaves_nothing(source, tmp_path):
+    temporary = tmp_path / "temporary"
     temporary.mkdir()
-    words = [sys.executable, "-c", SLOW, str(ROOT / "conversion"), str(source), str(tmp_path / "out")]
+    words = [sys.executable, "-c", SLOW, str(ROOT / "conversion"), str(write_archive(source)), str(tmp_path / "out")]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    for line in process.stdout:
-        if line == "writing\n":
-            break
+    assert any(line == "writing\n" for line in process.stdout)
     assert list(temporary.glob("luna-*")) and list(tmp_path.glob(".out.unfinished-*"))
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == status
-    assert errors.splitlines()[-1] == f"{said}: nothing was written" and "Traceback" not in errors
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "terminated" in errors.splitlines()[-1] and "Traceback" not in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "temporary"]
     assert not list(temporary.glob("luna-*"))
 
 
-def test_interrupted():
-    def stopped():
-        raise KeyboardInterrupt
+def test_an_error_keeps_the_earlier_conversion(source, tmp_path, capsys, monkeypatch):
+    assert run(source, tmp_path / "out") == 0
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert run(source, tmp_path / "out") == 2 and "--overwrite" in capsys.readouterr().err
 
-    assert run_script(stopped) == 130
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(28, "No space left on device"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        Exception("No space left on device (os error 28)"),
-    ],
-    ids=["python", "safetensors", "tokenizers"],
-)
-def test_a_full_disk(error, tmp_path):
-    with pytest.raises(UserError, match=r"cannot be written .*No space left"), writing(tmp_path / "out"):
-        raise error
-    assert not list(tmp_path.iterdir())
-
-
-def test_errors_of_ours_are_not_the_disk_s(tmp_path):
-    with pytest.raises(ZeroDivisionError), writing(tmp_path / "new" / "folders" / "out"):
-        raise ZeroDivisionError
-    with pytest.raises(UserError, match=r"^of the source"), writing(tmp_path / "new" / "folders" / "out"):
-        raise UserError("of the source (os error 5)")
-    assert not list(tmp_path.iterdir())
-
-
-def test_no_room_to_unpack(tmp_path, capsys, monkeypatch):
-    archive = write_archive(write_tiny(tmp_path / "luna.tiny"))
-
-    def full(*args):
+    def full_disk(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fairseq_checkpoint.shutil.copyfileobj", full)
-    assert fairseq_luna.main([str(archive), str(tmp_path / "out")]) == 2
-    message = capsys.readouterr().err
-    assert "TMPDIR" in message and "No space left" in message
+    with monkeypatch.context() as patch:
+        patch.setattr("luna_hf.LunaForMaskedLM.save_pretrained", full_disk)
+        assert run(source, tmp_path / "out", "--overwrite") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    assert run(source, tmp_path / "out", "--overwrite") == 0
 
 
-def test_two_runs_to_one_target(tmp_path):
+def test_two_runs_with_one_target(tmp_path):
     """The slower one does not replace what the faster one wrote."""
-    with pytest.raises(UserError, match="another run in the meantime"), writing(tmp_path / "out") as folder:
+    with pytest.raises(UserError, match="out"), writing(tmp_path / "out") as folder:
         (folder / "model").write_text("slow")
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "model").write_text("fast")
@@ -106,37 +80,49 @@ def test_two_runs_to_one_target(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_target_that_cannot_be_made_is_said_first(tmp_path, capsys, monkeypatch):
-    (tmp_path / "file").write_text("x")
+def test_targets_that_are_refused(source, tmp_path, capsys, monkeypatch):
+    """Before any work."""
     monkeypatch.setattr(fairseq_luna, "make_model", lambda *_: pytest.fail("the checkpoint was converted first"))
-    assert fairseq_luna.main([str(write_tiny(tmp_path / "source")), str(tmp_path / "file" / "out")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    monkeypatch.chdir(tmp_path)
+    targets = {
+        "out": "thesis.tex",  # no conversion wrote it
+        "file": "file",
+        "file/out": "file/out",
+        str(source): "SOURCE",
+        str(source.parent): "SOURCE",
+        ".": "TARGET .",
+    }
+    for target, named in targets.items():
+        for words in ([], ["--overwrite"]):
+            assert run(source, target, *words) == 2
+            assert named in capsys.readouterr().err
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "years of work"
 
 
-def test_others_may_read_what_is_written(tmp_path):
-    source = write_tiny(tmp_path / "source")
-    assert fairseq_luna.main([str(source), str(tmp_path / "out")]) == 0
-    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
-    assert len(modes) == 1
+def test_a_linked_target_stays_a_link(source, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for words in ([], ["--overwrite"]):
+        assert run(source, tmp_path / "link", *words) == 0
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").is_file()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real", "source"]
 
 
 def test_the_hub_is_asked_once(tmp_path, capsys, monkeypatch):
-    """And not for every file, with a warning for every attempt."""
+    """Not for every file."""
     asked = []
 
     def unreachable(name, file):
         asked.append(file)
         raise OSError("We couldn't connect to the Hub\nand more")
 
-    monkeypatch.setattr("fairseq_tokenizer.cached_file", unreachable)
-    source = write_tiny(tmp_path / "source", bpe=False)
-    started = time.monotonic()
-    assert fairseq_luna.main([str(source), str(tmp_path / "out")]) == 2
-    assert time.monotonic() - started < 10 and asked == ["vocab.json"]
-    captured = capsys.readouterr()
-    assert "from openai-community/gpt2 on the Hub" in captured.err and not captured.out
-    assert "(We couldn't connect to the Hub)" in captured.err and "--gpt2-bpe FOLDER" in captured.err
-
-
-def test_the_words_of_a_disk():
-    assert common.is_of_disk(OSError()) and not common.is_of_disk(ValueError("of the os"))
+    monkeypatch.setattr("fairseq_format.tokenizer.cached_file", unreachable)
+    assert run(write_tiny(tmp_path / "source", bpe=False), tmp_path / "out") == 2
+    assert asked == ["vocab.json"]
+    message = capsys.readouterr().err
+    assert (
+        "openai-community/gpt2" in message and "We couldn't connect to the Hub" in message and "--gpt2-bpe" in message
+    )

@@ -4,9 +4,7 @@ import importlib
 import json
 import re
 import shlex
-from functools import partial
 
-import from_roberta
 import pytest
 import update_docs
 from accelerate.state import AcceleratorState
@@ -23,7 +21,6 @@ STEPS = re.compile(
     r"|^    (?P<command>(?:python|accelerate launch) (?:[^\n]*\\\n)*[^\n]*)$",
     re.MULTILINE | re.DOTALL,
 )
-CONVERSIONS = {"roberta_to_abc": from_roberta.AbcConversion(), "roberta_to_luna": from_roberta.LunaConversion()}
 PRETRAIN = {**SHRINK, "model.num_attention_heads": 4, "data": "texts"}
 # What runs in miniature, with the options added to the command. All other commands are parsed.
 MINIATURE = {
@@ -50,18 +47,12 @@ def split(command):
 
 def entry(script):
     """The `main` of a command."""
-    name = script.split("/")[-1].removesuffix(".py")
-    if name in CONVERSIONS:
-        return partial(from_roberta.main, CONVERSIONS[name], "")
-    return importlib.import_module(name).main
+    return importlib.import_module(script.split("/")[-1].removesuffix(".py")).main
 
 
 def accept(script, words):
     """Parse a command with its own parser; raises if a word is refused."""
-    name = script.split("/")[-1].removesuffix(".py")
-    if name in CONVERSIONS:
-        return from_roberta.parse(CONVERSIONS[name], "", words)
-    module = importlib.import_module(name)
+    module = importlib.import_module(script.split("/")[-1].removesuffix(".py"))
     if hasattr(module, "read_recipe"):
         return module.read_recipe(words[0], words[1:])
     return module.parse(words)

@@ -1,18 +1,17 @@
-"""The converter of the authors' checkpoints: every layout of file, arguments, names and heads gives their numbers."""
+"""Converting the authors' checkpoints: every kind of file, argument and head gives the authors' numbers."""
 
 import json
+import re
+import shutil
 
-import fairseq_card
-import fairseq_config
 import fairseq_luna
-import fairseq_names
-import fairseq_reference
 import pytest
 import torch
-from fairseq_checkpoint import open_original
+from fairseq_format import card, config, names, reference
+from fairseq_format.checkpoint import NORM, open_original
 from helpers import run_python
 from huggingface_hub import ModelCard
-from official_luna import FIXTURES, Fixture, attention_weights
+from official_luna import CHECKPOINTS, MLM, POOLINGS, Fixture, attention_weights
 from reference.gpt2_bpe import FairseqEncoder, Gpt2Bpe
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -31,28 +30,24 @@ from transformers import (
     AutoModelForMultipleChoice,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    RobertaTokenizer,
     pipeline,
 )
 
 from luna_hf import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
 
-MLM = ["tied_dynamic", "tied_fixed", "untied_dynamic", "untied_fixed"]
-HEADS = {
-    "cls_classification_head": "cls",
-    "pooling_classification_head": "packed_max",
-    "attention_classification_head": "packed_attention",
-}
 GENUINE = {"tied": torch.float32, "untied": torch.float16}
+HEAD = "sentence_classification_head"
 
 
 def convert(source, target, *words):
-    """Run the converter; it must succeed, and with that its own check of every layer."""
+    """Run the converter, which also verifies every layer; it must succeed."""
     assert fairseq_luna.main([str(source), str(target), *map(str, words)]) == 0
     return target
 
 
 def near(ours, theirs, tolerance=1e-5):
-    """Equal to the tolerance, relative to the largest number where that is above 1."""
+    """Equal within the tolerance, relative to numbers above 1."""
     difference = (ours.double() - theirs.double()).abs().max()
     return ours.shape == theirs.shape and difference <= tolerance * max(1.0, theirs.abs().max().item())
 
@@ -62,40 +57,37 @@ def stored_types(folder):
         return {str(file.get_tensor(name).dtype).removeprefix("torch.") for name in file.keys()}  # noqa: SIM118
 
 
-def test_the_names_are_one_to_one():
-    for table in (fairseq_names.ENCODER, fairseq_names.LM_HEAD, fairseq_names.CLASSIFIER):
+def test_names_are_one_to_one():
+    for table in (names.ENCODER, names.MASKED_LM, names.CLASSIFIER):
         named = [ours for ours in table.values() if ours is not None]
         assert len(set(named)) == len(named)
-        assert fairseq_names.inverse(table) == {ours: theirs for theirs, ours in table.items() if ours is not None}
-    assert fairseq_names.look_up("layers.11.self_attn.c_proj.bias", fairseq_names.ENCODER) == (
+    assert names.look_up("layers.11.self_attn.c_proj.bias", names.ENCODER) == (
         "encoder.layer.11.attention.self.key_value.bias"
     )
-    assert fairseq_names.look_up("projected_positions", fairseq_names.ENCODER) is None
-    with pytest.raises(KeyError):
-        fairseq_names.look_up("layers.0.self_attn.in_proj_weight", fairseq_names.ENCODER)
-    with pytest.raises(KeyError):
-        attention_weights({"in_proj.weight": torch.zeros(1)})
+    for unknown in (lambda: names.look_up("layers.0.q.weight", names.ENCODER), lambda: attention_weights({"a.b": 0})):
+        with pytest.raises(KeyError):
+            unknown()
 
 
-# ---- genuine files ----
+# ---- files of the authors' code ----
 
 
 @pytest.fixture(scope="module", params=GENUINE)
 def genuine(request, tmp_path_factory):
-    """A genuine file of the authors' code, from an archive: its name, the source and the converted folder."""
+    """A checkpoint that the authors' code wrote, in an archive: its name, the archive and the converted folder."""
     folder = tmp_path_factory.mktemp("genuine")
     source = write_archive(genuine_folder(folder / f"luna.base.{request.param}", request.param))
     return request.param, source, convert(source, folder / "out")
 
 
-def test_every_state_of_the_genuine_files_is_equal(genuine):
+def test_every_state_equals_the_authors(genuine):
     name, _, folder = genuine
-    numbers = load_file(FIXTURES / "luna_fairseq_checkpoint" / name / "expected.safetensors")
+    numbers = load_file(CHECKPOINTS / name / "expected.safetensors")
     model = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32)
     assert type(model) is LunaForMaskedLM and not model.training
     for case in ("case0", "case1", "case2"):
-        tokens = numbers[f"{case}.input.tokens"]
         with torch.no_grad():
+            tokens = numbers[f"{case}.input.tokens"]
             outputs = model(tokens, output_hidden_states=True, output_packed_hidden_states=True)
         for i in range(3):
             theirs = numbers[f"{case}.output.hidden.{i}.px"]
@@ -104,17 +96,16 @@ def test_every_state_of_the_genuine_files_is_equal(genuine):
         assert near(outputs.logits, numbers[f"{case}.output.logits"])
 
 
-def test_the_stored_type_stays(genuine):
+def test_the_stored_type_is_kept(genuine):
     name, _, folder = genuine
-    dtype = str(GENUINE[name]).removeprefix("torch.")
-    assert stored_types(folder) == {dtype}
-    assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+    assert stored_types(folder) == {str(GENUINE[name]).removeprefix("torch.")}
     assert AutoModel.from_pretrained(folder).dtype == GENUINE[name]
+    assert ("dtype=torch.float32" in (folder / "README.md").read_text()) == (name == "untied")
 
 
-def test_the_tokenizer_has_the_expected_ids(genuine):
+def test_the_tokenizer_has_fairseq_s_ids(genuine):
     name, source, folder = genuine
-    expected = json.loads((FIXTURES / "luna_fairseq_checkpoint" / name / "config.json").read_text())["token_to_id"]
+    expected = json.loads((CHECKPOINTS / name / "config.json").read_text())["token_to_id"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == len(expected) and tokenizer.model_max_length == 40
     bpe = json.loads((source.with_suffix("") / "vocab.json").read_text())
@@ -122,30 +113,41 @@ def test_the_tokenizer_has_the_expected_ids(genuine):
     written = json.loads((folder / "vocab.json").read_text())
     assert {symbols.get(token, token): index for token, index in written.items()} == expected
     assert (folder / "merges.txt").read_text() == (source.with_suffix("") / "merges.txt").read_text()
-    reference = FairseqEncoder(Gpt2Bpe(source.with_suffix("")), list(expected)[4:])
+    encoder = FairseqEncoder(Gpt2Bpe(source.with_suffix("")), list(expected)[4:])
     for text in ("Hello world", " the and of\tto in a", "naïve café 12", "", "it's a test of the thing"):
-        assert tokenizer(text)["input_ids"] == reference.encode(text)
-    assert [tokenizer.convert_tokens_to_ids(f"madeupword000{i}") for i in range(3)] == [290, 291, 292]
-    specials = (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
-    assert specials == (0, 1, 2, 3) and tokenizer.mask_token_id == 293
+        assert tokenizer(text)["input_ids"] == encoder.encode(text)
 
 
-def test_fill_mask_answers_as_the_original(genuine):
+def test_fill_mask_answers_like_the_original(genuine):
     _, source, folder = genuine
     text = " the <mask> of a"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text)["input_ids"]
     with open_original(source) as original:
-        logits = fairseq_reference.run(original, torch.tensor(ids))["logits"][ids.index(tokenizer.mask_token_id)]
+        logits = reference.run(original, torch.tensor(ids))["logits"][ids.index(tokenizer.mask_token_id)]
     scores, tokens = logits.softmax(-1).topk(5)
     answers = pipeline("fill-mask", model=str(folder), dtype=torch.float32)(text, top_k=5)
     assert [answer["token"] for answer in answers] == tokens.tolist()
     assert near(torch.tensor([answer["score"] for answer in answers]), scores)
 
 
-def test_the_folder_needs_no_package(genuine, tmp_path):
-    """Model and tokenizer from the code in the folder, where luna_hf cannot be imported."""
-    _, _, folder = genuine
+def test_the_folder_is_complete(genuine):
+    name, _, folder = genuine
+    values = json.loads((folder / "config.json").read_text())
+    assert values["auto_map"]["AutoModelForMaskedLM"] == "modeling_luna.LunaForMaskedLM"
+    files = {path.name for path in folder.iterdir()}
+    assert {"modeling_luna.py", "configuration_luna.py", "tokenizer.json", "tokenizer_config.json"} <= files
+    assert len({path.stat().st_mode & 0o777 for path in folder.iterdir()}) == 1  # others may read the weights
+    assert not list(folder.parent.glob(".out.*"))
+    made = ModelCard.load(folder / "README.md")
+    assert made.data.pipeline_tag == "fill-mask" and "luna" in made.data.tags
+    assert f"python conversion/fairseq_luna.py luna.base.{name}.zip out" in made.text
+    assert str(folder.parent) not in made.text and not re.search(r"\$\{?\w", made.text)
+    assert all(" | ".join(scores) in made.text for scores in card.PUBLISHED.values())
+
+
+def test_the_folder_works_without_the_package(tmp_path):
+    folder = convert(genuine_folder(tmp_path / "source", "tied"), tmp_path / "out")
     code = """
 import sys
 from transformers import AutoTokenizer, pipeline
@@ -153,79 +155,46 @@ fill = pipeline("fill-mask", model=sys.argv[1], trust_remote_code=True, dtype="f
 print(*(answer["token"] for answer in fill(" the <mask> of a")))
 print(*AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)("Hello world, the end").input_ids)
 """
-    printed = run_python(code, folder, env={"HF_HOME": str(tmp_path)}, blocked=True).splitlines()
+    printed = run_python(code, folder, env={"HF_HOME": str(tmp_path)}, blocked=True).splitlines()[-2:]
+    answers, ids = ([int(token) for token in line.split()] for line in printed)
     here = pipeline("fill-mask", model=str(folder), dtype=torch.float32)(" the <mask> of a")
-    assert [int(token) for token in printed[-2].split()] == [answer["token"] for answer in here]
-    assert [int(token) for token in printed[-1].split()] == AutoTokenizer.from_pretrained(folder)(
-        "Hello world, the end"
-    )["input_ids"]
+    assert answers == [answer["token"] for answer in here]
+    assert ids == AutoTokenizer.from_pretrained(folder)("Hello world, the end")["input_ids"]
 
 
-def test_the_folder_is_complete(genuine):
-    name, _, folder = genuine
-    config = json.loads((folder / "config.json").read_text())
-    assert config["auto_map"]["AutoModelForMaskedLM"] == "modeling_luna.LunaForMaskedLM"
-    for file in ("modeling_luna.py", "configuration_luna.py", "tokenizer.json", "tokenizer_config.json", "README.md"):
-        assert (folder / file).is_file()
-    assert not list(folder.parent.glob(".out.*"))
-    card = ModelCard.load(folder / "README.md")
-    assert card.data.pipeline_tag == "fill-mask" and "luna" in card.data.tags
-    text = card.text
-    assert "github.com/XuezheMax/fairseq-apollo" in text and "arxiv.org/abs/2106.01540" in text
-    assert "MIT" in text and "as published" in text and "not measured here" in text
-    assert f"python conversion/fairseq_luna.py luna.base.{name}.zip out" in text
-    assert str(folder.parent) not in text
-    for scores in fairseq_card.PUBLISHED.values():
-        assert " | ".join(scores) in text
+# ---- layouts, heads and arguments ----
 
-
-# ---- layouts ----
-
+# The four fixtures in every kind of file.
 LAYOUTS = {
-    "plain": {},
-    "decoder": {"prefix": "decoder.sentence_encoder."},
-    "no-prefix": {"prefix": "sentence_encoder."},
-    "bare-names": {"prefix": ""},
-    "arguments-as-dict": {"form": "dict"},
-    "newer-arguments": {"form": "cfg"},
-    "before-zip": {"legacy": True},
-    "best": {"file": "checkpoint_best.pt"},
-    "last": {"file": "checkpoint_last.pt"},
-    "any-name": {"file": "checkpoint12.pt"},
-    "half": {"dtype": torch.float16},
-    "newer-half-decoder-before-zip": {
-        "form": "cfg",
-        "dtype": torch.float16,
-        "prefix": "decoder.sentence_encoder.",
-        "legacy": True,
-    },
+    "decoder": ("tied_dynamic", {"prefix": "decoder.sentence_encoder."}),
+    "no-prefix": ("tied_fixed", {"prefix": "sentence_encoder.", "file": "checkpoint_last.pt"}),
+    "bare-names": ("untied_dynamic", {"prefix": "", "file": "checkpoint_best.pt"}),
+    "arguments-as-dict": ("untied_fixed", {"form": "dict", "file": "checkpoint12.pt"}),
+    "newer-arguments": ("tied_dynamic", {"form": "cfg"}),
+    "before-zip": ("untied_dynamic", {"legacy": True}),
+    "half": ("untied_fixed", {"dtype": torch.float16, "form": "cfg", "prefix": "decoder.sentence_encoder."}),
 }
 
 
-@pytest.mark.parametrize("name", MLM)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_authors_logits(name, layout, tmp_path):
-    source = write_fixture(tmp_path / "source", name, heads=(), **LAYOUTS[layout])
-    model = AutoModelForMaskedLM.from_pretrained(convert(source, tmp_path / "out"), dtype=torch.float32)
+def test_every_layout_gives_the_authors_logits(layout, tmp_path):
+    name, options = LAYOUTS[layout]
+    folder = convert(write_fixture(tmp_path / "source", name, heads=(), **options), tmp_path / "out")
+    model = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32)
     assert model.config.tie_kv == name.startswith("tied") and model.config.dynamic_projection == ("dynamic" in name)
-    fixture = Fixture("luna_mlm", name)
-    tolerance = 2e-2 if "dtype" in LAYOUTS[layout] else 1e-5  # half holds the fixture's weights roughly
+    fixture, tolerance = Fixture("luna_mlm", name), 2e-2 if "dtype" in options else 1e-5  # float16 rounds the weights
     for case in fixture.cases:
         with torch.no_grad():
             logits = model(fixture.input(case, "tokens").long()).logits
         assert near(logits, fixture.output(case, "logits"), tolerance)
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", MLM)
+@pytest.mark.parametrize(("name", "head"), zip(MLM, [*POOLINGS, "attention_classification_head"], strict=True))
 def test_classification_heads_give_the_authors_outputs(name, head, tmp_path):
-    source = write_fixture(tmp_path / "source", name, changes={"task": "sentence_prediction"})
-    folder = convert(source, tmp_path / "out", "--head", head)
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    source = write_fixture(tmp_path / "source", name, task="sentence_prediction")
+    model = AutoModelForSequenceClassification.from_pretrained(convert(source, tmp_path / "out", "--head", head))
     fixture = Fixture("luna_mlm", name)
-    options = fixture.config["heads"][head]
-    assert type(model) is LunaForSequenceClassification
-    assert model.config.classifier_pooling == HEADS[head] and model.config.num_labels == options["num_classes"]
+    assert type(model) is LunaForSequenceClassification and model.config.classifier_pooling == POOLINGS[head]
     assert model.config.classifier_dropout == 0.0
     for case in fixture.cases:
         with torch.no_grad():
@@ -233,133 +202,94 @@ def test_classification_heads_give_the_authors_outputs(name, head, tmp_path):
         assert near(logits, fixture.output(case, f"head.{head}"))
 
 
-def test_several_heads_are_chosen_by_name(tmp_path, capsys):
+def test_of_several_heads_one_is_chosen(tmp_path, capsys):
     source = write_fixture(tmp_path / "source", "tied_dynamic")
-    assert fairseq_luna.main([str(source), str(tmp_path / "out")]) == 2
-    message = capsys.readouterr().err
-    assert "several heads" in message and "--head NAME" in message
-    for name, told in zip(HEADS, ("first token", "maximum over P", "attention over P"), strict=True):
-        assert f"{name} (" in message and told in message
-    assert not (tmp_path / "out").exists()
-    assert fairseq_luna.main([str(source), str(tmp_path / "out"), "--head", "nothing"]) == 2
-    message = capsys.readouterr().err
-    assert "has no head nothing. It has " in message and all(name in message for name in (*HEADS, "lm_head"))
-    model = AutoModelForMaskedLM.from_pretrained(convert(source, tmp_path / "out", "--head", "lm_head"))
-    assert type(model) is LunaForMaskedLM
-    printed = capsys.readouterr().out
+    for words in ([], ["--head", "nothing"]):
+        assert fairseq_luna.main([str(source), str(tmp_path / "out"), *words]) == 2
+        message = capsys.readouterr().err
+        assert all(name in message for name in (*POOLINGS, *words[1:])) and not (tmp_path / "out").exists()
+    assert type(AutoModel.from_pretrained(convert(source, tmp_path / "out", "--head", "lm_head"))) is LunaModel
     unused = [name for name in Fixture("luna_mlm", "tied_dynamic").weights() if name.startswith("classification")]
-    assert f"{len(unused)} unused ({', '.join(unused)})" in printed
+    assert f"{len(unused)} unused ({', '.join(unused)})" in capsys.readouterr().out
 
 
-def test_the_only_head_is_taken_and_what_is_unused_is_listed(tmp_path, capsys):
-    source = write_tiny(tmp_path / "source", heads={"sentence_classification_head": 3}, labels=("b", "a", "c"))
+@pytest.mark.parametrize("labels", [("b", "a", "c"), (), ("too", "few")])
+def test_labels_keep_the_order_of_the_outputs(labels, tmp_path, capsys):
+    source = write_tiny(tmp_path / "source", heads={HEAD: 3}, labels=labels)
     folder = convert(source, tmp_path / "out")
-    config = LunaConfig.from_pretrained(folder)
-    # The outputs stand in the order of the label dictionary, which goes by frequency and not by name.
-    assert config.id2label == {0: "b", 1: "a", 2: "c"} and config.label2id == {"b": 0, "a": 1, "c": 2}
+    found = labels if len(labels) == 3 else ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert LunaConfig.from_pretrained(folder).id2label == dict(enumerate(found))
+    assert pipeline("text-classification", model=str(folder))("the end")[0]["label"] in found
     printed = capsys.readouterr().out
-    assert "LunaForSequenceClassification" in printed and "Head: sentence_classification_head (3 outputs" in printed
-    unused = ("weight", "bias", "dense.weight", "dense.bias", "layer_norm.weight", "layer_norm.bias")
-    assert all(f"encoder.lm_head.{name}" in printed for name in unused) and "6 unused" in printed
-    answer = pipeline("text-classification", model=str(folder))("the end")
-    assert answer[0]["label"] in ("a", "b", "c")
-    card = (folder / "README.md").read_text()
-    assert "not of this finetuned checkpoint" in card or "not to this one" in card
-    assert "have no names" not in card
+    assert "6 unused (encoder.lm_head." in printed and ("Classes: " in printed) == (len(labels) == 2)
+    given = tmp_path / "given.txt"
+    given.write_text("x 1\ny 1\nz 1\n")
+    folder = convert(source, tmp_path / "other", "--labels", given)
+    assert LunaConfig.from_pretrained(folder).label2id == {"x": 0, "y": 1, "z": 2}
 
 
-def test_labels_of_another_head_are_left_out(tmp_path, capsys):
-    source = write_tiny(tmp_path / "source", heads={"sentence_classification_head": 2}, labels=("a", "b", "c"))
-    assert LunaConfig.from_pretrained(convert(source, tmp_path / "out")).id2label == {0: "LABEL_0", 1: "LABEL_1"}
-    assert "label/dict.txt does not have as many" in capsys.readouterr().out
-
-
-def test_the_card_has_the_layout_of_the_task(tmp_path):
-    heads = {"sentence_classification_head": 1}
-    for task, layout in (("commonsense_qa", "Q: the question</s>A: an answer"), ("sentence_ranking", "the passage")):
-        source = write_tiny(tmp_path / task, heads=heads, changes={"task": task})
-        card = (convert(source, tmp_path / f"{task}-out") / "README.md").read_text()
-        assert layout in card and "pipeline_tag: multiple-choice" in card
-
-
-def test_labels_without_names_are_said(tmp_path):
-    source = write_tiny(tmp_path / "source", heads={"sentence_classification_head": 2})
-    folder = convert(source, tmp_path / "out")
-    assert LunaConfig.from_pretrained(folder).id2label == {0: "LABEL_0", 1: "LABEL_1"}
-    assert "The classes have no names" in (folder / "README.md").read_text()
-
-
-@pytest.mark.parametrize("task", ["sentence_ranking", "told"])
-@pytest.mark.parametrize("head", ["sentence_classification_head", "pooling_classification_head"])
-def test_a_ranking_head_becomes_multiple_choice(task, head, tmp_path):
-    changes = {"task": "masked_lm" if task == "told" else task}
-    source = write_tiny(tmp_path / "source", heads={head: 1}, changes=changes)
-    told = ("--head-type", "ranking") if task == "told" else ()
-    model = AutoModelForMultipleChoice.from_pretrained(convert(source, tmp_path / "out", *told))
-    assert type(model) is LunaForMultipleChoice
+@pytest.mark.parametrize(
+    ("task", "layout"), [("sentence_ranking", "the passage"), ("commonsense_qa", "</s>A: an answer"), (None, "passage")]
+)
+def test_a_ranking_head_becomes_multiple_choice(task, layout, tmp_path):
+    source = write_tiny(tmp_path / "source", heads={"pooling_classification_head": 1}, changes={"task": task})
+    folder = convert(source, tmp_path / "out", *([] if task else ["--head-type", "ranking"]))
+    model = AutoModelForMultipleChoice.from_pretrained(folder)
+    assert type(model) is LunaForMultipleChoice and layout in (folder / "README.md").read_text()
     choices = torch.randint(4, 50, (2, 3, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logits = model(choices).logits
-    with open_original(source) as original:
-        rows = [fairseq_reference.run(original, row, head)[f"head.{head}"] for row in choices.flatten(0, 1)]
-    assert near(logits, torch.cat(rows).view(2, 3))
+    with torch.no_grad(), open_original(source) as original:
+        head = "pooling_classification_head"
+        rows = [reference.run(original, row, head)[f"head.{head}"] for row in choices.flatten(0, 1)]
+        assert near(model(choices).logits, torch.cat(rows).view(2, 3))
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_a_regression_head_keeps_its_one_output(told, tmp_path):
+def test_a_regression_head_has_one_output(told, tmp_path):
     changes = {} if told else {"task": "sentence_prediction", "regression_target": True}
-    source = write_tiny(tmp_path / "source", heads={"sentence_classification_head": 1}, changes=changes)
-    words = ("--head-type", "regression") if told else ()
-    model = AutoModelForSequenceClassification.from_pretrained(convert(source, tmp_path / "out", *words))
-    assert model.config.problem_type == "regression" and model.config.num_labels == 1
+    source = write_tiny(tmp_path / "source", heads={HEAD: 1}, changes=changes)
+    folder = convert(source, tmp_path / "out", *(["--head-type", "regression"] if told else []))
+    values = LunaConfig.from_pretrained(folder)
+    assert (values.problem_type, values.num_labels) == ("regression", 1)
 
 
-@pytest.mark.parametrize("stored", ["twice", "once", "said-apart", "apart", "apart-and-said-tied"])
+@pytest.mark.parametrize("stored", ["twice", "once", "declared-untied", "different", "different-but-declared-tied"])
 def test_the_output_layer_is_tied_or_not(stored, tmp_path, capsys):
-    apart = stored in ("apart", "apart-and-said-tied")
-    arguments = tiny_arguments(untie_weights_luna=apart)
+    arguments = tiny_arguments(untie_weights_luna=stored.startswith("different"))
     weights = random_weights(arguments)
     if stored == "once":
         del weights["encoder.lm_head.weight"]
-    arguments["untie_weights_luna"] = stored in ("apart", "said-apart")
+    arguments["untie_weights_luna"] = stored in ("different", "declared-untied")
     folder = convert(write_fairseq(tmp_path / "source", weights, arguments), tmp_path / "out")
-    model = LunaForMaskedLM.from_pretrained(folder)
-    tied = stored in ("twice", "once")
+    model, tied = LunaForMaskedLM.from_pretrained(folder), stored in ("twice", "once")
     assert model.config.tie_word_embeddings == tied
     assert (model.lm_head.decoder.weight is model.luna.embeddings.word_embeddings.weight) == tied
     expected = weights.get("encoder.lm_head.weight", weights["encoder.sentence_encoder.embed_tokens.weight"])
     assert torch.equal(model.lm_head.decoder.weight, expected)
-    assert ("but it differs" in capsys.readouterr().out) == (stored == "apart-and-said-tied")
+    assert ("Output layer: " in capsys.readouterr().out) == (stored == "different-but-declared-tied")
 
 
 def test_an_encoder_without_heads_becomes_the_base_model(tmp_path):
     arguments = tiny_arguments()
     weights = {n: t for n, t in random_weights(arguments).items() if "lm_head" not in n}
     source = write_fairseq(tmp_path / "source", weights, arguments, prefix="")
-    assert type(AutoModel.from_pretrained(convert(source, tmp_path / "out"))) is LunaModel
+    folder = convert(source, tmp_path / "out")
+    assert LunaConfig.from_pretrained(folder).architectures == ["LunaModel"]
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu_accurate", "gelu_fast", "gelu", "tanh", "linear"])
+@pytest.mark.parametrize("activation", ["relu", "gelu_accurate", "gelu_fast", "tanh", "linear"])
 def test_activations(activation, tmp_path):
-    """The converter checks its result against the formula of each."""
+    """The converter compares its result with the formula of each."""
     changes = {"activation_fn": activation, "pooler_activation_fn": "relu"}
     source = write_tiny(tmp_path / "source", heads={"cls_classification_head": 2}, changes=changes)
-    config = LunaConfig.from_pretrained(convert(source, tmp_path / "out"))
-    assert config.hidden_act == fairseq_config.ACTIVATIONS[activation] and config.classifier_activation == "relu"
+    values = LunaConfig.from_pretrained(convert(source, tmp_path / "out"))
+    assert (values.hidden_act, values.classifier_activation) == (config.ACTIVATIONS[activation], "relu")
 
 
 def test_all_arguments_reach_the_config(tmp_path):
-    changes = {
-        "dropout": 0.2,
-        "attention_dropout": 0.3,
-        "activation_dropout": 0.4,
-        "pooler_dropout": 0.05,
-        "fix_projection_length": True,
-        "untie_luna_kv": True,
-        "arch": "luna_base_untied_512",
-    }
-    config = LunaConfig.from_pretrained(convert(write_tiny(tmp_path / "s", changes=changes), tmp_path / "out"))
-    found = {
+    dropouts = {"dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.4, "pooler_dropout": 0.05}
+    changes = {**dropouts, "fix_projection_length": True, "untie_luna_kv": True, "arch": "luna_base_untied_512"}
+    values = LunaConfig.from_pretrained(convert(write_tiny(tmp_path / "s", changes=changes), tmp_path / "out"))
+    expected = {
         "hidden_dropout_prob": 0.2,
         "attention_probs_dropout_prob": 0.3,
         "activation_dropout": 0.4,
@@ -374,4 +304,156 @@ def test_all_arguments_reach_the_config(tmp_path):
         "projection_length": 4,
         "max_position_embeddings": 20,
     }
-    assert {name: getattr(config, name) for name in found} == found
+    assert {name: getattr(values, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("form", ["none", "bare"])
+def test_missing_arguments_have_the_authors_defaults(form, tmp_path, capsys):
+    source = write_tiny(tmp_path / "source", form=form)
+    assert fairseq_luna.main([str(source), str(tmp_path / "out")]) == 2
+    assert "12 attention heads (the authors' default" in capsys.readouterr().err
+    convert(source, tmp_path / "out", "--override", "encoder_attention_heads=2", "--override", "activation_fn=relu")
+    assert "pooler_activation_fn tanh, fix_projection_length False, dropout 0.1, atten" in capsys.readouterr().out
+    values = LunaConfig.from_pretrained(tmp_path / "out")
+    assert values.num_attention_heads == 2 and values.hidden_act == "relu"
+
+
+def test_a_large_model_has_sixteen_heads_by_default(tmp_path):
+    arguments = tiny_arguments(arch="luna_large_512", encoder_embed_dim=32)
+    weights = random_weights(arguments)
+    del arguments["encoder_attention_heads"]
+    folder = convert(write_fairseq(tmp_path / "source", weights, arguments), tmp_path / "out")
+    assert LunaConfig.from_pretrained(folder).num_attention_heads == 16
+
+
+# ---- LayerNorm, types ----
+
+
+def less_one(weights):
+    return {name: tensor - 1 if NORM.search(name) else tensor for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("given", [(), ("--layer-norm", "offset")])
+def test_norms_stored_less_one(given, tmp_path, capsys):
+    arguments = tiny_arguments()
+    weights = random_weights(arguments, heads={"attention_classification_head": 2})
+    plain = convert(write_fairseq(tmp_path / "plain", weights, arguments), tmp_path / "plain-out")
+    source = write_fairseq(tmp_path / "offset", less_one(weights), arguments)
+    offset = convert(source, tmp_path / "offset-out", *given)
+    assert "which 1 was added" in capsys.readouterr().out
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        torch.testing.assert_close(load_file(offset / "model.safetensors")[name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_stored_less_one_in_half_precision(dtype, tmp_path, capsys):
+    """`w` has more digits than `1 + w` in that type: the result is rounded, unless float32 is requested."""
+    arguments = tiny_arguments()
+    weights = {name: tensor.to(dtype) for name, tensor in less_one(random_weights(arguments)).items()}
+    source = write_fairseq(tmp_path / "source", weights, arguments)
+    assert stored_types(convert(source, tmp_path / "half")) == {str(dtype).removeprefix("torch.")}
+    assert re.search(r": [1-9]\d* of \d+ tensors were rounded", capsys.readouterr().out)
+    model = LunaForMaskedLM.from_pretrained(convert(source, tmp_path / "wide", "--dtype", "float32"))
+    stored = weights["encoder.sentence_encoder.proj_emb_layer_norm.weight"]
+    assert torch.equal(model.luna.packed_embeddings.LayerNorm.weight, stored.float() + 1)
+
+
+def test_ambiguous_norms_need_an_option(tmp_path, capsys):
+    arguments = tiny_arguments()
+    halved = {n: t / 2 if NORM.search(n) else t for n, t in random_weights(arguments).items()}
+    source = write_fairseq(tmp_path / "source", halved, arguments)
+    assert fairseq_luna.main([str(source), str(tmp_path / "out")]) == 2
+    assert "--layer-norm" in capsys.readouterr().err
+    model = LunaForMaskedLM.from_pretrained(convert(source, tmp_path / "out", "--layer-norm", "plain"))
+    assert torch.equal(model.lm_head.layer_norm.weight, halved["encoder.lm_head.layer_norm.weight"])
+
+
+@pytest.mark.parametrize(("name", "dtype", "rounded"), [("untied", "float32", False), ("tied", "bfloat16", True)])
+def test_another_type_on_request(name, dtype, rounded, tmp_path, capsys):
+    folder = convert(genuine_folder(tmp_path / "source", name), tmp_path / "out", "--dtype", dtype)
+    assert stored_types(folder) == {dtype}
+    assert bool(re.search(r": [1-9]\d* of \d+ tensors were rounded", capsys.readouterr().out)) == rounded
+    assert "Equal to the original" in (folder / "README.md").read_text()
+
+
+def test_of_several_types_the_widest_is_kept(tmp_path):
+    arguments = tiny_arguments()
+    weights = {n: t.half() if "fc1" in n else t for n, t in random_weights(arguments).items()}
+    folder = convert(write_fairseq(tmp_path / "source", weights, arguments), tmp_path / "out")
+    assert stored_types(folder) == {"float32"}
+
+
+# ---- where files are ----
+
+
+def test_the_model_file_among_several(tmp_path, capsys):
+    source = write_tiny(tmp_path / "source", file="checkpoint1.pt", seed=1)
+    write_tiny(source, file="checkpoint2.pt", seed=2)
+    assert fairseq_luna.main([str(source), str(tmp_path / "out")]) == 2
+    assert "checkpoint1.pt, checkpoint2.pt" in capsys.readouterr().err
+    folders = [convert(source, tmp_path / "a", "--checkpoint", "checkpoint1.pt")]
+    (source / "checkpoint2.pt").rename(source / "two.pth")  # by its content, whatever the name
+    folders.append(convert(source / "two.pth", tmp_path / "b"))
+    write_tiny(source, file="checkpoint_best.pt", seed=3)
+    folders.append(convert(source, tmp_path / "c"))
+    for seed, folder in enumerate(folders, start=1):
+        expected = random_weights(tiny_arguments(), seed=seed)["encoder.lm_head.bias"]
+        assert torch.equal(load_file(folder / "model.safetensors")["lm_head.bias"], expected)
+
+
+@pytest.mark.parametrize("kind", ["tar", "gztar"])
+def test_other_archives(kind, tmp_path):
+    source = write_archive(write_tiny(tmp_path / "luna.tiny"), kind)
+    assert type(AutoModelForMaskedLM.from_pretrained(convert(source, tmp_path / "out"))) is LunaForMaskedLM
+
+
+def test_the_current_folder_as_source(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(write_tiny(tmp_path / "luna.tiny"))
+    convert(".", tmp_path / "out")
+    assert "Read luna.tiny/model.pt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["input0", "file", "folder"])
+def test_dictionary_and_bpe_in_other_places(place, tmp_path):
+    source, elsewhere = write_tiny(tmp_path / "source"), tmp_path / "elsewhere"
+    target = {
+        "input0": source / "input0/dict.txt",
+        "file": elsewhere / "symbols.txt",
+        "folder": elsewhere / "input0/dict.txt",
+    }[place]
+    target.parent.mkdir(parents=True)
+    (source / "dict.txt").rename(target)
+    words = {"input0": (), "file": ("--dict", target), "folder": ("--dict", elsewhere)}[place]
+    if place == "file":
+        for old, new in (("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")):
+            (source / old).rename(elsewhere / new)
+        words += ("--gpt2-bpe", elsewhere)
+    folder = convert(source, tmp_path / "out", *words)
+    assert len(AutoTokenizer.from_pretrained(folder)) == 60
+    assert place != "file" or "--dict symbols.txt --gpt2-bpe elsewhere" in (folder / "README.md").read_text()
+
+
+def test_a_complete_dictionary_needs_no_class_of_ours(tmp_path):
+    folder = convert(write_tiny(tmp_path / "source", vocab_size=5 + 256 + 400 + 2), tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert type(tokenizer) is RobertaTokenizer
+    from_files = RobertaTokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
+    text = " naïve text, with\tthe\n unusual  ☃ in it"
+    assert from_files(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert "auto_map" not in json.loads((folder / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize("place", ["folder", "file", "elsewhere"])
+def test_a_tokenizer_alone(place, tmp_path, capsys):
+    source = genuine_folder(tmp_path / "source", "tied")
+    (source / "model.pt").unlink()
+    words = ["--tokenizer-only", "--gpt2-bpe", source]
+    if place == "elsewhere":
+        shutil.move(source / "dict.txt", tmp_path / "dict.txt")
+        words += ["--dict", tmp_path]
+    for more in ([], ["--overwrite"]):
+        given = source / "dict.txt" if place == "file" else source
+        folder = convert(given, tmp_path / "out", *words, *more)
+    assert "Tokenizer: 294 tokens" in capsys.readouterr().out
+    assert not (folder / "config.json").exists() and ModelCard.load(folder / "README.md").data.tags == ["fairseq"]
+    assert len(AutoTokenizer.from_pretrained(folder)) == 294

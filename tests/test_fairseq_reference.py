@@ -1,25 +1,24 @@
-"""The authors' model written out (`fairseq_reference.py`) gives the authors' numbers."""
+"""The reference model in float64 gives the authors' numbers."""
 
 import dataclasses
 
-import fairseq_reference
 import pytest
 import torch
-from fairseq_checkpoint import layers, open_original
+from fairseq_format import reference
+from fairseq_format.checkpoint import NORM, open_original
+from official_luna import CHECKPOINTS, MLM, POOLINGS, Fixture
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from verify_originals import CHECKPOINTS, HEADS, MLM, mlm_file, mlm_meta, mlm_original
 
 
 def assert_gives(original, tensors, case, heads, atol):
     """Row by row, without padding, what the authors' code gave for the padded batch."""
-    tokens = tensors[f"{case}.input.tokens"].long()
-    for b, row in enumerate(tokens):
-        keep = row != fairseq_reference.PADDING_ID
-        ours = fairseq_reference.run(original, row[keep])
+    for b, row in enumerate(tensors[f"{case}.input.tokens"].long()):
+        keep = row != reference.PADDING_ID
+        ours = reference.run(original, row[keep])
         for head in heads:
-            ours |= fairseq_reference.run(original, row[keep], head)
-        assert len(ours) == 2 * (1 + layers(original.weights)) + 1 + len(heads)
+            ours |= reference.run(original, row[keep], head)
+        assert len(ours) == 2 * (1 + original.layers()) + 1 + len(heads)
         for name, value in ours.items():
             theirs = tensors[f"{case}.output.{name}"][b]
             if name.endswith(".px"):
@@ -28,47 +27,46 @@ def assert_gives(original, tensors, case, heads, atol):
             elif not name.startswith("head."):
                 theirs = theirs[keep]
             assert value.dtype == torch.float64 and value.shape == theirs.shape, name
-            difference = (value - theirs).abs().max().item()
-            assert difference <= atol, f"row {b}, {name}: {difference:.1e} > {atol:.1e}"
+            torch.testing.assert_close(value, theirs.double(), rtol=0, atol=atol, msg=f"{case}, row {b}: {name}")
 
 
-@pytest.mark.parametrize("case", ["case0", "case1", "case2", "case3"])
 @pytest.mark.parametrize("name", MLM)
-def test_reference_gives_the_authors_numbers(name, case):
-    error = mlm_meta(name)["max_abs_diff_float32_vs_float64"][case]  # of the authors' own float32 run
-    assert_gives(mlm_original(name), load_file(mlm_file(name)), case, HEADS, 1.25 * error)
+def test_the_authors_numbers(name):
+    fixture = Fixture("luna_mlm", name)
+    for case in fixture.cases:  # within the error of the authors' float32 run
+        assert_gives(fixture.original(), fixture.tensors, case, POOLINGS, 1.25 * fixture.float32_error(case))
 
 
-@pytest.mark.parametrize("case", ["case0", "case1", "case2"])
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_reference_gives_the_numbers_of_a_checkpoint(name, case):
+def test_the_numbers_of_a_checkpoint(name):
+    tensors = load_file(CHECKPOINTS / name / "expected.safetensors")
     with open_original(CHECKPOINTS / name / "model.pt") as original:
-        assert_gives(original, load_file(CHECKPOINTS / name / "expected.safetensors"), case, [], 2e-5)
+        for case in ("case0", "case1", "case2"):
+            assert_gives(original, tensors, case, [], 2e-5)
 
 
-def test_reference_adds_the_offset_of_layer_norms():
-    original, ids = mlm_original("tied_dynamic"), torch.arange(5, 16)
-    lower = {n: t - 1 if "norm.weight" in n else t for n, t in original.weights.items()}
-    assert sum(not torch.equal(lower[n], t) for n, t in original.weights.items()) == 2 + 3 * 3 + 1 + 1
+def test_norms_stored_less_one():
+    original, ids = Fixture("luna_mlm", "tied_dynamic").original(), torch.arange(5, 16)
+    lower = {n: t - 1 if NORM.search(n) else t for n, t in original.weights.items()}
     less_one = dataclasses.replace(original, weights=lower, norm_offset=1.0)
-    for head in (None, *HEADS):
-        plain, offset = fairseq_reference.run(original, ids, head), fairseq_reference.run(less_one, ids, head)
+    for head in (None, *POOLINGS):
+        plain, offset = reference.run(original, ids, head), reference.run(less_one, ids, head)
         for name, value in plain.items():
             torch.testing.assert_close(offset[name], value, atol=1e-4, rtol=0)  # `weight - 1` rounds
 
 
-def test_reference_takes_the_embedding_where_the_file_has_no_output_matrix():
-    original, ids = mlm_original("tied_dynamic"), torch.arange(5, 16)
+def test_the_embedding_is_the_output_matrix_if_the_file_has_none():
+    original, ids = Fixture("luna_mlm", "tied_dynamic").original(), torch.arange(5, 16)
     without = {n: t for n, t in original.weights.items() if n != "encoder.lm_head.weight"}
-    expected = fairseq_reference.run(original, ids)["logits"]
-    assert torch.equal(fairseq_reference.run(dataclasses.replace(original, weights=without), ids)["logits"], expected)
+    expected = reference.run(original, ids)["logits"]
+    assert torch.equal(reference.run(dataclasses.replace(original, weights=without), ids)["logits"], expected)
     doubled = without | {"encoder.lm_head.weight": 2 * original.weights["encoder.lm_head.weight"]}
-    other = fairseq_reference.run(dataclasses.replace(original, weights=doubled), ids)["logits"]
+    other = reference.run(dataclasses.replace(original, weights=doubled), ids)["logits"]
     bias = original.weights["encoder.lm_head.bias"].double()
     torch.testing.assert_close(other - bias, 2 * (expected - bias))
 
 
-def test_reference_activations():
+def test_activations():
     x = torch.linspace(-4, 4, 33, dtype=torch.float64)
     expected = {
         "gelu": F.gelu(x),
@@ -79,6 +77,6 @@ def test_reference_activations():
         "linear": x,
     }
     for name, value in expected.items():
-        torch.testing.assert_close(fairseq_reference.activation(name, x), value)
+        torch.testing.assert_close(reference.activation(name, x), value)
     with pytest.raises(ValueError, match="swish"):
-        fairseq_reference.activation("swish", x)
+        reference.activation("swish", x)

@@ -1,31 +1,29 @@
-"""Tiny checkpoints of the authors' fairseq code in every layout in which they are found, for the conversion's tests."""
+"""Tiny checkpoints of the authors' fairseq code, in every layout found in practice."""
 
 import argparse
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpt2_files import small_gpt2_folder
-from official_luna import FIXTURES, Fixture
+from official_luna import CHECKPOINTS, POOLINGS, Fixture
 from torch import Tensor
 
-GENUINE = FIXTURES / "luna_fairseq_checkpoint"
-MIXED_HEADS = ("cls_classification_head", "pooling_classification_head", "attention_classification_head")
 TASKS = {
     "masked_lm": {"criterion": "masked_lm"},
     "sentence_prediction": {"criterion": "sentence_prediction", "regression_target": False},
     "sentence_ranking": {"criterion": "sentence_ranking", "num_classes": 2},
     "commonsense_qa": {"criterion": "sentence_ranking", "num_classes": 5},
 }
-# The section of the newer `cfg` in which an argument stands; the others stand in that of the model.
+# Sections of the newer `cfg` that hold these arguments; the section `model` holds the others.
 TASK_ARGUMENTS = ("data", "num_classes", "mask_prob", "tokens_per_sample")
 CRITERION_ARGUMENTS = ("regression_target",)
 
 
 def tiny_arguments(**changes: Any) -> dict[str, Any]:
-    """Arguments of a tiny model under the authors' names; a change to `None` leaves one out of a file."""
+    """Arguments of a tiny model by the authors' names; `None` removes one."""
     arguments = {
         "arch": "luna_base_tied_512",
         "task": "masked_lm",
@@ -98,7 +96,7 @@ def official_shapes(
 def random_weights(
     arguments: Mapping[str, Any], vocab_size: int = 60, heads: Mapping[str, int] | None = None, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Random weights of a tiny model, under the official names; see `official_shapes`.
+    """Random weights of a tiny model by the official names; see `official_shapes`.
 
     The output layer is the token embedding unless `untie_weights_luna`. LayerNorm weights are near 1.
     """
@@ -113,29 +111,9 @@ def random_weights(
     return weights
 
 
-def fixture_weights(name: str, heads: tuple[str, ...] = MIXED_HEADS) -> dict[str, Tensor]:
-    """Weights of a `luna_mlm` fixture under the official names, with some of its classification heads."""
-    weights = Fixture("luna_mlm", name).weights()
-    return {
-        key: value
-        for key, value in weights.items()
-        if not key.startswith("classification_heads.") or key.split(".")[1] in heads
-    }
-
-
-def fixture_arguments(name: str, **changes: Any) -> dict[str, Any]:
-    """The arguments of a `luna_mlm` fixture, with changes; `None` leaves one out."""
-    arguments = dict(Fixture("luna_mlm", name).config["args"])
-    kind = "untied" if arguments["untie_luna_kv"] else "tied"
-    task = changes.get("task") or "masked_lm"
-    arguments |= {"arch": f"luna_base_{kind}_512", "task": task} | TASKS[task] | changes
-    # What the fixture itself says is None stays.
-    return {name: value for name, value in arguments.items() if value is not None or name not in changes}
-
-
 def write_dictionary(path: Path, vocab_size: int) -> Path:
-    """A dict.txt for an embedding of so many rows; its last two symbols are fillers, as in the authors' files."""
-    lines = vocab_size - 5  # <s> <pad> </s> <unk> and <mask> are not in the file
+    """A dict.txt for an embedding with `vocab_size` rows; it ends with two fillers, like the authors' files."""
+    lines = vocab_size - 5  # the file lacks <s> <pad> </s> <unk> and <mask>
     symbols = [*map(str, range(lines - 2)), "madeupword0000", "madeupword0001"]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{symbol} {1000 - place}\n" for place, symbol in enumerate(symbols)))
@@ -143,7 +121,7 @@ def write_dictionary(path: Path, vocab_size: int) -> Path:
 
 
 def write_labels(folder: Path, labels: tuple[str, ...]) -> Path:
-    """The label/dict.txt of a finetuned model, with the fillers that fairseq adds."""
+    """The label/dict.txt of a finetuned model, with fairseq's fillers."""
     (folder / "label").mkdir(parents=True, exist_ok=True)
     path = folder / "label" / "dict.txt"
     path.write_text("".join(f"{label} 10\n" for label in labels) + "madeupword0000 0\nmadeupword0001 0\n")
@@ -158,15 +136,14 @@ def make_state(
     prefix: str = "encoder.sentence_encoder.",
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """What a checkpoint file holds.
+    """The content of a checkpoint file.
 
     Args:
-        weights: under the official names.
+        weights: by the official names.
         arguments: the authors' arguments.
-        form: where these stand: `"namespace"` or `"dict"` (both under `args`), `"cfg"` (sections, as in newer files),
-            `"none"` (the file has none), or `"bare"` (the file is nothing but the tensors).
-        prefix: what the names of the encoder begin with: also `"decoder.sentence_encoder."`, `"sentence_encoder."`,
-            and `""`.
+        form: how they are stored: `"namespace"` or `"dict"` (under `args`), `"cfg"` (in sections, like newer files),
+            `"none"` (not at all), or `"bare"` (the file holds only the tensors).
+        prefix: of the encoder's names: also `"decoder.sentence_encoder."`, `"sentence_encoder."` or `""`.
         dtype: to cast to.
     """
     model = {
@@ -218,23 +195,20 @@ def write_fairseq(
     dictionary: bool = True,
     bpe: bool = True,
     labels: tuple[str, ...] = (),
-    extra: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Path:
-    """A folder with a checkpoint, its dictionary and, so that no test asks the Hub, the files of GPT-2's BPE.
+    """A folder with a checkpoint, its dictionary and, so that no test needs the Hub, the files of GPT-2's BPE.
 
     Args:
-        folder: made if need be.
+        folder: created if missing.
         weights, arguments, options: see `make_state`.
         file: name of the checkpoint.
-        legacy: whether it is written as PyTorch did before 1.6, which is no zip file.
-        dictionary, bpe: whether there is a dict.txt, and the first merges of GPT-2.
-        labels: of label/dict.txt, if there is to be one.
-        extra: further entries of the checkpoint.
+        legacy: use PyTorch's format before 1.6, which is no zip file.
+        dictionary, bpe: write dict.txt, and the first merges of GPT-2.
+        labels: write label/dict.txt with these classes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = make_state(weights, arguments, **options) | dict(extra or {})
-    torch.save(state, folder / file, _use_new_zipfile_serialization=not legacy)
+    torch.save(make_state(weights, arguments, **options), folder / file, _use_new_zipfile_serialization=not legacy)
     rows = next(len(value) for name, value in weights.items() if name.endswith("embed_tokens.weight"))
     if dictionary:
         write_dictionary(folder / "dict.txt", rows)
@@ -245,28 +219,32 @@ def write_fairseq(
     return folder
 
 
-def write_fixture(folder: Path, name: str, heads: tuple[str, ...] = MIXED_HEADS, **options: Any) -> Path:
-    """A folder with the model of a `luna_mlm` fixture; options of `write_fairseq`, and `changes` to its arguments."""
-    arguments = fixture_arguments(name, **options.pop("changes", {}))
-    return write_fairseq(folder, fixture_weights(name, heads), arguments, **options)
+def write_fixture(
+    folder: Path, name: str, heads: Collection[str] = POOLINGS, task: str = "masked_lm", **options: Any
+) -> Path:
+    """A folder with the model of a `luna_mlm` fixture and some of its heads; options of `write_fairseq`."""
+    fixture = Fixture("luna_mlm", name)
+    arguments = {**fixture.config["args"], "arch": f"luna_base_{name.split('_')[0]}_512", "task": task, **TASKS[task]}
+    weights = {n: t for n, t in fixture.weights().items() if not n.startswith("class") or n.split(".")[1] in heads}
+    return write_fairseq(folder, weights, arguments, **options)
 
 
 def write_tiny(
     folder: Path, *, vocab_size: int = 60, heads: Mapping[str, int] | None = None, seed: int = 0, **options: Any
 ) -> Path:
-    """A folder with a random tiny model; options of `write_fairseq`, and `changes` to its arguments."""
+    """A folder with a tiny random model; options of `write_fairseq`, and `changes` to its arguments."""
     arguments = tiny_arguments(**options.pop("changes", {}))
     return write_fairseq(folder, random_weights(arguments, vocab_size, heads, seed), arguments, **options)
 
 
 def genuine_folder(folder: Path, name: str) -> Path:
-    """A copy of a genuine checkpoint (`tied` or `untied`) and its dictionary, with the files of GPT-2's BPE."""
+    """A copy of a checkpoint that the authors' code wrote (`tied` or `untied`), with GPT-2's BPE files."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in ("model.pt", "dict.txt"):
-        shutil.copy(GENUINE / name / file, folder / file)
+        shutil.copy(CHECKPOINTS / name / file, folder / file)
     return small_gpt2_folder(folder)
 
 
 def write_archive(folder: Path, kind: str = "zip") -> Path:
-    """Pack a folder as the published archives are: with the folder's name before the files. `kind`: zip, tar, gztar."""
+    """Pack a folder like the published archives, which contain the folder. `kind`: zip, tar, gztar."""
     return Path(shutil.make_archive(str(folder), kind, root_dir=folder.parent, base_dir=folder.name))

@@ -1,7 +1,7 @@
 """Warm start: a model of this package made from a trained encoder of RoBERTa's architecture.
 
-Every weight of the source is kept as it is. What the target has besides is made by the rules of its family
-(`warm_start_<family>.py`), and reported.
+Every weight of the source is kept unchanged. The rules of the target's family (`warm_start_<family>.py`) make the
+remaining parameters, and a report lists them.
 """
 
 import re
@@ -21,17 +21,17 @@ from .warm_start_source import Source, load_source
 
 logger = logging.get_logger(__name__)
 
-# Fields that the weights decide: the source has them, nobody else.
+# Fields that the source's weights decide.
 _FIXED_FIELDS = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
     *("position_embedding_type", "type_vocab_size", "embedding_layer_norm", "norm_first", "layer_norm_eps"),
     *("pad_token_id", "tie_word_embeddings"),
 }
-# Keywords of every config that are no fields of it.
+# Keywords of every config that are not fields.
 _KEYWORDS = ("attn_implementation", "num_labels")
-# Slots for each token of the longest input; beyond them a size is a slip of the pen, and no memory would hold it.
+# Slots per token of the longest input; more would be a typing error, and would exhaust the memory.
 _MOST_SLOTS = 100
-# Parameters that every source has.
+# Parameters that every source must have.
 _SHARED = re.compile(
     r"embeddings\.|encoder\.layer\.\d+\."
     r"(attention\.self\.(query|key|value)|(attention\.)?output\.(dense|LayerNorm)|intermediate\.dense)\."
@@ -46,10 +46,10 @@ class WarmStart:
     """What became of every parameter. The first three name each parameter of the new model exactly once.
 
     Args:
-        copied: parameter of the new model -> the source's name for it; bitwise equal.
+        copied: parameter of the new model -> its name in the source; bitwise equal.
         extended: -> what was done to the source's rows (positions only).
-        new: -> the rule it was made by.
-        unused: parameter of the source that no parameter of the new model stands for -> why.
+        new: -> the rule that made it.
+        unused: parameter of the source without a counterpart in the new model -> the reason.
     """
 
     copied: dict[str, str] = field(default_factory=dict)
@@ -58,10 +58,10 @@ class WarmStart:
     unused: dict[str, str] = field(default_factory=dict)
 
     def lines(self, *kinds: str) -> list[str]:
-        """The report to print, layers and weight with bias on one line.
+        """The report to print; layers share a line, and so do weight and bias.
 
         Args:
-            kinds: of `copied`, `extended`, `new`, `unused`; all of them if none is given.
+            kinds: some of `copied`, `extended`, `new` and `unused`; all by default.
         """
         lines = []
         for kind in kinds or ("copied", "extended", "new", "unused"):
@@ -71,14 +71,14 @@ class WarmStart:
         return lines
 
     def warn(self) -> None:
-        """Log the new and the unused parameters, as `from_pretrained` does."""
+        """Log the new and unused parameters, as `from_pretrained` does."""
         kinds = [kind for kind in ("extended", "new", "unused") if getattr(self, kind)]
         if kinds:
-            said = "Warm-started. What is new has to be trained:" if self.new else "Warm-started:"
-            logger.warning("\n".join([said, *self.lines(*kinds)]))
+            title = "Warm-started. New parameters must be trained:" if self.new else "Warm-started:"
+            logger.warning("\n".join([title, *self.lines(*kinds)]))
 
 
-def _template(name: str) -> tuple[str, str | None]:
+def template_of(name: str) -> tuple[str, str | None]:
     """A name with `{}` for the number of its layer, and that number."""
     match = re.search(r"(?<=\blayer\.)\d+(?=\.)", name)
     return (name, None) if match is None else (f"{name[: match.start()]}{{}}{name[match.end() :]}", match[0])
@@ -88,14 +88,14 @@ def _grouped(made: dict[str, str], with_how: bool) -> list[str]:
     """Names with `{0..11}` for the layers and `{weight,bias}` for both, each with how it was made."""
     layers: dict[tuple[str, str], list[int]] = {}
     for name, how in made.items():
-        template, layer = _template(name)
-        numbers = layers.setdefault((template, _template(how)[0] if with_how else ""), [])
+        template, layer = template_of(name)
+        numbers = layers.setdefault((template, template_of(how)[0] if with_how else ""), [])
         numbers += [] if layer is None else [int(layer)]
     stems: dict[tuple[str, str], list[str]] = {}
     for (template, how), numbers in layers.items():
         span = "" if not numbers else f"{{{min(numbers)}..{max(numbers)}}}" if len(numbers) > 1 else str(numbers[0])
         stem, _, last = template.replace("{}", span).rpartition(".")
-        # A copy of `b.weight` and one of `b.bias` stand on one line.
+        # Copies of `b.weight` and `b.bias` share a line.
         how = how.replace("{}", span).removesuffix(last) + "*" if how.endswith(f".{last}") else how
         stems.setdefault((stem, how), []).append(last)
     lines = []
@@ -110,19 +110,19 @@ def _grouped(made: dict[str, str], with_how: bool) -> list[str]:
 
 
 def _find_family(model_class: type[PreTrainedModel], is_decoder: bool) -> Family:
-    """The row of a model class, found by model type: the code in a checkpoint folder defines other classes.
+    """The family of a model class, by model type, since the code in a checkpoint folder defines other classes.
 
     Raises:
-        ValueError: There is none, or a causal model is asked for.
+        ValueError: It has none, or is a causal model.
     """
     name, family = model_class.__name__, FAMILIES.get(model_class.config_class.model_type)
     if family is None:
-        raise ValueError(f"{name} is not a model of this package, whose families are {', '.join(FAMILIES)}.")
+        raise ValueError(f"{name} is not a model of this package, which has the families {', '.join(FAMILIES)}.")
     causal = {causal_class.__name__ for causal_class in family.causal_models}
     if is_decoder or causal & {parent.__name__ for parent in model_class.__mro__}:
         raise ValueError(
-            "A causal model cannot start from an encoder, whose weights have learned to look both ways: train it from "
-            f"scratch, or start a {family.masked_lm.__name__} instead of a {name}."
+            f"A {name} cannot start from an encoder, because its tokens see only earlier ones. Train it from scratch, "
+            f"or start a {family.masked_lm.__name__}."
         )
     return family
 
@@ -137,20 +137,20 @@ def _target_config(
     """The config of the new model.
 
     Raises:
-        ValueError: A field that the source decides, an unknown one, a value that the config refuses, fewer positions.
+        ValueError: A field is unknown, decided by the source, or has a wrong value; or positions would be lost.
     """
     known = {item.name for item in fields(config_class)}
     for name, value in given.items():
         if name == "max_position_embeddings":
-            raise ValueError("Give `max_length` (tokens) instead of `max_position_embeddings`.")
+            raise ValueError("Pass `max_length` (in tokens) instead of `max_position_embeddings`.")
         if name in _FIXED_FIELDS:
             own = getattr(loaded.config, name, None)
-            raise ValueError(f"`{name}` follows from the source ({own!r}). Leave it out.")
+            raise ValueError(f"The source decides `{name}` ({own!r}). Leave it out.")
         decided, reason = rules.decided.get(name, (value, ""))
         if value != decided:
-            raise ValueError(f"`{name}={value!r}` cannot be warm-started: {reason}. Leave it out.")
+            raise ValueError(f"`{name}={value!r}` is not possible in a warm start: {reason}. Leave it out.")
         if name not in known and name not in _KEYWORDS:
-            # Near misses are named by the config; anything else it would keep without a word.
+            # The config suggests similar names, but silently keeps anything else.
             config_class(**{name: value})
             others = [kind for kind, family in FAMILIES.items() if name in family.warm_start.options()]
             hint = f"; it is an option of {', '.join(others)} models" if others else ""
@@ -158,8 +158,8 @@ def _target_config(
     length = loaded.longest if max_length is None else max_length
     if length < loaded.longest:
         raise ValueError(
-            f"`max_length` is {length}, but the source has positions for {loaded.longest} tokens, and all are kept. "
-            "Leave it out, and give the model shorter texts."
+            f"`max_length` is {length}, but the source's {loaded.longest} positions are all kept. Leave it out; the "
+            "model also takes shorter texts."
         )
     base = {item.name for item in fields(PreTrainedConfig)}
     shared = known & {item.name for item in fields(loaded.config)} - base - {"tie_word_embeddings"}
@@ -177,15 +177,15 @@ def _is_tied(loaded: LoadedSource) -> bool:
 
 
 def _check_slots(config: PreTrainedConfig, name: str | None) -> None:
-    """Refuse a memory far larger than any text, before it is allocated.
+    """Refuse a memory far larger than any text before it is allocated.
 
     Raises:
-        ValueError: Its size, and the longest input.
+        ValueError: It has over `_MOST_SLOTS` slots per token of the longest input.
     """
     slots, longest = getattr(config, name) if name else 0, config.max_position_embeddings
     if slots > _MOST_SLOTS * longest:
         raise ValueError(
-            f"`{name}` is {slots:,}, but inputs are at most {longest:,} tokens long: give no more slots than tokens."
+            f"`{name}` is {slots:,}, but inputs have at most {longest:,} tokens. Choose no more slots than tokens."
         )
 
 
@@ -193,7 +193,7 @@ def _check_slots(config: PreTrainedConfig, name: str | None) -> None:
 
 
 class _Maker:
-    """Makes the parameters of a new model one by one, and keeps the report."""
+    """Makes the parameters of a new model one by one and records them."""
 
     def __init__(self, rules: WarmStartRules, model: PreTrainedModel) -> None:
         self.rules, self.loaded, self.model = rules, rules.loaded, model
@@ -203,28 +203,28 @@ class _Maker:
         self.initialised: set[str] = set()
 
     def make_all(self) -> dict[str, Tensor]:
-        """The values of every parameter by its name in the new model.
+        """The values of every parameter, by its name in the new model.
 
         Raises:
             ValueError: See `check_head` and `make`.
         """
         named = dict(self.model.named_parameters())
         self.check_head(named)
-        # What the source must have comes first: rules read it.
+        # Required parameters come first, because rules read them.
         return {name: self.make(name, named[name]) for name in sorted(named, key=lambda name: not self.is_shared(name))}
 
     def check_head(self, named: dict[str, Tensor]) -> None:
-        """Refuse a masked-LM head that would compute something else than the source's.
+        """Refuse a masked-LM head that would not compute what the source's computes.
 
         Raises:
-            ValueError: What differs, and the way round it.
+            ValueError: Its activation differs from the layers'.
         """
         layout, activation = self.loaded.layout, self.loaded.config.hidden_act
         has_head = any(name in named and owns[0] in self.loaded.tensors for name, owns in layout.head.items())
         if has_head and layout.fixed_head_activation and activation not in ("gelu", "gelu_python"):
             raise ValueError(
-                f"The source's masked-LM head uses gelu and its layers {activation}; here both use `hidden_act`. "
-                "Give the encoder without its head (load it with AutoModel): the head is then made anew."
+                f"The source's masked-LM head uses gelu but its layers {activation}; ours have one `hidden_act`. Pass "
+                "the encoder alone (load it with AutoModel) to start with a new head."
             )
 
     def is_head(self, name: str) -> bool:
@@ -234,25 +234,25 @@ class _Maker:
     def is_shared(self, name: str) -> bool:
         """Whether the source must have a parameter, in its shape."""
         ours = name.removeprefix(self.prefix)
-        has_rule = _template(ours)[0] in self.rules.table
+        has_rule = template_of(ours)[0] in self.rules.table
         return not self.is_head(name) and not has_rule and bool(_SHARED.match(ours))
 
     def make(self, name: str, empty: Tensor) -> Tensor:
-        """The values of one parameter: the source's, its rows extended, or made anew.
+        """The values of one parameter: the source's, the source's with further rows, or new ones.
 
         Args:
             name: in the new model.
-            empty: the parameter, with nothing in it yet.
+            empty: the parameter, uninitialised.
 
         Raises:
-            ValueError: The source lacks what every source has, or has it in another shape.
+            ValueError: The source lacks a required parameter, or has it in another shape.
         """
         ours, is_shared = name.removeprefix(self.prefix), self.is_shared(name)
-        # Of all heads, only the masked-LM one means the same in the source.
+        # Of all heads, only the masked-LM head has the same purpose in the source.
         owns = self.loaded.layout.head.get(name, ()) if self.is_head(name) else (ours,)
         own = next((own for own in owns if own in self.loaded.tensors), None)
         if own is None and is_shared:
-            raise ValueError(f"The source has no parameter for {name}. Adapters have to be merged into it first.")
+            raise ValueError(f"The source has no parameter for {name}. Merge any adapters into it first.")
         if own is None:
             return self.make_new(name, empty)
         values, own_name = self.loaded.tensors[own], self.loaded.names[own]
@@ -268,32 +268,32 @@ class _Maker:
             values, self.report.extended[name] = self.extend(values, own_name)
         else:
             raise ValueError(
-                f"The source's {own_name} has the shape {tuple(values.shape)}, but by its config it is "
-                f"{tuple(empty.shape)}: files and config do not belong together."
+                f"The source's {own_name} has the shape {tuple(values.shape)}, but its config requires "
+                f"{tuple(empty.shape)}. Restore the config that belongs to the weights."
             )
         return values.clone()
 
     def extend(self, table: Tensor, own_name: str) -> tuple[Tensor, str]:
-        """The table of positions with our rows in front and `max_position_embeddings` behind, and what was done."""
+        """The position table with our padding rows and `max_position_embeddings` positions, and what was done to it."""
         config, trained, first = self.model.config, self.loaded.longest, self.loaded.first
         wanted, length = config.pad_token_id + 1, config.max_position_embeddings
         if table.shape[0] != first + trained:
             raise ValueError(
-                f"The source's {own_name} has {table.shape[0]} rows, but by its config {first + trained}: files and "
-                "config do not belong together."
+                f"The source's {own_name} has {table.shape[0]} rows, but its config requires {first + trained}. "
+                "Restore the config that belongs to the weights."
             )
         done = [own_name]
         if wanted > first:
             table = torch.cat([table.new_zeros(wanted - first, table.shape[1]), table])
-            done.append(f"{wanted - first} row{'s' * (wanted - first > 1)} of zeros in front, as padding has positions")
+            done.append(f"{wanted - first} row{'s' * (wanted - first > 1)} of zeros added in front for padding")
         if length > trained:
             table = repeat_positions(table, wanted, length)
             done.append(f"its {trained} positions repeated to {length}")
         return table, ", ".join(done)
 
     def make_new(self, name: str, empty: Tensor, but: str = "") -> Tensor:
-        """The values that the rule for a parameter gives, in the source's type; `but` is a remark for the report."""
-        template, layer = _template(name.removeprefix(self.prefix))
+        """The values that a parameter's rule gives, in the source's dtype; `but` is a remark for the report."""
+        template, layer = template_of(name.removeprefix(self.prefix))
         rule = INITIALISED if self.is_head(name) else self.rules.rule(template).replace("{}", layer or "")
         copied = self.loaded.names.get(rule)
         self.report.new[name] = (f"a copy of the source's {copied}" if copied else rule) + but
@@ -305,13 +305,13 @@ class _Maker:
         return values.to(self.loaded.embedding)
 
     def initialise(self, owner: str) -> None:
-        """Initialise a module's own parameters, all of them once."""
+        """Initialise a module's own parameters, once."""
         if owner not in self.initialised:
             self.initialised.add(owner)
             self.model._init_weights(self.model.get_submodule(owner))
 
     def finish(self) -> WarmStart:
-        """The report, with the parameters of the source that were not used.
+        """The report, with the source's unused parameters.
 
         Raises:
             ValueError: See the rules' `finish`.
@@ -321,7 +321,7 @@ class _Maker:
         for own, tensor in self.loaded.tensors.items():
             unused.setdefault(tensor.data_ptr(), self.loaded.names[own])
         names = [name for address, name in unused.items() if address not in self.used]
-        self.report.unused = dict.fromkeys([*names, *self.loaded.ignored], "no place for it")
+        self.report.unused = dict.fromkeys([*names, *self.loaded.ignored], "no counterpart")
         return self.report
 
 
@@ -335,26 +335,26 @@ def warm_start(
 ) -> tuple[PreTrainedModel, WarmStart]:
     """A model of this package that starts from a trained encoder of RoBERTa's architecture.
 
-    All weights of the encoder are kept bitwise, in their type; a masked-LM model keeps those of the source's masked-LM
-    head as well. Other heads are initialised as in a new model. What the source lacks is made by the family's rules.
+    All weights of the encoder are kept bitwise, in their dtype. A masked-LM model also keeps the source's masked-LM
+    head; other heads are initialised as in a new model. The family's rules make what the source lacks.
 
     Args:
-        model_class: a base model of this package, or a model with any head that reads both sides of a token.
-        source: folder, name on the Hub, or a model in memory (which stays as it is): RoBERTa, XLM-R, CamemBERT,
-            data2vec-text, BERT, or a model of a family whose rules have a `layout` (its own fields stay where none are
-            given); with any head or none.
-        max_length: tokens that the model must take, if more than the source does: its positions are then repeated
-            (`functional.repeat_positions`).
-        seed: of what is drawn or initialised. Global random numbers go on as if nothing had been drawn.
+        model_class: an encoder of this package, with any head or none.
+        source: folder, Hub name, or a model in memory (which is not changed): RoBERTa, XLM-R, CamemBERT, data2vec-text,
+            BERT, or a model of a family with a `layout` in its rules, which keeps its fields unless others are given;
+            with any head or none.
+        max_length: longest input in tokens, if longer than the source's: its positions are then repeated
+            (`positions.repeat_positions`).
+        seed: of everything drawn or initialised. Global random states are not affected.
         given: fields of the new model's config (size of the memory, `conv_kernel_size`, `num_labels`, dropouts,
-            `attn_implementation`, ...), and the options of the family's rules, which their class describes.
+            `attn_implementation`, ...), and options of the family's rules, documented in their class.
 
     Returns:
         The model in eval mode, and what became of every parameter.
 
     Raises:
-        ValueError: A causal model; a source that cannot be mapped or read; a field that is unknown, or follows from the
-            source; fewer positions than the source's; far more slots than texts can have tokens; what the family's
+        ValueError: The model is causal; the source cannot be read or mapped; a field is unknown or decided by the
+            source; there would be fewer positions than the source's, or far more slots than tokens; or the family's
             rules refuse.
     """
     family = _find_family(model_class, given.pop("is_decoder", False))
@@ -374,6 +374,6 @@ def warm_start(
     report = maker.finish()
     model.load_state_dict(made, strict=False, assign=True)
     model.tie_weights()
-    model.to(loaded.embedding.device)  # buffers; the parameters are there
+    model.to(loaded.embedding.device)  # moves buffers; the parameters are already there
     model.config.dtype = loaded.embedding.dtype
     return model.eval(), report

@@ -1,8 +1,8 @@
-"""How ABC starts from a trained encoder: a learned control from the source's own attention, instead of at random.
+"""How ABC starts from a trained encoder: with a control from the source's own attention instead of a random one.
 
-A slot of ABC-MLP is attention with a learned query that does not depend on the text (the paper's section 4, "pseudo
-query"). A trained encoder has a good one for every place: what its own attention asks for there. Slots then hold the
-surroundings of places spread evenly over the text, and a token finds its surroundings in the slot nearest to it.
+A slot of ABC-MLP is attention with a learned query that does not depend on the text (section 4 of the paper, "pseudo
+query"). A trained encoder has such a query for every position: what its attention asks for there. The slots then hold
+the surroundings of positions spread evenly over the text, and a token finds its own in the nearest slot.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
+from .memory_control import CONTROLS
 from .warm_start_rules import (
     ATTENTION,
     HEAD_NAMES,
@@ -24,6 +25,15 @@ from .warm_start_rules import (
 )
 
 OWN_ATTENTION = "the source's own attention from evenly spread positions"
+# Fields and options that only some controls use.
+_USERS = {
+    "memory_size": tuple(control for control in CONTROLS if control != "full"),
+    "control_activation": ("mlp",),
+    "share_control": ("mlp", "linformer", "random"),
+    "control_init": ("mlp", "linformer"),
+    "control_seed": ("random",),
+    "cluster_iterations": ("cluster",),
+}
 
 
 @dataclass
@@ -31,54 +41,67 @@ class AbcRules(WarmStartRules):
     """ABC's part in a warm start.
 
     Args:
-        control_init: how a learned control starts. `"attention"`, the default, starts every slot as the source's own
-            attention (that of the first layer, where the layers share the control) from one of `memory_size` evenly
-            spread positions; `"random"` as in a new model, which is the paper's way and takes far longer to recover.
-            Where the control does not weigh tokens as attention does (`mlp` with relu or sigmoid), or the source's
-            embeddings have no learned positions and norm, it starts at random; the report says which it was.
+        control_init: how a learned control starts. `"attention"`, the default, starts every slot as the source's
+            attention (of the first layer, if layers share the control) from one of `memory_size` evenly spread
+            positions. `"random"` initialises it as in a new model, like the paper, and takes far longer to recover. It
+            is also random where the control does not weigh tokens by a softmax (`mlp` with relu or sigmoid), or the
+            source's embeddings lack learned positions or a norm. The report shows which it was.
 
-    An ABC source keeps its own fields where none are given, and its trained control where it fits: in kind and in
-    shape, which for Linformer is that of the longest input.
+    An ABC source keeps its fields unless others are given, and its trained control if kind and shape fit; Linformer's
+    shape depends on the longest input.
     """
 
     control_init: str | None = None
 
     table = {"control.weight": OWN_ATTENTION, f"{ATTENTION}.self.control.weight": OWN_ATTENTION}
+    softmax = {"memory_control": "full"}
     layout = Layout(HEAD_NAMES, counts_pad_rows=False, fixed_head_activation=False, ordered_vocabulary=False)
 
     @staticmethod
     def slots_field(config: PreTrainedConfig) -> str | None:
-        """The size of the memory, but for full attention."""
+        """The size of the memory; `None` for full attention."""
         return None if config.memory_control == "full" else "memory_size"
 
     @staticmethod
     def kind(name: str, config: PreTrainedConfig) -> str:
-        """Which control a parameter belongs to, if any."""
+        """The control that a parameter belongs to, if any."""
         return getattr(config, "memory_control", "") if "control." in name else ""
+
+    @staticmethod
+    def without_effect(name: str, config: PreTrainedConfig) -> str:
+        """The controls to which a field or option applies, if the config's is not one of them; otherwise empty."""
+        users = _USERS.get(name, (config.memory_control,))
+        return (
+            ""
+            if config.memory_control in users
+            else f"`memory_control` {', '.join(users)}, not {config.memory_control}"
+        )
 
     def check(self) -> None:
         """Refuse a start that the control cannot have.
 
         Raises:
-            ValueError: Why, and what to do.
+            ValueError: `control_init` is unknown or does not suit the control or the source.
         """
         start, config = self.control_init, self.config
         if start not in (None, "attention", "random"):
             raise ValueError(f"`control_init` is {start!r}, but must be 'attention' or 'random'.")
-        if start and config.memory_control not in ("mlp", "linformer"):
-            raise ValueError("`control_init` is for learned controls, `mlp` and `linformer`. Leave it out.")
+        if start and (users := self.without_effect("control_init", config)):
+            raise ValueError(f"`control_init` only applies to {users}. Leave it out.")
         if start == "attention" and not self.can_attend():
-            reason = "the source is not laid out as RoBERTa (post-norm, learned positions, normed embeddings)"
+            reason = "the source is not post-norm with learned positions and a LayerNorm on the embeddings"
             if self.weighs_otherwise():
-                reason = f"`control_activation` {config.control_activation!r} does not weigh tokens as attention does"
-            raise ValueError(f"`control_init` cannot be 'attention': {reason}. Leave it out, to start at random.")
+                reason = f"`control_activation` {config.control_activation!r} is no softmax"
+            raise ValueError(
+                f"`control_init` cannot be 'attention', because {reason}. Leave it out to start at random."
+            )
 
     def weighs_otherwise(self) -> bool:
-        """Whether the control weighs tokens by something else than a softmax."""
+        """Whether the control weighs tokens by anything other than a softmax."""
         return self.config.memory_control == "mlp" and self.config.control_activation != "exp"
 
     def can_attend(self) -> bool:
-        """Whether the control can start as the source's attention, which has to read embedded positions."""
+        """Whether the control can start as the source's attention, which must be able to read embedded positions."""
         loaded = self.loaded
         has_positions = loaded.first + loaded.longest == len(loaded.tensors.get(POSITIONS, ()))
         has_norm = "embeddings.LayerNorm.weight" in loaded.tensors and not self.config.norm_first
@@ -91,12 +114,12 @@ class AbcRules(WarmStartRules):
         return INITIALISED if at_random else rule
 
     def make(self, rule: str, layer: str | None, empty: Tensor) -> Tensor:
-        """The values that a rule gives, in any floating-point type.
+        """The values that a rule gives, in any floating-point dtype.
 
-        A learned control (h * m, d) is W of equation 7 such that `W x` are the logits of the source's attention,
-        `(W_q s + b_q) . W_k x / sqrt(c)`, each s being the state of a place without a word. The bias of the keys would
-        add the same to all tokens of a slot, which the softmax over them takes out. Linformer's control (h * m, N) is
-        that softmax over all places.
+        A learned control (h * m, d) is W of equation 7, such that `W x` are the logits of the source's attention,
+        `(W_q s + b_q) . W_k x / sqrt(c)`, where s is the state of a position without a word. The bias of the keys adds
+        the same to all tokens of a slot, so the softmax cancels it. Linformer's control (h * m, N) is the softmax of
+        these logits over all positions.
         """
         if rule != OWN_ATTENTION:
             return super().make(rule, layer, empty)
@@ -114,7 +137,7 @@ class AbcRules(WarmStartRules):
         return (weight @ states.repeat(repeats, 1)[: config.max_position_embeddings].T).softmax(-1)
 
     def place_states(self) -> Tensor:
-        """(p, d) float32, what the first layer reads at places without a word: LayerNorm(position + first segment)."""
+        """(p, d) float32, the first layer's input at positions without a word: LayerNorm(position + first segment)."""
         tensors = self.loaded.tensors
         states = tensors[POSITIONS][self.loaded.first :].float()
         states = states + tensors[SEGMENTS][0].float() if SEGMENTS in tensors else states
@@ -122,6 +145,6 @@ class AbcRules(WarmStartRules):
         return F.layer_norm(states, states.shape[-1:], *norm, self.config.layer_norm_eps)
 
     def finish(self, new: dict[str, str]) -> None:
-        """Refuse `control_init` where the control is the source's own."""
+        """Refuse `control_init` if the source's own control is kept."""
         if self.control_init and not any("control." in name for name in new):
-            raise ValueError("`control_init` has nothing to start: the source's own control is kept. Leave it out.")
+            raise ValueError("`control_init` has no effect because the source's own control is kept. Leave it out.")

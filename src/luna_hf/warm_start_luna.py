@@ -1,8 +1,8 @@
 """How Luna starts from a trained encoder.
 
-The pack attention reads with the source's queries and keys and hands on token states as they are. The unpack attention
-is the source's own: projecting a slot, bias included, is projecting the tokens it was packed from, since attention
-weights sum to one.
+The pack attention reads with the source's queries and keys and passes token states on unchanged. The unpack attention
+is the source's own: because attention weights sum to one, projecting a slot (bias included) equals projecting the
+tokens that it was packed from.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ class LunaRules(WarmStartRules):
     """Luna's part in a warm start.
 
     Args:
-        slot_tokens: token ids of a text, from which the packed embeddings' tokens are drawn. Without it they are drawn
-            from the vocabulary: by Zipf's law where ids go from frequent to rare (RoBERTa and its relatives), uniformly
-            elsewhere (BERT, models of this package).
+        slot_tokens: token ids of a text, from which the tokens of the packed embeddings are drawn. By default they are
+            drawn from the vocabulary: by Zipf's law if ids are ordered by frequency (RoBERTa and its relatives),
+            otherwise uniformly (BERT, models of this package).
 
-    Other pack heads than the source's (`num_projected_attention_heads`) cut its queries and keys where they were not
-    trained to be cut: each pack head then mixes parts of the source's.
+    A number of pack heads (`num_projected_attention_heads`) other than the source's splits its queries and keys at
+    untrained boundaries: each pack head then mixes parts of several source heads.
     """
 
     slot_tokens: Sequence[int] | Tensor | None = None
@@ -44,23 +44,28 @@ class LunaRules(WarmStartRules):
         f"{ATTENTION}.self.pack.value.bias": ZERO,
         **{f"{new}.{kind}": f"{old}.{kind}" for new, old in _COPIES.items() for kind in ("weight", "bias")},
     }
-    decided = {"tie_kv": (False, "the source has a key and a value matrix, where a tied Luna has one for both")}
+    decided = {
+        "tie_kv": (False, "the source has separate matrices for key and value, a tied Luna one for both"),
+        "pack_activation": ("softplus", "only decoders use it"),
+    }
+    text_option = "slot_tokens"
 
     def check(self) -> None:
-        """Refuse sources that are not laid out as RoBERTa.
+        """Refuse sources with another layout than RoBERTa's.
 
         Raises:
-            ValueError: What Luna needs.
+            ValueError: The source is pre-norm, or lacks learned positions or a LayerNorm on the embeddings.
         """
         needed = {"norm_first": False, "position_embedding_type": "learned", "embedding_layer_norm": True}
-        if any(getattr(self.config, name) != value for name, value in needed.items()):
-            raise ValueError(
-                "Luna starts only from post-norm encoders with learned positions and a LayerNorm on the embeddings, "
-                "such as RoBERTa; this source differs."
-            )
+        for name, value in needed.items():
+            if getattr(self.config, name) != value:
+                raise ValueError(
+                    f"The source has `{name}` {getattr(self.config, name)!r}, but Luna only starts from encoders with "
+                    f"{value!r}, such as RoBERTa."
+                )
 
     def make(self, rule: str, layer: str | None, empty: Tensor) -> Tensor:
-        """The values that a rule gives; for the packed embeddings, those of tokens at evenly spread positions.
+        """The values that a rule gives; the packed embeddings are tokens at evenly spread positions.
 
         Raises:
             ValueError: See `draw_tokens`.
@@ -74,10 +79,10 @@ class LunaRules(WarmStartRules):
         return sum(part.float() for part in parts)
 
     def draw_tokens(self, slots: int) -> Tensor:
-        """(slots,) ids: of the text, each token as likely; or of the vocabulary.
+        """(slots,) ids, drawn uniformly from the text, or from the vocabulary.
 
         Raises:
-            ValueError: The text is empty, or has ids outside the vocabulary.
+            ValueError: The text is empty or has ids outside the vocabulary.
         """
         config, generator = self.loaded.config, torch.Generator().manual_seed(self.seed)
         special = [config.pad_token_id, config.bos_token_id, config.eos_token_id]
@@ -90,10 +95,10 @@ class LunaRules(WarmStartRules):
             weights = 1 / ranks if self.loaded.layout.ordered_vocabulary else torch.ones_like(ranks)
             return ids[torch.multinomial(weights, slots, replacement=True, generator=generator)]
         if not len(ids):
-            raise ValueError("`slot_tokens` holds no tokens besides special ones. Give the ids of a text.")
+            raise ValueError("`slot_tokens` holds no tokens other than special ones. Pass the ids of a text.")
         if ids.min() < 0 or ids.max() >= config.vocab_size:
             raise ValueError(
-                f"`slot_tokens` holds ids up to {int(ids.max())}, but the vocabulary has {config.vocab_size}. "
-                "Use the source's own tokenizer."
+                f"`slot_tokens` holds ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has "
+                f"{config.vocab_size} tokens. Use the source's tokenizer."
             )
         return ids[torch.randint(len(ids), (slots,), generator=generator)]

@@ -1,23 +1,23 @@
 """The authors' masked language model and its classification heads, written out in float64 for one row without padding.
 
 Source: Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021 (arXiv 2106.01540), sections 3.1 and 3.2. Where
-the paper leaves a point open, the authors' released code decides it, and the line says so. Everything is read from the
-stored tensors under their official names and from the authors' own arguments: neither luna_hf nor a table of names has
-a part in it, so that no mistake there can hide. One row without padding needs no mask of any kind.
+the paper leaves a point open, the authors' released code decides, and a comment says so. Everything comes from the
+stored tensors by their official names and from the authors' arguments. Neither luna_hf nor a table of names is used, so
+no mistake there can stay hidden. A single row without padding needs no masks.
 
-Shapes: n tokens, l slots of the packed sequence in use, d the width, h heads.
+Shapes: n tokens, l packed slots in use, width d, h heads.
 """
 
 import math
 
 import torch
-from fairseq_checkpoint import Original
 from torch import Tensor
 
-# The authors' dictionary has `<s> <pad> </s> <unk>` in front; positions are counted from the row after padding's.
+from .checkpoint import LM_HEAD, SENTENCE_ENCODER, Original
+
+# The authors' dictionary begins with `<s> <pad> </s> <unk>`; positions count from the row after padding's.
 PADDING_ID = 1
 EPSILON = 1e-5  # of every LayerNorm
-SENTENCE_ENCODER = "encoder.sentence_encoder."
 
 
 def run(original: Original, tokens: Tensor, head: str | None = None) -> dict[str, Tensor]:
@@ -26,11 +26,11 @@ def run(original: Original, tokens: Tensor, head: str | None = None) -> dict[str
     Args:
         original: the stored tensors and the authors' arguments.
         tokens: (n,) ids without padding.
-        head: a classification head of the file; `None` for the masked-LM head.
+        head: name of a classification head; `None` for the masked-LM head.
 
     Returns:
-        Float64 tensors: `hidden.{i}.x` (n, d) and `hidden.{i}.px` (l, d), i = 0 after the embedding and then after
-        every layer; `logits` (n, vocabulary), or `head.{name}` (classes,).
+        Float64 tensors: `hidden.{i}.x` (n, d) and `hidden.{i}.px` (l, d) after the embedding (i = 0) and every layer;
+        `logits` (n, vocabulary) or `head.{name}` (classes,).
     """
     states = encode(original, tokens)
     x, p = list(states.values())[-2:]
@@ -40,7 +40,7 @@ def run(original: Original, tokens: Tensor, head: str | None = None) -> dict[str
 
 
 def encode(original: Original, tokens: Tensor) -> dict[str, Tensor]:
-    """The hidden states of `run`, without a head; the last two are the final ones."""
+    """The hidden states of `run`; the last two are the final ones."""
     x, p = embed_tokens(original, tokens), embed_packed(original, len(tokens))
     states = {"hidden.0.x": x, "hidden.0.px": p}
     while f"{SENTENCE_ENCODER}layers.{len(states) // 2 - 1}.fc1.weight" in original.weights:
@@ -51,7 +51,7 @@ def encode(original: Original, tokens: Tensor) -> dict[str, Tensor]:
 
 
 class Stored:
-    """Tensors under a prefix, each cast to float64 when it is used, so that never a whole model is."""
+    """Tensors under a prefix, each cast to float64 only when used, to save memory."""
 
     def __init__(self, original: Original, prefix: str) -> None:
         self.original, self.prefix, self.options = original, prefix, original.options
@@ -63,7 +63,7 @@ class Stored:
         return self.original.weights[self.prefix + name].double()
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
-        """The rows `ids` of a table."""
+        """The rows `ids` of an embedding."""
         return self.original.weights[self.prefix + name][ids].double()
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -71,16 +71,16 @@ class Stored:
         return x @ self[f"{name}.weight"].T + self[f"{name}.bias"]
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        """LayerNorm; files of the later code hold `weight - 1`, which `norm_offset` makes good."""
+        """LayerNorm. Files of the later code store `weight - 1`; `norm_offset` adds the 1."""
         centred = x - x.mean(-1, keepdim=True)
         scaled = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + EPSILON)
         return scaled * (self[f"{name}.weight"] + self.original.norm_offset) + self[f"{name}.bias"]
 
 
 def embed_tokens(original: Original, tokens: Tensor) -> Tensor:
-    """X_0 (n, d): token and learned position embeddings, LayerNorm.
+    """X_0 (n, d): token and learned position embeddings, then LayerNorm.
 
-    Released code: the first token has row padding_id + 1 of the position table.
+    Released code: the first token takes row padding_id + 1 of the position embedding.
     """
     stored = Stored(original, SENTENCE_ENCODER)
     positions = PADDING_ID + 1 + torch.arange(len(tokens))
@@ -89,9 +89,9 @@ def embed_tokens(original: Original, tokens: Tensor) -> Tensor:
 
 
 def embed_packed(original: Original, length: int) -> Tensor:
-    """P_0 (l, d): the learned packed sequence (section 3.1) with a LayerNorm of its own, without positions.
+    """P_0 (l, d): the learned packed sequence (section 3.1) with its own LayerNorm and no positions.
 
-    Released code: no more slots than the row has tokens (`length`), unless the projection is fixed.
+    Released code: a row of `length` tokens uses at most that many slots, unless the projection is fixed.
     """
     stored = Stored(original, SENTENCE_ENCODER)
     p = stored["projected_embeddings"]
@@ -101,10 +101,10 @@ def embed_packed(original: Original, length: int) -> Tensor:
 
 
 def layer(stored: Stored, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """One layer: equations 3 (pack), 4 (unpack) and 6, with P the packed states of the layer before."""
+    """One layer: equations 3 (pack), 4 (unpack) and 6; `p` (l, d) comes from the previous layer."""
     heads, attn = stored.options.encoder_attention_heads, "self_attn."
-    # Pack: Y_P = Attn(P, X). The heads are concatenated, and nothing is applied to them (released code). Tied models
-    # have one projection for key and value; the names say which kind a file is.
+    # Pack: Y_P = Attn(P, X). The concatenated heads are not projected (released code). Tied models have one projection
+    # for key and value; the names show which kind a file holds.
     key, value = ("pc_proj", "pc_proj") if f"{attn}pc_proj.weight" in stored else ("pk_proj", "pv_proj")
     y_p = attend(
         stored.linear(f"{attn}pq_proj", p),
@@ -112,7 +112,7 @@ def layer(stored: Stored, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         stored.linear(attn + value, x),
         heads,
     )
-    # Unpack: Y_X = Attn(X, Y_P) W_o, from Y_P as it is, before residual and LayerNorm.
+    # Unpack: Y_X = Attn(X, Y_P) W_o reads Y_P before its residual connection and LayerNorm.
     key, value = ("c_proj", "c_proj") if f"{attn}c_proj.weight" in stored else ("k_proj", "v_proj")
     y_x = attend(
         stored.linear(f"{attn}q_proj", x),
@@ -138,16 +138,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
 def masked_lm_head(original: Original, x: Tensor) -> Tensor:
     """(n, d) to (n, vocabulary), as in RoBERTa: dense, activation, LayerNorm, output matrix and bias.
 
-    The output matrix is the token embedding where the file holds none.
+    Without an output matrix in the file, the token embedding takes its place.
     """
-    stored = Stored(original, "encoder.lm_head.")
+    stored = Stored(original, LM_HEAD)
     x = stored.norm("layer_norm", activation(stored.options.activation_fn, stored.linear("dense", x)))
     matrix = stored if "weight" in stored else Stored(original, f"{SENTENCE_ENCODER}embed_tokens.")
     return x @ matrix["weight"].T + stored["bias"]
 
 
 def classification_head(original: Original, name: str, x: Tensor, p: Tensor) -> Tensor:
-    """Final states (n, d) and (l, d) to (classes,). What a head reads is told by its name (released code)."""
+    """Final states (n, d) and (l, d) to (classes,). The head's name decides what it reads (released code)."""
     stored = Stored(original, f"classification_heads.{name}.")
     if name == "pooling_classification_head":
         pooled = stored.linear("in_proj", p).amax(0)
@@ -165,7 +165,7 @@ def activation(name: str, x: Tensor) -> Tensor:
     """An activation by the authors' name for it.
 
     Raises:
-        ValueError: A name that their code does not have.
+        ValueError: Their code has no activation of that name.
     """
     if name == "gelu":
         return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
