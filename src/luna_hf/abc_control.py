@@ -1,4 +1,4 @@
-"""The learned part of ABC's memory control, per layer or shared by all layers, for encoders and decoders."""
+"""The learned control matrix of ABC (Peng et al., ACL 2022), one per layer or shared by all layers."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from .memory_control import random_slots
 
 
 class AbcControl(nn.Module):
-    """The learned matrix of a control: W of equation 7, (h * m, d), or Linformer's projection, (h * m, N)."""
+    """The learned matrix of a control strategy: W of equation 7, (h * m, d), or Linformer's projection, (h * m, N)."""
 
     def __init__(self, config: AbcConfig) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def make_control(config: AbcConfig, shared: bool) -> AbcControl | None:
 
 
 class SharedControl:
-    """Adds the control shared by all layers to an ABC model, and passes its matrix from layer to layer."""
+    """Mixin that adds a control shared by all layers to an ABC model, and passes its matrix from layer to layer."""
 
     def add_layers(self, config: AbcConfig) -> None:
         """Create the shared control, if any, and the layers."""

@@ -114,7 +114,7 @@ class AbcAttention(AbcControlled):
     def keep_window(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
     ) -> WindowMemory:
-        """Keep all keys and values, to be read within a sliding or dilated window (sections 3.3 and A.4)."""
+        """Keep all keys and values, to be read within a sliding or dilated window (section 3.3, appendix A.4)."""
         keep, dilated = context.keep, self.config.memory_control == "dilated"
         if keep is None:
             return WindowMemory(key, value, None, self.config.memory_size, dilated=dilated)
@@ -127,7 +127,7 @@ class AbcAttention(AbcControlled):
         return SlotMemory(key, value, context.masks)
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
-        """As `MemoryAttention.views`, plus the write weights of `mlp`; `full` has only its attention map."""
+        """Like `MemoryAttention.views`, plus the write weights of `mlp`; `full` has only its attention map."""
         views, control = super().views(states, carried, context), self.config.memory_control
         if control == "full":
             return {"attention_entropy": views["read_entropy"]}

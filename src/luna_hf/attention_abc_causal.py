@@ -25,7 +25,7 @@ class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `CausalMemoryAttention.forward`; a window's weights run over its tokens, the current token last."""
+        """Like `CausalMemoryAttention.forward`; a window's weights run over its tokens, the current token last."""
         if self.config.memory_control != "sliding_window":
             return super().forward(hidden_states, carried, context)
         query, key, value = self.project(hidden_states, context)

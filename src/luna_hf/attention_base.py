@@ -172,7 +172,7 @@ def attend_heads(
     mask: KeyMask | Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `attend`, for states already split into heads.
+    """Like `attend`, for states already split into heads.
 
     Args:
         module: see `attend`.

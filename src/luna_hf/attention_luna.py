@@ -118,7 +118,7 @@ class LunaAttention(LunaProjections, MemoryAttention):
         return context._replace(carried_keep=slots, masks=masks)
 
     def write(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Memory:
-        """Pack (b, n, d) states with the packed states (b, l, d) of the previous layer, and return their update."""
+        """Pack (b, n, d) states into slots with the packed states (b, l, d), and update these for the next layer."""
         norm_first = self.config.norm_first
         packed_context, _ = self.pack_context(states, carried, context)
         slots = SlotMemory(*self.key_and_value(packed_context), context.masks.slots)

@@ -40,7 +40,7 @@ class CausalMemoryAttention(MemoryAttention):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `MemoryAttention.forward`; the weights run over the slots, (b, h, n, m)."""
+        """Like `MemoryAttention.forward`; the weights run over the slots, (b, h, n, m)."""
         cache = context.layer_cache(self.layer_idx)
         query, key, value = self.project(hidden_states, context)
         weights, normaliser = self.write_weights(hidden_states, carried, context)

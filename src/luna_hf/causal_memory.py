@@ -1,4 +1,4 @@
-"""Causal attention to a memory of slots, shared by Luna (Ma et al. 2021, section 3.3) and ABC (Peng et al. 2022, B.1).
+"""Causal attention to a memory of slots, as in Luna (Ma et al. 2021, section 3.3) and ABC (Peng et al. 2022).
 
 Token j adds its key and value to every slot with weights w_j in R^m; token t reads the slots with softmax attention,
 after it and all earlier tokens have written:
@@ -29,8 +29,8 @@ from .functional import SCAN_CHUNK, causal_scan, masked_softmax, scan_chunk
 #   "softmax"  the weights are logits, exponentiated and divided by their running sum (ABC-MLP, appendix B.1)
 NORMALISERS = ("steps", "none", "written", "total", "softmax")
 
-# Largest rise of a slot's running maximum within a chunk. Exponentials are relative to the chunk's last maximum, and
-# early tokens divide by theirs, twice in the gradient: e^(2 * 40) still fits in float32.
+# Largest rise of a slot's running maximum within a chunk. Exponentials are relative to the maximum at the chunk's end;
+# an earlier token divides by sums smaller by up to e^40, twice in the gradient, and e^80 still fits in float32.
 _LARGEST_RISE = 40.0
 # The running maximum before the first token. Finite, because the difference of two infinities is NaN.
 _LOWEST = -1e30
@@ -357,12 +357,12 @@ class _Block:
         return torch.stack([torch.zeros_like(second), second], dim=3).flatten(2, 4)
 
     def sum_slots(self, query: Tensor, key: Tensor) -> Tensor:
-        """As `_Leaves.sum_slots`."""
+        """Like `_Leaves.sum_slots`, for this level."""
         state = torch.matmul(self.halves(key)[0].transpose(-1, -2), self.writes)
         return self.join(torch.matmul(self.halves(query)[1], state) * self.reads)
 
     def sum_tokens(self, read: Tensor, value: Tensor) -> Tensor:
-        """As `_Leaves.sum_tokens`."""
+        """Like `_Leaves.sum_tokens`, for this level."""
         state = torch.matmul(self.writes.transpose(-1, -2), self.halves(value)[0])
         return self.join(torch.matmul(self.halves(read)[1] * self.reads, state))
 

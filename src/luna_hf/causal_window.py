@@ -12,7 +12,7 @@ from .state import MemoryCacheLayer
 def write_window(
     key: Tensor, value: Tensor, window: int, context: ForwardContext, cache: MemoryCacheLayer | None
 ) -> SlotMemory | WindowMemory:
-    """Return the memory that the new tokens read, their last `window` tokens, and update the cache.
+    """Return the window that the new tokens read, and update the cache with their keys and values.
 
     Args:
         key, value: (b, h, n, c) keys and values of the new tokens.
@@ -74,7 +74,7 @@ def _newest(key: Tensor, value: Tensor, real: Tensor, size: int) -> dict[str, Te
     """Return the last `size` real tokens of a queue followed by n new tokens.
 
     Args:
-        key, value: (b, h, size + n, c), real tokens before padding among the new ones.
+        key, value: (b, h, size + n, c), with padding at the end.
         real: (b, n) padding mask of the new tokens.
     """
     first = real.sum(1, keepdim=True)

@@ -22,8 +22,8 @@ class AbcConfig(BoundedMemoryConfig):
             of k-means, section 3.2), `"sliding_window"` (the `memory_size` tokens around each token, including itself,
             section 3.3), `"dilated"` (the same over every other token, appendix A.4), `"local_to_global"` (evenly
             spaced tokens, appendix A.1) and `"compressive"` (means of neighbouring tokens, appendix A.3). `"full"` is
-            ordinary softmax attention in quadratic time, for comparison. Decoders support `"mlp"`, `"linformer"` (whose
-            positions wrap around at the end of the matrix), `"random"` and `"sliding_window"` (the last `memory_size`
+            ordinary softmax attention in quadratic time, for comparison. Decoders support `"mlp"`, `"linformer"`
+            (positions wrap around at the end of the matrix), `"random"` and `"sliding_window"` (the last `memory_size`
             tokens).
         memory_size (`int`, defaults to 64):
             Number of slots `m` per head, or the window's length; ignored by `"full"`. Empty slots are never read.
@@ -57,7 +57,7 @@ class AbcConfig(BoundedMemoryConfig):
     cluster_iterations: int = 2
 
     def fixed_length(self) -> str | None:
-        """See the base class: Linformer's matrix has one column per position."""
+        """Like `BoundedMemoryConfig.fixed_length`; Linformer's matrix has one column per position."""
         if self.memory_control != "linformer":
             return None
         return "its control (`linformer`) has learned weights for every position, which cannot be extended"

@@ -86,11 +86,11 @@ class BoundedMemoryConfig(PreTrainedConfig):
         pad_token_id (`int`, defaults to 1), bos_token_id (`int`, defaults to 0), eos_token_id (`int`, defaults to 2):
             Special tokens, as in RoBERTa.
         tie_word_embeddings (`bool`, defaults to `True`):
-            Whether the language-modelling head shares its output matrix with the token embedding.
+            Whether the language modelling head shares its output matrix with the token embedding.
         is_decoder (`bool`, defaults to `False`):
             Whether the model is causal. Set automatically by the `...ForCausalLM` classes, see `as_decoder`.
         use_cache (`bool`, defaults to `True`):
-            Decoders only: whether to return the decoding state, except in training.
+            Decoders only: whether to return the decoding state by default, outside training.
         chunk_size_feed_forward (`int`, defaults to 0):
             Number of tokens that the feed-forward network processes at a time. By default (0), all at once in training,
             and in inference in blocks small enough to save memory.
@@ -179,7 +179,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         self._require("pad_token_id", lambda v: 0 <= v < self.vocab_size, f"in [0, vocab_size={self.vocab_size})")
 
     def fixed_length(self) -> str | None:
-        """Return the reason why extending the positions cannot make inputs longer, or `None` if it can."""
+        """Return the reason why the model cannot take longer inputs even with more positions, or `None` if it can."""
         return None
 
     def as_decoder(self) -> "BoundedMemoryConfig":
@@ -215,7 +215,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As `PreTrainedConfig.from_dict`, but misspelt names are dropped with a warning instead of an error.
+        """Like `PreTrainedConfig.from_dict`, but drop misspelt names with a warning instead of raising an error.
 
         Transformers saves every attribute ever set on a config, and the saved file must load again.
         """
@@ -231,7 +231,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
 
     @classmethod
     def _misspelt(cls, keywords: dict[str, Any]) -> dict[str, str]:
-        """Return the unknown names that closely resemble a field, and that field."""
+        """Map each unknown name that closely resembles a field to that field."""
         fields = list(cls.__dataclass_fields__)
         unknown = keywords.keys() - _LIBRARY_KEYWORDS - set(fields)
         known = [*fields, "num_labels"]

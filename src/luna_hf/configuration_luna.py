@@ -76,7 +76,7 @@ class LunaConfig(BoundedMemoryConfig):
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "LunaConfig":
-        """Return the config of an authors' model, `"base"`, `"base-2048"` or `"large"`, with overrides by keyword.
+        """Return a config of the authors, `"base"`, `"base-2048"` or `"large"`, with fields overridden by keyword.
 
         Raises:
             ValueError: `name` is unknown.

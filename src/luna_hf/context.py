@@ -22,7 +22,7 @@ class ForwardContext(NamedTuple):
     lengths: Tensor  # (b or 1, 1) long: number of real tokens of the row, including this pass
     angles: Tensor | None = None  # (b or 1, n, c / 2) rotary angles
     cache: Cache | None = None  # decoders only: a `state.MemoryCache`
-    carried_keep: Tensor | None = None  # (b, l) mask of the states that layers carry besides the tokens
+    carried_keep: Tensor | None = None  # (b, l) mask of the states carried alongside the tokens
     masks: Any = None  # the family's masks, in the attention backend's form
     options: dict[str, Any] = {}  # keyword arguments for the attention backend
 

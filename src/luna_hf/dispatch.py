@@ -58,7 +58,7 @@ SLOW_CPU_DTYPES = _slow_cpu_dtypes() if torch.backends.mkldnn.is_available() els
 
 
 def multiplies_in_float32(left: Tensor, right: Tensor) -> bool:
-    """Whether a product is faster in float32, as on a CPU that emulates the tensors' half-precision dtype."""
+    """Whether a product is faster in float32, because this CPU would emulate the tensors' half-precision dtype."""
     return left.device.type == "cpu" and left.dtype == right.dtype and left.dtype in SLOW_CPU_DTYPES
 
 

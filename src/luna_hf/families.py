@@ -1,4 +1,4 @@
-"""The table of model families, which `import luna_hf` exports and registers, and tests and benchmarks iterate over."""
+"""The table of model families: `import luna_hf` exports and registers them, tests and benchmarks iterate over them."""
 
 from dataclasses import dataclass
 from types import ModuleType

@@ -239,7 +239,7 @@ def sinusoids(num_positions: int, dim: int, padding_idx: int | None = None) -> T
 
 
 def sinusoids_at(positions: Tensor, dim: int) -> Tensor:
-    """Rows of the table of `sinusoids` for any positions: (...) long to (..., dim) float32."""
+    """Compute rows of the table of `sinusoids` for any positions: (...) long to (..., dim) float32."""
     half = dim // 2
     # float64, which MPS lacks: in float32 the error of an angle grows with the position.
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64

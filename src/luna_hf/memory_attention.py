@@ -18,7 +18,7 @@ from .memory_read import Memories, Views, read_memories
 
 
 class Memory(NamedTuple):
-    """A context that has been written."""
+    """The result of writing a context."""
 
     parts: Memories  # read together in one softmax
     carried: Tensor | None = None  # passed to the next layer alongside the tokens (Luna's packed states)

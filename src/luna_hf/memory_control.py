@@ -35,7 +35,7 @@ CONTROLS = (
     "compressive",
     "full",
 )
-# Strategies with a causal form, whose decoding state has constant size.
+# Strategies that also have a causal form, with a decoding state of constant size.
 CAUSAL_CONTROLS = ("mlp", "linformer", "random", "sliding_window")
 ACTIVATIONS = ("exp", "relu", "sigmoid")
 

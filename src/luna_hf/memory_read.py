@@ -119,7 +119,7 @@ def read_memories(
 
     Args:
         module: the calling module, as for `attend_heads`.
-        query: (b, h, n, c); for a window, from the tokens it was written from.
+        query: (b, h, n, c); if a memory is a window, the queries of its tokens.
         memories: the memories to read in one softmax.
         options: keyword arguments for the attention backend.
 

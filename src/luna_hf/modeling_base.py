@@ -60,7 +60,7 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
             module.initialise(self.config)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As `PreTrainedModel.save_pretrained`, plus the code that lets the Auto classes load without luna_hf."""
+        """Like `PreTrainedModel.save_pretrained`, plus the code that lets the Auto classes load without luna_hf."""
         # transformers registers only the saved class, but any head can be loaded from these files.
         self.config.auto_map = self.auto_map()
         super().save_pretrained(*args, **kwargs)
@@ -82,7 +82,7 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
     ) -> "BoundedMemoryPreTrainedModel":
         """Warm-start a model from a trained RoBERTa, XLM-R, CamemBERT, data2vec-text or BERT; needs the package.
 
-        The encoder's weights are kept, and in a masked-LM model the source's masked-LM head. Any other head, and the
+        The encoder's weights are kept, and so is the masked-LM head in a masked-LM model. Any other head, and the
         parameters that RoBERTa lacks, are newly initialised and logged. `luna_hf.warm_start.warm_start` takes the same
         arguments and also returns the report.
 
@@ -110,7 +110,7 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
 
 
 class BaseModelMixin:
-    """Common to a family's encoder and decoder: embeddings, layers and input validation."""
+    """Shared by a family's encoder and decoder: embeddings, layers and input validation."""
 
     _auto_class = "AutoModel"
     attention_class: type[MemoryAttention]
@@ -160,7 +160,7 @@ class BaseModelMixin:
         attention_mask: Tensor | None,
         with_past: bool = False,
     ) -> int:
-        """Check the shapes of the inputs and return their length; with a past, the mask may also cover earlier tokens.
+        """Check input shapes and return the length; `with_past`, the mask may also cover earlier tokens.
 
         Raises:
             ValueError: Not exactly one kind of input is given, it is empty, or the mask's shape does not match.
@@ -207,13 +207,13 @@ class BaseModelMixin:
 
 
 class HeadMixin:
-    """Common to all heads: a base model under `base_model_prefix`, and an output class."""
+    """Shared by all heads: a base model under `base_model_prefix`, and an output class."""
 
     base_model_class: type[nn.Module]
     output_class: type[ModelOutput]
     # Tied weights and their sources; `{}` stands for the family's `base_model_prefix`.
     tied_weights: dict[str, str] = {}
-    # Every loss divides by the `num_items_in_batch` that the Trainer then passes.
+    # Makes the Trainer pass `num_items_in_batch`, by which every loss here divides.
     accepts_loss_kwargs = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

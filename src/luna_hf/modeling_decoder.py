@@ -1,4 +1,4 @@
-"""The decoder shared by all families, with its decoding state, its language modelling head and its `generate` hooks."""
+"""The decoder shared by all families, with its decoding state, language modelling head and hooks for `generate`."""
 
 from typing import Any
 
@@ -120,7 +120,7 @@ class DecoderModelMixin(BaseModelMixin):
         """Validate the given cache; without one, create a new one if `use_cache`.
 
         Raises:
-            ValueError: The cache is no `MemoryCache`, or belongs to another model or batch size.
+            ValueError: The cache is not a `MemoryCache`, or was made for another model or batch size.
         """
         if past_key_values is None:
             return MemoryCache(self.config) if use_cache else None
@@ -259,7 +259,7 @@ class CausalLMMixin(HeadMixin):
 
 
 def check_mask_of_past(attention_mask: Tensor, length: int, cache: MemoryCache | None) -> None:
-    """Check that a mask which covers earlier tokens agrees with the state; skipped while tracing.
+    """Check that a mask over earlier and new tokens agrees with the state; skipped while tracing.
 
     Args:
         attention_mask: (b, n) or (b, seen + n).

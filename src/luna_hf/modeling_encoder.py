@@ -77,7 +77,7 @@ class EncoderModelMixin(BaseModelMixin):
                 `input_ids` is padding.
             token_type_ids: (b, n) segment ids, if the model has segment embeddings.
             position_ids: (b, n) rows of the position table; by default `pad_token_id + t` for the t-th real token (from
-                1). They do not affect memories that depend on token order, which use the order of the input.
+                1). Memories that depend on token order ignore them and use the order of the input.
             inputs_embeds: (b, n, d) token embeddings, instead of `input_ids`; before scaling, positions and LayerNorm.
             output_hidden_states, output_attentions, return_dict: keyword only. Attentions (eager only) are the read
                 weights: (b, h, n, m) over slots or window positions, or (b, h, n, n) for full attention. A family may
@@ -126,7 +126,7 @@ class EncoderModelMixin(BaseModelMixin):
         if length > limit:
             raise ValueError(
                 f"The input has {length} tokens, but the model accepts at most {limit} (`max_position_embeddings`). "
-                f"Truncate it with `tokenizer(..., truncation=True, max_length={limit})`, or use a longer model."
+                f"Use `tokenizer(..., truncation=True, max_length={limit})`, or a model with more positions."
             )
 
 
@@ -148,7 +148,7 @@ class MaskedLMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def initialise(self, config: BoundedMemoryConfig) -> None:
-        """Initialise the bias of the output layer, which transformers does not know."""
+        """Initialise the bias of the output layer, a parameter that transformers does not initialise."""
         init.zeros_(self.bias)
 
     def forward(self, states: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ class MaskedLMMixin(EncoderHeadMixin):
         return self.lm_head.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the output layer, whose bias is also the head's."""
+        """Replace the output layer, and the head's bias by the output layer's."""
         self.lm_head.decoder = new_embeddings
         self.lm_head.bias = new_embeddings.bias
 

@@ -48,7 +48,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class EndlessSinusoids(nn.Module):
-    """Sinusoidal positions computed on the fly, for decoders, whose inputs have no maximum length."""
+    """Sinusoidal positions computed on the fly, for decoders, which accept inputs of any length."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -189,11 +189,11 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaModelOutput:
-        """As `EncoderModelMixin.forward`; also takes `output_packed_hidden_states` and `output_pack_attentions`."""
+        """Like `EncoderModelMixin.forward`, with `output_packed_hidden_states` and `output_pack_attentions`."""
         return super().forward(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs)
 
     def check_keywords(self, keywords: dict[str, Any]) -> None:
-        """As `BaseModelMixin.check_keywords`; also requires eager attention for `output_pack_attentions`.
+        """Like `BaseModelMixin.check_keywords`; also requires eager attention for `output_pack_attentions`.
 
         Raises:
             ValueError: A keyword is misspelt or not supported.

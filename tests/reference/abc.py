@@ -1,8 +1,8 @@
-"""ABC, written out literally: one row, one head and one token at a time. Slow; shares no code with the package.
+"""A literal, slow reference of ABC: one row, one head and one token at a time. Shares no code with the package.
 
-Equation and section numbers are those of Peng et al. 2022 (arXiv 2110.02488). Tokens and slots count from 0. Every
-strategy is the list of its control vectors phi_i, (n, m) with one row for each token; only the windows, whose tokens
-leave the memory again, are written as a queue. A slot that no token writes is not read.
+Equations and sections are those of Peng et al. 2022 (arXiv 2110.02488); tokens and slots count from 0. A strategy is
+its control vectors phi_i, (n, m) with one row per token. Only the windows, whose tokens leave the memory again, are
+queues instead. A slot that no token has written is not read.
 """
 
 import math
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from .luna import linear
 
-# ---- memory: written and read ----
+# ---- writing and reading the memory ----
 
 
 def write(phi: Tensor, states: Tensor) -> Tensor:
-    """Eq. 3: sum_i phi_i (x) s_i, of (n, m) and (n, c): the memory (m, c)."""
+    """Eq. 3: the memory sum_i phi_i (x) s_i, from (n, m) and (n, c) to (m, c)."""
     memory = torch.zeros(phi.shape[1], states.shape[1], dtype=states.dtype)
     for control, state in zip(phi, states, strict=True):
         memory = memory + torch.outer(control, state)
@@ -25,7 +25,7 @@ def write(phi: Tensor, states: Tensor) -> Tensor:
 
 
 def read(query: Tensor, keys: Tensor, values: Tensor, used: list[bool]) -> tuple[Tensor, Tensor]:
-    """Eq. 4: softmax(K~ q / sqrt(c))^T V~ over the used slots of (m, c); and the weights (m,)."""
+    """Eq. 4: softmax(K~ q / sqrt(c))^T V~ over the used slots, (c,), and the weights (m,)."""
     places = [j for j in range(len(used)) if used[j]]
     if not places:
         return 0 * query, torch.zeros(len(used), dtype=query.dtype)
@@ -39,7 +39,7 @@ def read(query: Tensor, keys: Tensor, values: Tensor, used: list[bool]) -> tuple
 
 
 def standard_basis(slots: list[int | None], m: int) -> Tensor:
-    """Row i is the unit vector e_{slots[i]}, or zero where that is `None`."""
+    """Return a matrix whose row i is the unit vector e_{slots[i]}, or zero if `slots[i]` is `None`."""
     phi = torch.zeros(len(slots), m, dtype=torch.float64)
     for i, slot in enumerate(slots):
         if slot is not None:
@@ -48,12 +48,12 @@ def standard_basis(slots: list[int | None], m: int) -> Tensor:
 
 
 def full(n: int) -> Tensor:
-    """Eq. 2: phi_i = e_i, a slot for every token, which makes eq. 4 the softmax attention of eq. 1."""
+    """Eq. 2: phi_i = e_i, one slot per token, which turns eq. 4 into the softmax attention of eq. 1."""
     return standard_basis(list(range(n)), n)
 
 
 def mlp(x: Tensor, matrix: Tensor, activation: str = "exp") -> Tensor:
-    """Eq. 7: alpha_i = exp(W x_i), phi_i = alpha_i / sum_j alpha_j, element by element. Table 8: relu and sigmoid."""
+    """Eq. 7: alpha_i = exp(W x_i), phi_i = alpha_i / sum_j alpha_j, elementwise. Table 8: relu and sigmoid."""
     functions = {
         "exp": torch.exp,
         "relu": lambda z: torch.where(z > 0, z, torch.zeros_like(z)),
@@ -70,35 +70,35 @@ def linformer(n: int, matrix: Tensor) -> Tensor:
 
 
 def random(slots: list[int], m: int) -> Tensor:
-    """Appendix A.2: phi_i = e_j, j being drawn for each i. Takes the draw."""
+    """Appendix A.2: phi_i = e_j with a random j for each i; `slots` is the draw."""
     return standard_basis(slots, m)
 
 
 def global_tokens(n: int, m: int) -> list[int]:
-    """The tokens that appendix A.1 leaves to "some heuristic": m spread evenly from the first one on; all of a few."""
+    """The choice that appendix A.1 leaves to "some heuristic": m evenly spaced tokens from the first, or all n <= m."""
     return [j * n // m for j in range(m)] if n > m else list(range(n))
 
 
 def local_to_global(n: int, m: int) -> Tensor:
-    """Appendix A.1: phi_i = e_j if token i is the j-th global one, else 0."""
+    """Appendix A.1: phi_i = e_j if token i is the j-th global token, else 0."""
     chosen = global_tokens(n, m)
     return standard_basis([chosen.index(i) if i in chosen else None for i in range(n)], m)
 
 
 def compressive(n: int, m: int) -> Tensor:
-    """Eq. 8: phi_i = e_floor(i / c) / c, c = n / m. Not whole: 1 / (tokens of the slot); c = 1 where n < m."""
+    """Eq. 8: phi_i = e_floor(i / c) / c, c = n / m; for fractional c, divided by the slot's tokens; c = 1 if n < m."""
     c = max(n / m, 1)
     phi = standard_basis([math.floor(i * m / n) if c > 1 else i for i in range(n)], m)
     return phi / phi.sum(0).clamp(min=1)
 
 
 def nearest(keys: Tensor, centroids: Tensor) -> list[int]:
-    """The index of the nearest centroid of every key; the first of equal ones."""
+    """Return the index of each key's nearest centroid, the first one in a tie."""
     return [min(range(len(centroids)), key=lambda j: float(((key - centroids[j]) ** 2).sum())) for key in keys]
 
 
 def k_means(keys: Tensor, m: int, iterations: int) -> Tensor:
-    """The binary membership M (n, m) of eq. 6: Lloyd's algorithm on keys (n, c), from those of evenly spread tokens."""
+    """The binary membership M (n, m) of eq. 6: Lloyd's algorithm on keys (n, c), started at evenly spaced tokens."""
     keys = keys.detach()
     centroids = keys[global_tokens(len(keys), m)].clone()
     slots = nearest(keys, centroids)
@@ -126,9 +126,9 @@ def clusters(membership: Tensor) -> Tensor:
 
 
 def queue(states: Tensor, m: int, steps: int) -> list[Tensor]:
-    """Section 3.3: S~_t = U S~_{t-1} + e_m (x) s_t, U ones above the diagonal: the memory (m, c) after every step.
+    """Section 3.3: S~_t = U S~_{t-1} + e_m (x) s_t, with U the shift matrix; the memory (m, c) after each step.
 
-    Steps beyond the last state push nothing.
+    Steps beyond the last state only shift.
     """
     shift = torch.diag(torch.ones(m - 1, dtype=states.dtype), 1)
     newest = standard_basis([m - 1], m)[0]
@@ -142,7 +142,7 @@ def queue(states: Tensor, m: int, steps: int) -> list[Tensor]:
 
 
 def window(query: Tensor, key: Tensor, value: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Every token attends to m tokens around it: m // 2 before, itself, the rest after. (n, c), and weights (n, m)."""
+    """Each token attends to m tokens: m // 2 before it, itself, the rest after; (n, c), and weights (n, m)."""
     n, before = len(query), m // 2
     outputs, weights = [], []
     for t in range(n):
@@ -156,7 +156,7 @@ def window(query: Tensor, key: Tensor, value: Tensor, m: int) -> tuple[Tensor, T
 
 
 def dilated_window(query: Tensor, key: Tensor, value: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Eq. 9 and appendix A.4: two queues, one of the even and one of the odd tokens; a token reads its own one."""
+    """Eq. 9 and appendix A.4: separate windows over even and odd tokens; a token reads the window of its parity."""
     n = len(query)
     outputs, weights = [None] * n, [None] * n
     for parity in (0, 1):
@@ -173,7 +173,7 @@ def dilated_window(query: Tensor, key: Tensor, value: Tensor, m: int) -> tuple[T
 
 
 def controls(x: Tensor, key: Tensor, config: SimpleNamespace, matrix: Tensor | None, slots: list[int] | None) -> Tensor:
-    """phi of one head: x (n, d), its keys (n, c), its own rows of the control's matrix, and the random draw."""
+    """phi of one head, from x (n, d), its keys (n, c), its rows of the control matrix, and the random draw."""
     n, m = len(x), config.memory_size
     strategies = {
         "full": lambda: full(n),
@@ -198,15 +198,15 @@ def attention(
     """Multi-head ABC on one row without padding.
 
     Args:
-        weights: of query, key and value, under these names.
-        x: (n, d), what reads.
+        weights: the parameters of query, key and value, by name.
+        x: (n, d) states that read.
         config: fields of `AbcConfig`.
         control: the learned matrix, (h * m, d) or (h * m, N).
-        slots: the random draw, a slot for every token of the context.
-        context: (any, d), what is written; x itself (self-attention) unless given.
+        slots: the random draw, one slot per token of the context.
+        context: (any, d) states to write; x (self-attention) by default.
 
     Returns:
-        (n, d), heads side by side, without output projection; and the weights (h, n, m), 0 for what is not read.
+        The concatenated heads (n, d) before the output projection, and the weights (h, n, m), 0 where nothing is read.
     """
     context = x if context is None else context
     query = linear(weights, "query", x)

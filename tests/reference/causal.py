@@ -1,8 +1,8 @@
-"""Causal attention to a memory, written out literally, token by token. Slow; shares no code with the package.
+"""A literal, slow reference of causal attention to a memory, token by token. Shares no code with the package.
 
-Rows have no padding here: a padded row must equal the row alone. States have any leading dimensions (rows, heads), then
-tokens, then a size. Section and equation numbers: Luna is Ma et al. 2021 (arXiv 2106.01540), ABC is Peng et al. 2022
-(arXiv 2110.02488).
+Rows have no padding, because a padded row must give the same results as the row alone. States are (..., n, c) with any
+leading dimensions. Sections and equations are those of Ma et al. 2021 (Luna, arXiv 2106.01540) and of Peng et al. 2022
+(ABC, arXiv 2110.02488).
 """
 
 import math
@@ -16,17 +16,17 @@ from .luna import gelu, key_value, layer_norm, linear
 
 
 def outer(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right for vectors (..., p) and (..., r): (..., p, r)."""
+    """left^T right, (..., p) and (..., r) to (..., p, r)."""
     return left.unsqueeze(-1) * right.unsqueeze(-2)
 
 
 def apply(vector: Tensor, matrix: Tensor) -> Tensor:
-    """vector matrix, (..., p) and (..., p, r): (..., r)."""
+    """vector matrix, (..., p) and (..., p, r) to (..., r)."""
     return (vector.unsqueeze(-1) * matrix).sum(-2)
 
 
 def scan(x: Tensor, y: Tensor, z: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Luna eq. 8 without its 1/t: out_t = x_t (state + sum_{j<=t} y_j^T z_j), (..., n, r); and the last sum."""
+    """Luna eq. 8 without the 1/t: out_t = x_t (state + sum_{j<=t} y_j^T z_j), (..., n, r), and the final sum."""
     total = torch.zeros_like(outer(y[..., 0, :], z[..., 0, :])) if state is None else state
     outputs = []
     for t in range(x.shape[-2]):
@@ -36,7 +36,7 @@ def scan(x: Tensor, y: Tensor, z: Tensor, state: Tensor | None = None) -> tuple[
 
 
 def softmax(logits: Tensor, used: Tensor | None = None) -> Tensor:
-    """Over the last dimension among the used entries; zeros where there are none."""
+    """Softmax over the used entries of the last dimension; zeros if none is used."""
     if used is None:
         used = torch.ones_like(logits, dtype=torch.bool)
     used = used.expand(logits.shape)
@@ -47,14 +47,14 @@ def softmax(logits: Tensor, used: Tensor | None = None) -> Tensor:
 
 
 def read(query: Tensor, keys: Tensor, values: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """ABC eq. 4: one query (..., c) reads slots (..., m, c) and (..., m, c); the output, and the weights (..., m)."""
+    """ABC eq. 4: a query (..., c) reads keys and values (..., m, c); the output (..., c) and weights (..., m)."""
     logits = (keys * query.unsqueeze(-2)).sum(-1) / math.sqrt(query.shape[-1])
     weights = softmax(logits, used)
     return apply(weights, values), weights
 
 
 def stack(steps: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Outputs and weights of all tokens."""
+    """Stack the outputs and the weights of all tokens."""
     outputs, weights = zip(*steps, strict=True)
     return torch.stack(outputs, dim=-2), torch.stack(weights, dim=-2)
 
@@ -63,14 +63,14 @@ def stack(steps: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def omega(logits: Tensor, activation: str) -> Tensor:
-    """Softplus with beta = ln 2, which is log2(1 + 2^z); or elu + 1."""
+    """Softplus with beta = ln 2, that is log2(1 + 2^z); or elu + 1."""
     if activation == "softplus":
         return torch.logaddexp2(logits, torch.zeros_like(logits))
     return torch.where(logits > 0, logits + 1, torch.exp(torch.where(logits > 0, 0.0, logits)))
 
 
 def luna(query: Tensor, key: Tensor, value: Tensor, pack: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """From A_pack (..., n, l): outputs (..., n, c) and A_unpack (..., n, l); `slots` (..., l) may be read."""
+    """Outputs (..., n, c) and A_unpack (..., n, l) from A_pack (..., n, l); `slots` (..., l) masks the slots."""
     keys = values = torch.zeros_like(outer(pack[..., 0, :], key[..., 0, :]))
     steps = []
     for t in range(query.shape[-2]):
@@ -84,7 +84,7 @@ def luna(query: Tensor, key: Tensor, value: Tensor, pack: Tensor, slots: Tensor 
 
 
 def recurrence(query: Tensor, key: Tensor, value: Tensor, phi: Tensor, unwritten: bool) -> tuple[Tensor, Tensor]:
-    """Section 2: K~_t = K~_{t-1} + phi_t (x) k_t. `unwritten` tells whether slots without a token are read."""
+    """Section 2: K~_t = K~_{t-1} + phi_t (x) k_t; `unwritten` is whether slots without a token are read."""
     keys = values = torch.zeros_like(outer(phi[..., 0, :], key[..., 0, :]))
     steps = []
     for t in range(query.shape[-2]):
@@ -96,13 +96,13 @@ def recurrence(query: Tensor, key: Tensor, value: Tensor, phi: Tensor, unwritten
 
 
 def linformer(query: Tensor, key: Tensor, value: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Section 3.1: phi_t is column t of a learned matrix (..., m, N), and column t - N from there on."""
+    """Section 3.1: phi_t is column t mod N of a learned matrix (..., m, N)."""
     columns = [matrix[..., t % matrix.shape[-1]] for t in range(query.shape[-2])]
     return recurrence(query, key, value, torch.stack(columns, dim=-2), unwritten=True)
 
 
 def random(query: Tensor, key: Tensor, value: Tensor, slots: list[int], m: int) -> tuple[Tensor, Tensor]:
-    """Appendix A.2: phi_t = e_j, j being drawn for each t. Takes the draw."""
+    """Appendix A.2: phi_t = e_j with a random j for each t; `slots` is the draw."""
     phi = torch.zeros(*query.shape[:-1], m, dtype=query.dtype)
     for t, slot in enumerate(slots):
         phi[..., t, slot] = 1
@@ -112,7 +112,7 @@ def random(query: Tensor, key: Tensor, value: Tensor, slots: list[int], m: int) 
 def mlp(query: Tensor, key: Tensor, value: Tensor, logits: Tensor, activation: str = "exp") -> tuple[Tensor, Tensor]:
     """Eq. 7 with the sums of appendix B.1: token t reads sum_{j<=t} alpha_j (x) k_j / sum_{j<=t} alpha_j.
 
-    The quotients are taken anew for every t, from logarithms where there are, so that nothing overflows.
+    The quotients are recomputed for each t, in log space where possible, so that nothing overflows.
     """
     steps = []
     for t in range(query.shape[-2]):
@@ -132,7 +132,7 @@ def mlp(query: Tensor, key: Tensor, value: Tensor, logits: Tensor, activation: s
 
 
 def sliding_window(query: Tensor, key: Tensor, value: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Section 3.3: a queue of the last m tokens, the token itself the last of them; the weights are (..., n, m)."""
+    """Section 3.3: each token reads a queue of the last m tokens, ending with itself; the weights are (..., n, m)."""
     steps = []
     for t in range(query.shape[-2]):
         first = max(0, t + 1 - m)
@@ -146,13 +146,13 @@ def sliding_window(query: Tensor, key: Tensor, value: Tensor, m: int) -> tuple[T
 
 
 def heads(states: Tensor, num_heads: int) -> Tensor:
-    """(n, d) to (h, n, c)."""
+    """Split (n, d) into heads (h, n, c)."""
     size = states.shape[-1] // num_heads
     return torch.stack([states[:, h * size : (h + 1) * size] for h in range(num_heads)])
 
 
 def rotate(states: Tensor) -> Tensor:
-    """RoFormer eq. 15 for (h, n, c): entries i and i + c/2 of token t, as a complex number, times e^(i t theta_i)."""
+    """RoFormer eq. 15 for (h, n, c): rotate entries i and i + c/2 of token t by the angle t theta_i."""
     half = states.shape[-1] // 2
     turned = torch.empty_like(states)
     for t in range(states.shape[-2]):
@@ -165,13 +165,13 @@ def rotate(states: Tensor) -> Tensor:
 
 
 def sinusoid(position: int, dim: int) -> list[float]:
-    """First half sines, second half cosines of position * 10000^(-i / (d/2 - 1))."""
+    """Sines, then cosines, of position * 10000^(-i / (d/2 - 1))."""
     angles = [position * 10000 ** (-i / (dim // 2 - 1)) for i in range(dim // 2)]
     return [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
 
 
 def convolution(taps: Tensor, states: Tensor) -> Tensor:
-    """out_t = sum_j w_j * x_{t + j - (k - 1)}, channel by channel, of (d, k) and (n, d); zeros come before."""
+    """Causal depthwise convolution out_t = sum_j w_j * x_{t + j - (k - 1)} of taps (d, k) and states (n, d)."""
     out = []
     for t in range(states.shape[0]):
         total = torch.zeros_like(states[0])
@@ -184,7 +184,7 @@ def convolution(taps: Tensor, states: Tensor) -> Tensor:
 
 
 def project(weights: dict, own: str, x: Tensor, config: SimpleNamespace) -> list[Tensor]:
-    """Query, key and value (h, n, c) of one layer on (n, d), the first two turned where positions are rotary."""
+    """Query, key and value (h, n, c) of a layer with input (n, d); query and key rotated if positions are rotary."""
     sides = linear(weights, f"{own}.query", x), *key_value(weights, own, x)
     query, key, value = (heads(side, config.num_attention_heads) for side in sides)
     if config.position_embedding_type == "rotary":
@@ -195,7 +195,7 @@ def project(weights: dict, own: str, x: Tensor, config: SimpleNamespace) -> list
 def attend_luna(
     weights: dict, own: str, index: int, x: Tensor, states: list[Tensor], config: SimpleNamespace
 ) -> Tensor:
-    """Luna's layer; see `decode_row`."""
+    """Luna's attention, as `mechanism` of `decode_row`."""
     query = heads(linear(weights, f"{own}.pack.query", weights[f"{own}.pack.slots"]), config.num_attention_heads)
     key = heads(linear(weights, f"{own}.pack.key", x), config.num_attention_heads)
     logits = key @ query.transpose(-1, -2) / math.sqrt(key.shape[-1])
@@ -211,7 +211,7 @@ def attend_abc(
     config: SimpleNamespace,
     draw: Callable[[Tensor, int, int], Tensor],
 ) -> Tensor:
-    """ABC's layer; see `decode_row`. `draw` takes places (1, n), the number of slots and a seed, and gives slots."""
+    """ABC's attention, as `mechanism` of `decode_row`; `draw` maps ranks (1, n), number of slots and seed to slots."""
     m = config.memory_size
     if config.memory_control == "sliding_window":
         return sliding_window(*states, m)[0]
@@ -228,12 +228,12 @@ def attend_abc(
 def decode_row(
     weights: dict, token_ids: list[int], config: SimpleNamespace, mechanism: Callable[..., Tensor]
 ) -> Tensor:
-    """A causal model on one row: logits (n, vocab_size).
+    """Logits (n, vocab_size) of a causal model for one row.
 
     Args:
-        weights: under the names of the base model, and `lm_head`.
-        mechanism: the attention of a family (h, n, c), from the weights, the name of the attention and the index of its
-            layer, its input (n, d), query, key and value (h, n, c) with their positions, and the config.
+        weights: parameters under the base model's names, and `lm_head`.
+        mechanism: the family's attention, which returns (h, n, c) given the weights, the attention's name, its layer's
+            index, its input (n, d), query, key and value (h, n, c) after rotation, and the config.
     """
     eps = config.layer_norm_eps
     x = torch.stack([weights["embeddings.word_embeddings.weight"][i] for i in token_ids])

@@ -1,6 +1,6 @@
-"""GPT-2's byte-level BPE and fairseq's dictionary, written out literally: one pair at a time. Slow.
+"""A literal, slow reference of GPT-2's byte-level BPE and fairseq's dictionary, merging one pair at a time.
 
-The BPE is that of Radford et al. 2019 (section 2.2); the expression that cuts a text into words was published with it.
+The BPE is that of Radford et al. 2019 (section 2.2); the regular expression that splits words is from their code.
 """
 
 import json
@@ -13,7 +13,7 @@ WORD = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N
 
 
 def character_of(byte: int) -> str:
-    """A printable byte stands for itself; the n-th of the others (a blank among them) is the character 256 + n."""
+    """Map printable bytes to themselves, and the n-th of the others (the space included) to character 256 + n."""
 
     def is_printable(value: int) -> bool:
         return ord("!") <= value <= ord("~") or ord("¡") <= value <= ord("¬") or ord("®") <= value <= ord("ÿ")
@@ -24,7 +24,7 @@ def character_of(byte: int) -> str:
 
 
 class Gpt2Bpe:
-    """The BPE of a folder with vocab.json and merges.txt, or encoder.json and vocab.bpe."""
+    """BPE from a folder with vocab.json and merges.txt, or encoder.json and vocab.bpe."""
 
     def __init__(self, folder: Path) -> None:
         vocab, merges = folder / "vocab.json", folder / "merges.txt"
@@ -35,7 +35,7 @@ class Gpt2Bpe:
         self.ranks = {tuple(line.split(" ")): rank for rank, line in enumerate(lines) if line}
 
     def pieces(self, word: str) -> list[str]:
-        """Merge the pair of the lowest rank, all its occurrences from the left, until no pair has a rank."""
+        """Merge all occurrences of the pair with the lowest rank, left to right, until no pair has a rank."""
         parts = [character_of(byte) for byte in word.encode("utf-8")]
         while True:
             pairs = [pair for pair in pairwise(parts) if pair in self.ranks]
@@ -52,12 +52,12 @@ class Gpt2Bpe:
             parts = merged
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the BPE, no special tokens."""
+        """Return BPE ids without special tokens."""
         return [self.ids[piece] for word in WORD.findall(text) for piece in self.pieces(word)]
 
 
 class FairseqEncoder:
-    """Text to the rows of a fairseq model: the BPE's ids are looked up in the dictionary as decimal symbols."""
+    """Encode text as embedding rows of a fairseq model: BPE ids are looked up in the dictionary as decimal strings."""
 
     def __init__(self, bpe: Gpt2Bpe, lines: list[str]) -> None:
         self.bpe = bpe
@@ -67,22 +67,22 @@ class FairseqEncoder:
         self.rows.setdefault("<mask>", len(self.rows))
 
     def row(self, symbol: str) -> int:
-        """The row of a symbol, or that of <unk>."""
+        """Return the row of a symbol, or that of <unk>."""
         return self.rows.get(symbol, self.rows["<unk>"])
 
     def words(self, text: str) -> list[int]:
-        """Rows of a text, no special tokens."""
+        """Return the rows of a text without special tokens."""
         return [self.row(str(index)) for index in self.bpe.encode(text)]
 
     def encode(self, text: str, *more: str) -> list[int]:
-        """`<s> text </s>`, and `</s> text </s>` for each further text."""
+        """Encode `<s> text </s>`, followed by `</s> text </s>` for each additional text."""
         rows = [self.row("<s>"), *self.words(text), self.row("</s>")]
         for other in more:
             rows += [self.row("</s>"), *self.words(other), self.row("</s>")]
         return rows
 
     def encode_masked(self, text: str) -> list[int]:
-        """A text with `<mask>` in it: what stands between is encoded by itself, without blanks at its end."""
+        """Encode a text with `<mask>` tokens; the parts between are stripped at the end and encoded separately."""
         rows = [self.row("<s>")]
         for place, part in enumerate(text.split("<mask>")):
             rows += [self.row("<mask>")] if place else []

@@ -1,6 +1,6 @@
-"""Luna, written out literally: one row, one head and one query at a time. Slow; shares no code with the package.
+"""A literal, slow reference of Luna: one row, one head and one query at a time. Shares no code with the package.
 
-Equation numbers are those of Ma et al. 2021 (arXiv 2106.01540). Weights come as a dict under the names of `LunaModel`.
+Equations are those of Ma et al. 2021 (arXiv 2106.01540). Weights are a dict with the parameter names of `LunaModel`.
 """
 
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def softmax_read(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Eq. 1 for one query (c,) over keys and values (k, c)."""
+    """Eq. 1 for one query (c,), given keys and values (k, c)."""
     if keys.shape[0] == 0:
         return torch.zeros_like(query)
     logits = torch.stack([query @ key / math.sqrt(query.shape[0]) for key in keys])
@@ -21,7 +21,7 @@ def softmax_read(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, num_heads: int) -> Tensor:
-    """Multi-head attention of (q, d) over (k, d), heads side by side; no output projection."""
+    """Multi-head attention of (q, d) over (k, d), heads concatenated, without output projection."""
     size = queries.shape[-1] // num_heads
     heads = []
     for h in range(num_heads):
@@ -36,7 +36,7 @@ def linear(weights: dict, name: str, states: Tensor) -> Tensor:
 
 
 def layer_norm(weights: dict, name: str, states: Tensor, eps: float) -> Tensor:
-    """LayerNorm of each vector; the identity if the model has none of that name."""
+    """LayerNorm over the last dimension; the identity if the model has no LayerNorm of that name."""
     if f"{name}.weight" not in weights:
         return states
     mean = states.mean(-1, keepdim=True)
@@ -50,7 +50,7 @@ def gelu(states: Tensor) -> Tensor:
 
 
 def key_value(weights: dict, name: str, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values: two matrices, or one for both (tied)."""
+    """Keys and values, from two matrices or one shared matrix."""
     if f"{name}.key_value.weight" in weights:
         both = linear(weights, f"{name}.key_value", states)
         return both, both
@@ -58,7 +58,7 @@ def key_value(weights: dict, name: str, states: Tensor) -> tuple[Tensor, Tensor]
 
 
 def convolution(weights: dict, name: str, states: Tensor) -> Tensor:
-    """out_t = sum_j w_j * x_{t + j - k // 2}, channel by channel, zero outside."""
+    """Depthwise convolution out_t = sum_j w_j * x_{t + j - k // 2}, with zeros beyond the ends."""
     taps = weights[f"{name}.weight"]  # (d, k)
     out = []
     for t in range(states.shape[0]):
@@ -72,9 +72,9 @@ def convolution(weights: dict, name: str, states: Tensor) -> Tensor:
 
 
 def layer(weights: dict, name: str, x: Tensor, p: Tensor, used: int, config: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """One layer on one row without padding: x (n, d), p (l, d); only the first `used` slots may be unpacked.
+    """One layer on one row without padding: x (n, d), p (l, d); only the first `used` slots are unpacked.
 
-    Eq. 4 (pack), Eq. 5 (unpack), Eq. 6 (residuals and norms).
+    Eq. 4 (pack), eq. 5 (unpack), eq. 6 (residuals and norms).
     """
     eps, own = config.layer_norm_eps, f"{name}.attention.self"
     norm_a, norm_p, norm_f = (
@@ -103,7 +103,7 @@ def layer(weights: dict, name: str, x: Tensor, p: Tensor, used: int, config: Sim
 
 
 def sinusoid(position: int, dim: int) -> Tensor:
-    """First half sines, second half cosines of position * 10000^(-i / (d/2 - 1)), as stored: rounded to float32."""
+    """Sines, then cosines, of position * 10000^(-i / (d/2 - 1)), rounded to float32 as the model stores them."""
     half = dim // 2
     angles = [position * 10000 ** (-i / (half - 1)) for i in range(half)]
     values = [math.sin(a) for a in angles] + [math.cos(a) for a in angles] + [0.0] * (dim - 2 * half)
@@ -111,7 +111,7 @@ def sinusoid(position: int, dim: int) -> Tensor:
 
 
 def encode_row(weights: dict, token_ids: list[int], config: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """The whole encoder on one row without padding: token states (n, d) and packed states (l, d)."""
+    """Token states (n, d) and packed states (l, d) of the whole encoder for one row without padding."""
     n, slots = len(token_ids), config.projection_length
     used = min(n, slots) if config.dynamic_projection else slots
     x = torch.stack([weights["embeddings.word_embeddings.weight"][i] for i in token_ids])
@@ -127,7 +127,7 @@ def encode_row(weights: dict, token_ids: list[int], config: SimpleNamespace) -> 
         x = x + weights["embeddings.token_type_embeddings.weight"][0]
     x = layer_norm(weights, "embeddings.LayerNorm", x, config.layer_norm_eps)
     p = layer_norm(weights, "packed_embeddings.LayerNorm", p, config.layer_norm_eps)
-    # A slot that the row has no use for starts as zero; it is packed into, but never read.
+    # Unused slots start as zero; they are packed, but never read.
     p = torch.cat([p[:used], torch.zeros_like(p[used:])])
     for i in range(config.num_hidden_layers):
         x, p = layer(weights, f"encoder.layer.{i}", x, p, used, config)

@@ -1,4 +1,4 @@
-"""The toy's encoder against the literal definition in float64: outputs and gradients of padded rows."""
+"""Compares the toy encoder's attention on padded rows with its reference in float64, gradients included."""
 
 import torch
 from helpers import normal_states, tiny_model

@@ -1,4 +1,4 @@
-"""A toy mechanism in encoders: a slot is a mean of the tokens, and those near the slot's centre count for more.
+"""Encoder attention of the toy mechanism: a slot is a mean over the tokens, weighted by closeness to its centre c_s.
 
 w_js = 1 / (1 + |x_j - c_s|^2 / c),  K_s = sum_j w_js k_j / sum_j w_js,  V_s = sum_j w_js v_j / sum_j w_js
 """
@@ -16,13 +16,13 @@ from .memory_read import SlotMemory
 
 
 def closeness(states: Tensor, centres: Tensor) -> Tensor:
-    """w of (b, n, d) states and the centres (h, m, c): (b, h, n, m)."""
+    """Compute w (b, h, n, m) from states (b, n, d) and centres (h, m, c)."""
     difference = split_heads(states, centres.shape[0]).unsqueeze(-2) - centres.unsqueeze(-3)
     return 1 / (1 + difference.square().mean(-1))
 
 
 def weighted_means(weights: Tensor, states: Tensor, keep: Tensor | None) -> Tensor:
-    """Means (b, h, m, c) of (b, h, n, c) states with weights (b, h, n, m); zeros where no token is kept."""
+    """Weighted means (b, h, m, c) of (b, h, n, c) states with weights (b, h, n, m); zeros if no token is kept."""
     if keep is not None:
         weights = weights.masked_fill(~keep[:, None, :, None], 0.0)
     total = weights.sum(2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
@@ -30,7 +30,7 @@ def weighted_means(weights: Tensor, states: Tensor, keep: Tensor | None) -> Tens
 
 
 class ToySlots(MemoryAttention):
-    """An attention whose slots have centres, in encoders and decoders."""
+    """Attention with one learned centre per slot, for encoders and decoders."""
 
     def __init__(self, config: ToyConfig, layer_idx: int = 0) -> None:
         super().__init__(config, layer_idx)
@@ -38,14 +38,14 @@ class ToySlots(MemoryAttention):
         self.centres = nn.Parameter(torch.empty(config.num_attention_heads, config.num_slots, size))
 
     def initialise(self, config: ToyConfig) -> None:
-        """As far from each other as normed states."""
+        """Initialise the centres at the scale of normed states."""
         init.normal_(self.centres)
 
 
 class ToyAttention(ToySlots):
-    """The slots are written with all tokens."""
+    """Encoder attention: all tokens write the slots."""
 
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
-        """The slots' keys and values."""
+        """Write the slots' keys and values."""
         weights, parts = closeness(states, self.centres), self.key_and_value(states)
         return Memory([SlotMemory(*(weighted_means(weights, part, context.keep) for part in parts))], carried)

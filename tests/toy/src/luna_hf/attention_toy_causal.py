@@ -1,4 +1,4 @@
-"""The toy mechanism from left to right: both sums run over the token itself and those before it."""
+"""Causal attention of the toy mechanism: sums run up to and including the current token."""
 
 from torch import Tensor
 
@@ -8,10 +8,10 @@ from .context import ForwardContext
 
 
 class ToyCausalAttention(ToySlots, CausalMemoryAttention):
-    """The slots are written token by token."""
+    """Causal attention: the tokens write the slots one after another."""
 
     def write_weights(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:
-        """w, and that sums are divided by the sum of w."""
+        """Return w and its normaliser: sums are divided by the running sum of w."""
         return closeness(hidden_states, self.centres), "total"

@@ -8,11 +8,11 @@ from .configuration_base import BoundedMemoryConfig
 @strict
 class ToyConfig(BoundedMemoryConfig):
     r"""
-    Configuration of the toy models. Besides the fields of all families (see `BoundedMemoryConfig`):
+    Configuration of the toy models. In addition to the fields of all families (see `BoundedMemoryConfig`):
 
     Args:
         num_slots (`int`, defaults to 64):
-            Number of slots of every head.
+            Number of slots per head.
     """
 
     model_type = "toy"
@@ -22,7 +22,7 @@ class ToyConfig(BoundedMemoryConfig):
     num_slots: int = 64
 
     def validate_values(self) -> None:
-        """Check every field; runs at construction and again when the config is saved."""
+        """Validate every field, at construction and again when the config is saved."""
         super().validate_values()
         self._require("num_slots", lambda value: value >= 1, "at least 1")
 

@@ -1,4 +1,4 @@
-"""Toy encoders: the arithmetic is in `attention_toy.py`."""
+"""Toy encoders; the attention is in `attention_toy.py`."""
 
 from .attention_toy import ToyAttention
 from .configuration_toy import ToyConfig
@@ -14,7 +14,7 @@ from .modeling_encoder import (
 
 
 class ToyPreTrainedModel(BoundedMemoryPreTrainedModel):
-    """What all toy models share."""
+    """Base class of the toy encoders."""
 
     config: ToyConfig
     base_model_prefix = "toy"
@@ -27,31 +27,31 @@ class ToyModel(EncoderModelMixin, ToyPreTrainedModel):
 
 
 class ToyForMaskedLM(MaskedLMMixin, ToyPreTrainedModel):
-    """The toy with a masked language modelling head."""
+    """The toy encoder with a masked language modelling head."""
 
     base_model_class = ToyModel
 
 
 class ToyForSequenceClassification(SequenceClassificationMixin, ToyPreTrainedModel):
-    """The toy with a sequence classification or regression head."""
+    """The toy encoder with a sequence classification or regression head."""
 
     base_model_class = ToyModel
 
 
 class ToyForMultipleChoice(MultipleChoiceMixin, ToyPreTrainedModel):
-    """The toy with a head that scores choices."""
+    """The toy encoder with a multiple-choice head."""
 
     base_model_class = ToyModel
 
 
 class ToyForTokenClassification(TokenClassificationMixin, ToyPreTrainedModel):
-    """The toy with a token classification head."""
+    """The toy encoder with a token classification head."""
 
     base_model_class = ToyModel
 
 
 class ToyForQuestionAnswering(QuestionAnsweringMixin, ToyPreTrainedModel):
-    """The toy with a span head."""
+    """The toy encoder with a span head."""
 
     base_model_class = ToyModel
 

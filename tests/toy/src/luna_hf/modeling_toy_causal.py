@@ -1,4 +1,4 @@
-"""Causal toys: the decoder without a head, and the language model."""
+"""The causal toy: the bare decoder and the language model."""
 
 from transformers import GenerationMixin
 
@@ -17,7 +17,7 @@ class ToyCausalModel(DecoderModelMixin, BoundedMemoryPreTrainedModel):
 
 
 class ToyForCausalLM(CausalLMMixin, BoundedMemoryPreTrainedModel, GenerationMixin):
-    """The toy with a causal language-modelling head."""
+    """The toy decoder with a causal language modelling head."""
 
     config: ToyConfig
     base_model_prefix = "toy"
