@@ -213,7 +213,7 @@ class HeadMixin:
     output_class: type[ModelOutput]
     # Tied weights and their sources; `{}` stands for the family's `base_model_prefix`.
     tied_weights: dict[str, str] = {}
-    # Makes the Trainer pass `num_items_in_batch`, by which every loss here divides.
+    # Makes the Trainer pass `num_items_in_batch`; every loss here divides by it.
     accepts_loss_kwargs = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -183,7 +183,7 @@ class CausalLMMixin(HeadMixin):
             labels: (b, n) the token ids themselves, shifted internally; -100 is ignored.
             logits_to_keep: number of final positions to compute logits for, 0 for all; or a tensor of positions.
             shift_labels: keyword only, (b, n) labels that are already shifted, instead of `labels`.
-            num_items_in_batch: number of labels in the whole update, by which the summed loss is divided.
+            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
 
         Returns:
             `loss` if labels are given; `logits` (b, n, vocab_size); `past_key_values`, the state after the last token.

@@ -290,7 +290,7 @@ class MaskedLMMixin(EncoderHeadMixin):
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
             labels: (b, n) token ids to predict; -100 is ignored.
-            num_items_in_batch: number of labels in the whole update, by which the summed loss is divided.
+            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
 
         Returns:
             `loss` if labels are given; `logits` (b, n, vocab_size), or (number of labels, vocab_size) in training with
@@ -347,7 +347,7 @@ class SequenceClassificationMixin(PooledHeadMixin):
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
             labels: (b,) class indices or values, or (b, num_labels); see `classification_loss`.
-            num_items_in_batch: number of labels in the whole update, by which the summed loss is divided.
+            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
 
         Returns:
             `loss` if labels are given; `logits` (b, num_labels).
@@ -387,7 +387,7 @@ class MultipleChoiceMixin(PooledHeadMixin):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`;
                 with an additional dimension for the choices, (b, choices, n) or (b, choices, n, d).
             labels: (b,) index of the correct choice.
-            num_items_in_batch: number of labels in the whole update, by which the summed loss is divided.
+            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
 
         Returns:
             `loss` if labels are given; `logits` (b, choices).
@@ -435,7 +435,7 @@ class TokenClassificationMixin(EncoderHeadMixin):
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
             labels: (b, n) class indices; -100 is ignored.
-            num_items_in_batch: number of labels in the whole update, by which the summed loss is divided.
+            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
 
         Returns:
             `loss` if labels are given; `logits` (b, n, num_labels).
@@ -476,7 +476,7 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
             start_positions, end_positions: (b,) first and last token of the answer; positions beyond the input are
                 ignored by the loss.
-            num_items_in_batch: number of rows in the whole update, by which the summed loss is divided.
+            num_items_in_batch: number of rows in the whole update; the summed loss is divided by it.
 
         Returns:
             `loss` if both positions are given; `start_logits` and `end_logits` (b, n).
