@@ -101,7 +101,7 @@ def repository(tmp_path_factory):
     """A copy of the repository with the mechanism added."""
     root = tmp_path_factory.mktemp("repository")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", TOY.name, Path(__file__).name)
-    for folder in ("src", "tests", "conversion", "training", "benchmarks", "experiments", "model_cards"):
+    for folder in ("src", "tests", "conversion", "training", "benchmarks", "experiments", "docs", "model_cards"):
         shutil.copytree(ROOT / folder, root / folder, ignore=ignored)
     for path in (*ROOT.glob("*.md"), *ROOT.glob("*.toml")):
         shutil.copy(path, root)
