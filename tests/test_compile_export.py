@@ -79,7 +79,7 @@ def test_one_graph_serves_all_lengths(family, kind, variant):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("given", ["no-mask", "left-padding", "padded-ids-only"])
+@pytest.mark.parametrize("given", ["no-mask", "padded-ids-only"])
 @torch.no_grad()
 def test_one_graph_for_every_form_of_mask(given):
     model = tiny_model("luna", "base", num_hidden_layers=1)
@@ -89,8 +89,6 @@ def test_one_graph_for_every_form_of_mask(given):
         inputs = uneven("base", *shape)
         if given == "no-mask":
             inputs = {"input_ids": random_ids(*shape)}
-        elif given == "left-padding":
-            inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
         else:
             del inputs["attention_mask"]
         assert_equal_outputs(compiled(**inputs), model(**inputs))
@@ -113,7 +111,9 @@ def assert_equal_steps(compiled, model, batches):
             torch.testing.assert_close(compiled_result, result, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "variant"), [slow_unless(case[1] == "default", *case) for case in FAMILY_VARIANTS])
+@pytest.mark.parametrize(
+    ("family", "variant"), [slow_unless(case == ("luna", "default"), *case) for case in FAMILY_VARIANTS]
+)
 def test_a_training_step_compiles_once(family, variant):
     model = tiny_model(family, "mlm", num_hidden_layers=1, **variants_of(family)[variant]).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)

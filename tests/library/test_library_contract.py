@@ -1,11 +1,12 @@
 """transformers' own model, training and configuration tests, on every model class of every family.
 
-What the library asks of its own models: saving and loading, initialisation, tied and resized embeddings, outputs,
-masks, gradients, checkpointing, attention backends. The mixins come from the library's source distribution (see
-`transformers_suite.py`). Its pipeline tests need models from the Hub, so they are not among these.
+The mixins cover saving and loading, initialisation, tied and resized embeddings, outputs, masks, gradients,
+checkpointing and attention backends. They come from the library's source distribution (see `transformers_suite.py`).
+Its pipeline tests need models from the Hub and are left out. The default variant of every family and kind runs in
+every suite, the others in the slow one.
 
-A skip must not hide a forgotten attribute: a test that skips itself fails unless `EXPECTED_SKIPS` names it, and what
-decorators skip may only be for want of hardware or of an optional library.
+A skip must not hide a forgotten attribute: a test that skips itself fails unless `EXPECTED_SKIPS` names it, and
+decorators may only skip for missing hardware or optional libraries.
 """
 
 import inspect
@@ -32,7 +33,7 @@ from transformers_library_tests.test_configuration_common import ConfigTester  #
 from transformers_library_tests.test_modeling_common import ModelTesterMixin, ids_tensor  # noqa: E402
 from transformers_library_tests.test_training_mixin import TrainingTesterMixin  # noqa: E402
 
-# The opposite of the default layout wherever there is a choice.
+# The default layout inverted.
 OPPOSITE = {
     "norm_first": True,
     "position_embedding_type": "sinusoidal",
@@ -40,22 +41,22 @@ OPPOSITE = {
     "conv_kernel_size": 3,
     "tie_word_embeddings": False,
 }
-# Fewer slots than most rows have tokens; in the opposite layout more than the longest. Both differ from other sizes.
+# Fewer slots than most rows have tokens, or more than the longest row. Both differ from all other sizes.
 SLOTS, OPPOSITE_SLOTS = 4, 12
 
-# Start of a test's name, and the reason that it gives for not applying to these models.
+# Prefix of a test's name, and the reason with which it skips.
 EXPECTED_SKIPS: dict[str, str] = {
-    # There is one model and one configuration inside, not several.
+    # No composite models.
     "test_attn_implementation_composite_models": "not a composite model",
     "test_can_set_attention_dynamically_composite_model": "not composite",
     "test_flash_attn_2_can_dispatch_composite_models": "not a composite model",
     "test_flash_attn_3_can_dispatch_composite_models": "not a composite model",
     "test_flash_attn_4_can_dispatch_composite_models": "not a composite model",
     "test_internal_model_config_and_subconfig_are_same": "No subconfigs",
-    "test_sdpa_can_dispatch_composite_models": "does not support SDPA",  # as a composite, it means
+    "test_sdpa_can_dispatch_composite_models": "does not support SDPA",  # of composite models
     # No encoder-decoder.
     "test_encoder_decoder_loss_no_double_shift": "No sequence-to-sequence language modeling head",
-    # Mechanisms that the models do not have.
+    # Mechanisms missing here.
     "test_eager_matches_batched_and_grouped_inference": "does not support grouped_mm",  # mixture of experts
     "test_moe_models_record_router_logits": "no sparse experts",
     "test_output_router_logits_from_config": "no `output_router_logits`",
@@ -70,15 +71,15 @@ EXPECTED_SKIPS: dict[str, str] = {
     # Parameters have the same names in files and in models.
     "test_can_load_from_already_mapped_keys": "No conversion found",
     "test_reverse_loading_mapping": "No conversion found",
-    # `resize_position_embeddings` is not offered; `max_position_embeddings` is chosen once.
+    # There is no `resize_position_embeddings`.
     "test_resize_position_vector_embeddings": "does not have position embeddings",
 }
-# What does not apply to the encoders only.
+# Skips of encoders only.
 ENCODER_SKIPS: dict[str, str] = {
     "test_causal_lm_loss_honors_shift_labels": "No decoder-only language modeling head",
 }
 
-# What a machine may lack, in the words of transformers' decorators.
+# Reasons of transformers' decorators to skip on a machine that lacks something.
 MISSING_ON_THIS_MACHINE = (
     "test requires accelerator",
     "test requires multiple accelerators",
@@ -91,7 +92,7 @@ MISSING_ON_THIS_MACHINE = (
 
 
 class TinyModelTester:
-    """What transformers' mixins ask about a model: sizes, a configuration, and inputs."""
+    """What transformers' mixins need to know about a model: sizes, a configuration, and inputs."""
 
     is_training = True
     batch_size = 5
@@ -137,7 +138,7 @@ class TinyModelTester:
 
 @pytest.fixture(scope="class")
 def listed_model_classes() -> Iterator[None]:
-    """The mixins tell the kinds of models apart by class name, in tables that hold only the library's own models."""
+    """Add the models to the library's tables of class names, by which the mixins distinguish kinds of models."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, family in FAMILIES.items():
             models = {
@@ -157,9 +158,9 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
 
     family_name: str
     variant: LibraryVariant
-    # TrainingTesterMixin declares an abstract property, which a plain attribute fulfils.
+    # Implements an abstract property of TrainingTesterMixin.
     model_tester: TinyModelTester = None
-    # Off in the library unless a model asks for it, since its older models fail.
+    # Off by default in the library, because its older models fail.
     test_can_init_all_missing_weights_before_2023 = True
     expected_skips = {**EXPECTED_SKIPS, **ENCODER_SKIPS}
     special_ids = {"pad_token_id": 1}
@@ -192,7 +193,7 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
         super().skipTest(reason)
 
     def test_retain_grad_hidden_states_attentions(self) -> None:
-        # Of the maps that are copies only the hidden states can be asked for a gradient.
+        # Attention maps that are copies get no gradient; test the hidden states only.
         if self.maps_are_copies or self.variant.maps_are_copies:
             self.has_attentions = False
         super().test_retain_grad_hidden_states_attentions()
@@ -211,11 +212,11 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
     def test_compiles_for_training_as_one_graph(self) -> None:
         """The body of `test_torch_compile_for_training`, which the library runs on accelerators only.
 
-        Without inductor: generating its C++ takes minutes, and what is to be tested is the model's graph.
+        Without inductor, which would take minutes to generate C++; the graph is what matters.
         """
-        # A compiled graph draws its own random numbers, so the gradients are equal only without dropout.
+        # A compiled graph draws other random numbers: gradients are equal only without dropout.
         self.model_tester.fields |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        # Compilations of one process count together, and only so many of one function are allowed.
+        # The limit on recompilations counts across the whole process.
         torch._dynamo.reset()
         self.addCleanup(torch._dynamo.reset)
         compile_model = torch.compile
@@ -227,7 +228,7 @@ class CausalTests(FamilyTests, GenerationTesterMixin):
     """The same for a family's decoder and causal language model."""
 
     expected_skips = EXPECTED_SKIPS
-    # The sequence that TrainingTesterMixin teaches, and has generated, begins with token 1.
+    # The sequence that TrainingTesterMixin trains on and generates begins with token 1.
     special_ids = {"pad_token_id": 0, "bos_token_id": 1}
     common_fields = {"is_decoder": True}
     opposite_fields = OPPOSITE

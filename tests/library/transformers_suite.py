@@ -1,8 +1,8 @@
 """transformers' own test mixins, for the installed version.
 
-They are published only in transformers' source distribution, not in the wheel that is installed. The first call of
-`load()` fetches that distribution with pip, keeps its `tests` folder under `.cache/`, and makes it importable as
-`transformers_library_tests`, a name that no folder of this repository has.
+Only transformers' source distribution contains them, not the installed wheel. The first call of `load()` fetches that
+distribution with pip, keeps its `tests` folder under `.cache/`, and makes it importable as
+`transformers_library_tests`.
 """
 
 import os
@@ -29,7 +29,7 @@ def load() -> None:
     """Make `transformers_library_tests` importable; skip the calling module if there is no package index.
 
     Raises:
-        RuntimeError: pip reached an index and failed for another reason, or the distribution is not as expected.
+        RuntimeError: pip failed for another reason, or the distribution has an unexpected layout.
     """
     if PACKAGE in sys.modules:
         return
@@ -46,10 +46,10 @@ def load() -> None:
 
 
 def fetch(version: str, cache: Path) -> Path:
-    """Folder that holds the package of a version's tests, downloaded if it is not there yet.
+    """The folder with the package of a version's tests; downloads it if necessary.
 
-    Everything is prepared in a folder of its own and put in place by one rename: neither an interrupted download nor
-    a second test run at the same time can leave, or see, half of it.
+    A temporary folder is renamed at the end, so that neither an interrupted download nor a concurrent test run leaves
+    or sees an incomplete package.
     """
     final = cache / version
     if final.is_dir():
@@ -62,7 +62,7 @@ def fetch(version: str, cache: Path) -> Path:
         try:
             unpacked.rename(final)
         except OSError:
-            # Another run was faster. If it was not, the reason of the failure is what the user needs to see.
+            # A concurrent run may have been faster.
             if not final.is_dir():
                 raise
     return final
@@ -71,18 +71,18 @@ def fetch(version: str, cache: Path) -> Path:
 def download_source(version: str, folder: Path) -> Path:
     """The source archive of a transformers version, through whatever index pip is configured for."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--retries", "1", "--no-deps"]
-    # Without isolation pip only asks setuptools for the metadata, and installs no build environment for that.
+    # Without isolation pip reads the metadata with the installed setuptools, without a build environment.
     command += ["--no-binary", ":all:", "--no-build-isolation", f"--dest={folder}", f"transformers=={version}"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         report = (result.stdout + result.stderr)[-3000:]
-        # pip's words for an index that does not answer, and for one that has no source distribution of anything.
+        # pip's messages for an unreachable index, and for one without source distributions.
         if "connection broken by" in report or "(from versions: none)" in report:
             raise NoPackageIndex(report)
         raise RuntimeError(f"{' '.join(command)} failed:\n{report}")
     archives = list(folder.glob("transformers-*.tar.gz"))
     if len(archives) != 1:
-        raise RuntimeError(f"pip was to download one source archive, but these are there: {os.listdir(folder)}.")
+        raise RuntimeError(f"Expected one source archive from pip, but found {os.listdir(folder)}.")
     return archives[0]
 
 
@@ -101,16 +101,16 @@ def unpack_tests(archive: Path, folder: Path) -> None:
 
 
 def add_stand_ins(folder: Path) -> None:
-    """Modules that the mixins import and the source distribution leaves out. None of them holds a test.
+    """Modules that the mixins import but the source distribution lacks; none of them holds a test.
 
-    A folder that a later distribution brings is used as it is.
+    Folders of later distributions take precedence.
     """
     stand_ins = {
-        # The base class of ModelTesterMixin; the real one exports the models to ONNX and other formats.
+        # A base class of ModelTesterMixin, which exports models to ONNX and other formats.
         "exporters.test_export": {"ExportTesterMixin": type("ExportTesterMixin", (), {})},
-        # Only compared with: test cases of models that generate must inherit from it (see test_generation.py).
+        # Only used in a check that test cases of generating models inherit from it.
         "generation.test_utils": {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})},
-        # Values that ConfigTester hands to a configuration and reads back: each base field, away from its default.
+        # Non-default values of base fields, which ConfigTester passes to a configuration and reads back.
         "utils.test_configuration_utils": {
             "config_common_kwargs": {
                 "architectures": ["EncoderForTesting"],
