@@ -1,13 +1,14 @@
-# Two commands for a new machine: `make demo` and `make test`. Both make the virtual environment if needed.
+# `make demo` and `make test` work on a new machine: they create the virtual environment if needed.
 PYTHON ?= python3
 VENV ?= .venv
-# What pip installs as PyTorch. Unpinned it may bring gigabytes of CUDA; see README, "Install".
+# The PyTorch requirement for pip. Unpinned it may install gigabytes of CUDA; see README, "Install".
 TORCH ?= torch
 BIN := $(VENV)/bin
-# One thread a process: the tests' models are small, and threads that wait for a busy core cost more than they bring.
+# One thread per process, because the tests' models are tiny. An idle process takes over tests of a busy one.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL := --numprocesses auto --dist worksteal
 
-.PHONY: demo test lint test-all test-slow test-gpu clean
+.PHONY: demo test lint test-all test-gpu clean
 
 $(VENV)/.train: pyproject.toml src/luna_hf/__init__.py
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"luna_hf needs Python 3.10 or newer, but $(PYTHON) is {v[0]}.{v[1]}. Choose another: make PYTHON=python3.11")'
@@ -28,13 +29,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
 test: lint
-	$(PYTEST) -m "not slow and not gpu" --numprocesses auto --dist loadscope
+	$(PYTEST) -m "not slow and not gpu" $(PARALLEL)
 
 test-all: lint
-	$(PYTEST) -m "not gpu" --numprocesses auto --dist loadscope
-
-test-slow: $(VENV)/.dev
-	$(PYTEST) -m slow
+	$(PYTEST) -m "not gpu" $(PARALLEL)
 
 test-gpu: $(VENV)/.dev
 	$(PYTEST) -m gpu

@@ -1,4 +1,4 @@
-"""Conversions at the size of the published checkpoints, with random weights: `make test-slow`."""
+"""Conversions at the size of the published checkpoints, with random weights: `make test-all`."""
 
 import time
 
