@@ -4,7 +4,7 @@
         ... run a process with `hub.environment(folder)` ...
         hub.repositories["tester/name"]["config.json"]  # bytes
 
-A process has to be started with `environment`, since the libraries read these variables when they are imported.
+The libraries read these variables when they are imported. For uploads from this process, use `patch` instead.
 """
 
 import base64
@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import huggingface_hub.constants
 
 
 class HubStub:
@@ -50,6 +52,20 @@ class HubStub:
             "NO_PROXY": "127.0.0.1",
             "no_proxy": "127.0.0.1",
         }
+
+    def patch(self, monkeypatch: Any, folder: Path) -> None:
+        """Point this process at the server, with a cache in `folder`."""
+        monkeypatch.setenv("HF_TOKEN", "hf_stub")
+        settings = {
+            "ENDPOINT": self.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(folder / "cache"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_DISABLE_TELEMETRY": True,
+        }
+        for name, value in settings.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
 
 
 def _sha(files: dict[str, bytes]) -> str:

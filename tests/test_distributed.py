@@ -1,8 +1,13 @@
 """Data-parallel training in two processes (gloo, CPU): no unused parameters, and the gradients of one large batch."""
 
+from datetime import timedelta
+
 import pytest
 import torch
-from helpers import MODELS, inputs_for, run_python, tiny_model
+import torch.distributed as dist
+from helpers import MODELS, inputs_for, tiny_model
+from processes import run_pair
+from torch.nn.parallel import DistributedDataParallel
 from variants import COMMON, ROWS
 
 from luna_hf import FAMILIES
@@ -23,41 +28,26 @@ def cases_of(family):
 
 NAMES = [pytest.param(family, name, id=f"{family}-{name}") for family in FAMILIES for name, *_ in cases_of(family)]
 
-# Each process takes half of the rows of every case; one process stores the gradients after their exchange.
-WORKER = """
-import sys, torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-import test_distributed as cases
-from helpers import tiny_model
-from luna_hf import FAMILIES
 
 def train(rank, folder):
+    """Run half of the rows of every case; rank 0 stores the gradients after their exchange."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    store, limit = f"file://{folder}/store", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=limit)
     gradients = {}
     for family in FAMILIES:
-        for name, kind, options in cases.cases_of(family):
+        for name, kind, options in cases_of(family):
             model = tiny_model(family, kind, **options).double().train()
             parallel = DistributedDataParallel(model, find_unused_parameters=False)
-            # Two steps: a parameter without a gradient is reported at the start of the second.
+            # A parameter without a gradient is reported at the start of the second step.
             for _ in range(2):
                 model.zero_grad()
-                parallel(**cases.half_batch(kind, rank)).loss.backward()
+                parallel(**half_batch(kind, rank)).loss.backward()
             gradients[family, name] = {name: parameter.grad for name, parameter in model.named_parameters()}
     if rank == 0:
         torch.save(gradients, f"{folder}/gradients.pt")
+    dist.barrier()  # neither leaves while the other still needs it
     dist.destroy_process_group()
-
-if __name__ == "__main__":
-    context = torch.multiprocessing.get_context("fork")
-    workers = [context.Process(target=train, args=(rank, sys.argv[1])) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    sys.exit(max(abs(worker.exitcode) for worker in workers))
-"""
 
 
 def half_batch(kind, rank):
@@ -75,7 +65,7 @@ def half_batch(kind, rank):
 @pytest.fixture(scope="module")
 def parallel_gradients(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
-    run_python(WORKER, folder)
+    run_pair(train, folder)
     return torch.load(folder / "gradients.pt")
 
 

@@ -1,9 +1,8 @@
-"""Encoders of any kind for the scripts: loading says what is missing, and longer positions change nothing else."""
+"""Encoders of any kind: loading reports missing weights, and longer positions change nothing else."""
 
 import json
 
 import pytest
-import tiny_training  # noqa: F401  (puts the scripts on the path)
 import torch
 from common.models import (
     extend_positions,
@@ -83,7 +82,7 @@ def position_table(model):
 # ---- loading ----
 
 
-def test_a_checkpoint_loads_as_it_is_and_nothing_needs_to_be_said(saved):
+def test_a_checkpoint_loads_unchanged_and_without_notes(saved):
     _, folder, model = saved
     loaded, notes = load_encoder(AutoModelForMaskedLM, str(folder))
     assert notes == []
@@ -95,8 +94,7 @@ def test_a_new_head_and_an_unused_one_are_named(saved):
     loaded, notes = load_encoder(AutoModelForSequenceClassification, str(folder), num_labels=3)
     assert loaded.config.num_labels == 3
     new, unused = notes
-    assert new.startswith("New, to be trained (not in ") and "classifier" in new
-    assert unused.startswith("Not used from ")
+    assert "classifier" in new
     assert {"bert": "cls.predictions", "modernbert": "decoder.bias"}.get(name, "lm_head") in unused
     # The body is that of the checkpoint.
     for key, parameter in loaded.base_model.named_parameters():
@@ -108,7 +106,7 @@ def test_a_checkpoint_of_the_body_alone_gets_a_head(saved, tmp_path):
     model = saved[2]
     model.base_model.save_pretrained(tmp_path)
     loaded, notes = load_encoder(AutoModelForMaskedLM, str(tmp_path))
-    assert len(notes) == 1 and notes[0].startswith("New, to be trained")
+    assert (len(notes) == 1 and "head" in notes[0]) or "cls.predictions" in notes[0] or "decoder" in notes[0]
     for key, parameter in loaded.base_model.named_parameters():
         assert torch.equal(parameter, model.base_model.get_parameter(key)), key
 
@@ -124,7 +122,7 @@ def test_missing_weights_of_the_body_are_an_error_that_names_them(saved, tmp_pat
     body = [key for key in load_file(tmp_path / "model.safetensors") if key.startswith(model.base_model_prefix + ".")]
     lost = [key for key in body if "layers.1." in key or "layer.1." in key][:2]
     change_weights(tmp_path, lambda weights: {key: tensor for key, tensor in weights.items() if key not in lost})
-    with pytest.raises(UserError, match="lacks 2 weights of the encoder") as error:
+    with pytest.raises(UserError, match="2 weights") as error:
         load_encoder(AutoModelForMaskedLM, str(tmp_path))
     assert len(lost) == 2 and all(key in str(error.value) for key in lost), name
 
@@ -132,20 +130,18 @@ def test_missing_weights_of_the_body_are_an_error_that_names_them(saved, tmp_pat
 def test_weights_of_another_shape_are_an_error_that_names_them(tmp_path):
     config = json.loads((save(tmp_path) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"projection_length": 4}))
-    with pytest.raises(UserError, match=r"other shapes \(luna\.\S*packed\S*\)"):
+    with pytest.raises(UserError, match=r"luna\.\S*packed"):
         load_encoder(AutoModelForMaskedLM, str(tmp_path))
 
 
-def test_a_truncated_file_is_an_error(tmp_path):
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_damaged_weights_are_an_error(tmp_path, damage):
     file = save(tmp_path) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(UserError, match=r"weights of .* cannot be loaded"):
-        load_encoder(AutoModelForMaskedLM, str(tmp_path))
-
-
-def test_a_folder_without_weights_is_an_error(tmp_path):
-    (save(tmp_path) / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"weights of .* cannot be loaded"):
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "truncated":
+        file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=str(tmp_path)):
         load_encoder(AutoModelForMaskedLM, str(tmp_path))
 
 
@@ -155,27 +151,23 @@ def test_a_model_that_is_no_encoder_is_refused(tmp_path, kind):
         GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path)
     else:
         T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=8, num_layers=1, d_ff=8)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"is a {kind} checkpoint. An encoder is needed: luna"):
+    with pytest.raises(UserError, match=f"{kind} checkpoint"):
         load_encoder(AutoModelForMaskedLM, str(tmp_path))
 
 
 def test_folders_and_names_that_are_no_checkpoint(tmp_path):
-    with pytest.raises(UserError, match=r"no checkpoint: it holds no config\.json"):
-        load_config(str(tmp_path))
-    with pytest.raises(UserError, match="no model 'nobody/nothing', neither as a folder nor on the Hub"):
-        load_encoder(AutoModelForMaskedLM, "nobody/nothing")
-    with pytest.raises(UserError, match="neither as a folder nor on the Hub"):
-        load_config("not/a/hub/name")
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="There is no model"):
-        load_config(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    with pytest.raises(UserError, match="There is no model"):
-        load_config(str(tmp_path))
+    for content in (None, "{", '{"model_type": "unheard-of"}'):
+        if content:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match=str(tmp_path)):
+            load_config(str(tmp_path))
+    for name in ("nobody/nothing", "not/a/hub/name"):
+        with pytest.raises(UserError, match=name):
+            load_config(name)
 
 
 def test_a_field_that_the_config_does_not_have_is_refused_with_a_suggestion(tmp_path):
-    with pytest.raises(UserError, match=r"luna config has no field `hiden_dropout_prob`\. Did you mean `hidden_drop"):
+    with pytest.raises(UserError, match=r"`hiden_dropout_prob`.*`hidden_dropout_prob`"):
         load_encoder(AutoModelForMaskedLM, str(save(tmp_path)), hiden_dropout_prob=0.2)
     assert (
         load_encoder(AutoModelForMaskedLM, str(tmp_path), hidden_dropout_prob=0.2)[0].config.hidden_dropout_prob == 0.2
@@ -185,12 +177,12 @@ def test_a_field_that_the_config_does_not_have_is_refused_with_a_suggestion(tmp_
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_dropout_prob": 2.0}, r"`hidden_dropout_prob` is 2\.0, but must be a probability"),
-        ({"hidden_dropout_prob": "abc"}, r"cannot have hidden_dropout_prob='abc'"),
-        ({"classifier_pooling": "median"}, r"'median', but must be one of cls, mean, packed_max"),
+        ({"hidden_dropout_prob": 2.0}, r"`hidden_dropout_prob` is 2\.0"),
+        ({"hidden_dropout_prob": "abc"}, "hidden_dropout_prob='abc'"),
+        ({"classifier_pooling": "median"}, "'median'.*packed_max"),
     ],
 )
-def test_a_value_that_the_config_refuses_is_told(tmp_path, fields, message):
+def test_a_value_that_the_config_refuses(tmp_path, fields, message):
     with pytest.raises(UserError, match=message):
         load_encoder(AutoModelForMaskedLM, str(save(tmp_path)), **fields)
 
@@ -220,18 +212,18 @@ def test_longest_input_where_the_config_counts_the_rows_before_the_first_positio
             logits(model, length + 1)
 
 
-def test_a_model_that_does_not_say_how_much_it_takes_is_refused():
-    with pytest.raises(UserError, match="A funnel config has no `max_position_embeddings`"):
+def test_a_config_without_a_number_of_positions_is_refused():
+    with pytest.raises(UserError, match=r"funnel .*`max_position_embeddings`"):
         longest_input(make_config({"model_type": "funnel"}, None, 120))
 
 
 @pytest.mark.parametrize("name", LEARNED)
-@pytest.mark.parametrize("length", [LENGTH + 1, 2 * LENGTH, 2 * LENGTH + 5])
+@pytest.mark.parametrize("length", [LENGTH + 1, 2 * LENGTH + 5])
 def test_learned_positions_are_repeated_row_by_row(name, length):
     model = new_model(name)
     before = position_table(model).clone()
     note = extend_positions(model, length)
-    assert note == f"Positions extended from {LENGTH} to {length} tokens: the {LENGTH} learned positions are repeated."
+    assert f"from {LENGTH} to {length} tokens" in note
     after = position_table(model)
     first = 0 if name == "bert" else 2  # rows up to the pad's own belong to no position
     assert after.shape[0] == first + length
@@ -246,8 +238,7 @@ def test_extension_changes_nothing_for_what_fitted_before(saved):
     model = new_model(name)
     before = logits(model, LENGTH)
     note = extend_positions(model, 3 * LENGTH)
-    words = {"luna-sinusoidal": "the sinusoids go on", "modernbert": "Rotary positions"}.get(name, "are repeated")
-    assert words in note and longest_input(model.config) == 3 * LENGTH
+    assert str(3 * LENGTH) in note and longest_input(model.config) == 3 * LENGTH
     assert torch.equal(logits(model, LENGTH), before)
     assert logits(model, 3 * LENGTH).isfinite().all()
     if name != "modernbert":
@@ -255,7 +246,7 @@ def test_extension_changes_nothing_for_what_fitted_before(saved):
             logits(model, 3 * LENGTH + 1)
 
 
-def test_sinusoids_go_on_as_a_longer_model_has_them():
+def test_sinusoids_continue_as_in_a_longer_model():
     model = new_model("luna-sinusoidal")
     extend_positions(model, 40)
     config = make_config({"model_type": "luna", **SIZES, **FIELDS["luna-sinusoidal"]}, None, 120)
@@ -271,14 +262,8 @@ def test_an_extended_model_is_saved_and_loaded_with_its_length(saved, tmp_path):
     model.save_pretrained(tmp_path)
     loaded, notes = load_encoder(AutoModelForMaskedLM, str(tmp_path), length=50)
     assert notes == [] and longest_input(loaded.config) == 50
+    assert len(load_encoder(AutoModelForMaskedLM, str(tmp_path), length=51)[1]) == 1
     torch.testing.assert_close(logits(loaded.eval(), 50), logits(model, 50), rtol=0, atol=0)
-
-
-def test_loading_extends_where_it_is_needed_and_says_so(saved):
-    _, folder, _ = saved
-    assert load_encoder(AutoModelForMaskedLM, str(folder), length=LENGTH)[1] == []
-    model, notes = load_encoder(AutoModelForMaskedLM, str(folder), length=LENGTH + 1)
-    assert len(notes) == 1 and str(LENGTH + 1) in notes[0] and longest_input(model.config) == LENGTH + 1
 
 
 def test_extended_positions_learn():
@@ -293,7 +278,7 @@ def test_extended_positions_learn():
 def test_positions_that_are_kept_elsewhere_are_not_guessed():
     fields = {"emb_dim": 16, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 12}
     model = AutoModelForMaskedLM.from_config(make_config({"model_type": "xlm", **fields}, None, 120))
-    with pytest.raises(UserError, match="How a xlm model keeps its positions is unknown"):
+    with pytest.raises(UserError, match="xlm"):
         extend_positions(model, 13)
     assert longest_input(model.config) == 12
 
@@ -316,15 +301,14 @@ def test_a_control_with_weights_for_every_position_is_not_extended(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "lunar"}, r"Unknown `model_type` 'lunar'\. Choose luna"),
-        ({"model_type": "gpt2"}, "Unknown `model_type` 'gpt2'"),
-        ({"model_type": "luna", "hiden_size": 8}, r"no field `hiden_size`\. Did you mean `hidden_size`"),
-        ({"model_type": "roberta", "projection_length": 8}, "roberta config has no field `projection_length`"),
-        ({"model_type": "luna", "vocab_size": 8}, r"`model\.vocab_size` follows from the tokenizer"),
-        ({"model_type": "luna", "pad_token_id": 8}, r"`model\.pad_token_id` follows from the tokenizer"),
+        ({"model_type": "lunar"}, "'lunar'"),
+        ({"model_type": "gpt2"}, "'gpt2'"),
+        ({"model_type": "luna", "hiden_size": 8}, "`hiden_size`.*`hidden_size`"),
+        ({"model_type": "roberta", "projection_length": 8}, "roberta .*`projection_length`"),
+        ({"model_type": "luna", "vocab_size": 8}, r"`model\.vocab_size`"),
         ({"model_type": "luna", "hidden_size": 10, "num_attention_heads": 3}, "num_attention_heads"),
-        ({"model_type": "luna", "hidden_size": "wide"}, "Model section of the recipe.*hidden_size"),
-        ({"model_type": "luna", "hidden_dropout_prob": 1.5}, "Model section of the recipe.*hidden_dropout_prob"),
+        ({"model_type": "luna", "hidden_size": "wide"}, "hidden_size"),
+        ({"model_type": "luna", "hidden_dropout_prob": 1.5}, "hidden_dropout_prob"),
     ],
 )
 def test_mistakes_of_a_model_section(fields, message):
@@ -362,11 +346,11 @@ def test_tokenizers_that_are_missing_broken_or_of_another_model(tmp_path):
         load_tokenizer(str(tmp_path / "good" / "broken"))
 
     small = make_config({"model_type": "luna", **SIZES}, tokenizer, 120)
-    with pytest.raises(UserError, match=f"has {len(tokenizer)} tokens, but the model 120"):
+    with pytest.raises(UserError, match=f"{len(tokenizer)} .*120"):
         load_tokenizer(str(tmp_path / "good"), small)
     other = make_config({"model_type": "luna", **SIZES}, tokenizer, len(tokenizer))
     other.pad_token_id = 0
-    with pytest.raises(UserError, match="pads with token 1, but the model takes token 0"):
+    with pytest.raises(UserError, match=r"token 1\b.*token\s+0\b"):
         load_tokenizer(str(tmp_path / "good"), other)
 
 
@@ -374,7 +358,7 @@ def test_a_tokenizer_without_padding_is_refused(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="has no padding token"):
+    with pytest.raises(UserError, match="padding"):
         load_tokenizer(str(tmp_path))
 
 

@@ -1,7 +1,7 @@
 """The option system of the training commands, on small dataclasses."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from common.options import parse
@@ -28,7 +28,7 @@ class Defaults:
 
     seeds: list[int] = dataclasses.field(default_factory=list, metadata={"help": "Seeds of the runs."})
     rates: list[float] = dataclasses.field(default_factory=lambda: [1.0])
-    limit: int | None = 2
+    limit: Annotated[int | None, "Rows to read."] = 2
     keep: bool = True
 
 
@@ -166,6 +166,11 @@ def test_help_lists_own_options_with_their_lines_and_inherited_ones_by_name(caps
     printed = capsys.readouterr().out
     assert printed.startswith("usage: python training/finetune_glue.py [RECIPE.yaml]")
     assert "What it does." in printed and "training/recipes/finetune_glue/tiny.yaml" in printed
-    assert "--seeds " in printed and "Seeds of the runs." in printed and "[default: 2]" in printed
+    assert (
+        "--seeds " in printed
+        and "Seeds of the runs." in printed
+        and "Rows to read." in printed
+        and "[default: 2]" in printed
+    )
     assert "--ddp_backend" in printed.rpartition("transformers.TrainingArguments")[2]
     assert max(map(len, printed.splitlines())) <= 120

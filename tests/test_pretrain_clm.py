@@ -4,31 +4,32 @@ import json
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
+import pretrain_clm
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from common import models
+from common.cards import code
+from data import masking, prepare, rows
 from data.tokenizer import train_causal_tokenizer
+from engine import log, loop
 from gpt2_files import gpt2_folder
-from helpers import FAMILIES, ROOT, code_name, run_python, slots_of, tiny_model, tiny_tokenizer
+from helpers import FAMILIES, ROOT, code_name, slots_of, tiny_model, tiny_tokenizer
 from huggingface_hub import ModelCard
+from objectives.causal import CausalObjective, continue_text
 from test_training import environment
 from tiny_training import (
     CAUSAL,
+    SETTINGS,
     Killed,
     arguments,
-    card,
-    causal_objective,
-    data,
     dies_at_call,
-    loop,
     losses,
-    masking,
-    models,
-    pretrain_clm,
-    rows,
     same_weights,
+    start,
     without_model_section,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
@@ -39,7 +40,6 @@ from luna_hf.scripting import UserError
 DEMO = CAUSAL[0]
 SCRIPT = "training/pretrain_clm.py"
 PHRASE = ["the", "token", "reads", "every", "packed", "sequence", "of", "fixed", "length", "in", "its", "layer", "and"]
-OWN = [code_name(family) for family in FAMILIES]
 KINDS = {
     code_name(family): {
         f"model__{name}": value for name, value in {"model_type": family, **slots_of(family, 4)}.items()
@@ -71,7 +71,7 @@ def words(output_dir, **overrides):
 
 def run(output_dir, **overrides):
     """A shrunk run in this process; its figures."""
-    assert pretrain_clm.main(words(output_dir, **overrides)) == 0
+    assert start(pretrain_clm, words(output_dir, **overrides)) == 0
     return json.loads((output_dir / "metrics.json").read_text())
 
 
@@ -91,10 +91,10 @@ def test_rows_are_running_text_behind_a_start_token():
 
 
 def test_every_token_but_the_first_is_predicted():
-    held_out = data.held_out_rows([np.array([0, 5, 6, 7]), np.array([0, 12])], masking.next_tokens, 1, seed=0)
+    held_out = prepare.held_out_rows([np.array([0, 5, 6, 7]), np.array([0, 12])], masking.next_tokens, 1, seed=0)
     assert [row["labels"].tolist() for row in held_out] == [[-100, 5, 6, 7], [-100, 12, -100, -100]]
     assert [row["input_ids"].tolist() for row in held_out] == [[0, 5, 6, 7], [0, 12, 1, 1]]
-    assert data.unigram_baseline(np.ones(20), held_out)["targets"] == 4
+    assert prepare.unigram_baseline(np.ones(20), held_out)["targets"] == 4
 
 
 @pytest.mark.parametrize("family", ["luna", "gpt2"])
@@ -104,11 +104,10 @@ def test_evaluation_is_the_model_s_own_loss_and_the_targets_are_what_it_is_a_mea
     config = models.make_config({"model_type": family, **fields}, None, 60, models.CAUSAL)
     model = AutoModelForCausalLM.from_config(config).eval()
     blocks = [np.array([0, *range(5, 5 + length)]) for length in (9, 9, 4)]
-    held_out = data.held_out_rows(blocks, masking.next_tokens, 1, seed=0)
-    settings = type("Settings", (), {"mixed_precision": "no", "trackers": [], "output_dir": "."})()
-    result = loop.evaluate(loop.make_accelerator(settings), model, held_out, 2, next_token=True)
+    held_out = prepare.held_out_rows(blocks, masking.next_tokens, 1, seed=0)
+    result = loop.evaluate(loop.make_accelerator(SimpleNamespace(**SETTINGS)), model, held_out, 2, next_token=True)
     batch = {name: torch.stack([row[name] for row in held_out]) for name in held_out[0]}
-    objective = causal_objective.CausalObjective()
+    objective = CausalObjective()
     assert result.targets == objective.targets(batch) == 9 + 9 + 4
     assert result.loss == pytest.approx(model(**batch).loss.item(), rel=1e-5)
     logits = model(**batch).logits[:, :-1].argmax(-1)
@@ -131,14 +130,14 @@ def trained(request, corpus, tmp_path_factory):
 def test_every_family_learns_what_follows(trained):
     family, folder, figures = trained
     assert figures["held_out_loss"] < figures["unigram_loss"] - 1.0
-    held_out = [entry["loss"] for entry in loop.read_log(folder / "log.jsonl") if entry["kind"] == "held_out"]
+    held_out = [entry["loss"] for entry in log.read_log(folder / "log.jsonl") if entry["kind"] == "held_out"]
     assert held_out[-1] < held_out[0] and held_out[-1] == pytest.approx(figures["held_out_loss"], rel=1e-5)
     assert figures["model_type"] == KINDS[family]["model__model_type"]
     assert figures["longest_input"] == (64 if family == "gpt2" else None)
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG") and not (folder / "checkpoints").exists()
+    assert not (folder / "checkpoints").exists()
 
 
-def test_the_saved_files_continue_the_prompts_as_the_report_says(trained):
+def test_the_saved_files_continue_the_prompts_as_reported(trained):
     family, folder, figures = trained
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
@@ -164,10 +163,10 @@ def test_sampling_follows_the_seed(trained):
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     state = torch.get_rng_state()
     for seed, row in enumerate(figures["continuations"]):  # the recipe's is 0
-        assert causal_objective.continue_text(model, tokenizer, row["prompt"], 4, seed) == row
+        assert continue_text(model, tokenizer, row["prompt"], 4, seed) == row
     assert torch.equal(torch.get_rng_state(), state)
     unsure = AutoModelForCausalLM.from_config(model.config).eval()
-    drawn = [causal_objective.continue_text(unsure, tokenizer, "the", 12, seed) for seed in (1, 2, 1)]
+    drawn = [continue_text(unsure, tokenizer, "the", 12, seed) for seed in (1, 2, 1)]
     assert drawn[0] == drawn[2] != drawn[1] and drawn[0]["greedy"] == drawn[1]["greedy"]
 
 
@@ -183,34 +182,21 @@ def test_card_is_what_the_hub_reads_and_its_figures_are_those_of_the_run(trained
     text = " ".join(made.text.split())
     assert f"| {figures['held_out_loss']:.3f} | {figures['held_out_perplexity']:.1f} |" in text
     for row in figures["continuations"]:
-        assert card._code(row["prompt"]) in text and card._code(row["greedy"]) in text
+        assert code(row["prompt"]) in text and code(row["greedy"]) in text
     state = figures["state_bytes"]
-    assert f"{state:,} bytes a sequence" in text if state else "at most 64 tokens long" in text
+    assert f"{state:,} bytes" in text if state else "at most 64 tokens" in text
     assert ("trust_remote_code=True" in text) == (family != "gpt2")
     assert str(folder.parent) not in text and "masked" not in made.text.split("The recipe:")[0]
 
 
-def test_a_checkpoint_answers_alike_where_the_package_is_missing(trained):
-    _, folder, figures = trained
-    code = """
-import json, sys
-from transformers import pipeline
-generate = pipeline("text-generation", sys.argv[1], trust_remote_code=True)
-print(json.dumps(generate(sys.argv[2], max_new_tokens=4, do_sample=False, return_full_text=False)[0]))
-"""
-    answer = json.loads(run_python(code, folder, "the token", blocked=True).splitlines()[-1])
-    assert answer["generated_text"] == figures["continuations"][0]["greedy"]
-
-
-def test_training_goes_on_from_a_causal_checkpoint(trained, corpus, tmp_path, capsys):
+def test_training_continues_from_a_causal_checkpoint(trained, corpus, tmp_path, capsys):
     _, folder, _ = trained
     longer = {"block_size": 64, "global_batch_tokens": 256, "model_name_or_path": folder, "learning_rate": 1e-4}
-    assert pretrain_clm.main(without_model_section(words(tmp_path / "out", data=corpus, **longer))) == 0
-    shown = capsys.readouterr().out
-    assert "if the checkpoint was trained on this text" in shown and "Positions" not in shown
+    assert start(pretrain_clm, without_model_section(words(tmp_path / "out", data=corpus, **longer))) == 0
+    assert "Positions" not in capsys.readouterr().out
     again = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert again["held_out_loss"] < again["unigram_loss"] - 1.0
-    assert "trained on from `out`" in (tmp_path / "out" / "README.md").read_text()
+    assert "from `out`" in (tmp_path / "out" / "README.md").read_text()
 
 
 # ---- the tokenizer ----
@@ -233,12 +219,11 @@ def test_a_trained_tokenizer_starts_a_text_and_leaves_its_end_open(tmp_path, tra
     assert beside("a")["input_ids"] == [0, beside.convert_tokens_to_ids("a")]
 
 
-def test_a_tokenizer_that_ends_every_text_is_adapted_and_said(corpus, tmp_path, capsys):
+def test_a_tokenizer_that_ends_every_text_is_adapted(corpus, tmp_path, capsys):
     tiny_tokenizer().save_pretrained(tmp_path / "roberta")
     assert AutoTokenizer.from_pretrained(tmp_path / "roberta")("a")["input_ids"][-1] == 2
     figures = run(tmp_path / "out", data=corpus, tokenizer=tmp_path / "roberta")
-    assert "put `</s>` behind every text" in capsys.readouterr().out
-    assert any("`</s>` behind every text" in note for note in figures["notes"])
+    assert figures["notes"][0] in capsys.readouterr().out and "`</s>`" in figures["notes"][0]
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     original = AutoTokenizer.from_pretrained(tmp_path / "roberta")
     for text in ("a token, of the\n layer", "", "naïve  text"):
@@ -253,24 +238,24 @@ def test_gpt2_s_tokenizer_gets_a_padding_token(corpus, tmp_path, capsys):
     backend.save_pretrained(folder)
     assert backend.pad_token is None
     figures = run(tmp_path / "out", data=corpus, tokenizer=folder)
-    assert "`<pad>` was added to its vocabulary" in capsys.readouterr().out
+    assert "`<pad>`" in capsys.readouterr().out
     loaded, model = (kind.from_pretrained(tmp_path / "out") for kind in (AutoTokenizer, AutoModelForCausalLM))
     assert loaded.pad_token == "<pad>" and loaded.pad_token_id == len(backend) == model.config.pad_token_id
     assert model.config.vocab_size == figures["vocabulary"] == len(backend) + 1
     # A checkpoint's vocabulary cannot grow: there the end token pads.
-    adapted, notes = causal_objective.CausalObjective().adapt_tokenizer(backend, "gpt2", new_model=False)
-    assert adapted.pad_token == "<|endoftext|>" and "it pads with `<|endoftext|>`" in notes[0]
+    adapted, notes = CausalObjective().adapt_tokenizer(backend, "gpt2", new_model=False)
+    assert adapted.pad_token == "<|endoftext|>" and "`<|endoftext|>`" in notes[0]
     assert backend.pad_token is None  # the one that was given is as it was
 
 
 def test_a_tokenizer_without_a_start_token_is_refused():
     backend = tiny_tokenizer().backend_tokenizer
     ending = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
-    objective = causal_objective.CausalObjective()
-    with pytest.raises(UserError, match="puts an end token behind every text"):
+    objective = CausalObjective()
+    with pytest.raises(UserError, match=r"some/tokenizer.*`train_tokenizer`"):
         objective.adapt_tokenizer(ending, "some/tokenizer", new_model=True)
     endless = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
-    with pytest.raises(UserError, match="has no end token"):
+    with pytest.raises(UserError, match=r"some/tokenizer.*\(eos\)"):
         objective.adapt_tokenizer(endless, "some/tokenizer", new_model=True)
 
 
@@ -279,9 +264,8 @@ def test_a_tokenizer_without_a_start_token_is_refused():
 DROPOUT = {"model__hidden_dropout_prob": 0.1, "max_steps": 6, "save_steps": 2, "eval_steps": 3, "log_steps": 2}
 
 
-@pytest.mark.parametrize("family", OWN)
-@pytest.mark.parametrize("streaming", ["false", "true"])
-def test_a_killed_run_goes_on_as_if_nothing_had_been(corpus, tmp_path, monkeypatch, family, streaming):
+@pytest.mark.parametrize(("family", "streaming"), [("luna", "true"), ("abc", "false")])
+def test_a_killed_run_resumes_exactly(corpus, tmp_path, monkeypatch, family, streaming):
     options = {"data": corpus, "streaming": streaming, **DROPOUT, **KINDS[family]}
     run(tmp_path / "whole", **options)
     with monkeypatch.context() as patched, pytest.raises(Killed):
@@ -317,43 +301,7 @@ def test_two_processes_make_the_run_of_one(corpus, tmp_path):
         assert one[:2] == two[:2] and one[2] == pytest.approx(two[2], rel=1e-4)
 
 
-# ---- recipes ----
-
-# What any recipe needs beside the shrunk sizes: a tokenizer made for the text, and the precision of the other tests.
-LOCAL = {"train_tokenizer": "true", "mixed_precision": "no", "model__num_attention_heads": 4}
-
-
-@pytest.mark.parametrize("path", CAUSAL, ids=lambda path: path.stem)
-def test_recipe_runs_three_steps(corpus, tmp_path, path):
-    options = arguments(path, tmp_path / "out", data=corpus, sample_tokens=4, **LOCAL)
-    assert pretrain_clm.main(options) == 0
-    figures = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert figures["model_type"] == "luna" and figures["seen_tokens"] == 3 * 256
-
-
-def test_figures_that_the_base_recipe_states():
-    loaded = pretrain_clm.read_recipe(str(next(path for path in CAUSAL if path.stem == "luna-base-clm")), [])
-    assert (loaded.update_rows, loaded.block_size) == (480, 1024)
-    assert loaded.max_steps * loaded.global_batch_tokens == pytest.approx(295e9, rel=0.01)
-    assert loaded.warmup_fraction * loaded.max_steps == pytest.approx(2000, rel=0.01)
-    config = models.make_config(loaded.model, None, loaded.vocab_size + 1, models.CAUSAL)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert model.num_parameters() == pytest.approx(139e6, rel=0.01)
-
-
 # ---- options and mistakes ----
-
-
-def test_gpt2_takes_the_recipe_s_names_and_what_it_lacks_is_said(capsys):
-    loaded = pretrain_clm.read_recipe(str(DEMO), ["--model.model_type", "gpt2"])
-    left_out = capsys.readouterr().out
-    assert "since gpt2 has no such field" in left_out and "projection_length" in left_out
-    config = models.make_config(loaded.model, None, loaded.vocab_size, models.CAUSAL)
-    assert (config.n_embd, config.n_layer, config.n_head) == tuple(
-        loaded.model[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    )
-    assert config.n_positions == loaded.model["max_position_embeddings"] >= loaded.block_size
 
 
 @pytest.fixture
@@ -364,10 +312,9 @@ def fresh_accelerate():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_half_precision_and_recomputed_states_learn_as_well(corpus, tmp_path, fresh_accelerate, family):
+def test_half_precision_and_recomputed_states_learn_as_well(corpus, tmp_path, fresh_accelerate):
     options = {"gradient_checkpointing": "true", "mixed_precision": "bf16", "max_steps": 40, "learning_rate": 2e-2}
-    figures = run(tmp_path / "out", data=corpus, save_steps=20, eval_steps=20, **options, **KINDS[family])
+    figures = run(tmp_path / "out", data=corpus, save_steps=20, eval_steps=20, **options)
     assert figures["gain_nats"] > 1.0
 
 
@@ -378,54 +325,43 @@ def test_blocks_may_be_longer_than_the_positions_of_a_family(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
-        ({"model__model_type": "gpt2", "block_size": 80, "global_batch_tokens": 160}, "raise `model.max_position_em"),
-        ({"model__model_type": "gpt2", "sample_tokens": 70}, "with the 70 of `sample_tokens` "),
-        (
-            {"model__model_type": "gpt3"},
-            f"Unknown `model_type` 'gpt3'. Choose {', '.join(FAMILIES)}, or gpt2 to compare.",
-        ),
-        ({"model__model_type": "xlm"}, "Unknown `model_type` 'xlm'"),
-        ({"model__model_type": "modernbert"}, "Unknown `model_type` 'modernbert'"),
-        ({"model__model_type": "bart"}, "Unknown `model_type` 'bart'"),
-        ({"model__is_decoder": "false"}, "`model.is_decoder` follows from the script"),
-        ({"model__projection_lenght": 4}, "Did you mean `projection_length`"),
-        ({"model__model_type": "abc_memory", "model__memory_control": "cluster"}, "in a causal model"),
-        ({"model__position_embedding_type": "learned"}, "position_embedding_type"),
-        ({"prompts": "[]"}, "`prompts`"),
+        ({"model__model_type": "gpt2", "block_size": 80, "global_batch_tokens": 160}, "`block_size` is 80"),
+        ({"model__model_type": "gpt2", "sample_tokens": 70}, "`sample_tokens` of 70"),
+        ({"model__model_type": "modernbert"}, "'modernbert'"),
+        ({"model__model_type": "bart"}, "'bart'"),
+        ({"model__is_decoder": "false"}, "`model.is_decoder`"),
+        ({"model__model_type": "abc_memory", "model__memory_control": "cluster"}, "cluster"),
         ({"prompts": "['  ']"}, "`prompts`"),
         ({"sample_tokens": 0}, "`sample_tokens`"),
-        ({"vocab_size": 259}, "above 259: 256 bytes and 3 special tokens"),
+        ({"vocab_size": 259}, "259"),
         ({"block_size": 2, "global_batch_tokens": 8}, "at least 3"),
-        ({"mask_probability": 0.2}, "unknown key `mask_probability`"),
-        ({"model_name_or_path": "no/model"}, "neither as a folder nor on the Hub"),
+        ({"mask_probability": 0.2}, "`mask_probability`"),
+        ({"model_name_or_path": "no/model"}, "no/model"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(corpus, tmp_path, capsys, overrides, message):
+def test_mistakes_are_reported_before_anything_is_written(corpus, tmp_path, capsys, overrides, named):
     line = words(tmp_path / "out", data=corpus, **overrides)
     if "model_name_or_path" in overrides:
         line = without_model_section(line)
     assert pretrain_clm.main(line) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error
+    assert error.startswith("error: ") and named in error
     assert not (tmp_path / "out" / "log.jsonl").exists()
 
 
-def test_encoders_are_refused_by_name_and_causal_checkpoints_where_encoders_are_needed(tmp_path, trained):
-    needed = f"A causal model is needed: {', '.join(FAMILIES)}"
-    for family in FAMILIES:
-        tiny_model(family, "mlm").save_pretrained(tmp_path / family)
-        with pytest.raises(UserError, match=rf"is an? .* encoder\. {needed}"):
-            models.load_config(str(tmp_path / family), kind=models.CAUSAL)
-    family, folder, _ = trained
-    found = "causal .* checkpoint" if family != "gpt2" else "gpt2 checkpoint"
-    with pytest.raises(UserError, match=f"is a {found}. An encoder is needed: luna"):
+def test_encoders_and_causal_models_are_not_confused(tmp_path, trained):
+    tiny_model("luna", "mlm").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="luna encoder"):
+        models.load_config(str(tmp_path), kind=models.CAUSAL)
+    _, folder, figures = trained
+    with pytest.raises(UserError, match=f"{figures['model_type']} checkpoint"):
         models.load_config(str(folder))
 
 
 def test_types_that_are_encoders_by_default_become_causal():
     config = models.make_config({"model_type": "roberta"}, None, 300, models.CAUSAL)
     assert config.is_decoder and not models.make_config({"model_type": "roberta"}, None, 300).is_decoder
-    with pytest.raises(UserError, match="follows from the script"):
+    with pytest.raises(UserError, match="is_decoder"):
         models.make_config({"model_type": "roberta", "is_decoder": True}, None, 300)

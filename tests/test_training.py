@@ -1,4 +1,4 @@
-"""The pretraining script from end to end: what a run leaves, resuming after any interruption, mistakes of the user."""
+"""Pretraining from end to end: what a run leaves, exact resumption after any interruption, mistakes in its input."""
 
 import json
 import os
@@ -6,26 +6,24 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import pretrain_mlm
 import pytest
-import yaml
 from accelerate.state import AcceleratorState
+from engine import checkpoint, log, loop, pretraining
 from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
 from hub_stub import HubStub
+from processes import exit_code, started
 from tiny_training import (
     DEMO,
     Killed,
     arguments,
-    checkpoint,
     dies_at_call,
-    loop,
+    files_of,
     losses,
-    objective,
-    pretrain_mlm,
-    pretraining,
     run,
     same_weights,
+    start,
     truncated,
     without_model_section,
     write_corpus,
@@ -56,26 +54,20 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory):
-    """A finished run of the script, with a gain asked for that no one reaches."""
+    """A run of the script that misses the gain it asks for."""
     folder = tmp_path_factory.mktemp("finished") / "out"
     return script(*arguments(DEMO, folder, data=corpus, batch_size=4, min_gain_nats=50)), folder
 
 
-def test_missed_gain_fails_the_process(finished):
-    process, _ = finished
-    assert process.returncode == 1
-    assert process.stderr.splitlines()[-1].startswith("The gain over the unigram baseline is ")
-
-
-def test_script_writes_a_checkpoint_with_its_figures(finished):
+def test_the_script_writes_a_checkpoint_with_its_figures(finished):
     process, folder = finished
+    assert process.returncode == 1 and "`min_gain_nats`" in process.stderr.splitlines()[-1]
     written = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "metrics.json", "log.jsonl"} <= written
-    assert {"modeling_luna.py", "configuration_luna.py", "loss.png"} <= written
-    assert "checkpoints" not in written  # the run is done
+    assert {"modeling_luna.py", "configuration_luna.py"} <= written and "checkpoints" not in written
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     figures = json.loads((folder / "metrics.json").read_text())
-    entries = loop.read_log(folder / "log.jsonl")
+    entries = log.read_log(folder / "log.jsonl")
     held_out = [entry for entry in entries if entry["kind"] == "held_out"]
     training = [entry for entry in entries if entry["kind"] == "train"]
     assert [entry["step"] for entry in held_out] == [2, 3]
@@ -87,13 +79,11 @@ def test_script_writes_a_checkpoint_with_its_figures(finished):
     assert 0 < training[-1]["mfu"] < 1.5 and training[-1]["seconds"] > training[0]["seconds"] > 0
     (probe, *_) = [entry for entry in entries if entry["kind"] == "probe"]
     assert probe["pack_entropy"][0] > 0.9 and probe["unpack_entropy"][0] > 0.9  # nothing is learnt yet
-    for value in (f"{figures['held_out_loss']:.3f}", f"{figures['unigram_loss']:.3f}", "(2 text files)"):
+    for value in (f"{figures['held_out_loss']:.3f}", f"{figures['unigram_loss']:.3f}", "2 pass(es) of 4"):
         assert value in process.stdout
-    assert "2 pass(es) of 4" in process.stdout
-    assert "step      2: held-out loss" in process.stdout
 
 
-def test_checkpoint_answers_alike_where_the_package_is_missing(finished):
+def test_the_checkpoint_answers_alike_without_the_package(finished):
     _, folder = finished
     code = """
 import json, sys
@@ -102,35 +92,24 @@ fill_mask = pipeline("fill-mask", sys.argv[1], trust_remote_code=True, top_k=3)
 print(json.dumps([fill_mask(sentence) for sentence in json.loads(sys.argv[2])]))
 """
     expected = json.loads((folder / "metrics.json").read_text())["fill_mask"]
-    assert len(expected) == 3 and all(len(answer["guesses"]) == 3 for answer in expected)
     sentences = json.dumps([answer["sentence"] for answer in expected])
     answers = json.loads(run_python(code, folder, sentences, blocked=True).splitlines()[-1])
     for answer, rows in zip(expected, answers, strict=True):
         assert [guess["token"] for guess in answer["guesses"]] == [row["token_str"] for row in rows]
-        assert [guess["score"] for guess in answer["guesses"]] == pytest.approx(
-            [row["score"] for row in rows], rel=1e-4
-        )
+        scores = [row["score"] for row in rows]
+        assert [guess["score"] for guess in answer["guesses"]] == pytest.approx(scores, rel=1e-4)
 
 
-def test_runs_are_reproducible_and_the_folder_can_be_written_again(corpus, tmp_path):
-    first, again, other = (run(tmp_path / "out", data=corpus, seed=seed) for seed in (1, 1, 2))
-    assert first["held_out_loss"] == again["held_out_loss"]
-    assert first["held_out_loss"] != other["held_out_loss"]
-
-
-@pytest.mark.parametrize("model_type", ["roberta", "modernbert"])
-def test_other_encoders_train_with_the_same_script(corpus, tmp_path, capsys, model_type):
-    figures = run(tmp_path / "out", data=corpus, model__model_type=model_type)
-    assert f"since {model_type} has no such field: " in capsys.readouterr().out
-    # 64 rows, of which RoBERTa leaves two unused
-    assert figures["longest_input"] == {"roberta": 62, "modernbert": 64}[model_type]
+def test_roberta_trains_with_the_same_recipe(corpus, tmp_path, capsys):
+    figures = run(tmp_path / "out", data=corpus, model__model_type="roberta")
+    assert "projection_length" in capsys.readouterr().out
+    assert figures["longest_input"] == 62  # 64 rows, of which RoBERTa leaves two unused
     assert "custom_code" not in (tmp_path / "out" / "README.md").read_text()
-    assert AutoModelForMaskedLM.from_pretrained(tmp_path / "out").config.model_type == model_type
 
 
 @pytest.fixture
 def fresh_accelerate():
-    """accelerate keeps the precision of a process; a test with another one starts and leaves it without any."""
+    """accelerate keeps the precision of a process; a test with another one starts and ends without any."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -138,15 +117,9 @@ def fresh_accelerate():
 
 def test_all_options_at_once(corpus, tmp_path, fresh_accelerate):
     options = {"gradient_checkpointing": "true", "mixed_precision": "bf16", "whole_word_masking": "true"}
-    figures = run(tmp_path / "out", data=corpus, trackers="[tensorboard]", **options)
-    assert figures["held_out_loss"] > 0
+    run(tmp_path / "out", data=corpus, trackers="[tensorboard]", **options)
     assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
-    assert "words, and with them all their tokens" in " ".join((tmp_path / "out" / "README.md").read_text().split())
-
-
-def test_streaming_trains_as_well(corpus, tmp_path):
-    figures = run(tmp_path / "out", data=corpus, streaming="true")
-    assert figures["held_out_targets"] > 0 and len(losses(tmp_path / "out")) == 3 + 2
+    assert "words, with all their tokens" in " ".join((tmp_path / "out" / "README.md").read_text().split())
 
 
 @pytest.mark.slow
@@ -155,52 +128,47 @@ def test_a_compiled_model_learns_the_same(corpus, tmp_path):
     assert compiled["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-4)
 
 
-# ---- going on from a checkpoint, and longer blocks ----
+# ---- starting from a checkpoint ----
 
 
-def test_continued_pretraining_extends_positions_and_says_so(corpus, tmp_path, capsys):
-    run(tmp_path / "base", data=corpus)
-    capsys.readouterr()
-    longer = {"block_size": 128, "global_batch_tokens": 256, "model_name_or_path": tmp_path / "base"}
-    words = arguments(DEMO, tmp_path / "long", data=corpus, **longer)
-    assert pretrain_mlm.main(without_model_section(words)) == 0
-    shown = capsys.readouterr().out
-    assert "Positions extended from 64 to 128 tokens: the 64 learned positions are repeated." in shown
-    assert "The file's model section is left out" in shown and "if the checkpoint was trained on this text" in shown
-    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "long")
-    assert model.config.max_position_embeddings == 128 and model.config.sparse_prediction
-    assert AutoTokenizer.from_pretrained(tmp_path / "long").model_max_length == 128
-    old, new = (AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("base", "long"))
-    assert old == new
-    figures = json.loads((tmp_path / "long" / "metrics.json").read_text())
-    base = json.loads((tmp_path / "base" / "metrics.json").read_text())
-    assert figures["held_out_loss"] < base["held_out_loss"]  # it starts where the other ended
+@pytest.fixture(scope="module")
+def base(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base") / "base"
+    run(folder, data=corpus)
+    return folder
+
+
+def continued(folder, base, corpus, **options):
+    return without_model_section(arguments(DEMO, folder, data=corpus, model_name_or_path=base, **options))
+
+
+def test_continued_pretraining_extends_positions(corpus, base, tmp_path, capsys):
+    longer = {"block_size": 128, "global_batch_tokens": 256, "eval_steps": 3}
+    words = continued(tmp_path / "long", base, corpus, **longer)
+    assert start(pretrain_mlm, [*words, "--model.hidden_dropout_prob", "0.25"]) == 0
+    printed = capsys.readouterr().out
+    assert "from 64 to 128" in printed and "hidden_dropout_prob=0.25" in printed and "`validation`" in printed
+    config = AutoModelForMaskedLM.from_pretrained(tmp_path / "long").config
+    assert config.max_position_embeddings == 128 and config.sparse_prediction and config.hidden_dropout_prob == 0.25
+    old, new = (AutoTokenizer.from_pretrained(folder) for folder in (base, tmp_path / "long"))
+    assert new.model_max_length == 128 and old.get_vocab() == new.get_vocab()
+    figures, before = (json.loads((folder / "metrics.json").read_text()) for folder in (tmp_path / "long", base))
+    assert figures["held_out_loss"] < before["held_out_loss"]  # it starts where the other ended
+    entries = log.read_log(tmp_path / "long" / "log.jsonl")
+    assert [entry["step"] for entry in entries if entry["kind"] == "held_out"] == [0, 3]
     card = (tmp_path / "long" / "README.md").read_text()
-    assert "trained on from `base`" in card and "- Positions extended from 64 to 128 tokens" in card
+    assert "from `base`" in card and "from 64 to 128" in card
 
 
-def test_a_checkpoint_is_never_the_output_folder(corpus, tmp_path, capsys):
-    run(tmp_path / "base", data=corpus)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
-    words = arguments(DEMO, tmp_path / "base", data=corpus, model_name_or_path=tmp_path / "base")
-    assert pretrain_mlm.main(without_model_section(words)) == 2
-    assert "is `model_name_or_path`, which would be overwritten" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()} == before
-
-
-def test_what_the_command_line_says_about_a_loaded_model_is_done_and_said(corpus, tmp_path, capsys):
-    run(tmp_path / "base", data=corpus)
-    words = without_model_section(arguments(DEMO, tmp_path / "out", data=corpus, model_name_or_path=tmp_path / "base"))
-    assert pretrain_mlm.main([*words, "--model.hidden_dropout_prob", "0.25"]) == 0
-    assert "But for hidden_dropout_prob=0.25, as given on the command line." in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["hidden_dropout_prob"] == 0.25
-    assert pretrain_mlm.main([*words, "--model.classifier_pooling", "median"]) == 2
-    assert "`classifier_pooling` is 'median', but must be one of cls, mean" in capsys.readouterr().err
+def test_a_value_that_a_loaded_model_refuses(corpus, base, tmp_path, capsys):
+    assert pretrain_mlm.main([*continued(tmp_path / "out", base, corpus), "--model.classifier_pooling", "median"]) == 2
+    assert "`classifier_pooling` is 'median'" in capsys.readouterr().err
 
 
 # ---- interruptions ----
 
-DROPOUT = {"model__hidden_dropout_prob": 0.1, "max_steps": 6, "save_steps": 2, "eval_steps": 3, "log_steps": 2}
+# Log entries and checkpoints alternate, so that a checkpoint must hold the losses since the last entry.
+DROPOUT = {"model__hidden_dropout_prob": 0.1, "max_steps": 6, "save_steps": 2, "eval_steps": 3, "log_steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -210,135 +178,112 @@ def uninterrupted(corpus, tmp_path_factory):
     return folder
 
 
+def kill(words, monkeypatch, module=loop, name="one_update", call=5):
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        dies_at_call(patched, module, name, call)
+        start(pretrain_mlm, words)
+
+
 MOMENTS = {
-    "the tokenizer is saved": (pretraining, "make_tokenizer", 1),
-    "the text is prepared": (pretraining, "prepare_text", 1),
-    "before the first checkpoint": (loop, "one_update", 1),
+    "the tokenizer is saved": (pretraining, "write_tokenizer", 1),
     "between checkpoints": (loop, "one_update", 5),
-    "files of a checkpoint are written": (checkpoint, "_data_file", 2),
     "a checkpoint is complete under its other name": (checkpoint, "_seal", 2),
     "a checkpoint is in place": (pretraining, "save_checkpoint", 2),
     "the model is saved": (pretraining, "save_model", 1),
-    "the card is written": (objective, "make_card", 1),
-    "all but the checkpoints is done": (pretraining, "report", 1),
+    "all but the removal of checkpoints is done": (pretraining, "report", 1),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_at_any_moment_a_run_goes_on_as_if_nothing_had_been(
-    corpus, tmp_path, monkeypatch, uninterrupted, moment
-):
+def test_a_run_killed_at_any_moment_resumes_exactly(corpus, tmp_path, monkeypatch, uninterrupted, moment):
     folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT)
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        dies_at_call(patched, *MOMENTS[moment])
-        pretrain_mlm.main(words)
-    logged = losses(folder) if (folder / "log.jsonl").is_file() else []
-    assert pretrain_mlm.main(words) == 0
-    assert losses(folder) == losses(uninterrupted)
-    assert losses(folder)[: len(logged)] == logged  # nothing that was logged is lost
-    entries = [(e["kind"], e["step"]) for e in loop.read_log(folder / "log.jsonl") if e["kind"] != "resumed"]
-    assert len(entries) == len(set(entries))
-    assert same_weights(folder, uninterrupted)
-    assert not list(folder.rglob("*.unfinished")) and not (folder / "checkpoints").exists()
-
-
-def start_and_wait(words, folder, entries):
-    """The script in a process of its own, once its log has so many lines."""
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, *words], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
-    )
-    while process.poll() is None:
-        if (folder / "log.jsonl").is_file() and len((folder / "log.jsonl").read_text().splitlines()) >= entries:
-            return process
-        time.sleep(0.01)
-    raise AssertionError("the run ended before it could be interrupted")
-
-
-LONG = {**DROPOUT, "max_steps": 300, "save_steps": 10, "eval_steps": 1000, "log_steps": 1}
-
-
-def test_sigkill_and_sigterm_in_turn_and_the_losses_are_those_of_one_run(corpus, tmp_path):
-    folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **LONG)
-    process = start_and_wait(words, folder, entries=25)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
+    kill(words, monkeypatch, *MOMENTS[moment])
     logged = losses(folder)
-    process = start_and_wait(words, folder, entries=45)
-    process.terminate()
-    shown, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert "Stopped by SIGTERM after step" in shown and "The same command goes on from there" in shown
-    stopped_at = losses(folder)[-1][1]
-    assert checkpoint.checkpoints(folder)[-1].name == f"step-{stopped_at:08d}"  # saved where it stood
-    assert pretrain_mlm.main(words) == 0
-    reference = tmp_path / "reference"
-    run(reference, data=corpus, **LONG)
-    assert losses(folder)[: len(logged)] == logged
-    assert losses(folder) == losses(reference) and same_weights(folder, reference)
-    assert len([e for e in loop.read_log(folder / "log.jsonl") if e["kind"] == "resumed"]) == 2
+    assert start(pretrain_mlm, words) == 0
+    assert losses(folder) == losses(uninterrupted) and same_weights(folder, uninterrupted)
+    assert losses(folder)[: len(logged)] == logged  # nothing that was logged is lost
+    entries = [entry for entry in log.read_log(folder / "log.jsonl") if entry["kind"] != "resumed"]
+    assert len(entries) == len({(entry["kind"], entry["step"]) for entry in entries})
+    seconds = [entry["seconds"] for entry in entries if entry["kind"] == "train"]
+    assert seconds == sorted(seconds)
+    assert not list(folder.rglob("*.unfinished")) and not (folder / "checkpoints").exists()
 
 
 def test_streaming_resumes_exactly(corpus, tmp_path, monkeypatch):
     options = {**DROPOUT, "streaming": "true"}
     run(tmp_path / "whole", data=corpus, **options)
-    words = arguments(DEMO, tmp_path / "out", data=corpus, **options)
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        dies_at_call(patched, loop, "one_update", 5)
-        pretrain_mlm.main(words)
-    assert pretrain_mlm.main(words) == 0
+    kill(arguments(DEMO, tmp_path / "out", data=corpus, **options), monkeypatch)
+    run(tmp_path / "out", data=corpus, **options)
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
 def test_a_truncated_checkpoint_is_passed_over(corpus, tmp_path, monkeypatch, capsys, uninterrupted):
     folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT)
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        dies_at_call(patched, loop, "one_update", 5)
-        pretrain_mlm.main(words)
+    kill(words, monkeypatch)
     newest = checkpoint.checkpoints(folder)[-1]
     os.truncate(newest / "model.safetensors", 64)
-    capsys.readouterr()
-    assert pretrain_mlm.main(words) == 0
-    shown = capsys.readouterr().out
-    assert f"{newest.name} is damaged (model.safetensors" in shown and "step-00000002: step 2 of 6" in shown
+    assert start(pretrain_mlm, words) == 0
+    printed = capsys.readouterr().out
+    assert f"{newest.name}: model.safetensors" in printed and "step-00000002: step 2 of 6" in printed
     assert losses(folder) == losses(uninterrupted)
 
 
-def interrupted(corpus, tmp_path, monkeypatch, **options):
-    words = arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT, **options)
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        dies_at_call(patched, loop, "one_update", 5)
-        pretrain_mlm.main(words)
-    return words
+def start_and_wait(words, folder, entries):
+    """A run in a new process, once its log has this many lines."""
+    process, path = started(exit_with, words), folder / "log.jsonl"
+    while not (path.is_file() and len(path.read_text().splitlines()) >= entries):
+        assert process.is_alive(), "the run ended before it could be interrupted"
+        time.sleep(0.005)
+    return process
 
 
-def test_another_recipe_does_not_go_on_with_the_checkpoints_of_this_one(corpus, tmp_path, monkeypatch, capsys):
-    words = interrupted(corpus, tmp_path, monkeypatch)
+def exit_with(words):
+    sys.exit(pretrain_mlm.main(words))
+
+
+LONG = {**DROPOUT, "max_steps": 60, "save_steps": 5, "eval_steps": 1000, "log_steps": 1}
+
+
+def test_sigkill_and_then_sigterm_do_not_change_the_losses(corpus, tmp_path):
+    folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **LONG)
+    process = start_and_wait(words, folder, entries=7)
+    process.kill()
+    assert exit_code(process) == -signal.SIGKILL
+    logged = losses(folder)
+    process = start_and_wait(words, folder, entries=16)
+    process.terminate()
+    assert exit_code(process) == 0
+    stopped_at = losses(folder)[-1][1]
+    assert checkpoint.checkpoints(folder)[-1].name == f"step-{stopped_at:08d}"
+    assert start(pretrain_mlm, words) == 0
+    run(tmp_path / "reference", data=corpus, **LONG)
+    assert losses(folder)[: len(logged)] == logged
+    assert losses(folder) == losses(tmp_path / "reference") and same_weights(folder, tmp_path / "reference")
+    assert sum(entry["kind"] == "resumed" for entry in log.read_log(folder / "log.jsonl")) == 2
+
+
+def test_checkpoints_are_resumed_by_the_same_recipe_only(corpus, tmp_path, monkeypatch, capsys):
+    words = arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT, overwrite_output_dir="false")
+    kill(words, monkeypatch)
     assert pretrain_mlm.main([*words, "--learning-rate", "1e-4"]) == 2
-    assert "other values of learning_rate" in capsys.readouterr().err
+    assert "learning_rate" in capsys.readouterr().err
+    assert pretrain_mlm.main([*words, "--no-resume"]) == 2
+    assert "--overwrite_output_dir" in capsys.readouterr().err
     assert len(checkpoint.checkpoints(tmp_path / "out")) == 2
-    assert pretrain_mlm.main([*words, "--log-steps", "3"]) == 0  # what is not learnt from may change
-
-
-def test_starting_again_must_be_asked_for(corpus, tmp_path, monkeypatch, capsys):
-    words = interrupted(corpus, tmp_path, monkeypatch, overwrite_output_dir="false")
-    assert pretrain_mlm.main([*words, "--resume", "false"]) == 2
-    assert "--overwrite_output_dir true" in capsys.readouterr().err
-    assert len(checkpoint.checkpoints(tmp_path / "out")) == 2
-    assert pretrain_mlm.main([*words, "--resume", "false", "--overwrite-output-dir", "true"]) == 0
+    assert start(pretrain_mlm, [*words, "--log-steps", "2"]) == 0  # changes nothing that is learnt
+    assert "resumed" in (tmp_path / "out" / "log.jsonl").read_text()
+    assert start(pretrain_mlm, [*words, "--no-resume", "--overwrite-output-dir"]) == 0
     assert "resumed" not in (tmp_path / "out" / "log.jsonl").read_text()
-
-
-# ---- several processes ----
 
 
 @pytest.mark.slow
 def test_two_processes_resume_exactly(corpus, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    options = {**LONG, "max_steps": 60}
+    options = LONG
     words = arguments(DEMO, tmp_path / "out", data=corpus, **options)
     process = subprocess.Popen([sys.executable, *launcher, SCRIPT, *words], cwd=ROOT, env=environment())
-    log = tmp_path / "out" / "log.jsonl"
-    while not (log.is_file() and len(log.read_text().splitlines()) >= 25):
+    path = tmp_path / "out" / "log.jsonl"
+    while not (path.is_file() and len(path.read_text().splitlines()) >= 25):
         assert process.poll() is None
         time.sleep(0.02)
     process.terminate()
@@ -351,137 +296,88 @@ def test_two_processes_resume_exactly(corpus, tmp_path):
 # ---- the Hub ----
 
 
-def test_push_to_hub_sends_what_loads_again(corpus, tmp_path):
+def test_push_to_hub_sends_what_loads_again(corpus, tmp_path, monkeypatch):
     with HubStub() as hub:
-        words = arguments(DEMO, tmp_path / "out", data=corpus, hub_model_id="tester/pushed", hub_private="true")
-        code = f"import pretrain_mlm; assert pretrain_mlm.main({[*words, '--push-to-hub']!r}) == 0"
-        run_python(f"import sys; sys.path.insert(0, 'training')\n{code}", env=hub.environment(tmp_path / "home"))
+        hub.patch(monkeypatch, tmp_path)
+        options = {"hub_model_id": "tester/pushed", "hub_private": "true", "push_to_hub": "true"}
+        run(tmp_path / "out", data=corpus, **options)
     files = hub.repositories["tester/pushed"]
-    assert {"model.safetensors", "config.json", "tokenizer.json", "modeling_luna.py", "loss.png"} <= set(files)
+    assert {"model.safetensors", "config.json", "tokenizer.json", "modeling_luna.py", "log.jsonl"} <= set(files)
     assert files["README.md"] == (tmp_path / "out" / "README.md").read_bytes()
-    assert not [name for name in files if name.startswith("checkpoints") or name.endswith(".unfinished")]
+    assert not [name for name in files if name.startswith(("checkpoints", "."))]
     assert hub.private == {"tester/pushed"} and not hub.unknown
 
 
 # ---- mistakes ----
 
 
-def test_a_mistake_leaves_the_earlier_run_alone(corpus, tmp_path):
-    run(tmp_path / "out", data=corpus)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
-    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=tmp_path / "none")) == 2
-    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus, model__hidden_size=33)) == 2
-    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus, overwrite_output_dir="false")) == 2
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()} == before
+def test_mistakes_leave_earlier_results_alone(corpus, base, tmp_path, capsys):
+    before = files_of(base)
+    damaged = truncated(base, tmp_path / "damaged")
+    for words, named in (
+        (arguments(DEMO, base, data=tmp_path / "none"), "none"),
+        (arguments(DEMO, base, data=corpus, model__hidden_size=33), "hidden_size"),
+        (arguments(DEMO, base, data=corpus, overwrite_output_dir="false"), "--overwrite_output_dir"),
+        (continued(base, base, corpus), "`model_name_or_path`"),
+        (continued(base, damaged, corpus), str(damaged)),
+        (continued(tmp_path / "new", damaged, corpus), str(damaged)),
+        (continued(tmp_path / "new", base, corpus, fill_mask=f"['{'word ' * 99}<mask>']"), "`fill_mask`"),
+        (arguments(DEMO, tmp_path / "new", data=corpus, tokenizer=base, fill_mask=f"['{'word ' * 99}<mask>']"), "word"),
+    ):
+        assert pretrain_mlm.main(words) == 2
+        assert named in capsys.readouterr().err
+    assert files_of(base) == before and not (tmp_path / "new").exists()
 
 
-def test_damaged_weights_are_found_before_an_earlier_model_is_removed(corpus, tmp_path, capsys):
-    run(tmp_path / "keep", data=corpus)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "keep").iterdir() if path.is_file()}
-    damaged = truncated(tmp_path / "keep", tmp_path / "damaged")
-    for name in ("keep", "new"):
-        words = arguments(DEMO, tmp_path / name, data=corpus, model_name_or_path=damaged)
-        assert pretrain_mlm.main(without_model_section(words)) == 2
-        assert "error: The weights of" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in (tmp_path / "keep").iterdir() if path.is_file()} == before
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_sentence_that_is_too_long_for_a_known_tokenizer_is_told_before_the_folder_is_made(corpus, tmp_path, capsys):
-    start, options = tmp_path / "start", {"data": corpus, "fill_mask": f"['{'word ' * 99}<mask>']"}
-    run(start, data=corpus)
-    words = without_model_section(arguments(DEMO, tmp_path / "new", model_name_or_path=start, **options))
-    new = arguments(DEMO, tmp_path / "new", tokenizer=start, **options)
-    for own in (words, new):
-        assert pretrain_mlm.main(own) == 2
-        assert "but the model takes 64: 'word word" in capsys.readouterr().err
-        assert not (tmp_path / "new").exists()
-
-
-def test_files_of_no_earlier_run_are_never_overwritten(corpus, tmp_path, capsys):
+def test_files_of_something_else_are_never_overwritten(corpus, tmp_path, capsys):
     (tmp_path / "README.md").write_text("somebody's own")
-    assert pretrain_mlm.main(arguments(DEMO, tmp_path, data=corpus)) == 2
+    assert pretrain_mlm.main(arguments(DEMO, tmp_path, data=corpus, cache_dir=tmp_path.parent / "cache")) == 2
     assert "--output_dir" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
-def test_the_trial_file_of_another_process_is_no_file_of_somebody_else(corpus, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".writable-1").touch()
-    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus)) == 0
-
-
-def gpt2_folder(tmp_path):
-    folder = tmp_path / "gpt2"
-    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=300)).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
-        ({"data": "no/such/folder"}, "no such file or folder"),
-        ({"block_size": 80, "global_batch_tokens": 160}, "raise `model.max_position_embeddings`"),
-        ({"global_batch_tokens": 100}, "a multiple of `block_size`"),
-        ({"fill_mask": f"['{'word ' * 99}<mask>']"}, "`fill_mask`"),
-        ({"model__model_type": "lunar"}, "Choose luna"),
-        ({"model__model_type": "gpt2"}, "Unknown `model_type` 'gpt2'"),
-        ({"model__hiden_size": 32}, "Did you mean `hidden_size`"),
-        ({"model__vocab_size": 32}, "follows from the tokenizer"),
-        ({"model__num_attention_heads": 5}, "num_attention_heads"),
-        ({"model__num_attention_heads": "many"}, "num_attention_heads"),
-        ({"model_name_or_path": "no/model"}, "neither as a folder nor on the Hub"),
-        ({"tokenizer": "no/tokenizer"}, "There is no tokenizer"),
-        ({"tokenizer": "a", "train_tokenizer": "true"}, "where `train_tokenizer` is true"),
-        ({"trackers": "[nonsense]"}, "`trackers`: 'nonsense' is not installed or unknown"),
-        ({"language": "English"}, "a code such as en"),
-        ({"push_to_hub": "true"}, "the repository 'luna-demo' cannot be made"),
+        ({"data": "no/such/folder"}, "no/such/folder"),
+        ({"block_size": 80, "global_batch_tokens": 160}, "`model.max_position_embeddings`"),
+        ({"model__model_type": "lunar"}, "'lunar'"),
+        ({"model_name_or_path": "no/model"}, "no/model"),
+        ({"model_name_or_path": "GPT2"}, "gpt2 checkpoint"),
+        ({"model_name_or_path": "LUNA"}, "tokens, but the model 100"),
+        ({"tokenizer": "no/tokenizer"}, "no/tokenizer"),
+        ({"tokenizer": "a", "train_tokenizer": "true"}, "`train_tokenizer`"),
+        ({"trackers": "[nonsense]"}, "'nonsense'"),
+        ({"push_to_hub": "true"}, "'luna-demo'"),
+        ({"output_dir": "FILE"}, "is a file"),
+        ({"output_dir": "FILE/out"}, "cannot be written to"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_trained(corpus, tmp_path, capsys, overrides, message):
-    words = arguments(DEMO, tmp_path / "out", **{"data": corpus, **overrides})
-    if "model_name_or_path" in overrides:
-        words = without_model_section(words)
-    assert pretrain_mlm.main(words) == 2
+def test_mistakes_are_reported_before_anything_is_written(corpus, tmp_path, capsys, overrides, named):
+    (tmp_path / "FILE").touch()
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=300)).save_pretrained(tmp_path / "GPT2")
+    tiny_model("luna", "mlm", vocab_size=100).save_pretrained(tmp_path / "LUNA")
+    tiny_tokenizer().save_pretrained(tmp_path / "LUNA")
+    values = {key: tmp_path / value if str(value).isupper() else value for key, value in overrides.items()}
+    folder = tmp_path / values.pop("output_dir", "out")
+    words = arguments(DEMO, folder, **{"data": corpus, "cache_dir": tmp_path / "cache", **values})
+    capsys.readouterr()
+    assert pretrain_mlm.main(without_model_section(words) if "model_name_or_path" in values else words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error
-    assert not (tmp_path / "out" / "log.jsonl").exists()
+    assert error.startswith("error: ") and named in error
+    assert not (folder / "log.jsonl").exists()
 
 
-def test_checkpoints_of_other_families_are_refused(corpus, tmp_path, capsys):
-    words = ["--data", str(corpus), "--output-dir", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]
-    assert pretrain_mlm.main([str(DEMO), *words, "--model-name-or-path", str(gpt2_folder(tmp_path))]) == 2
-    assert "is a gpt2 checkpoint. An encoder is needed" in capsys.readouterr().err
-    # A model and a tokenizer that do not belong together.
-    tiny_model("luna", "mlm", vocab_size=100).save_pretrained(tmp_path / "luna")
-    tiny_tokenizer().save_pretrained(tmp_path / "luna")
-    assert pretrain_mlm.main([str(DEMO), *words, "--model-name-or-path", str(tmp_path / "luna")]) == 2
-    assert "tokens, but the model 100" in capsys.readouterr().err
-
-
-def test_output_folders_that_cannot_be_written_are_refused(corpus, tmp_path, capsys):
-    (tmp_path / "note").write_text("mine")
-    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "note", data=corpus)) == 2
-    assert "is a file" in capsys.readouterr().err
-    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "note" / "out", data=corpus, cache_dir=tmp_path / "c")) == 2
-    assert "cannot be written to" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["note"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "holds no"), (b" \n\n", "no text"), (b"one document\n", "held_out"), (b"\xff\xfe", "UTF-8")],
-)
-def test_unusable_text_is_refused(tmp_path, capsys, content, message):
-    texts = tmp_path / "texts"
-    texts.mkdir()
+@pytest.mark.parametrize(("content", "named"), [(None, "texts"), (b" \n\n", "no text"), (b"one\n", "held_out")])
+def test_unusable_text_is_refused(tmp_path, capsys, content, named):
+    (tmp_path / "texts").mkdir()
     if content is not None:
-        (texts / "a.txt").write_bytes(content)
-    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=texts)) == 2
-    assert message in capsys.readouterr().err
+        (tmp_path / "texts" / "a.txt").write_bytes(content)
+    assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=tmp_path / "texts")) == 2
+    assert named in capsys.readouterr().err
 
 
-def test_without_the_train_extra_the_script_says_what_to_install():
+def test_without_the_train_extra_the_script_names_what_to_install():
     code = f"""
 import runpy, sys
 sys.path.insert(0, "training")
@@ -489,23 +385,13 @@ sys.modules["accelerate"] = None
 runpy.run_path({SCRIPT!r}, run_name="__main__")
 """
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert process.returncode == 1
-    assert process.stderr == (
-        'error: accelerate not installed. The scripts need the train extra: pip install -e ".[train]"\n'
-    )
+    assert process.returncode == 1 and len(process.stderr.splitlines()) == 1
+    assert "accelerate" in process.stderr and 'pip install -e ".[train]"' in process.stderr
 
 
-def test_ctrl_c_outside_training_says_how_to_go_on(corpus, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_outside_training_has_its_exit_status(corpus, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pretraining, "prepare_text", interrupt)
     assert pretrain_mlm.main(arguments(DEMO, tmp_path / "out", data=corpus)) == 130
-    assert "The same command goes on" in capsys.readouterr().err
-
-
-def test_help_lists_every_key():
-    process = script("--help")
-    assert process.returncode == 0
-    keys = set(yaml.safe_load(Path(DEMO).read_text()))
-    assert [key for key in keys if key not in process.stdout] == []

@@ -3,50 +3,23 @@
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import pretrain_mlm
 import torch
+from engine import checkpoint, log, loop
+from engine.objective import Objective
 from helpers import ROOT, tiny_config
+from objectives.masked import MaskedObjective
+from objectives.transfer import TransferObjective
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
 from luna_hf import AbcForMaskedLM
 from luna_hf.warm_start import warm_start
-
-sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
-
-import pretrain_clm
-import pretrain_mlm
-import transfer_attention
-from common import models
-from common import options as recipe
-from data import masking, rows
-from data import prepare as data
-from engine import card, checkpoint, groups, loop, objective, pretraining
-from engine import recipe as pretrain_recipe
-from objectives import causal as causal_objective
-
-__all__ = [
-    "card",
-    "causal_objective",
-    "checkpoint",
-    "data",
-    "groups",
-    "loop",
-    "masking",
-    "models",
-    "objective",
-    "pretrain_clm",
-    "pretrain_mlm",
-    "pretrain_recipe",
-    "pretraining",
-    "recipe",
-    "rows",
-    "transfer_attention",
-]
 
 RECIPES = sorted((ROOT / "training" / "recipes" / "pretrain_mlm").glob("*.yaml"))
 CAUSAL = sorted((ROOT / "training" / "recipes" / "pretrain_clm").glob("*.yaml"))
@@ -89,9 +62,15 @@ def arguments(recipe_file: Path, output_dir: Path, **overrides: Any) -> list[str
     return [str(recipe_file), *(word for name, value in values.items() for word in (f"--{name}", str(value)))]
 
 
+def start(command: ModuleType, words: list[str]) -> int:
+    """The exit status of a command in this process, without the time that its plot takes."""
+    with patch.object(Objective, "plot"), patch.object(TransferObjective, "plot"):
+        return command.main(words)
+
+
 def run(output_dir: Path, recipe_file: Path = DEMO, **overrides: Any) -> dict[str, Any]:
-    """A shrunk run in this process; its figures."""
-    assert pretrain_mlm.main(arguments(recipe_file, output_dir, **overrides)) == 0
+    """A shrunk run of `pretrain_mlm.py` in this process; its figures."""
+    assert start(pretrain_mlm, arguments(recipe_file, output_dir, **overrides)) == 0
     return json.loads((output_dir / "metrics.json").read_text())
 
 
@@ -124,8 +103,10 @@ def without_model_section(words: list[str]) -> list[str]:
 
 
 def losses(folder):
-    entries = loop.read_log(folder / "log.jsonl")
-    return [(e["kind"], e["step"], e["loss"]) for e in entries if e["kind"] in ("train", "held_out")]
+    """Everything in a log that a resumed run must repeat exactly."""
+    entries = log.read_log(folder / "log.jsonl")
+    keep = ("kind", "step", "loss", "layers", "seen_tokens", "learning_rate", "grad_norm")
+    return [tuple(e.get(name) for name in keep) for e in entries if e["kind"] in ("train", "held_out", "objective")]
 
 
 def weights(folder):
@@ -139,6 +120,11 @@ def same_weights(one, two):
 
 class Killed(BaseException):
     """Stands for a kill: nothing in the code may catch it."""
+
+
+def files_of(folder):
+    """The content of every file below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def dies_at_call(monkeypatch, module, name, call):
@@ -190,6 +176,8 @@ SETTINGS = {
     "mixed_precision": "no",
     "trackers": [],
     "output_dir": ".",
+    "model_name_or_path": "",
+    "batch_size": 4,
     "max_steps": 1,
     "max_grad_norm": 1e9,
     "max_skipped_steps": 0,
@@ -200,7 +188,7 @@ SETTINGS = {
 
 
 def make_run(tmp_path, updates, kind="luna", model=None, optimizer=None, **settings):
-    """A run on given micro-batches, of plain gradient descent unless an optimizer is given; evaluation is on
+    """A run on given micro-batches with plain gradient descent unless an optimizer is given; evaluated on
     `masked_rows`."""
     tmp_path.mkdir(exist_ok=True)
     values = SimpleNamespace(**{**SETTINGS, **settings})
@@ -213,19 +201,16 @@ def make_run(tmp_path, updates, kind="luna", model=None, optimizer=None, **setti
     model, optimizer = accelerator.prepare(model, optimizer)
     return loop.Run(
         recipe=values,
+        objective=MaskedObjective(),
         accelerator=accelerator,
-        model=model,
+        module=model,
         optimizer=optimizer,
         scheduler=scheduler,
         updates=iter(updates),
-        evaluate=lambda: loop.evaluate(accelerator, model, masked_rows(), 4),
-        targets=lambda batch: (batch["labels"] != -100).sum(),
-        measure=lambda: None,
-        probe=lambda: None,
+        held_out=masked_rows(),
         save=lambda counters: None,
-        stop_requested=lambda: False,
-        log=loop.RunLog(tmp_path / "log.jsonl", is_main_process=True),
-        evaluate_first=False,
+        stop=checkpoint.StopRequest(),
+        log=log.RunLog(tmp_path / "log.jsonl", is_main_process=True),
         unigram_loss=5.0,
         flops_per_token=1.0,
         peak_flops=1e9,

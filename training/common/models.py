@@ -329,6 +329,12 @@ def load_tokenizer(
     return tokenizer
 
 
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass, by the name that the installed transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def _counts_pad_rows(config: PreTrainedConfig) -> bool:
     return isinstance(config, RobertaConfig) or config.model_type in _COUNTS_PAD_ROWS
 

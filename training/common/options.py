@@ -47,8 +47,8 @@ def parse(
     """Fill dataclasses from a recipe and the command line.
 
     Args:
-        classes: dataclasses with distinct fields. A field without a default must be given. `metadata["help"]`, or
-            else the comment beside the key in the command's first recipe, is its line in `--help`.
+        classes: dataclasses with distinct fields. A field without a default must be given. Its line in `--help` is
+            `Annotated[type, "line"]`, `metadata["help"]`, or the comment beside the key in the command's first recipe.
         words: the command line without the name of the command.
         description: what `--help` prints first.
         command: name of the command, `pretrain_mlm`; its recipes are in `training/recipes/<command>/`.
@@ -288,7 +288,8 @@ def _help(
         if owner.__module__.startswith("transformers."):
             inherited.append(f"--{field.name}")
             continue
-        text = field.metadata.get("help") or comments.get(field.name, "")
+        annotated = getattr(get_type_hints(owner, include_extras=True)[field.name], "__metadata__", ("",))
+        text = annotated[0] or field.metadata.get("help") or comments.get(field.name, "")
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if _has_default(field) and default not in (None, False, "", []):
             text += f" [default: {default}]"

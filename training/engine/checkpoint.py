@@ -1,10 +1,10 @@
-"""Checkpoints of a run: written whole or not at all, checked before they are read, rotated; and the wish to stop.
+"""Checkpoints of a run: written atomically, verified before they are read, rotated; and requests to stop.
 
     OUTPUT/checkpoints/step-00000300/     model, optimizer, schedule, random states, data position, counters
-    OUTPUT/checkpoints/step-00000300/files.json     names and sizes of the others, written last
+    OUTPUT/checkpoints/step-00000300/files.json     names and sizes of these files, written last
 
-A checkpoint is written to a folder with another name and renamed when everything in it is on the disk, so a kill at any
-moment leaves the ones before it as they were.
+A checkpoint is written to a folder with another name, which is renamed when all of it is on disk. So a kill at any
+moment leaves the earlier checkpoints intact.
 """
 
 import json
@@ -34,8 +34,7 @@ _STATE = "state.json"
 
 @dataclass
 class Counters:
-    """Where a run stands: updates done, tokens seen, seconds of training, updates skipped, the losses since the last
-    entry of the log, and the number of processes."""
+    """The progress of a run; `window` holds the losses since the last entry of the log."""
 
     step: int = 0
     seen_tokens: int = 0
@@ -53,7 +52,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or `None`."""
+    """The first fault in a checkpoint's files, or `None`."""
     try:
         sizes = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -67,22 +66,20 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def newest_complete(output_dir: Path, tell: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones are named, and passed over.
+def newest_complete(output_dir: Path, log: Callable[[str], None]) -> Path | None:
+    """The newest intact checkpoint; damaged ones are logged and ignored.
 
     Raises:
-        UserError: There are checkpoints, and every one is damaged.
+        UserError: There are checkpoints, but every one is damaged.
     """
     found = checkpoints(output_dir)
     for checkpoint in reversed(found):
         wrong = damage(checkpoint)
         if wrong is None:
             return checkpoint
-        tell(f"The checkpoint {checkpoint.name} is damaged ({wrong}); looking for an older one.")
+        log(f"Ignoring the damaged checkpoint {checkpoint.name}: {wrong}.")
     if found:
-        raise UserError(
-            f"Every checkpoint in {output_dir / _FOLDER} is damaged. Remove that folder to start the run again."
-        )
+        raise UserError(f"Every checkpoint in {output_dir / _FOLDER} is damaged: remove that folder to start again.")
     return None
 
 
@@ -99,10 +96,10 @@ def save_checkpoint(
     Args:
         accelerator: its model, optimizer, registered schedule, scaler and random states are saved.
         output_dir: of the run.
-        counters: where the run stands.
-        recipe: what is run, to be compared when it is resumed.
+        counters: the run's progress.
+        recipe: compared with the recipe of the run that resumes.
         data_state: the data position of this process.
-        keep: checkpoints to keep; older ones are removed after the new one is complete.
+        keep: number of checkpoints to keep; older ones are removed once the new one is complete.
     """
     final = output_dir / _FOLDER / f"{_PREFIX}{counters.step:08d}"
     unfinished = final.with_name(final.name + _UNFINISHED)
@@ -110,7 +107,7 @@ def save_checkpoint(
         remove_unfinished(output_dir)
         unfinished.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns of tied weights at every save
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns about tied weights at every save
     accelerator.save_state(str(unfinished))
     torch.save({"data": data_state, "random": torch.get_rng_state()}, unfinished / _data_file(accelerator))
     accelerator.wait_for_everyone()
@@ -118,7 +115,7 @@ def save_checkpoint(
         state = {"counters": asdict(counters), "recipe": recipe}
         write_json(unfinished / _STATE, state)
         _seal(unfinished)
-        if final.exists():  # of a run that was resumed from an older one
+        if final.exists():  # from before the run was resumed at an older one
             shutil.rmtree(final)
         os.replace(unfinished, final)
         _sync(final.parent)
@@ -139,44 +136,39 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any
     """Load a checkpoint into what `accelerator` has prepared, and return the data position of this process.
 
     Raises:
-        UserError: It was written by another number of processes, whose random states and data parts are others; or its
-            files do not fit the run.
+        UserError: Another number of processes wrote it, so that the run could not be continued exactly; or its files
+            do not fit the run.
     """
     counters, _ = read_state(checkpoint)
     if counters.processes != accelerator.num_processes:
         raise UserError(
             f"{checkpoint.name} was written by {counters.processes} process(es), but this run has "
-            f"{accelerator.num_processes}: it would not go on exactly. Start as many as before."
+            f"{accelerator.num_processes}: start as many as before."
         )
     try:
         accelerator.load_state(str(checkpoint))
         own = torch.load(checkpoint / _data_file(accelerator), weights_only=True)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{checkpoint} cannot be loaded: {error}") from error
-    accelerator.step = (
-        0  # of the passes of an update: a checkpoint stands between updates, however many passes they have
-    )
-    if not torch.equal(torch.get_rng_state(), own["random"]):  # accelerate passes over what it cannot restore
-        raise UserError(f"The random states in {checkpoint} cannot be restored here: the run would not go on exactly.")
+    accelerator.step = 0  # counts the passes of an update, and checkpoints are written between updates
+    if not torch.equal(torch.get_rng_state(), own["random"]):  # accelerate ignores what it cannot restore
+        raise UserError(f"The random states in {checkpoint} cannot be restored on this machine.")
     return own["data"]
 
 
 def remove_unfinished(output_dir: Path) -> None:
-    """Remove what a kill in the middle of a save has left."""
+    """Remove what a kill during a save has left."""
     for path in (output_dir / _FOLDER).glob(f"{_PREFIX}*{_UNFINISHED}"):
         shutil.rmtree(path)
 
 
 def remove_all(output_dir: Path) -> None:
-    """Remove the checkpoints of a run that is done, or is to start again."""
+    """Remove the checkpoints of a run that is finished or starts again."""
     shutil.rmtree(output_dir / _FOLDER, ignore_errors=True)
 
 
 class StopRequest:
-    """SIGTERM and SIGINT (Ctrl-C) ask the run to save and stop; a second signal stops it at once.
-
-    A context manager: the handlers before it are restored.
-    """
+    """Within this context, SIGTERM and SIGINT (Ctrl-C) ask the run to save and stop; a second one stops it at once."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -186,7 +178,7 @@ class StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
             try:
                 self._before[number] = signal.signal(number, self._receive)
-            except ValueError:  # only the main thread may; elsewhere the signals do what they did
+            except ValueError:  # only the main thread may set handlers
                 break
         return self
 
@@ -208,7 +200,7 @@ def _data_file(accelerator: Accelerator) -> str:
 
 
 def _seal(folder: Path) -> None:
-    """Bring every file to the disk and list names and sizes in the manifest."""
+    """Flush every file to disk and list names and sizes in the manifest."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in paths:
         _sync(path)

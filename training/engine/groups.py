@@ -1,4 +1,4 @@
-"""Groups of parameters that learn at a rate of their own, or stay as they are for a while: `parameter_groups`."""
+"""The recipes' `parameter_groups`: parameters with a separate learning rate, or frozen for some updates."""
 
 import dataclasses
 import math
@@ -18,9 +18,9 @@ class ParameterGroup:
     """An entry of `parameter_groups`.
 
     Attributes:
-        match: regular expression; it is searched for in the names of the parameters.
-        learning_rate: the group's own peak; `None` takes the recipe's.
-        frozen_steps: the group does not change before that many updates.
+        match: regular expression, searched for in the names of the parameters.
+        learning_rate: the group's peak; `None` takes the recipe's.
+        frozen_steps: updates before the group starts to change.
     """
 
     match: str
@@ -32,14 +32,14 @@ def read_groups(entries: Iterable[Any]) -> list[ParameterGroup]:
     """The entries of a recipe's `parameter_groups`, checked.
 
     Raises:
-        UserError: An entry is no section, has an unknown key or a value out of range, or no valid expression.
+        UserError: An entry is not a section, or has an unknown key or an invalid value.
     """
     return [_read_group(entry) for entry in entries]
 
 
 def _read_group(entry: Any) -> ParameterGroup:
-    example = "{match: control, learning_rate: 1e-3, frozen_steps: 100}"
     if not isinstance(entry, dict) or "match" not in entry:
+        example = "{match: control, learning_rate: 1e-3, frozen_steps: 100}"
         raise UserError(f"`parameter_groups`: {entry!r} must be a section with `match`, for example {example}.")
     known = [field.name for field in dataclasses.fields(ParameterGroup)]
     for key in entry:
@@ -50,19 +50,17 @@ def _read_group(entry: Any) -> ParameterGroup:
         re.compile(group.match)
     except (re.error, TypeError) as error:
         raise UserError(
-            f"`parameter_groups`: `match` {group.match!r} is no regular expression ({error}). Name a part of the "
-            "parameters' names, with a backslash before what has a meaning of its own: layer\\.0\\."
+            f"`parameter_groups`: `match` {group.match!r} is not a regular expression ({error}). Escape special "
+            "characters: layer\\.0\\."
         ) from error
     rate, frozen = group.learning_rate, group.frozen_steps
     if rate is not None and (type(rate) not in (int, float) or not 0 < rate < math.inf):
         raise UserError(
             f"`parameter_groups`: `learning_rate` of {group.match!r} is {rate!r}, but must be a number above 0. To "
-            "keep the group as it is, set its `frozen_steps` to `max_steps`."
+            "freeze the group, set its `frozen_steps` to `max_steps`."
         )
     if type(frozen) is not int or frozen < 0:
-        raise UserError(
-            f"`parameter_groups`: `frozen_steps` of {group.match!r} is {frozen!r}, but must be a number of updates."
-        )
+        raise UserError(f"`parameter_groups`: `frozen_steps` of {group.match!r} is {frozen!r}, but must be 0 or more.")
     return group
 
 
@@ -78,45 +76,42 @@ def assign(names: Sequence[str], groups: Sequence[ParameterGroup]) -> dict[str, 
             continue
         taken = [name for name in names if re.search(group.match, name)]
         if taken:
-            reason = f"all that it matches ({taken[0]}, ...) belongs to entries before it. Put it first"
+            why = f"earlier entries match all of its parameters ({taken[0]}, ...). Put it first"
         else:
-            reason = f"no parameter of the model has it in its name. They are called {names[0]} ... {names[-1]}"
-        raise UserError(f"`parameter_groups`: `match` {group.match!r} is in vain: {reason}.")
+            why = f"it matches no parameter. Their names are {names[0]} ... {names[-1]}"
+        raise UserError(f"`parameter_groups`: `match` {group.match!r} has no effect: {why}.")
     return found
 
 
 def check_groups(
     names: Sequence[str], groups: Sequence[ParameterGroup], max_steps: int, trained: Sequence[str] | None = None
 ) -> None:
-    """Whether every group has parameters that can be trained, and every update something to change.
+    """Check that every group has parameters to train, and that every update changes something.
 
     Args:
         names: all parameters of the model.
         groups: of the recipe.
         max_steps: updates of the run.
-        trained: those that the loss depends on, if not all.
+        trained: the parameters that the loss depends on; by default all.
 
     Raises:
-        UserError: Not so.
+        UserError: A group without effect, or an update without one.
     """
     owners = assign(names, groups)
     frozen = min(0 if (owner := owners[name]) is None else owner.frozen_steps for name in trained or names)
     if frozen:
         span = "the whole run" if frozen >= max_steps else f"the first {frozen:,} updates"
         raise UserError(
-            f"`parameter_groups`: every parameter that could be trained is frozen for {span}, which would change "
-            "nothing. Lower a `frozen_steps`, or let `match` leave some parameters out."
+            f"`parameter_groups`: every trainable parameter is frozen for {span}. Lower a `frozen_steps`, or exclude "
+            "some parameters from `match`."
         )
-    if trained is None:
-        return
-    for group in groups:
+    for group in groups if trained is not None else ():
         own = [name for name in names if owners[name] is group]
-        # One that is frozen for the whole run asks for no training, so nothing of it is in vain.
+        # A group that is frozen for the whole run need not be trainable.
         if group.frozen_steps < max_steps and not set(own) & set(trained):
             raise UserError(
-                f"`parameter_groups`: `match` {group.match!r} is in vain: the loss of this run depends on none of its "
-                f"parameters ({own[0]}, ...), so they stay as they are. Leave the entry out, or match some that are "
-                f"trained: {trained[0]} ... {trained[-1]}."
+                f"`parameter_groups`: `match` {group.match!r} has no effect: the loss of this run does not depend on "
+                f"its parameters ({own[0]}, ...). Remove the entry, or match some of {trained[0]} ... {trained[-1]}."
             )
 
 
@@ -127,18 +122,17 @@ def parameter_groups(
     groups: Sequence[ParameterGroup] = (),
     max_steps: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: matrices and embeddings decay; vectors (biases and norms) do not.
+    """Groups for an optimizer: matrices and embeddings decay, vectors (biases and norms) do not.
 
     Args:
-        model: parameters that need no gradient are left out; so are, from here on, those that are frozen for the whole
-            run.
+        model: parameters that need no gradient are left out; those that are frozen for the whole run stop needing one.
         weight_decay: of the matrices.
-        learning_rate: peak of the parameters that no group matches, and of groups without their own.
+        learning_rate: peak of parameters without a group, and of groups without a rate.
         groups: of the recipe.
         max_steps: updates of the run.
 
     Returns:
-        The unmatched parameters first, then group by group; `frozen_steps` says what `drop_frozen` looks at.
+        The unmatched parameters first, then group by group, each with the `frozen_steps` that `drop_frozen` reads.
     """
     owners = assign([name for name, _ in model.named_parameters()], groups)
     found = []
@@ -161,8 +155,7 @@ def parameter_groups(
 def drop_frozen(optimizer: Optimizer, step: int) -> None:
     """Drop the gradients of groups that are frozen at this step.
 
-    Without a gradient a parameter counts neither in the norm nor in AdamW's moments, and does not decay: it stays as it
-    is, to the bit.
+    A parameter without a gradient does not enter the norm or AdamW's moments, does not decay, and stays bitwise equal.
 
     Args:
         optimizer: with groups from `parameter_groups`.

@@ -1,17 +1,19 @@
-"""Perplexity of causal language models at any context length: with a state that is carried on, or a window that slides.
+"""Perplexity of causal language models at any context length.
 
-The same tokens are scored at every length. A sequence of that length starts with `<s>` and an empty state, and
+The same tokens are scored at every length. A sequence of that length starts with `<s>` and an empty state. There are
+two modes:
 
-* "carried": goes through the model in parts, each with the state that the one before has left. Memory is that of one
-  part, whatever the length.
-* "sliding": goes through in windows that overlap, each from scratch; of a window only what no window before has scored
-  counts. For models whose positions end, and whose cache grows.
+* "carried": it passes through the model in parts, each with the state that the previous one has left. Memory is that of
+  one part, at any length.
+* "sliding": it passes through in overlapping windows, each from scratch; only tokens that no earlier window has scored
+  count. For models with a last position and a growing cache.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -29,28 +31,31 @@ from luna_hf import MemoryCache
 from luna_hf.configuration_base import BoundedMemoryConfig
 from luna_hf.scripting import UserError
 
-MODES = ("carried", "sliding")
 # Characters of the documents that are tokenized together.
 _BATCH_CHARACTERS = 100_000
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to evaluate.
+    """Options of `evaluate_perplexity.py`.
 
-    Attributes:
-        lengths: context lengths in tokens; each divides the longest.
-        tokens: scored tokens at most, rounded down to whole sequences of the longest length.
-        part: tokens of a forward pass with a carried state, and of a sliding window.
-        stride: tokens that each window scores; half of `part` if not given.
-        rows: tokens of all rows of a forward pass at most.
+    Raises:
+        UserError: Values out of range, or that contradict each other.
     """
 
-    lengths: tuple[int, ...]
-    tokens: int
-    part: int
-    stride: int | None
-    rows: int
+    models: Annotated[list[str], "Folders or names on the Hub, or LABEL=MODEL."]
+    data: Annotated[str, "Text to score: a file, a folder, a dataset on the Hub, or cpython."]
+    text_column: Annotated[str, "Column that holds the text of a table."] = "text"
+    lengths: Annotated[list[int], "Context lengths in tokens; each divides the longest."] = field(
+        default_factory=lambda: [512, 2048, 8192, 16384]
+    )
+    tokens: Annotated[int, "Tokens to score, the same at every length; rounded down to whole sequences."] = 262144
+    part: Annotated[int, "Tokens in a forward pass with a carried state, and in a sliding window."] = 512
+    stride: Annotated[int | None, "Tokens that each sliding window scores; half of --part by default."] = None
+    rows: Annotated[int, "Most tokens in a forward pass, over all its rows."] = 8192
+    mode: Annotated[Literal["", "carried", "sliding"], "carried (default for models of luna_hf) or sliding."] = ""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], "Of the models; states stay in float32."] = "float32"
+    output: Annotated[str, "Folder for perplexity.json, perplexity.md and perplexity.png."] = ""
 
     def __post_init__(self) -> None:
         longest = max(self.lengths)
@@ -58,12 +63,9 @@ class Settings:
         if uneven:
             raise UserError(f"`--lengths`: {uneven[0]} does not divide the longest ({longest}), or is below 2.")
         if self.tokens < longest:
-            raise UserError(f"`--tokens` is {self.tokens}, but one sequence has {longest}. Raise it.")
+            raise UserError(f"`--tokens` is {self.tokens}, but a sequence has {longest}. Raise it.")
         if self.part < 2 or self.rows < self.part:
-            raise UserError(
-                f"`--part` is {self.part} and `--rows` {self.rows}, but a part has at least 2 tokens, and the rows of "
-                "a pass at least one part."
-            )
+            raise UserError(f"`--part` is {self.part}, but must be between 2 and `--rows` ({self.rows}).")
         if not 1 <= self.step <= self.part:
             raise UserError(f"`--stride` is {self.stride}, but must be between 1 and `--part` ({self.part}).")
 
@@ -75,18 +77,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class Scores:
-    """Losses at one length: float64 [sequences, length] in nats, and the bytes of one sequence's state at the end."""
+    """Losses at one length, float64 [sequences, length] in nats, and the size of one sequence's state at the end."""
 
     losses: np.ndarray
     state_bytes: int | None
 
     @property
     def loss(self) -> float:
-        """Mean loss in nats a token."""
+        """Mean loss in nats per token."""
         return float(self.losses.mean())
 
     def by_position(self, borders: list[int]) -> list[float]:
-        """Mean losses of the positions between neighbouring borders."""
+        """Mean losses between neighbouring borders."""
         return [float(self.losses[:, a:b].mean()) for a, b in itertools.pairwise(borders)]
 
 
@@ -94,7 +96,7 @@ def load(folder: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTo
     """A causal model and its tokenizer, for evaluation.
 
     Raises:
-        UserError: Nothing there, a damaged file, no causal model, or weights missing.
+        UserError: No such model, a damaged file, another kind of model, or missing weights.
     """
     config = load_config(folder, kind=CAUSAL)
     tokenizer = load_tokenizer(folder, config, padded=False)
@@ -104,19 +106,19 @@ def load(folder: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTo
         raise UserError(f"The weights of {folder} cannot be loaded: {error}") from error
     if info["missing_keys"]:
         raise UserError(
-            f"{folder} lacks {len(info['missing_keys'])} weights of its model: its figures would mean nothing."
+            f"{folder} lacks {len(info['missing_keys'])} weights of its model, {min(info['missing_keys'])} for one."
         )
     model.eval()
     if getattr(model.config, "bos_token_id", None) is None or tokenizer.eos_token_id is None:
-        raise UserError(f"{folder} lacks a token to start with (bos) or to end documents with (eos).")
+        raise UserError(f"{folder} lacks a start token (bos) or an end token (eos).")
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def read_tokens(tokenizer: PreTrainedTokenizerBase, data: str, text_column: str, count: int) -> np.ndarray:
-    """The first `count` tokens of a text, an end token between documents: int64 [count].
+    """The first `count` tokens of a text, with an end token after each document: int64 [count].
 
     Raises:
-        UserError: There is no such text, or it is too short.
+        UserError: No such text, or it is too short.
     """
     source = open_source({"path": data}, "--data", "validation", text_column, streaming=False)
     pieces, found = [], 0
@@ -126,7 +128,7 @@ def read_tokens(tokenizer: PreTrainedTokenizerBase, data: str, text_column: str,
             found += len(ids) + 1
         if found >= count:
             return np.concatenate(pieces)[:count]
-    raise UserError(f"{source.description} has {found:,} tokens, fewer than {count:,}. Lower `--tokens`.")
+    raise UserError(f"{source.description} has {found:,} tokens, fewer than the {count:,} of `--tokens`.")
 
 
 def mode_of(model: PreTrainedModel) -> str:
@@ -142,11 +144,11 @@ def score(model: PreTrainedModel, tokens: np.ndarray, length: int, mode: str, se
         model: a causal model in eval mode.
         tokens: int64 [a multiple of length].
         length: of the context.
-        mode: one of `MODES`.
-        settings: parts, stride, rows.
+        mode: "carried" or "sliding".
+        settings: part, stride and rows.
 
     Raises:
-        UserError: The window is longer than the model's positions.
+        UserError: The window exceeds the model's positions.
     """
     sequences = torch.from_numpy(tokens).view(-1, length).to(model.device)
     rows = max(1, settings.rows // min(length, settings.part))
@@ -172,7 +174,7 @@ def _sliding(model: PreTrainedModel, inputs: Tensor, targets: Tensor, settings: 
     longest = getattr(model.config, "max_position_embeddings", None)
     window, length, losses, done = min(settings.part, inputs.shape[1]), inputs.shape[1], [], 0
     if not isinstance(model.config, BoundedMemoryConfig) and longest is not None and window > longest:
-        raise UserError(f"The window of {window} tokens is longer than the model's {longest} positions (`--part`).")
+        raise UserError(f"`--part`: a window of {window} tokens exceeds the model's {longest} positions.")
     while done < length:
         end = min(window if done == 0 else done + settings.step, length)
         first = max(0, end - window)
@@ -187,26 +189,26 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").double()
 
 
-def evaluate(folder: str, data: str, text_column: str, settings: Settings, dtype: torch.dtype, mode: str) -> dict:
-    """All lengths for one model.
+def evaluate(folder: str, settings: Settings) -> dict[str, Any]:
+    """Evaluate a model at all lengths.
 
     Args:
         folder: of the model, or its name on the Hub.
-        data, text_column: the text, as in recipes.
-        settings: what to score.
-        dtype: of the model.
-        mode: one of `MODES`, or "" for `mode_of` the model.
+        settings: what to score, and how.
 
     Returns:
-        Figures as JSON holds them: `model`, `mode`, `parameters`, and for every length `loss`, `perplexity` and
-        `state_bytes`; `by_position` of the longest, by powers of two.
+        Figures for JSON: `model`, `mode`, `parameters`, and for every length `loss`, `perplexity` and `state_bytes`;
+        `by_position` of the longest, between the lengths.
+
+    Raises:
+        UserError: The model, the text or the mode cannot be used.
     """
-    model, tokenizer = load(folder, dtype)
-    mode = mode or mode_of(model)
+    model, tokenizer = load(folder, getattr(torch, settings.dtype))
+    mode = settings.mode or mode_of(model)
     if mode == "carried" and mode_of(model) != mode:
-        raise UserError(f"{folder} has no state of constant size to carry on: use `--mode sliding`.")
+        raise UserError(f"{folder} has no state of constant size to carry: use `--mode sliding`.")
     longest = max(settings.lengths)
-    tokens = read_tokens(tokenizer, data, text_column, settings.tokens // longest * longest)
+    tokens = read_tokens(tokenizer, settings.data, settings.text_column, settings.tokens // longest * longest)
     lengths = {}
     for length in sorted(settings.lengths):
         scores = score(model, tokens, length, mode, settings)

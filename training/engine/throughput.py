@@ -1,13 +1,14 @@
-"""How much of the machine a run uses: floating-point operations of a model, and the machine's peak."""
+"""Model FLOPs utilisation: floating-point operations of a model, and the peak rate of the device."""
 
 import time
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-# Dense half-precision matrix rate in FLOP/s by part of the device's name, from the makers' data sheets.
+# Dense half-precision rate of matrix products in FLOP/s by part of the device's name, from data sheets.
 _DATA_SHEET = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -25,7 +26,7 @@ _DATA_SHEET = {
 
 
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
-    """Two products of a fused attention; sizes are (batch, heads, length, head width)."""
+    """The two products of a fused attention; sizes are (batch, heads, length, head width)."""
     return 2 * query[:3].numel() * key[2] * (query[3] + value[3])
 
 
@@ -33,8 +34,8 @@ def forward_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
     """Floating-point operations of a forward pass in training mode: matrix products, convolutions and attentions.
 
     Args:
-        model: on the batch's device; left as it was, and so are the random numbers.
-        batch: what it is called with.
+        model: on the batch's device; its mode and the random state are restored.
+        batch: its arguments.
     """
     was_training, random_state = model.training, torch.get_rng_state()
     model.train()
@@ -47,17 +48,17 @@ def forward_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
 
 
 def training_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
-    """Floating-point operations of one training step per token of `batch`: a backward pass takes twice the forward's.
+    """Floating-point operations of a training step per token; a backward pass takes twice those of the forward pass.
 
     Args:
-        model: one that returns a loss, on the batch's device.
-        batch: what the model is called with, labels included; a row is enough.
+        model: returns a loss, on the batch's device.
+        batch: its arguments with labels; one row is enough.
     """
     return 3.0 * forward_flops(model, batch) / batch["attention_mask"].sum().item()
 
 
 def peak_flops(device: torch.device, mixed_precision: str) -> tuple[float, str]:
-    """The device's peak in FLOP/s, and where it is from: the data sheet, or a large matrix product measured here."""
+    """The device's peak rate in FLOP/s, and its source: the data sheet, or a large matrix product measured here."""
     if device.type == "cuda" and mixed_precision != "no":
         name = torch.cuda.get_device_name(device)
         for part, rate in _DATA_SHEET.items():
@@ -66,8 +67,9 @@ def peak_flops(device: torch.device, mixed_precision: str) -> tuple[float, str]:
     return _measured(device, mixed_precision), "measured matrix product"
 
 
+@cache
 def _measured(device: torch.device, mixed_precision: str) -> float:
-    """The best rate of a large matrix product; a CPU may emulate half precision, and is then faster in float32."""
+    """The best rate of a large matrix product; CPUs that emulate half precision are faster in float32."""
     half = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mixed_precision]
     return max(_product_rate(device, dtype) for dtype in {half, torch.float32 if device.type == "cpu" else half})
 

@@ -1,16 +1,19 @@
 """Causal language modelling: every token is predicted from those before it."""
 
 import copy
+import dataclasses
+import json
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from common.cards import code
 from common.models import CAUSAL
 from data.masking import RowFormat, next_tokens
 from data.tokenizer import open_ended, train_causal_tokenizer
-from engine.card import make_causal_card
+from engine.card import make_card
 from engine.objective import Objective
-from engine.recipe import CausalRecipe
+from engine.recipe import RunRecipe
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,99 +24,145 @@ from luna_hf.scripting import UserError
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
+@dataclasses.dataclass(frozen=True)
+class CausalRecipe(RunRecipe):
+    """The keys of the recipes of `pretrain_clm.py`."""
+
+    prompts: list[str]
+    sample_tokens: int
+
+    special_tokens = 3
+    smallest_block = 3  # <s>, two tokens
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        some = bool(self.prompts) and all(prompt.strip() for prompt in self.prompts)
+        self.require(("prompts",), lambda _: some, "texts for the finished model to continue")
+        self.require(("sample_tokens",), lambda value: value >= 1, "at least 1")
+
+
 class CausalObjective(Objective):
-    """The mean loss of the next token, over rows `<s> ...` that are cut from running text."""
+    """The loss of the next token, over rows `<s> ...` cut from running text."""
 
     kind = CAUSAL
     targets_name = "tokens"
     loss_name = "next-token loss"
     next_token = True
-    # A few words of context are worth more than a masked model's whole plateau: only a loss above the baseline tells.
-    plateau_gain = 0.0
 
     def train_tokenizer(
         self, documents: Iterable[str], vocab_size: int, longest: int | float
     ) -> PreTrainedTokenizerBase:
-        """See `train_causal_tokenizer`."""
+        """A byte-level BPE that starts a text with `<s>` and leaves its end open."""
         return train_causal_tokenizer(documents, vocab_size, longest)
 
     def adapt_tokenizer(
         self, tokenizer: PreTrainedTokenizerBase, name: str, new_model: bool
     ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-        """Give it a padding token, and take away the end token that it puts behind a text.
+        """Add a padding token, and remove the end token that a tokenizer may append to every text.
 
         Raises:
-            UserError: It has no end token; or puts one behind every text, and has no parts that could be changed.
+            UserError: It has no end token, or appends one in a way that cannot be changed.
         """
         tokenizer, notes = copy.deepcopy(tokenizer), []
         if tokenizer.eos_token_id is None and tokenizer.sep_token_id is None:
-            raise UserError(f"The tokenizer at {name!r} has no end token (eos), which separates documents.")
+            raise UserError(f"The tokenizer at {name!r} has no end token (eos) to separate documents.")
         if tokenizer.pad_token_id is None and new_model:
             tokenizer.add_special_tokens({"pad_token": "<pad>"})
-            notes.append(f"The tokenizer of `{name}` has no padding token: `<pad>` was added to its vocabulary.")
+            notes.append(f"The tokenizer of `{name}` has no padding token; `<pad>` was added to its vocabulary.")
         elif tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token
-            notes.append(f"The tokenizer of `{name}` has no padding token: it pads with `{tokenizer.pad_token}`.")
+            notes.append(f"The tokenizer of `{name}` has no padding token; it pads with `{tokenizer.pad_token}`.")
         end = tokenizer("a", verbose=False).input_ids[-1]
         if end in (tokenizer.eos_token_id, tokenizer.sep_token_id):
             tokenizer = _without_end(tokenizer, name)
             notes.append(
-                f"The tokenizer of `{name}` put `{tokenizer.convert_ids_to_tokens(end)}` behind every text, after "
-                "which a model would begin another one: the tokenizer that is saved does not."
+                f"The tokenizer of `{name}` appends `{tokenizer.convert_ids_to_tokens(end)}` to every text, so that a "
+                "model would begin a new one; the saved tokenizer does not."
             )
         tokenizer.padding_side = "left"
         return tokenizer, notes
 
     def check_tokenizer(self, recipe: CausalRecipe, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
-        """Whether every prompt leaves room for the tokens that continue it.
+        """Check that every prompt leaves room for the tokens that continue it.
 
         Raises:
-            UserError: Not so.
+            UserError: A prompt is too long.
         """
         for prompt in recipe.prompts:
             length = len(tokenizer(prompt, verbose=False).input_ids)
             if length + recipe.sample_tokens > longest:
                 raise UserError(
-                    f"A prompt has {length} tokens, with the {recipe.sample_tokens} of `sample_tokens` "
-                    f"{length + recipe.sample_tokens}, but the model takes {longest}: {prompt!r}"
+                    f"A prompt of {length} tokens and `sample_tokens` of {recipe.sample_tokens} exceed the model's "
+                    f"{longest} tokens: {prompt!r}"
                 )
 
     def row_format(self, recipe: CausalRecipe, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
-        """Rows of running text; an end token stands where a document ends, and not where a row does."""
+        """Rows of running text, with an end token where a document ends, not where a row ends."""
         return RowFormat(next_tokens, closed=False)
 
     def probe(self, model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
-        """Nothing: a causal model of luna_hf makes no attention maps."""
+        """Nothing: causal models of luna_hf have no attention maps."""
         return None
 
     def samples(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: CausalRecipe
     ) -> dict[str, Any]:
-        """`continuations` of the prompts, and `state_bytes`, the size of the decoding state of one sequence (`None` if
-        it grows with the text)."""
-        # Of one seed for all, the same draws would show in every text.
+        """`continuations` of the prompts, and `state_bytes`, the size of the decoding state (`None` if it grows)."""
+        # With one seed for all prompts, every text would show the same draws.
         continued = [
             continue_text(model, tokenizer, prompt, recipe.sample_tokens, recipe.seed + place)
             for place, prompt in enumerate(recipe.prompts)
         ]
         return {"continuations": continued, "state_bytes": state_bytes(model)}
 
-    def show_samples(self, figures: dict[str, Any]) -> None:
-        """Print them."""
-        for row in figures["continuations"]:
-            print(f"  {row['prompt']!r}\n    greedy:  {row['greedy']!r}\n    sampled: {row['sampled']!r}")
+    def samples_text(self, figures: dict[str, Any]) -> str:
+        """Prompts, each with its continuations."""
+        lines = [
+            f"  {row['prompt']!r}\n    greedy:  {row['greedy']!r}\n    sampled: {row['sampled']!r}"
+            for row in figures["continuations"]
+        ]
         if figures["state_bytes"] is not None:
-            print(f"  decoding state of one sequence, however long: {figures['state_bytes']:,} bytes")
+            lines.append(f"  decoding state of a sequence of any length: {figures['state_bytes']:,} bytes")
+        return "\n".join(lines)
 
     def card(self, recipe: CausalRecipe, figures: dict[str, Any]) -> str:
-        """The model card."""
-        return make_causal_card(recipe, figures)
+        """Fill `model_cards/causal.md`."""
+        state = figures["state_bytes"]
+        if state is None:
+            memory = f"The input and the generated text have at most {figures['longest_input']} tokens together."
+        else:
+            memory = (
+                f"The decoding state of a sequence in float32 takes {state:,} bytes, after ten tokens and after ten "
+                f"thousand. The model was trained on {recipe.block_size} tokens at a time. It accepts longer texts, "
+                "but how well it reads them was not measured."
+            )
+        return make_card(
+            "causal.md",
+            recipe,
+            figures,
+            task="text-generation",
+            metrics={
+                "perplexity": ("perplexity per token", "held_out_perplexity"),
+                "loss": ("next-token loss (nats)", "held_out_loss"),
+                "accuracy": ("next-token accuracy", "held_out_accuracy"),
+            },
+            memory=memory,
+            continuations="\n\n".join(_continuation(row) for row in figures["continuations"]),
+            example=json.dumps(recipe.prompts[0]),
+            sample_tokens=recipe.sample_tokens,
+            seed=recipe.seed,
+        )
+
+
+def _continuation(row: dict[str, str]) -> str:
+    cells = [f"| {how} | {code(row[how])} |" for how in ("greedy", "sampled")]
+    return "\n".join([f"| {code(row['prompt'])} | continuation |", "| --- | --- |", *cells])
 
 
 def continue_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int
 ) -> dict[str, str]:
-    """What follows a prompt, at most so many `tokens`: the most probable each time, and drawn with a seed."""
+    """Continue a prompt by at most `tokens`, greedily and by sampling with a seed."""
     batch = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     new = {"max_new_tokens": tokens, "pad_token_id": tokenizer.pad_token_id}
     row = {"prompt": prompt}
@@ -127,7 +176,7 @@ def continue_text(
 
 @torch.no_grad()
 def state_bytes(model: PreTrainedModel) -> int | None:
-    """Bytes that a model of luna_hf keeps of a text while it generates; `None` of another, whose cache grows."""
+    """Bytes of the decoding state of a luna_hf model; `None` for other models, whose cache grows."""
     if model.config.model_type not in FAMILIES:
         return None
     cache = MemoryCache(model.config)
@@ -141,7 +190,7 @@ def _without_end(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTok
     special.setdefault("bos_token", special.get("cls_token"))
     if backend is None or special["bos_token"] is None:
         raise UserError(
-            f"The tokenizer at {name!r} puts an end token behind every text, after which a model would begin another "
-            "one. Train a tokenizer (`train_tokenizer`), or name one that does not, such as gpt2's."
+            f"The tokenizer at {name!r} appends an end token to every text, so that a model would begin a new one. "
+            "Train a tokenizer (`train_tokenizer`), or name one without it, such as gpt2's."
         )
     return open_ended(backend, special, tokenizer.model_max_length)

@@ -1,0 +1,115 @@
+"""Masked language modelling."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from common.cards import code
+from common.models import MASKED
+from data.masking import RowFormat
+from data.prepare import masked_rows
+from data.tokenizer import train_tokenizer
+from engine.card import make_card
+from engine.objective import Objective
+from engine.recipe import RunRecipe
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
+
+from luna_hf.scripting import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainRecipe(RunRecipe):
+    """The keys of the recipes of `pretrain_mlm.py`."""
+
+    mask_probability: float
+    whole_word_masking: bool
+    fill_mask: list[str]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(("mask_probability",), lambda value: 0 < value < 1, "between 0 and 1, both excluded")
+        one_mask = all(sentence.count("<mask>") == 1 for sentence in self.fill_mask)
+        self.require(("fill_mask",), lambda value: value and one_mask, "sentences with exactly one <mask> each")
+
+
+class MaskedObjective(Objective):
+    """The loss of the masked tokens."""
+
+    kind = MASKED
+    targets_name = "masked tokens"
+    loss_name = "masked-token loss"
+    # A model that knows token statistics and topic but ignores its context stays within this many nats of the unigram
+    # baseline (measured in the study of learning curves).
+    plateau_gain = 0.75
+
+    def train_tokenizer(
+        self, documents: Iterable[str], vocab_size: int, longest: int | float
+    ) -> PreTrainedTokenizerBase:
+        """A byte-level BPE in RoBERTa's layout."""
+        return train_tokenizer(documents, vocab_size, longest)
+
+    def check_tokenizer(self, recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
+        """Check that words can be masked, and that the sentences of `fill_mask` have at most `longest` tokens.
+
+        Raises:
+            UserError: No mask token, or a sentence is too long.
+        """
+        if tokenizer.mask_token is None:
+            raise UserError("The tokenizer has no mask token, which masked language modelling needs.")
+        for sentence in recipe.fill_mask:
+            length = len(tokenizer(_with_mask(sentence, tokenizer), verbose=False).input_ids)
+            if length > longest:
+                raise UserError(
+                    f"A sentence of `fill_mask` has {length} tokens, but the model takes {longest}: {sentence!r}"
+                )
+
+    def row_format(self, recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
+        """Rows `<s> ... </s>`, masked."""
+        return masked_rows(recipe, tokenizer)
+
+    def samples(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe
+    ) -> dict[str, Any]:
+        """`fill_mask`: the three most probable tokens for the `<mask>` of each sentence."""
+        fill_mask = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
+        rows = []
+        for sentence in (_with_mask(sentence, tokenizer) for sentence in recipe.fill_mask):
+            guesses = [{"token": row["token_str"], "score": row["score"]} for row in fill_mask(sentence)]
+            rows.append({"sentence": sentence, "guesses": guesses})
+        return {"fill_mask": rows}
+
+    def samples_text(self, figures: dict[str, Any]) -> str:
+        """Sentences, each with its answers."""
+        lines = []
+        for row in figures["fill_mask"]:
+            guesses = (f"{guess['token'].strip() or guess['token']!r} {guess['score']:.0%}" for guess in row["guesses"])
+            lines.append(f"  {row['sentence']}\n    {', '.join(guesses)}")
+        return "\n".join(lines)
+
+    def card(self, recipe: PretrainRecipe, figures: dict[str, Any]) -> str:
+        """Fill `model_cards/template.md`."""
+        answers = []
+        for row in figures["fill_mask"]:
+            guesses = ", ".join(f"{code(guess['token'])} {guess['score']:.0%}" for guess in row["guesses"])
+            answers.append(f"| {code(row['sentence'])} | {guesses} |")
+        return make_card(
+            "template.md",
+            recipe,
+            figures,
+            task="fill-mask",
+            metrics={
+                "loss": ("masked-token loss (nats)", "held_out_loss"),
+                "accuracy": ("masked-token accuracy", "held_out_accuracy"),
+            },
+            answers="\n".join(answers),
+            example=json.dumps(figures["fill_mask"][0]["sentence"]),
+            mask_probability=f"{recipe.mask_probability:.0%}",
+            masked_unit="words, with all their tokens," if recipe.whole_word_masking else "tokens",
+            longest=figures["longest_input"],
+        )
+
+
+def _with_mask(sentence: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The sentence with the tokenizer's mask token in the place of `<mask>`."""
+    return sentence.replace("<mask>", tokenizer.mask_token)

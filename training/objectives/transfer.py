@@ -1,0 +1,325 @@
+"""Attention transfer: the attention of a converted model is fitted, layer by layer, to that of its teacher.
+
+The student's layers read the states that go into the teacher's layers, and the loss compares what both add to them.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from common.models import load_config, load_encoder, longest_input
+from engine.card import draw_held_out, drawing
+from engine.groups import check_groups
+from engine.log import RunLog
+from engine.objective import Rows
+from engine.throughput import forward_flops
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+
+from luna_hf import FAMILIES
+from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.scripting import UserError, portable
+from objectives.masked import MaskedObjective, PretrainRecipe
+
+# Types with RoBERTa's module names, for messages; `check_names` looks at the modules.
+TEACHERS = f"{', '.join(FAMILIES)}, roberta, xlm-roberta, camembert, data2vec-text or bert"
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferRecipe(PretrainRecipe):
+    """The keys of the recipes of `transfer_attention.py`: those of `pretrain_mlm.py`, and the teacher."""
+
+    teacher: str
+
+    def __post_init__(self) -> None:
+        self.require(("teacher",), bool, "the folder or Hub name of the model to learn from")
+        converted = "a converted model, see conversion/roberta_to_abc.py"
+        self.require(("model_name_or_path",), bool, converted)
+        super().__post_init__()
+        unused = ("gradient_checkpointing", "compile")
+        self.require(unused, lambda value: not value, "false: layers are trained one by one, not called as a model")
+
+
+# ---- the error ----
+
+
+class Lesson(NamedTuple):
+    """For every layer of a teacher, its input states and what its attention adds to them, (b, n, d) each."""
+
+    states: list[Tensor]
+    added: list[Tensor]
+
+
+class TransferOutput(NamedTuple):
+    """The loss, and the squared error and squared norm of every layer, (layers, 2), that it is made of."""
+
+    loss: Tensor
+    sums: Tensor
+
+
+@torch.no_grad()
+def make_lesson(teacher: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Lesson:
+    """Run a base model with RoBERTa's module names and record its attention."""
+    with _recorded(teacher.encoder.layer) as lesson:
+        teacher(input_ids=input_ids, attention_mask=attention_mask)
+    return lesson
+
+
+@contextmanager
+def _recorded(layers: nn.ModuleList) -> Iterator[Lesson]:
+    lesson, handles = Lesson([], []), []
+
+    def record(into: list[Tensor]) -> Any:
+        return lambda _, args, kwargs: into.append(args[0] if args else kwargs["hidden_states"])
+
+    for layer in layers:
+        handles.append(layer.register_forward_pre_hook(record(lesson.states), with_kwargs=True))
+        # The input of this dropout is what the sub-layer adds: output projection and convolution.
+        added = layer.attention.output.dropout
+        handles.append(added.register_forward_pre_hook(record(lesson.added), with_kwargs=True))
+    try:
+        yield lesson
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def squared_errors(student: PreTrainedModel, lesson: Lesson, keep: Tensor | None) -> Tensor:
+    """How far the student's attention is from the lesson, layer by layer.
+
+    A memory that is carried from layer to layer (Luna's packed sequence) is the student's own.
+
+    Args:
+        student: a base model of luna_hf.
+        lesson: of the same tokens.
+        keep: (b, n) boolean, True for tokens; `None` without padding.
+
+    Returns:
+        (layers, 2): the squared error and the lesson's squared norm, summed over tokens and width, at least float32.
+    """
+    carried, context = student.begin(lesson.states[0], keep)
+    sums = []
+    for layer, states, expected in zip(student.encoder.layer, lesson.states, lesson.added, strict=True):
+        added, carried = layer.attention.mix(states, carried, context)
+        precise = torch.promote_types(added.dtype, torch.float32)
+        parts = (added.to(precise) - expected.to(precise), expected.to(precise))
+        if keep is not None:
+            parts = (part.masked_fill(~keep.unsqueeze(-1), 0.0) for part in parts)
+        sums.append(torch.stack([part.square().sum() for part in parts]))
+    return torch.stack(sums)
+
+
+def relative_errors(sums: Tensor) -> Tensor:
+    """Relative squared errors (layers,) from the (layers, 2) of `squared_errors`."""
+    return sums[:, 0] / sums[:, 1].clamp(min=torch.finfo(sums.dtype).tiny)
+
+
+class AttentionTransfer(nn.Module):
+    """Student and teacher; the loss is the mean over layers of the relative squared error."""
+
+    def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+        super().__init__()
+        self.student = student
+        # In a tuple it is not a sub-module: not saved, not trained, not wrapped for several processes.
+        self._teacher = (teacher.eval().requires_grad_(False),)
+
+    @property
+    def teacher(self) -> PreTrainedModel:
+        """The base model to learn from."""
+        return self._teacher[0]
+
+    def train(self, mode: bool = True) -> "AttentionTransfer":
+        """Keep the student in eval mode: its targets are exact, so dropout would only add noise."""
+        super().train(mode)
+        self.student.eval()
+        return self
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> TransferOutput:
+        """The error on a batch of rows (b, n); labels are ignored."""
+        lesson = make_lesson(self.teacher, input_ids, attention_mask)
+        keep = self.student.base_model.tokens_to_keep(input_ids, attention_mask)
+        sums = squared_errors(self.student.base_model, lesson, keep)
+        return TransferOutput(relative_errors(sums).mean(), sums)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "AttentionTransfer":
+        self.teacher._apply(*args, **kwargs)  # moves with the student
+        return super()._apply(*args, **kwargs)
+
+
+# ---- which models ----
+
+
+def check_pair(student: PreTrainedConfig, teacher: PreTrainedConfig, recipe: TransferRecipe) -> None:
+    """Check that a model can learn from another.
+
+    Raises:
+        UserError: The student is no model of luna_hf; or the teacher is a decoder, differs in shape, vocabulary or
+            position of the norms, or takes shorter texts than the recipe's blocks.
+    """
+    start, name = recipe.model_name_or_path, recipe.teacher
+    if not isinstance(student, BoundedMemoryConfig):
+        raise UserError(
+            f"`model_name_or_path` {start} is a {student.model_type} checkpoint, but only models of luna_hf can be "
+            "trained layer by layer. Convert it first: conversion/roberta_to_abc.py."
+        )
+    if getattr(teacher, "is_decoder", False):
+        raise UserError(f"`teacher` {name} is a decoder (`is_decoder` is true). Name an encoder.")
+    for field in ("hidden_size", "num_hidden_layers", "vocab_size", "pad_token_id", "norm_first"):
+        own, other = getattr(student, field), getattr(teacher, field, False if field == "norm_first" else None)
+        if own != other:
+            raise UserError(
+                f"`teacher` {name} has {field} {other}, but {start} has {own}. Name the model that it was made from."
+            )
+    if recipe.block_size > longest_input(teacher):
+        raise UserError(
+            f"`block_size` is {recipe.block_size}, but `teacher` {name} takes at most {longest_input(teacher)} tokens. "
+            "Lower `block_size`."
+        )
+
+
+def check_names(config: PreTrainedConfig, name: str) -> None:
+    """Check that a teacher's modules have RoBERTa's names, without making the model.
+
+    Raises:
+        UserError: They have other names.
+    """
+    with torch.device("meta"):
+        teacher = AutoModelForMaskedLM.from_config(config).base_model
+    try:
+        found = [layer.attention.output.dropout for layer in teacher.encoder.layer]
+    except AttributeError:
+        found = []
+    if not found:
+        raise UserError(
+            f"`teacher` {name} is a {config.model_type} checkpoint, which does not name its layers like RoBERTa. "
+            f"Name an encoder: {TEACHERS}."
+        )
+
+
+def plain_row(config: PreTrainedConfig, length: int) -> dict[str, Tensor]:
+    """A row (1, length) without padding."""
+    token = next(token for token in range(config.vocab_size) if token != config.pad_token_id)
+    ids = torch.full((1, length), token)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def freeze_unused(module: AttentionTransfer, sample: dict[str, Tensor]) -> list[str]:
+    """Freeze the student's parameters that the error does not depend on: feed-forward, head and others.
+
+    Returns:
+        The names of the parameters that it depends on.
+    """
+    with torch.enable_grad():
+        module.train()(**sample).loss.backward()
+    names = []
+    for name, parameter in module.student.named_parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        if parameter.grad is not None:
+            names.append(name)
+        parameter.grad = None
+    return names
+
+
+def layer_parameters(config: PreTrainedConfig) -> set[tuple[str, torch.Size]]:
+    """Names (within the base model) and shapes of a model's parameters, without embeddings and head."""
+    with torch.device("meta"):
+        parameters = AutoModel.from_config(config).named_parameters()
+        return {(name, weight.shape) for name, weight in parameters if not name.startswith(("embeddings.", "pooler."))}
+
+
+# ---- the run ----
+
+
+class TransferObjective(MaskedObjective):
+    """The relative squared error of the student's attention."""
+
+    def check(self, recipe: TransferRecipe) -> None:
+        """Check the pair of models, and that the student's attention has new parameters.
+
+        Raises:
+            UserError: See `check_pair` and `check_names`; or there is nothing new to train.
+        """
+        student = load_config(recipe.model_name_or_path)
+        teacher = load_config(recipe.teacher, TEACHERS)
+        check_pair(student, teacher, recipe)
+        check_names(teacher, recipe.teacher)
+        if recipe.groups and not layer_parameters(student) - layer_parameters(teacher):
+            raise UserError(
+                f"The attention of {recipe.model_name_or_path} has no parameters that its teacher lacks. Leave this "
+                "stage out, train all of the attention (`--parameter_groups []`), or convert with a learned memory or "
+                "`--conv-kernel-size`."
+            )
+
+    def make_module(
+        self, model: PreTrainedModel, recipe: TransferRecipe, accelerator: Accelerator
+    ) -> AttentionTransfer:
+        """Student and teacher.
+
+        Raises:
+            UserError: The run is sharded, or a parameter group has nothing to train.
+        """
+        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            raise UserError(
+                f"Attention transfer cannot be sharded ({accelerator.distributed_type.value}), since it calls parts of "
+                "layers. Launch with training/accelerate/multi_gpu.yaml."
+            )
+        module = AttentionTransfer(model, load_encoder(AutoModelForMaskedLM, recipe.teacher)[0].base_model)
+        trained = freeze_unused(module, plain_row(model.config, recipe.block_size))
+        names = [name for name, _ in model.named_parameters()]
+        check_groups(names, recipe.groups, recipe.max_steps, trained)
+        return module
+
+    def trained(self, module: nn.Module, accelerator: Accelerator) -> nn.Module:
+        """The student."""
+        return accelerator.unwrap_model(module).student
+
+    def targets(self, batch: dict[str, Tensor]) -> Tensor:
+        """Real tokens."""
+        return batch["attention_mask"].sum()
+
+    def flops_per_token(self, module: AttentionTransfer, sample: dict[str, Tensor]) -> float:
+        """Forward and backward of the student, forward of the teacher."""
+        rows = {name: sample[name] for name in ("input_ids", "attention_mask")}
+        both, teacher = forward_flops(module, rows), forward_flops(module.teacher, rows)
+        return (3 * both - 2 * teacher) / rows["attention_mask"].sum().item()
+
+    @torch.no_grad()
+    def measure(
+        self, module: nn.Module, accelerator: Accelerator, held_out: Rows, batch_size: int
+    ) -> dict[str, float | list[float]]:
+        """Relative squared error over all held-out rows: `loss`, and `layers` of every layer."""
+        own = held_out[accelerator.process_index :: accelerator.num_processes]
+        transfer = accelerator.unwrap_model(module)
+        sums = torch.zeros(len(transfer.student.base_model.encoder.layer), 2, device=accelerator.device)
+        for first in range(0, len(own), batch_size):
+            rows = own[first : first + batch_size]
+            batch = {name: torch.stack([row[name] for row in rows]).to(accelerator.device) for name in rows[0]}
+            sums += transfer(**batch).sums
+        errors = relative_errors(accelerator.gather(sums.unsqueeze(0)).sum(0))
+        return {"loss": errors.mean().item(), "layers": errors.tolist()}
+
+    def start(self, recipe: TransferRecipe) -> str:
+        """Where the model comes from, for the card."""
+        return (
+            f"made from `{portable(recipe.model_name_or_path)}` by fitting its attention, layer by layer, to that of "
+            f"`{portable(recipe.teacher)}`"
+        )
+
+    def plot(self, log: RunLog, unigram_loss: float, path: Path) -> None:
+        """Draw the transfer error by step, of training and of each held-out layer, beside the held-out loss."""
+        with drawing(path, panels=2, width=10) as (left, right):
+            left.plot(*log.series("train", "loss"), color="tab:blue", alpha=0.5, label="training, mean of the layers")
+            steps, layers = log.series("objective", "layers")
+            for number, errors in enumerate(zip(*layers, strict=True)):
+                shade = 0.2 + 0.7 * number / len(layers[0])
+                label = f"held-out, layer {number + 1}" if number in (0, len(layers[0]) - 1) else None
+                left.plot(steps, errors, color=str(shade), marker="o", markersize=2, linewidth=1, label=label)
+            left.set_ylim(bottom=0)
+            left.set_xlabel("step")
+            left.set_ylabel("relative squared error of attention")
+            draw_held_out(right, log, unigram_loss, self.loss_name)
