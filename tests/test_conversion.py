@@ -6,14 +6,17 @@ import shlex
 import subprocess
 import sys
 
+import pretrain_mlm
 import pytest
 import roberta_to_abc
 import roberta_to_luna
 import torch
+import transfer_attention
+from engine.groups import check_groups
 from helpers import ROOT, SENTENCES, padded_batch, randomise, run_python, tiny_model, tiny_tokenizer
 from huggingface_hub import ModelCard
+from objectives.transfer import TransferObjective
 from safetensors.torch import load_file
-from tiny_training import pretrain_mlm, transfer_attention
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -228,8 +231,8 @@ def next_recipes(printed, target):
             script = script.removeprefix("training/").removesuffix(".py")
             recipe = STEPS[script](recipe, [*words, "--block_size", "32"])
             if script == "transfer_attention":
-                transfer_attention.TransferObjective().check(recipe)
-            transfer_attention.check_groups(names, recipe.groups, recipe.max_steps)
+                TransferObjective().check(recipe)
+            check_groups(names, recipe.groups, recipe.max_steps)
             found.append((script, recipe))
     return found
 
