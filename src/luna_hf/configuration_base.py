@@ -90,7 +90,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         is_decoder (`bool`, defaults to `False`):
             Whether the model is causal. Set automatically by the `...ForCausalLM` classes, see `as_decoder`.
         use_cache (`bool`, defaults to `True`):
-            Decoders only: whether to return the decoding state by default, outside training.
+            Decoders only: whether a forward pass outside training returns the decoding state.
         chunk_size_feed_forward (`int`, defaults to 0):
             Number of tokens that the feed-forward network processes at a time. By default (0), all at once in training,
             and in inference in blocks small enough to save memory.

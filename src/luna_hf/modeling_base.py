@@ -160,7 +160,7 @@ class BaseModelMixin:
         attention_mask: Tensor | None,
         with_past: bool = False,
     ) -> int:
-        """Check input shapes and return the length; `with_past`, the mask may also cover earlier tokens.
+        """Check the inputs' shapes and return their length; `with_past` also allows a mask over earlier tokens.
 
         Raises:
             ValueError: Not exactly one kind of input is given, it is empty, or the mask's shape does not match.

@@ -186,7 +186,7 @@ class ClassificationHead(nn.Module):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Cross-entropy in float32 or wider, averaged over the labels or divided by `num_items_in_batch` if given.
+    """Cross-entropy in float32 or wider: the mean over the labels, or the sum divided by `num_items_in_batch` if given.
 
     Args:
         logits: (..., classes).

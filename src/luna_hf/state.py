@@ -179,7 +179,7 @@ class MemoryCache(Cache):
             ValueError: `tokens_to_remove` is not 0.
         """
         if tokens_to_remove:
-            raise ValueError("Tokens cannot be removed from the sums of a MemoryCache; copy it before adding them.")
+            raise ValueError("Tokens cannot be removed from a MemoryCache; keep a copy from before they were added.")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, for beam search."""
