@@ -165,18 +165,19 @@ def test_a_build_that_fails_or_is_killed_leaves_nothing_that_is_used(tmp_path, t
     assert not left.exists() and running.exists()  # the folder of a live process stays
 
 
-def test_a_folder_that_another_process_has_built_meanwhile_is_used(tmp_path, tokenizer):
-    (source,) = corpora.open_corpus(settings(tmp_path, data=str(write_texts(tmp_path / "a.txt")))).sources
+def test_a_folder_that_another_process_has_built_meanwhile_is_used(tmp_path, tokenizer, monkeypatch):
+    corpus = corpora.open_corpus(settings(tmp_path, data=str(write_texts(tmp_path / "a.txt"))))
     folder, other = tmp_path / "cache" / "x", tmp_path / "other"
-    token_store.build_stores(other, source, lambda _: "training", {"training": None}, tokenizer)
+    arguments = corpus.sources[0], corpus, {"training": None, "held_out": None}, tokenizer
+    token_store.build_stores(other, *arguments)
 
-    def slow(document):
-        if not folder.exists():
-            other.replace(folder)
-            (folder / "marker").touch()
-        return "training"
+    def slow(tokenizer, documents):
+        other.replace(folder)
+        (folder / "marker").touch()
+        return encode(tokenizer, documents)
 
-    token_store.build_stores(folder, source, slow, {"training": None}, tokenizer)
+    monkeypatch.setattr(token_store, "encode", slow)
+    token_store.build_stores(folder, *arguments)
     assert (folder / "marker").exists() and list((tmp_path / "cache").iterdir()) == [folder]
 
 

@@ -67,6 +67,11 @@ class Corpus:
         """The parameters of `is_held_out`, as JSON values."""
         return [] if self.validation else [self.held_out_fraction, self.seed]
 
+    @property
+    def evaluation_shares(self) -> tuple[float, ...]:
+        """The share of the evaluated rows from each source of evaluation text."""
+        return tuple(1 / len(self.validation) for _ in self.validation) or self.weights
+
     def is_held_out(self, document: str) -> bool:
         """Whether a document is for evaluation.
 
@@ -102,7 +107,9 @@ def open_corpus(settings: Any) -> Corpus:
     if not entries:
         raise UserError("`data` is an empty list. Name a file, a folder, a dataset on the Hub, or `cpython`.")
     sections = [_section(entry) for entry in entries]
-    weights = _weights(sections)
+    without = [section["path"] for section in sections if "weight" not in section]
+    if 0 < len(without) < len(sections):
+        raise UserError(f"`data`: give every source a `weight`, or none. Without one: {', '.join(without)}.")
     options = {"text_column": settings.text_column, "streaming": settings.streaming}
     sources = [open_source(section, "data", "train", **options) for section in sections]
     name, evaluated = settings.validation, []
@@ -114,16 +121,12 @@ def open_corpus(settings: Any) -> Corpus:
     trained_on = [source.identity for source in sources]
     if any(source.identity in trained_on for source in validation):
         raise UserError(f"`validation` {name!r} is also training text (`data`). Name another text, or leave it empty.")
-    if weights is None:
-        sources, weights = [_joined(sources)], [1.0]
-    return Corpus(
-        tuple(sources),
-        tuple(weights),
-        tuple(validation),
-        settings.held_out_fraction,
-        settings.seed,
-        settings.streaming,
-    )
+    if without and len(sources) > 1:
+        sources = [_joined(sources)]
+    total = sum(section.get("weight", 1) for section in sections)
+    weights = [1.0] if without else [section["weight"] / total for section in sections]
+    choice = settings.held_out_fraction, settings.seed, settings.streaming
+    return Corpus(tuple(sources), tuple(weights), tuple(validation), *choice)
 
 
 def open_source(section: dict[str, Any], key: str, default_split: str, text_column: str, streaming: bool) -> Source:
@@ -199,21 +202,8 @@ def _section(entry: Any) -> dict[str, Any]:
     return section
 
 
-def _weights(sections: list[dict[str, Any]]) -> list[float] | None:
-    """Shares of the rows that sum to 1; None if no section has a weight."""
-    without = [section["path"] for section in sections if "weight" not in section]
-    if len(without) == len(sections):
-        return None
-    if without:
-        raise UserError(f"`data`: give every source a `weight`, or none. Without one: {', '.join(without)}.")
-    total = sum(section["weight"] for section in sections)
-    return [section["weight"] / total for section in sections]
-
-
 def _joined(sources: list[Source]) -> Source:
     """Sources one after the other, every document once an epoch."""
-    if len(sources) == 1:
-        return sources[0]
     return Source(
         "; ".join(source.description for source in sources),
         ["joined", *(source.identity for source in sources)],

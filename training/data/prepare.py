@@ -21,7 +21,7 @@ from data.masking import IGNORED, RowFormat, Targets, collate, make_masking
 from data.rows import HELD_OUT_MASKS, Blocks, Frame, Mixture, Rows, TrainingRows, quotas
 from data.sources import Source
 from data.streaming import StreamingRows
-from data.token_store import TokenStore, build_stores, open_store, store_folder
+from data.token_store import Limits, TokenStore, build_stores, open_store, store_folder
 from data.tokenizer import borders
 from luna_hf.scripting import UserError
 
@@ -74,7 +74,7 @@ def prepare_text(
     held_out_blocks = [Blocks(store, frame) for store in held_out]
     evaluated = [
         block
-        for blocks, share in zip(held_out_blocks, evaluation_shares(corpus), strict=True)
+        for blocks, share in zip(held_out_blocks, corpus.evaluation_shares, strict=True)
         for block in spread_blocks(blocks, max(1, round(settings.eval_blocks * share)))
     ]
     rows_evaluated = held_out_rows(evaluated, row_format.targets, tokenizer.pad_token_id, settings.seed)
@@ -117,18 +117,18 @@ def open_stores(
     evaluated = corpus.validation or corpus.sources
     if corpus.streaming:
         # No more than is evaluated: finding all held-out text would mean reading everything.
-        enough = [math.ceil(settings.eval_blocks * share) * settings.block_size for share in evaluation_shares(corpus)]
+        enough = [math.ceil(settings.eval_blocks * share) * settings.block_size for share in corpus.evaluation_shares]
         wanted = [(source, {side: tokens}) for source, tokens in zip(evaluated, enough, strict=True)]
     else:
         wanted = [(source, dict.fromkeys(("training", side))) for source in corpus.sources]
         wanted += [(source, {side: None}) for source in corpus.validation]
 
-    def opened(source: Source, limits: dict[str, int | None]) -> dict[str, TokenStore]:
-        folder = store_folder(settings.cache_dir, source, corpus.split_rule, limits, tokenizer)
+    def opened(source: Source, limits: Limits) -> dict[str, TokenStore]:
+        folder = store_folder(settings.cache_dir, source, corpus, limits, tokenizer)
         # The first process of every machine builds, as machines may not share a disk. The others look for the folder;
         # a collective operation would time out while a large corpus is tokenized.
         if accelerator.is_local_main_process:
-            build_stores(folder, source, corpus.side_of, limits, tokenizer)
+            build_stores(folder, source, corpus, limits, tokenizer)
         while not folder.is_dir():
             time.sleep(0.2)
         return {name: open_store(folder, name) for name in limits}
@@ -137,34 +137,16 @@ def open_stores(
     accelerator.wait_for_everyone()
     training = [] if corpus.streaming else [store["training"] for store in stores[: len(corpus.sources)]]
     held_out = [store[side] for store in stores[-len(evaluated) :]]
-    check_split(corpus, training, held_out)
-    return training, held_out
-
-
-def check_split(corpus: Corpus, training: list[TokenStore], held_out: list[TokenStore]) -> None:
-    """Check that every source has text to train on, and that there is text to evaluate on.
-
-    Raises:
-        UserError: There is none.
-    """
     more = "add documents (blank lines separate those of a text file)"
     for source, store in zip(corpus.sources, training, strict=not corpus.streaming):
         if not store.documents:
-            raise UserError(
-                f"Every document of {source.description} is held out. Lower `held_out_fraction`, or {more}."
-            )
+            raise UserError(f"Every document of {source.description} is held out. Lower `held_out_fraction` or {more}.")
     if not any(store.documents for store in held_out):
         raise UserError(
             f"A `held_out_fraction` of {corpus.held_out_fraction} holds out no document of {corpus.description}. Raise "
             f"it, {more}, or name a `validation` text."
         )
-
-
-def evaluation_shares(corpus: Corpus) -> list[float]:
-    """The share of the evaluated blocks from each source of held-out text."""
-    if corpus.validation:
-        return [1 / len(corpus.validation)] * len(corpus.validation)
-    return list(corpus.weights)
+    return training, held_out
 
 
 def spread_blocks(blocks: Blocks, count: int) -> list[np.ndarray]:

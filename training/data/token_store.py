@@ -5,15 +5,15 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from data.corpus import Corpus
 from data.sources import Source
 from data.tokenizer import borders, encode
 from luna_hf.scripting import UserError
@@ -25,6 +25,7 @@ _BUILDING = ".building"  # suffix of an unfinished folder
 _BATCH_CHARACTERS = 2_000_000
 # The same if only a limited number of tokens is needed, so that little more is read.
 _LIMITED_CHARACTERS = 50_000
+Limits = dict[str, int | None]
 
 
 @dataclass(frozen=True)
@@ -86,32 +87,24 @@ def open_store(folder: Path, name: str) -> TokenStore:
 
 
 def store_folder(
-    cache_dir: str,
-    source: Source,
-    split_rule: list[Any],
-    limits: dict[str, int | None],
-    tokenizer: PreTrainedTokenizerBase,
+    cache_dir: str, source: Source, corpus: Corpus, limits: Limits, tokenizer: PreTrainedTokenizerBase
 ) -> Path:
-    """The folder for `build_stores`, with a name that changes with the text, its split and the tokenizer."""
+    """The folder for `build_stores`; its name changes with the text, its split and the tokenizer."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     rules.update(truncation=None, padding=None)  # left over from the last call, and not used here
-    parts = [_FORMAT, source.identity, split_rule, limits, rules, borders(tokenizer), len(tokenizer)]
+    parts = [_FORMAT, source.identity, corpus.split_rule, limits, rules, borders(tokenizer), len(tokenizer)]
     return Path(cache_dir) / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def build_stores(
-    folder: Path,
-    source: Source,
-    side_of: Callable[[str], str],
-    limits: dict[str, int | None],
-    tokenizer: PreTrainedTokenizerBase,
+    folder: Path, source: Source, corpus: Corpus, limits: Limits, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Tokenize a source into `folder`, which appears at once and complete. An existing folder is kept.
 
     Args:
         folder: see `store_folder`.
         source: what to tokenize.
-        side_of: the name of a document's store.
+        corpus: decides which store a document belongs to.
         limits: the stores to write, each with the number of tokens that suffices (None for all).
         tokenizer: to tokenize with.
 
@@ -128,7 +121,18 @@ def build_stores(
     except OSError as error:
         raise UserError(f"`cache_dir` {folder.parent} cannot be written: {error}. Name another folder.") from error
     try:
-        _write_stores(building, source, side_of, limits, tokenizer)
+        writers = {name: StoreWriter(building, name, len(tokenizer), borders(tokenizer)[1]) for name in limits}
+        wanted = (document for document in source.stream() if corpus.side_of(document) in writers)
+        limited = None not in limits.values()
+        with tqdm(desc=f"tokenizing {source.description}"[:60], unit=" tokens", unit_scale=True, leave=False) as bar:
+            for batch in document_batches(wanted, _LIMITED_CHARACTERS if limited else _BATCH_CHARACTERS):
+                for document, ids in zip(batch, encode(tokenizer, batch), strict=True):
+                    writers[corpus.side_of(document)].add(ids)
+                    bar.update(len(ids))
+                if limited and all(writers[name].tokens >= limit for name, limit in limits.items()):
+                    break
+        for writer in writers.values():
+            writer.close()
         try:
             building.replace(folder)
         except OSError:
@@ -163,24 +167,3 @@ def document_batches(documents: Iterable[str], characters: int) -> Iterator[list
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _write_stores(
-    folder: Path,
-    source: Source,
-    side_of: Callable[[str], str],
-    limits: dict[str, int | None],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    writers = {name: StoreWriter(folder, name, len(tokenizer), borders(tokenizer)[1]) for name in limits}
-    wanted = (document for document in source.stream() if side_of(document) in writers)
-    limited = None not in limits.values()
-    with tqdm(desc=f"tokenizing {source.description}"[:60], unit=" tokens", unit_scale=True, leave=False) as bar:
-        for batch in document_batches(wanted, _LIMITED_CHARACTERS if limited else _BATCH_CHARACTERS):
-            for document, ids in zip(batch, encode(tokenizer, batch), strict=True):
-                writers[side_of(document)].add(ids)
-                bar.update(len(ids))
-            if limited and all(writers[name].tokens >= limit for name, limit in limits.items()):
-                break
-    for writer in writers.values():
-        writer.close()

@@ -87,10 +87,6 @@ class Scores:
         """Mean loss in nats per token."""
         return float(self.losses.mean())
 
-    def by_position(self, borders: list[int]) -> list[float]:
-        """Mean losses between neighbouring borders."""
-        return [float(self.losses[:, a:b].mean()) for a, b in itertools.pairwise(borders)]
-
 
 def load(folder: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal model and its tokenizer, for evaluation.
@@ -108,10 +104,9 @@ def load(folder: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTo
         raise UserError(
             f"{folder} lacks {len(info['missing_keys'])} weights of its model, {min(info['missing_keys'])} for one."
         )
-    model.eval()
     if getattr(model.config, "bos_token_id", None) is None or tokenizer.eos_token_id is None:
         raise UserError(f"{folder} lacks a start token (bos) or an end token (eos).")
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def read_tokens(tokenizer: PreTrainedTokenizerBase, data: str, text_column: str, count: int) -> np.ndarray:
@@ -121,19 +116,13 @@ def read_tokens(tokenizer: PreTrainedTokenizerBase, data: str, text_column: str,
         UserError: No such text, or it is too short.
     """
     source = open_source({"path": data}, "--data", "validation", text_column, streaming=False)
-    pieces, found = [], 0
+    tokens: list[int] = []
     for batch in document_batches(source.stream(), _BATCH_CHARACTERS):
         for ids in encode(tokenizer, batch):
-            pieces.append(np.array([*ids, tokenizer.eos_token_id], dtype=np.int64))
-            found += len(ids) + 1
-        if found >= count:
-            return np.concatenate(pieces)[:count]
-    raise UserError(f"{source.description} has {found:,} tokens, fewer than the {count:,} of `--tokens`.")
-
-
-def mode_of(model: PreTrainedModel) -> str:
-    """ "carried" for models with a state of constant size, else "sliding"."""
-    return "carried" if isinstance(model.config, BoundedMemoryConfig) else "sliding"
+            tokens += [*ids, tokenizer.eos_token_id]
+        if len(tokens) >= count:
+            return np.array(tokens[:count], dtype=np.int64)
+    raise UserError(f"{source.description} has {len(tokens):,} tokens, fewer than the {count:,} of `--tokens`.")
 
 
 @torch.no_grad()
@@ -164,8 +153,7 @@ def score(model: PreTrainedModel, tokens: np.ndarray, length: int, mode: str, se
 def _carried(model: PreTrainedModel, inputs: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, int]:
     cache, losses = MemoryCache(model.config), []
     for part, wanted in zip(inputs.split(settings.part, 1), targets.split(settings.part, 1), strict=True):
-        logits = model(part, past_key_values=cache, use_cache=True).logits
-        losses.append(token_losses(logits, wanted))
+        losses.append(token_losses(model(part, past_key_values=cache, use_cache=True).logits, wanted))
     shared = sum(tensor.nbytes for layer in cache.layers for tensor in layer.constants.values())
     return torch.cat(losses, 1), (cache.nbytes - shared) // inputs.shape[0] + shared
 
@@ -204,8 +192,9 @@ def evaluate(folder: str, settings: Settings) -> dict[str, Any]:
         UserError: The model, the text or the mode cannot be used.
     """
     model, tokenizer = load(folder, getattr(torch, settings.dtype))
-    mode = settings.mode or mode_of(model)
-    if mode == "carried" and mode_of(model) != mode:
+    bounded = isinstance(model.config, BoundedMemoryConfig)
+    mode = settings.mode or ("carried" if bounded else "sliding")
+    if mode == "carried" and not bounded:
         raise UserError(f"{folder} has no state of constant size to carry: use `--mode sliding`.")
     longest = max(settings.lengths)
     tokens = read_tokens(tokenizer, settings.data, settings.text_column, settings.tokens // longest * longest)
@@ -215,6 +204,7 @@ def evaluate(folder: str, settings: Settings) -> dict[str, Any]:
         figures = {"loss": scores.loss, "perplexity": math.exp(scores.loss), "state_bytes": scores.state_bytes}
         lengths[str(length)] = figures
     borders = [0, *sorted(settings.lengths)]
+    by_position = [float(scores.losses[:, first:end].mean()) for first, end in itertools.pairwise(borders)]
     return {
         "model": Path(folder).name,
         "model_type": model.config.model_type,
@@ -222,5 +212,5 @@ def evaluate(folder: str, settings: Settings) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tokens": len(tokens),
         "lengths": lengths,
-        "by_position": {"borders": borders, "loss": scores.by_position(borders)},
+        "by_position": {"borders": borders, "loss": by_position},
     }
