@@ -124,13 +124,17 @@ def test_a_killed_run_continues_and_ends_as_if_nothing_had_happened(luna, sst2, 
 
 
 def test_a_save_that_was_cut_off_is_passed_over(luna, sst2, uninterrupted, cut_off, capsys):
-    stored = read(cut_off / "checkpoint-12", "trainer_state")["stateful_callbacks"]["Clock"]["attributes"]["seconds"]
+    state = read(cut_off / "checkpoint-12", "trainer_state")
+    clock = state["stateful_callbacks"]["Clock"]["attributes"]
+    assert 0 < clock["seconds"] < 100
+    clock["seconds"] += 1000
+    (cut_off / "checkpoint-12" / "trainer_state.json").write_text(json.dumps(state))
     assert finetune_glue.main(command(luna, cut_off, **options(sst2))) == 0
     printed = capsys.readouterr().out
     assert re.search(r"checkpoint-18 is damaged \(\S+ is missing\)", printed) and "from checkpoint-12" in printed
     assert_same_run(cut_off, uninterrupted)
     result = read(cut_off)
-    assert result["resumed_from_step"] == 12 and result["training_seconds"] > stored > 0
+    assert result["resumed_from_step"] == 12 and 1000 < result["training_seconds"] < 1100
     assert result["tokens_per_second"] > result["samples_per_second"] > 0
 
 
@@ -305,7 +309,7 @@ def parsed(*words, script=finetune_glue):
     return script.parse([*words, "--model_name_or_path", "m", "--use_cpu"])
 
 
-def test_plan_of_the_papers_sweep(tmp_path):
+def test_plan_of_the_papers_sweep_and_names_of_models(tmp_path):
     words = ["--output_dir", str(tmp_path), "--task_name", "sst2", "--sweep", "--seeds", "1", "2", "3"]
     planned = plan(*parsed(*words))
     assert len(planned) == 18 == len({one.folder for one in planned})
@@ -314,13 +318,10 @@ def test_plan_of_the_papers_sweep(tmp_path):
     }
     with pytest.raises(UserError, match=r"16 rows .* 3 accumulation"):
         plan(*parsed(*words, "--gradient_accumulation_steps", "3"))
-
-
-def test_models_have_short_names_that_differ():
     assert unique_labels(["a/luna", "org/roberta"]) == {"a/luna": "luna", "org/roberta": "roberta"}
     assert unique_labels(["a/best", "b/best"]) == {"a/best": "a-best", "b/best": "b-best"}
-    with pytest.raises(UserError, match="a a"):
-        unique_labels(["a", "a"])
+    with pytest.raises(UserError, match=r"a \./a"):
+        unique_labels(["a", "./a"])
 
 
 @pytest.mark.parametrize(
@@ -365,16 +366,6 @@ def test_a_recipe_parses_and_is_a_manual(path, tmp_path):
         assert source["sweep_learning_rates"] == ([5e-6, 1e-5, 2e-5] if glue else [1e-5, 2e-5, 3e-5])
         assert source["sweep_dropouts"] == ([] if glue else [0.0, 0.1, 0.2]) and source["load_best_model_at_end"]
     assert values["sweep"] and not defaults["sweep"]
-
-
-def test_help_shows_the_commands_and_the_options(capsys):
-    with pytest.raises(SystemExit) as stop:
-        finetune_glue.main(["--help"])
-    printed = capsys.readouterr().out
-    examples = [line for line in finetune_glue.__doc__.splitlines() if line.startswith("    ")]
-    assert stop.value.code == 0 and len(examples) > 4 and "\n".join(examples[:3]) in printed
-    for word in ("--task_name", "--sweep", "--early_stopping_patience", "--learning_rate", "0.98"):
-        assert word in printed
 
 
 # ---- folders that must not be overwritten, and what cannot start ----
