@@ -58,21 +58,11 @@ def update(model, batch, kind, folder):
     """Change of every parameter in one step over all rows, in micro batches of two."""
     problem, smoothing, _ = KINDS[kind]
     trained = copy.deepcopy(model)
+    plain = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 1}
+    quiet = {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False}
+    batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        optim="sgd",
-        learning_rate=1.0,
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
-        max_steps=1,
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
-        label_smoothing_factor=smoothing,
+        output_dir=str(folder), use_cpu=True, label_smoothing_factor=smoothing, **plain, **quiet, **batches
     )
     rows = [{name: tensor[row] for name, tensor in batch.items()} for row in range(ROWS)]
     trainer = FinetuneTrainer(

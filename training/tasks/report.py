@@ -83,12 +83,10 @@ def compare_models(results: list[Result], greater_is_better: bool, folders: dict
 # ---- the table ----
 
 
-def write_report(job: Job, results: list[Result], folders: dict[str, Path]) -> dict[str, Any]:
-    """Write `results.json` and `results.md`; print the latter, and the folders of the models.
-
-    Returns:
-        The content of `results.json`.
-    """
+def write_report(job: Job, results: list[Result], folders: dict[str, Path]) -> None:
+    """Write `results.json` and `results.md`; print the latter, and the folders of the models."""
+    if not job.is_main:
+        return
     paths = ("folder", "model_name_or_path")
     shown = [{**result, **{name: portable(result[name]) for name in paths}} for result in results]
     kept = {model: path.relative_to(job.folder).as_posix() for model, path in folders.items()}
@@ -102,14 +100,12 @@ def write_report(job: Job, results: list[Result], folders: dict[str, Path]) -> d
         "settings": group_runs(shown, job.task.greater_is_better),
         "runs": shown,
     }
-    if job.is_main:
-        text = report_text(summary)
-        write_json(job.folder / "results.json", summary)
-        write_text(job.folder / "results.md", text)
-        job.print("\n" + text)
-        for model, path in folders.items():
-            job.print(f"The finetuned {model} is in {path}")
-    return summary
+    text = report_text(summary)
+    write_json(job.folder / "results.json", summary)
+    write_text(job.folder / "results.md", text)
+    job.print("\n" + text)
+    for model, path in folders.items():
+        job.print(f"The finetuned {model} is in {path}")
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:

@@ -81,8 +81,22 @@ class Command:
         return run_script(script, "the same command continues from the last checkpoint", clean_on_sigterm=False)
 
 
-def run_all(job: Job) -> dict[str, Any]:
-    """Train every run of the plan that is not finished, and write the table; the content of `results.json`."""
+@dataclass
+class Prepared:
+    """A model's tokenizer and the splits in its tokens, the same for all its runs.
+
+    `extended` is the longest input if the model's positions have to be extended to it.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    extended: int | None
+    notes: list[str]
+    encoded: dict[str, Encoded] = field(default_factory=dict)
+
+
+def run_all(job: Job) -> None:
+    """Train every run of the plan that is not finished, and write the table."""
     task, training, models = job.task, job.training, job.arguments.model_name_or_path
     runs = plan(job.arguments, training)
     if training.label_smoothing_factor and task.problem_type != SINGLE_LABEL:
@@ -101,7 +115,20 @@ def run_all(job: Job) -> dict[str, Any]:
     prepared = {name: open_model(job, name) for name in models}
     for name, part in prepared.items():
         encode(job, name, part)
-    finished: dict[str, list[Result]] = {name: [] for name in models}
+    results, folders = train_all(job, runs, prepared)
+    write_report(job, results, folders)
+    if push:
+        (model,) = folders.values()
+        # Settings and the run's file name folders of this machine; card and table have the figures.
+        ignore = ["checkpoint-*", "runs/*", SETTINGS_FILE, RUN_FILE]
+        extra = [] if model == job.folder else [job.folder / "results.md"]
+        push_folder(model, repository, "Finetuned model", ignore, extra, training.hub_token)
+        job.print(f"Pushed {model} to {repository}.")
+
+
+def train_all(job: Job, runs: list[Run], prepared: dict[str, Prepared]) -> tuple[list[Result], dict[str, Path]]:
+    """Train the runs; their results, and the folder of each model's chosen weights."""
+    finished: dict[str, list[Result]] = {name: [] for name in prepared}
     for index, run in enumerate(runs, 1):
         job.print(f"\n[{index}/{len(runs)}] {run.name}")
         finished[run.model].append(one_run(job, run, prepared[run.model]))
@@ -113,15 +140,7 @@ def run_all(job: Job) -> dict[str, Any]:
             job.print(f"\nAn earlier command removed the weights of {own[index].name}: training it again.")
             results[index] = one_run(job, own[index], prepared[name], again=True)
         folders[own[0].label] = keep_best(job, results)
-    summary = write_report(job, [result for results in finished.values() for result in results], folders)
-    if push:
-        (model,) = folders.values()
-        # Settings and the run's file name folders of this machine; card and table have the figures.
-        ignore = ["checkpoint-*", "runs/*", SETTINGS_FILE, RUN_FILE]
-        extra = [] if model == job.folder else [job.folder / "results.md"]
-        push_folder(model, repository, "Finetuned model", ignore, extra, training.hub_token)
-        job.print(f"Pushed {model} to {repository}.")
-    return summary
+    return [result for results in finished.values() for result in results], folders
 
 
 def sample(job: Job) -> None:
@@ -141,20 +160,6 @@ def sample(job: Job) -> None:
 
 
 # ---- models and their data ----
-
-
-@dataclass
-class Prepared:
-    """A model's tokenizer and the splits in its tokens, the same for all its runs.
-
-    `extended` is the longest input if the model's positions have to be extended to it.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    max_length: int
-    extended: int | None
-    notes: list[str]
-    encoded: dict[str, Encoded] = field(default_factory=dict)
 
 
 def open_model(job: Job, name: str) -> Prepared:

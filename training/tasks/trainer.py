@@ -98,7 +98,7 @@ class SeededSampler(Sampler[int]):
 
 
 class _SetEpoch(TrainerCallback):
-    """Sets the sampler's epoch; accelerate does not reach the sampler when several processes share it."""
+    """Sets the sampler's epoch, which accelerate misses if several processes resume within an epoch."""
 
     def __init__(self, sampler: SeededSampler) -> None:
         self.sampler = sampler
