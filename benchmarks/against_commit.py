@@ -11,11 +11,13 @@ ratio above 1 means that this tree is slower.
 import argparse
 import importlib
 import io
+import itertools
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -46,8 +48,11 @@ CAUSAL = {
     "abc-mlp": ("abc_memory", {}),
     "abc-window": ("abc_memory", {"memory_control": "sliding_window"}),
 }
-# Tokens decoded in one timed call; a single one is too short for the clock.
-DECODED = 20
+# Kind and length of the cases of every encoder and of every causal model.
+ENCODER_CASES = (("forward", 512), ("forward", 2048), ("padded", 512), ("train", 512))
+CAUSAL_CASES = (("causal", 2048), ("causal-train", 1024), ("decode", 1024))
+SUFFIXES = {"forward": "Model", "padded": "Model", "train": "ForMaskedLM"}  # of the model's class; else ForCausalLM
+DECODED = 20  # tokens in one timed call; a single one is too short for the clock
 
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
@@ -64,16 +69,18 @@ def load_commit(commit: str, folder: Path) -> ModuleType:
     return importlib.import_module("luna_hf_before")
 
 
-def models(before: ModuleType, kind: str, family: str, options: dict[str, Any]) -> Iterator[PreTrainedModel]:
-    """The model in both versions, the earlier one first, with equal weights."""
-    name, weights = FAMILIES[family].config.__name__.removesuffix("Config"), None
-    for package in (before, luna_hf):
+def models(packages: Sequence[ModuleType], kind: str, family: str, options: dict[str, Any]) -> Pair:
+    """The timed calls of both versions of a model, with equal weights."""
+    kind, length = kind.rsplit("-", 1)
+    name, weights, calls = FAMILIES[family].config.__name__.removesuffix("Config"), None, []
+    for package in packages:
         fields = {**SIZES, **slots_of(family, 64), "num_hidden_layers": 4 if kind == "decode" else 2, **options}
-        suffix = {"forward": "Model", "padded": "Model", "train": "ForMaskedLM"}.get(kind, "ForCausalLM")
-        model = getattr(package, name + suffix)(getattr(package, f"{name}Config")(**fields)).eval()
-        weights = model.state_dict() if weights is None else weights
+        config = getattr(package, f"{name}Config")(**fields)
+        model = getattr(package, name + SUFFIXES.get(kind, "ForCausalLM"))(config).eval()
+        weights = weights or model.state_dict()
         model.load_state_dict(weights)
-        yield model
+        calls.append(step(model, kind, int(length), package))
+    return tuple(calls)
 
 
 def step(model: PreTrainedModel, kind: str, length: int, package: ModuleType) -> Callable[[], Any]:
@@ -82,9 +89,9 @@ def step(model: PreTrainedModel, kind: str, length: int, package: ModuleType) ->
     mask = torch.ones_like(ids)
     mask[0, 3 * length // 4 :] = 0
 
+    @torch.no_grad()
     def forward() -> None:
-        with torch.no_grad():
-            model(ids, attention_mask=mask if kind == "padded" else None)
+        model(ids, attention_mask=mask if kind == "padded" else None)
 
     def train() -> None:
         model.train()
@@ -101,44 +108,32 @@ def step(model: PreTrainedModel, kind: str, length: int, package: ModuleType) ->
     return {"decode": decode, "train": train, "causal-train": train}.get(kind, forward)
 
 
-def operators(before: ModuleType, name: str, length: int) -> Pair:
-    """A causal operator in both versions."""
+def operators(packages: Sequence[ModuleType], name: str, length: int = 2048) -> Pair:
+    """The timed calls of both versions of a causal operator."""
     generator = torch.Generator().manual_seed(0)
     query, key, value, weights = (torch.randn(1, 12, length, 64, generator=generator) for _ in range(4))
     steps = torch.arange(1, length + 1)[None]
 
     def call(package: ModuleType) -> Callable[[], Any]:
-        memory = importlib.import_module(f"{package.__name__}.causal_memory")
-        functional = importlib.import_module(f"{package.__name__}.functional")
-        if name == "scan":
-            return lambda: functional.causal_scan(query, key, value)
-        if name == "steps":
-            return lambda: memory.attend_causal_memory(query, key, value, weights.exp(), "steps", steps=steps)
-        return lambda: memory.attend_causal_memory(query, key, value, weights, "softmax")
+        attend = importlib.import_module(f"{package.__name__}.causal_memory").attend_causal_memory
+        scan = importlib.import_module(f"{package.__name__}.functional").causal_scan
+        return {
+            "scan": partial(scan, query, key, value),
+            "steps": partial(attend, query, key, value, weights.exp(), "steps", steps=steps),
+            "softmax": partial(attend, query, key, value, weights, "softmax"),
+        }[name]
 
-    return call(before), call(luna_hf)
+    return tuple(map(call, packages))
 
 
-def cases(before: ModuleType) -> dict[str, Callable[[], Pair]]:
+def cases(packages: Sequence[ModuleType]) -> dict[str, Callable[[], Pair]]:
     """The comparisons by name; each pair is built only when it runs."""
     made: dict[str, Callable[[], Pair]] = {}
-
-    def add(name: str, kind: str, length: int, family: str, options: dict[str, Any]) -> None:
-        def make() -> Pair:
-            packages = (before, luna_hf)
-            pair = zip(models(before, kind, family, options), packages, strict=True)
-            return tuple(step(model, kind, length, package) for model, package in pair)
-
-        made[f"{kind}-{name}-{length}"] = make
-
-    for name, (family, options) in ENCODERS.items():
-        for kind, length in (("forward", 512), ("forward", 2048), ("padded", 512), ("train", 512)):
-            add(name, kind, length, family, options)
-    for name, (family, options) in CAUSAL.items():
-        for kind, length in (("causal", 2048), ("causal-train", 1024), ("decode", 1024)):
-            add(name, kind, length, family, options)
+    for variants, kinds in ((ENCODERS, ENCODER_CASES), (CAUSAL, CAUSAL_CASES)):
+        for (name, (family, options)), (kind, length) in itertools.product(variants.items(), kinds):
+            made[f"{kind}-{name}-{length}"] = partial(models, packages, f"{kind}-{length}", family, options)
     for name in ("scan", "steps", "softmax"):
-        made[f"operator-{name}-2048"] = lambda name=name: operators(before, name, 2048)
+        made[f"operator-{name}-2048"] = partial(operators, packages, name)
     return made
 
 
@@ -165,7 +160,7 @@ def main() -> None:
     steady_allocator()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, make in cases(load_commit(options.commit, Path(folder))).items():
+        for name, make in cases((load_commit(options.commit, Path(folder)), luna_hf)).items():
             if options.only in name:
                 results[name] = compare(make(), options.rounds)
                 ratio, low, high = (results[name]["ratio"][part] for part in ("median", "min", "max"))

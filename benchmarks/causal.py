@@ -93,14 +93,14 @@ def outer_scan(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None
 
 
 def outer_luna(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
-    """Luna's causal attention with such sums."""
+    """Luna's causal attention by `outer_scan`."""
     steps = _steps(query)
     read = (outer_scan(query * query.shape[-1] ** -0.5, key, weights) / steps).softmax(-1)
     return outer_scan(read / steps, weights, value)
 
 
 def outer_abc(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
-    """Causal ABC with such sums and one maximum for all tokens, for logits near each other."""
+    """Causal ABC by `outer_scan` with one maximum for all tokens, for logits near each other."""
     weights = (weights - weights.amax(2, keepdim=True)).exp()
     totals = weights.cumsum(2)
     read = (outer_scan(query * query.shape[-1] ** -0.5, key, weights) / totals).softmax(-1)
@@ -224,7 +224,7 @@ def measure_errors(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def peak_memory(name: str, length: int, mode: str, options: argparse.Namespace) -> int:
-    """Peak bytes of one call beyond its inputs; run it in a process of its own."""
+    """Peak bytes of one call beyond its inputs; run it in a separate process."""
     steady_allocator()
     torch.set_num_threads(options.threads)
     make_action(name, min(length, 64), mode, options)()

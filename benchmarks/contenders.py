@@ -151,7 +151,7 @@ def make_action(model: nn.Module, setting: argparse.Namespace) -> Callable[[dict
 
 
 def peak_memory(name: str, setting: argparse.Namespace, rows: int, length: int) -> int:
-    """Peak bytes of one call beyond model and optimizer state; run it in a process of its own."""
+    """Peak bytes of one call beyond model and optimizer state; run it in a separate process."""
     steady_allocator()
     torch.set_num_threads(setting.threads)
     action = make_action(build(name, setting), setting)

@@ -175,7 +175,7 @@ def make_step(model: PreTrainedModel, cache: Cache, length: int, setting: argpar
 
 
 def step_memory(name: str, length: int, setting: argparse.Namespace) -> int:
-    """Bytes of the state, plus the peak of a step beyond it; run it in a process of its own."""
+    """Bytes of the state, plus the peak of a step beyond it; run it in a separate process."""
     steady_allocator()
     torch.set_num_threads(setting.threads)
     model = build(name, setting)

@@ -82,6 +82,11 @@ def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Ten
         return copy.deepcopy(model)(**accepted(model, ids, mask, position_ids)).last_hidden_state
 
 
+def difference(states: Tensor, others: Tensor) -> float:
+    """Largest absolute difference."""
+    return (states - others).abs().max().item()
+
+
 def differences_alone(model: PreTrainedModel, rows: Rows, left: bool, first_position: int | None) -> list[float]:
     """Largest difference between a row in a padded batch and alone, for every row."""
     ids, mask = pad_rows(rows, LONGEST, left)
@@ -90,14 +95,14 @@ def differences_alone(model: PreTrainedModel, rows: Rows, left: bool, first_posi
         positions = (mask.cumsum(-1) - 1).clamp(min=0) + first_position
     together = forward(model, ids, mask, positions)
     alone = [forward(model, row[None], torch.ones(1, len(row), dtype=torch.long))[0] for row in rows]
-    return [(together[i][mask[i] == 1] - states).abs().max().item() for i, states in enumerate(alone)]
+    return [difference(together[i][mask[i] == 1], states) for i, states in enumerate(alone)]
 
 
 def difference_pads(model: PreTrainedModel, rows: Rows) -> float:
     """Largest difference at real tokens when the ids at pads change."""
     ids, mask = pad_rows(rows, LONGEST)
     other = torch.where(mask == 1, ids, torch.stack(random_rows([LONGEST] * len(rows), seed=2)))
-    return (forward(model, ids, mask) - forward(model, other, mask))[mask == 1].abs().max().item()
+    return difference(forward(model, ids, mask)[mask == 1], forward(model, other, mask)[mask == 1])
 
 
 def difference_neighbours(model: PreTrainedModel, rows: Rows) -> float:
@@ -106,13 +111,13 @@ def difference_neighbours(model: PreTrainedModel, rows: Rows) -> float:
     others = random_rows([57, len(rows[index]), LONGEST], seed=3)
     others[index] = rows[index]
     before, after = (forward(model, *pad_rows(batch, LONGEST))[index, : len(rows[index])] for batch in (rows, others))
-    return (before - after).abs().max().item()
+    return difference(before, after)
 
 
 def difference_repeated(model: PreTrainedModel, rows: Rows) -> float:
     """Largest difference between two forwards."""
     ids, mask = pad_rows(rows, LONGEST)
-    return (forward(model, ids, mask) - forward(model, ids, mask))[mask == 1].abs().max().item()
+    return difference(forward(model, ids, mask)[mask == 1], forward(model, ids, mask)[mask == 1])
 
 
 def reads_other_tokens(model: PreTrainedModel) -> bool:
@@ -120,7 +125,7 @@ def reads_other_tokens(model: PreTrainedModel) -> bool:
     ids, mask = pad_rows(random_rows([LONGEST], seed=4), LONGEST)
     changed = ids.clone()
     changed[0, 1] = FIRST_TOKEN + (ids[0, 1] - FIRST_TOKEN + 1) % (VOCAB_SIZE - FIRST_TOKEN)
-    return (forward(model, ids, mask) - forward(model, changed, mask))[0, 0].abs().max().item() > TOLERANCE
+    return difference(forward(model, ids, mask)[0, 0], forward(model, changed, mask)[0, 0]) > TOLERANCE
 
 
 def attempt(measure: Callable[[], float | list[float]]) -> dict[str, Any]:

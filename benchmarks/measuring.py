@@ -189,7 +189,7 @@ def _set_allocator(option: int, value: int) -> None:
 def extra_memory(action: Callable[[], Any], device: str) -> int:
     """Peak bytes of one call beyond what the process (or the accelerator) held before it.
 
-    Only meaningful in a process of its own: memory freed by an earlier call may still be resident.
+    Only meaningful in a separate process: memory freed by an earlier call may still be resident.
     """
     gc.collect()
     if device != "cpu":

@@ -37,7 +37,7 @@ def finished(folder: Path) -> list[tuple[Path, Run]]:
         if differing:
             raise UserError(
                 f"{run['system']} and {first['system']} in {folder} differ in {', '.join(differing)} and cannot be "
-                "compared. Keep each recipe in a folder of its own (--runs)."
+                "compared. Keep each recipe in a separate folder (--runs)."
             )
     return runs
 

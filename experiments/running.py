@@ -76,7 +76,7 @@ def launch(script: str, words: Sequence[str], threads: int) -> None:
         UserError: It failed, and has printed the reason.
     """
     command = [sys.executable, str(ROOT / script), *words]
-    # In a session of its own it gets one signal: a second one would stop it without saving.
+    # A second signal would stop it without saving, so Ctrl-C must not reach it directly.
     child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, start_new_session=True)
     try:
         status = child.wait()

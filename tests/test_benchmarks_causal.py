@@ -40,10 +40,6 @@ def test_an_error_is_detected(monkeypatch):
     assert causal.relative_error("abc", 64, options) > causal.ERROR > causal.relative_error("luna", 64, options)
 
 
-def test_outer_products_are_skipped_where_they_do_not_fit():
-    assert causal.contenders_at(2 * causal.OUTER_LENGTH) == [*causal.OWN, causal.SDPA]
-
-
 def test_generation(tmp_path, monkeypatch):
     path, result = run_here(generation, [*GENERATION, "--rows", "2"], tmp_path, monkeypatch)
     assert path.name.startswith("generation-2-layer-2-rows-cpu-float32-torch")

@@ -13,6 +13,7 @@ import learning_report
 import pyarrow
 import pytest
 import running
+import swap
 from accelerate.state import AcceleratorState
 from common.models import make_config
 from helpers import ROOT
@@ -43,7 +44,7 @@ def data(tmp_path_factory):
     """A folder with a corpus and a task, as the studies expect it; training commands run in this process."""
 
     def launch(script, words, threads):
-        AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+        AcceleratorState._reset_state(reset_partial_state=True)  # as in a new process
         monkeypatch.setattr(sys, "argv", [script, *words])
         if importlib.import_module(Path(script).stem).main(words):
             raise UserError(f"{script} failed")
@@ -145,16 +146,19 @@ def test_runs_of_different_recipes_are_not_compared(runs):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("study", "arguments", "named"),
     [
-        (["pretrain"], "--data"),
-        (["report", "--max_steps", "3"], "--max_steps"),
-        (["finetune", "--data", "nowhere"], "roberta-seed0"),
-        (["report"], "learning.py pretrain"),
+        (learning, ["pretrain"], "--data"),
+        (learning, ["report", "--max_steps", "3"], "--max_steps"),
+        (learning, ["finetune", "--data", "nowhere"], "roberta-seed0"),
+        (learning, ["report"], "learning.py pretrain"),
+        (swap, ["run", "--data", "nowhere", "--base", "missing"], "missing"),
+        (swap, ["finetune", "--data", "nowhere"], "--models"),
+        (swap, ["report"], "swap.py run"),
     ],
 )
-def test_mistakes_of_the_user(arguments, named, tmp_path, capsys):
-    assert learning.main([*arguments, "--runs", str(tmp_path)]) == 2
+def test_mistakes_of_the_user(study, arguments, named, tmp_path, capsys):
+    assert study.main([*arguments, "--runs", str(tmp_path)]) == 2
     assert named in capsys.readouterr().err
 
 
@@ -194,42 +198,8 @@ def test_commands_accept_the_options_of_their_tasks(task, tmp_path, capsys):
     assert str(tmp_path) in capsys.readouterr().err
 
 
-# ---- arithmetic of the report ----
-
-
-def made_up(system, losses, seed=0):
-    curve = {"step": [100 * (index + 1) for index in range(len(losses))], "loss": losses}
-    return {"system": system, "seed": seed, "unigram_loss": 6.0, "final_loss": losses[-1], "curve": curve}
-
-
-def test_comparisons():
-    runs = [
-        made_up("roberta", [5.5, 5.4, 5.3, 5.0]),
-        made_up("luna-conv", [5.2, 4.9, 4.2, 4.0]),
-        made_up("roberta-conv", [5.0, 4.5, 4.2, 3.95]),
-        made_up("luna-conv-1", [5.1, 4.9, 4.4, 4.2]),
-    ]
-    text = learning_report.sentences(runs)
-    assert "loss of 5.000 at step 200, 0.50 of its steps." in text and text.count("It holds.") == 2
-    assert "at step 100: +0.200 (+4.0%), 200: +0.400 (+8.9%), 300: +0.000 (+0.0%), 400: +0.050 (+1.3%)." in text
-    (control,) = learning_report.differences(runs, "luna-conv", "luna-conv-1").values()
-    assert [nats for nats, _ in control.values()] == pytest.approx([0.1, 0, -0.2, -0.2])
-    # A second seed that misses an expectation makes it fail; each seed is compared with itself.
-    runs += [
-        made_up("roberta", [5.5, 5.4, 5.3, 4.4], seed=1),
-        made_up("luna-conv", [5.2, 4.9, 4.4, 4.3], seed=1),
-        made_up("roberta-conv", [5.0, 4.5, 4.2, 4.2], seed=1),
-    ]
-    text = learning_report.sentences(runs)
-    assert "at step 300, 0.75 of its steps." in text and text.count("It does not hold.") == 2
-    assert "roberta 0.600, luna-conv 0.300, roberta-conv 0.250." in text
-    assert learning_report.first_step_at(runs[0]["curve"], 4.9) is None
-
-
-# ---- committed results ----
-
-
 def test_committed_results():
+    """Their tables and sentences, among them losses that were not reached, are those that the report writes."""
     for name, text in (("pretrain", learning_report.text), ("finetune", finetuning.table)):
         (path,) = RESULTS.glob(f"learning-{name}-*.json")
         check(path, text)
