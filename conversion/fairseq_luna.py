@@ -51,11 +51,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         metavar="NAME",
         help="classification head to convert, or lm_head for the masked language model (default: the only head)",
     )
-    add(
-        "--head-type",
-        choices=HEAD_TYPES,
-        help="purpose of a head with one output, where the file does not show it",
-    )
+    add("--head-type", choices=HEAD_TYPES, help="purpose of a head with one output, where the file does not show it")
     add("--labels", type=Path, metavar="FILE", help="dictionary of the classes (default: label/dict.txt)")
     add("--dtype", choices=DTYPES, help="type to write (default: the checkpoint's)")
     add("--tokenizer-only", action="store_true", help="convert only the dictionary")

@@ -72,19 +72,13 @@ class Conversion:
             kinds, default = get_args(kind) or (kind,), getattr(self.config_class, name)
             about = f"{_help(self.config_class, name)} (default: {default}, or the source's own)"
             if name in self.renamed:
-                action = f"store_{not default}".lower()
-                add(
-                    self.flag(name),
-                    dest=name,
-                    action=action,
-                    default=None,
-                    help=f"set {name} to {not default}: {about}",
-                )
+                about = f"set {name} to {not default}: {about}"
+                add(self.flag(name), dest=name, action="store_const", const=not default, help=about)
             elif bool in kinds:
                 add(self.flag(name), action=argparse.BooleanOptionalAction, help=about)
             else:
-                kind, metavar = (int, "N") if int in kinds else (str, "NAME")
-                add(self.flag(name), type=kind, metavar=metavar, help=about)
+                kind = next(kind for kind in (int, float, str) if kind in kinds)
+                add(self.flag(name), type=kind, metavar="NAME" if kind is str else "N", help=about)
         for name in self.rules.options():
             if name == self.rules.text_option:
                 about = f"UTF-8 text; its first million characters become `{name}`: {_help(self.rules, name)}"

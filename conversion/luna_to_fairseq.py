@@ -15,7 +15,7 @@ from string import Template
 from typing import Any
 
 import torch
-from fairseq_format.checkpoint import DICTIONARY, HEADS, LABELS, LM_HEAD, NORM
+from fairseq_format.checkpoint import DICTIONARY, HEADS, LABELS, LM_HEAD
 from fairseq_format.config import (
     CHOICES,
     DEFAULT_HEAD,
@@ -30,7 +30,6 @@ from fairseq_format.names import OUR_ALIASES, to_theirs
 from fairseq_format.tokenizer import export_tokenizer
 from safetensors import safe_open
 from shared import check_target, command, find, make_parser
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
@@ -189,9 +188,7 @@ def make_notes(
     if task != "masked_lm":
         needed = f"input0/{DICTIONARY} (a copy of {DICTIONARY})"
         if task == "sentence_prediction" and not arguments.regression_target:
-            needed += f" and {LABELS}"
-            if not labels:
-                notes.append(f"The classes have no names (`id2label`), so {LABELS} was not written.")
+            needed += f" and {LABELS}{'' if labels else ' (not written, because `id2label` has no names)'}"
         notes.append(f"The data folder of the task {task} must hold {needed}.")
     if task == "sentence_ranking":
         notes.append(
@@ -201,7 +198,7 @@ def make_notes(
     return notes
 
 
-def describe(model: PreTrainedModel, state: Mapping[str, Any], source: str, norm_offset: float) -> list[str]:
+def describe(model: PreTrainedModel, state: Mapping[str, Any], source: str, layer_norm: str) -> list[str]:
     """What was converted and how, a line each."""
     weights, arguments, own = state["model"], vars(state["args"]), model.state_dict()
     dtype = str(model.dtype).removeprefix("torch.")
@@ -214,17 +211,10 @@ def describe(model: PreTrainedModel, state: Mapping[str, Any], source: str, norm
     if head is not None:
         outputs = len(weights[f"{HEADS}{head}.out_proj.weight"])
         lines.append(f"Head: {head} ({model.config.classifier_pooling}; {outputs} output{'s' * (outputs > 1)})")
-    if norm_offset:
-        error = _rounding(weights, to_state(model, head)["model"], norm_offset)
-        lines.append(f"LayerNorm: weights less 1, {f'rounded by at most {error:.1e}' if error else 'exactly'}")
+    if layer_norm == "offset":
+        lines.append("LayerNorm: weights less 1, which may be rounded")
     shown = {name: value for name, value in arguments.items() if value is not None and value != ""}
     return [*lines, "Arguments: " + ", ".join(f"{name} {value}" for name, value in shown.items())]
-
-
-def _rounding(weights: Mapping[str, Tensor], plain: Mapping[str, Tensor], offset: float) -> float:
-    """The largest error of LayerNorm weights once the offset is added again."""
-    norms = [name for name in weights if NORM.search(name)]
-    return max((weights[name].double() + offset - plain[name].double()).abs().max().item() for name in norms)
 
 
 def make_readme(options: argparse.Namespace, files: dict[str, str], notes: list[str]) -> str:
@@ -264,13 +254,14 @@ def convert(options: argparse.Namespace) -> None:
             f"The tokenizer has {len(tokenizer):,} tokens, but `vocab_size` is {model.config.vocab_size:,}, and "
             "fairseq needs one row for every token. Save the right tokenizer with the model, or remove its files."
         )
-    offset = float(options.layer_norm == "offset")
-    state, labels = to_state(model, options.head, offset), label_names(model)
+    state, labels = to_state(model, options.head, float(options.layer_norm == "offset")), label_names(model)
     notes = make_notes(model, state, tokenizer, labels)
     with writing(options.target) as folder:
         files = write(folder, state, tokenizer, labels)
         (folder / "README.md").write_text(make_readme(options, files, notes), encoding="utf-8")
-    print("\n".join([*describe(model, state, options.source, offset), *(f"Note: {note}" for note in notes)]))
+    print(
+        "\n".join([*describe(model, state, options.source, options.layer_norm), *(f"Note: {note}" for note in notes)])
+    )
     print(f"Written to {options.target}: {', '.join(files)}. It has not been run in fairseq.")
 
 

@@ -83,17 +83,6 @@ def test_longer_linformer_weighs_all_positions():
     torch.testing.assert_close(weight[:, :36], weight[:, 64:], rtol=1e-5, atol=1e-8)
 
 
-def test_random_start_is_the_initialisation_of_a_new_model():
-    model = source()
-    first, report = warm_start(AbcForMaskedLM, model, memory_size=SIZE, control_init="random", seed=3)
-    again, _ = warm_start(AbcForMaskedLM, model, memory_size=SIZE, control_init="random", seed=3)
-    other, _ = warm_start(AbcForMaskedLM, model, memory_size=SIZE, control_init="random", seed=4)
-    weight = first.abc.control.weight
-    assert report.new["abc.control.weight"] != OWN_ATTENTION
-    assert torch.equal(weight, again.abc.control.weight) and not torch.equal(weight, other.abc.control.weight)
-    assert weight.std().item() == pytest.approx(0.02, rel=0.1)
-
-
 @pytest.mark.parametrize("activation", ["relu", "sigmoid"])
 def test_activations_that_are_no_softmax_start_at_random(activation):
     _, report = warm_start(AbcForMaskedLM, source(), memory_size=SIZE, control_activation=activation)

@@ -63,31 +63,19 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Original:
-    """A checkpoint of the authors' code.
+    """A checkpoint of the authors' code."""
 
-    Args:
-        name: file name, with the name of its archive or folder.
-        weights: tensors as stored; every name begins with `encoder.` or `classification_heads.`.
-        options: the arguments of the training run.
-        assumed: options that the file lacks, which have the authors' defaults.
-        norm_offset: what to add to every LayerNorm weight: 0, or 1 where the file stores `weight - 1`.
-        norm_mean: median over the norms of their mean weight, as stored.
-        norm_detected: whether the offset was detected rather than given.
-        left_out: entries of the file other than tensors and arguments.
-        dictionary, labels, bpe: `dict.txt`, `label/dict.txt` and the folder of GPT-2's files, where present.
-    """
-
-    name: str
-    weights: dict[str, Tensor]
-    options: Options
-    assumed: tuple[str, ...] = ()
-    norm_offset: float = 0.0
-    norm_mean: float = 1.0
-    norm_detected: bool = True
-    left_out: tuple[str, ...] = ()
-    dictionary: Path | None = None
-    labels: Path | None = None
-    bpe: Path | None = None
+    name: str  # of the file, with its archive or folder
+    weights: dict[str, Tensor]  # as stored; every name begins with `encoder.` or `classification_heads.`
+    options: Options  # the arguments of the training run
+    assumed: tuple[str, ...] = ()  # options that the file lacks, which have the authors' defaults
+    norm_offset: float = 0.0  # to add to every LayerNorm weight: 0, or 1 where the file stores `weight - 1`
+    norm_mean: float = 1.0  # median over the norms of their mean weight, as stored
+    norm_detected: bool = True  # whether the offset was detected rather than given
+    left_out: tuple[str, ...] = ()  # entries of the file other than tensors and arguments
+    dictionary: Path | None = None  # dict.txt
+    labels: Path | None = None  # label/dict.txt
+    bpe: Path | None = None  # the folder of GPT-2's files
 
     def layers(self) -> int:
         """Number of layers.
@@ -413,7 +401,7 @@ def _norm_offset(weights: Mapping[str, Tensor], layer_norm: str | None) -> tuple
     if not means:
         raise UserError("The checkpoint has no LayerNorm, so it is not a masked language model of Luna.")
     median = torch.stack(means).median().item()
-    if layer_norm is None and not abs(median - 0.5) > 0.1:
+    if layer_norm is None and not abs(median - 0.5) > 0.1:  # NaN included
         raise UserError(
             f"The LayerNorm weights have a median mean of {median:.2f}, which suits neither weights nor weights less "
             "1. Choose --layer-norm plain for files from before 2023, else --layer-norm offset."

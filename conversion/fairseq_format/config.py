@@ -57,12 +57,8 @@ CHOICES = 4
 # Arguments that a task needs and the model does not decide, with the authors' values.
 _EVERY_TASK = {"data": ".", "dataset_impl": None, "seed": 1, "shorten_method": "none", "shorten_data_split_list": ""}
 _MASKED_LM = {
-    "sample_break_mode": "complete",
-    "mask_prob": 0.15,
-    "leave_unmasked_prob": 0.1,
-    "random_token_prob": 0.1,
-    "freq_weighted_replacement": False,
-    "mask_whole_words": False,
+    **{"sample_break_mode": "complete", "mask_prob": 0.15, "leave_unmasked_prob": 0.1, "random_token_prob": 0.1},
+    **{"freq_weighted_replacement": False, "mask_whole_words": False},
 }
 _SENTENCES = {"init_token": BOS, "separator_token": EOS, "no_shuffle": False, "load_checkpoint_heads": True}
 

@@ -36,13 +36,7 @@ _FIELDS = (
     *("projection_length", "max_position_embeddings", "tie_kv", "dynamic_projection"),
 )
 _HEAD_FIELDS = ("classifier_hidden_size", "classifier_activation")
-# Our fields that only the authors' arguments decide.
-_ARGUMENTS = {
-    "num_attention_heads": "encoder_attention_heads",
-    "dynamic_projection": "fix_projection_length",
-    "hidden_act": "activation_fn",
-    "classifier_activation": "pooler_activation_fn",
-}
+_ACTIVATIONS = {"hidden_act": "activation_fn", "classifier_activation": "pooler_activation_fn"}
 
 
 # ---- the report ----
@@ -50,23 +44,14 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: the states of one stream after one layer, over all inputs.
+    """One comparison: the states of one stream after one layer, over all inputs."""
 
-    Args:
-        layer: `"embedding"`, `"layer 1"`, ..., `"last"`, `"logits"` or the name of a head.
-        stream: `"tokens"`, `"packed"`, or `""` for a head.
-        difference: the largest absolute difference, with the model in float32.
-        magnitude: the largest absolute number of the original.
-        limit: the difference allowed in float32.
-        exact: the largest difference with the model in float64; if measured, it decides.
-    """
-
-    layer: str
-    stream: str
-    difference: float
-    magnitude: float = 1.0
-    limit: float = TOLERANCE
-    exact: float | None = None
+    layer: str  # "embedding", "layer 1", ..., "last", "logits" or the name of a head
+    stream: str  # "tokens", "packed", or "" for a head
+    difference: float  # the largest absolute one, with the model in float32
+    magnitude: float = 1.0  # the largest absolute number of the original
+    limit: float = TOLERANCE  # of the difference
+    exact: float | None = None  # the difference with the model in float64; if measured, it decides
 
     @property
     def name(self) -> str:
@@ -88,21 +73,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """All comparisons of a model with its original.
+    """All comparisons of a model with its original."""
 
-    Args:
-        rows: one for every layer and stream, and one for the head, in the order of the computation.
-        problems: what is wrong before any numbers are compared; then there are no rows.
-        inputs: what both models computed, for example "4 rows of 1, 64, 128 and 160 tokens".
-        precision: of both models.
-        relative: whether limits grow with the numbers.
-    """
-
-    rows: list[Row]
-    problems: list[str] = dataclasses.field(default_factory=list)
-    inputs: str = ""
-    precision: str = ""
-    relative: bool = False
+    rows: list[Row]  # in the order of the computation
+    problems: list[str] = dataclasses.field(default_factory=list)  # found before any comparison; then without rows
+    inputs: str = ""  # of both models, for example "4 rows of 1, 64, 128, 160 tokens"
+    precision: str = ""  # of both models
+    relative: bool = False  # whether limits grow with the numbers
 
     @property
     def ok(self) -> bool:
@@ -255,18 +232,20 @@ def config_problems(model: PreTrainedModel, head: str | None, original: Original
         names = [*_FIELDS, *(_HEAD_FIELDS if head else ())]
         names += ["tie_word_embeddings"] if type(model).__name__ == "LunaForMaskedLM" else []
         expected |= {name: getattr(theirs, name) for name in names}
-        for name in ("hidden_act", "classifier_activation"):
-            if name in expected and _is_function(getattr(config, name), getattr(original.options, _ARGUMENTS[name])):
+        for name in _ACTIVATIONS.keys() & expected.keys():
+            if _is_function(getattr(config, name), getattr(original.options, _ACTIVATIONS[name])):
                 expected[name] = getattr(config, name)
     problems = []
     for name, value in expected.items():
         ours = getattr(config, name)
         ours = config.hidden_size if name == "classifier_hidden_size" and ours is None else ours
         if ours != value:
-            hint = ""
-            if original is not None and _ARGUMENTS.get(name) in original.assumed:
-                hint = f", by the authors' default (or --override {_ARGUMENTS[name]}=VALUE)"
-            problems.append(f"`{name}` is {ours!r} in config.json, but {value!r} in the original{hint}")
+            problems.append(f"`{name}` is {ours!r} in config.json, but {value!r} in the original")
+    if problems and original is not None and original.assumed:
+        defaults = ", ".join(original.assumed)
+        problems.append(
+            f"the original has the authors' defaults for {defaults} (change them with --override NAME=VALUE)"
+        )
     return problems
 
 

@@ -1,7 +1,7 @@
-"""A tokenizer for dictionaries that lack some tokens of their byte-level BPE, as fairseq makes them.
+"""A tokenizer for fairseq dictionaries, which may lack tokens of their byte-level BPE.
 
-fairseq cuts a text by every merge of the BPE and then looks the pieces up in a dictionary, which holds those that its
-training text had. Any other piece is `<unk>`. A BPE of the `tokenizers` library needs an id for every piece.
+fairseq applies every merge of the BPE to a text, then looks the tokens up in a dictionary of those in its training
+text. Any other token is `<unk>`. A BPE of the `tokenizers` library needs an id for every token.
 """
 
 import json
@@ -14,17 +14,16 @@ from transformers import PreTrainedTokenizerBase, RobertaTokenizer
 
 
 class FairseqBpeTokenizer(RobertaTokenizer):
-    """`RobertaTokenizer` over a vocabulary that lacks some pieces: where a text has one of them, its id is that of
-    `<unk>`.
+    """A `RobertaTokenizer` with a vocabulary that lacks some tokens, which get the id of `<unk>` in a text.
 
-    Inside, the missing pieces have the ids from `len(tokenizer)` upwards, which no method takes or gives. Only objects
-    of the `tokenizers` library show them: `backend_tokenizer`, the `encodings` of a result (but not its `input_ids`),
-    and what that library itself makes of tokenizer.json. `tokenize` gives the pieces by name, also the missing ones.
+    Internally, missing tokens have ids from `len(tokenizer)` upwards, which no method accepts or returns. Only the
+    `tokenizers` library shows them: in `backend_tokenizer`, in the `encodings` of a result (not in its `input_ids`), or
+    if it reads tokenizer.json. `tokenize` returns all tokens by name, including missing ones.
 
-    Special tokens that stand in a text as words (`<s>`, `<mask>`) are special, as in every tokenizer of transformers;
-    to fairseq they are text, for which `split_special_tokens=True` is the option here.
+    Special tokens written in a text (`<s>`, `<mask>`) are special, as in every tokenizer of transformers. fairseq reads
+    them as text; `split_special_tokens=True` does the same here.
 
-    A token that is added gets the id `len(tokenizer)`, also if it is a missing piece, which then is no longer `<unk>`.
+    An added token gets the id `len(tokenizer)`. If it is a missing token, it is no longer `<unk>`.
     """
 
     def __init__(
@@ -37,24 +36,24 @@ class FairseqBpeTokenizer(RobertaTokenizer):
     ) -> None:
         """
         Args:
-            vocab: the id of every piece; ids are 0, 1, 2, ..., and the missing pieces have the last ones.
-            merges: the pairs of pieces to merge, the most urgent first.
-            missing_tokens: how many pieces are missing.
-            base_vocab_size: how many of the others were there before tokens were added (default: all).
-            kwargs: what `RobertaTokenizer` takes.
+            vocab: the id of every token; ids have no gaps, and missing tokens come last.
+            merges: pairs of tokens, in order of priority.
+            missing_tokens: number of missing tokens.
+            base_vocab_size: number of the other tokens before any were added (default: all).
+            kwargs: arguments of `RobertaTokenizer`.
 
         Raises:
-            ValueError: The vocabulary and the merges are files, or there are too few pieces.
+            ValueError: The vocabulary or the merges are files, or there are fewer tokens than missing ones.
         """
         if isinstance(vocab, str) or isinstance(merges, str):
             raise ValueError(
-                "FairseqBpeTokenizer takes its vocabulary and merges from tokenizer.json, since vocab.json and "
-                "merges.txt do not say which pieces are missing."
+                "FairseqBpeTokenizer needs tokenizer.json, because vocab.json and merges.txt do not show which tokens "
+                "are missing."
             )
         present = None if vocab is None else len(vocab) - missing_tokens
         if present is not None and (missing_tokens < 0 or present < 0):
-            raise ValueError(f"missing_tokens is {missing_tokens}, of a vocabulary of {len(vocab)}.")
-        # Before super().__init__, which adds the special tokens.
+            raise ValueError(f"missing_tokens is {missing_tokens}, but the vocabulary has {len(vocab)} tokens.")
+        # super().__init__ adds the special tokens and needs both.
         self.missing_tokens = missing_tokens
         self.base_vocab_size = present if base_vocab_size is None else base_vocab_size
         super().__init__(
@@ -68,12 +67,12 @@ class FairseqBpeTokenizer(RobertaTokenizer):
     # ---- sizes and names ----
 
     def __len__(self) -> int:
-        """Number of ids, which are those below it."""
+        """Number of ids."""
         return super().__len__() - self.missing_tokens
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids without those of added tokens."""
+        """Number of ids except those of added tokens."""
         return super().vocab_size if self.base_vocab_size is None else self.base_vocab_size
 
     def get_vocab(self) -> dict[str, int]:
@@ -87,7 +86,7 @@ class FairseqBpeTokenizer(RobertaTokenizer):
 
     @property
     def _nowhere(self) -> int:
-        """An id that the backend does not know."""
+        """An id unknown to the backend."""
         return super().__len__()
 
     # ---- from text to ids ----
@@ -102,7 +101,7 @@ class FairseqBpeTokenizer(RobertaTokenizer):
 
     def _convert_token_to_id_with_added_voc(self, token: str) -> int:
         index = super()._convert_token_to_id_with_added_voc(token)
-        return index if index is None or index < len(self) else self.unk_token_id  # None: there is no <unk> either
+        return index if index is None or index < len(self) else self.unk_token_id  # None without <unk>
 
     # ---- from ids to text ----
 
@@ -110,7 +109,7 @@ class FairseqBpeTokenizer(RobertaTokenizer):
         return super()._convert_id_to_token(self._known([int(index)], self._nowhere)[0])
 
     def convert_ids_to_tokens(self, ids: int | list[int], skip_special_tokens: bool = False) -> Any:
-        """Tokens of ids; `None` for one that there is not."""
+        """Tokens of ids; `None` for an id that does not exist."""
         if isinstance(ids, int):
             return self._convert_id_to_token(ids)
         return super().convert_ids_to_tokens(self._known(map(int, ids), self._nowhere), skip_special_tokens)
@@ -131,8 +130,8 @@ class FairseqBpeTokenizer(RobertaTokenizer):
         return super()._add_tokens(new_tokens, special_tokens)
 
     def _make_room(self, known: dict[str, int], new: list[str]) -> None:
-        # The added tokens come before the missing pieces, whose ids move up. They become part of the BPE's vocabulary,
-        # where no merge leads to them unless they are pieces.
+        # Added tokens come before the missing ones, whose ids move up. They join the BPE's vocabulary, where no merge
+        # makes them unless they were missing tokens.
         if not self.missing_tokens:
             return
         pieces = self._tokenizer.get_vocab(with_added_tokens=False)
@@ -149,8 +148,8 @@ class FairseqBpeTokenizer(RobertaTokenizer):
         )
 
     def train_new_from_iterator(self, *args: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
-        """A tokenizer trained on a text, which lacks nothing: a `RobertaTokenizer`, and the arguments are its own."""
+        """A tokenizer trained on a text: a `RobertaTokenizer`, because it lacks no tokens. Arguments are the same."""
         own = ("missing_tokens", "base_vocab_size")
         options = {name: value for name, value in self.init_kwargs.items() if name not in own}
-        plain = RobertaTokenizer(vocab=self.get_vocab(), merges=[], **options)  # gives its special tokens, no more
+        plain = RobertaTokenizer(vocab=self.get_vocab(), merges=[], **options)  # for its special tokens only
         return plain.train_new_from_iterator(*args, **kwargs)
