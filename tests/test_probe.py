@@ -1,16 +1,12 @@
-"""Entropy of attention maps and similarity of slots equal a literal computation, and looking changes nothing."""
+"""Entropy of attention maps and similarity of slots equal a literal computation, and probing changes nothing."""
 
 import math
-import sys
 
 import pytest
 import torch
-from helpers import FAMILIES, ROOT, padded_batch, tiny_model
-from transformers import FNetConfig, FNetModel, RobertaConfig, RobertaForMaskedLM
-
-sys.path.insert(0, str(ROOT / "training"))  # the scripts import their siblings plainly
-
 from engine.probe import normalised_entropy, probe, slot_similarity
+from helpers import FAMILIES, padded_batch, tiny_model
+from transformers import FNetConfig, FNetModel, RobertaConfig, RobertaForMaskedLM
 
 LENGTHS = [12, 5, 9]  # of 8 slots, the second row uses 5
 
@@ -48,7 +44,7 @@ def packed_contexts(model, batch):
     return [total - before for total, before in zip(seen, states[:-1], strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["base", "mlm", "sequence"])
+@pytest.mark.parametrize("kind", ["base", "mlm"])
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_luna_equals_a_literal_computation(kind, dynamic):
     model = tiny_model(kind=kind, dynamic_projection=dynamic)
@@ -79,7 +75,7 @@ def abc_slots(model, layer, states):
     return phi, phi @ keys
 
 
-@pytest.mark.parametrize("kind", ["base", "mlm", "sequence"])
+@pytest.mark.parametrize("kind", ["base", "mlm"])
 def test_abc_equals_a_literal_computation(kind):
     model = tiny_model("abc_memory", kind, initializer_range=0.5, memory_size=5)
     batch = padded_batch(LENGTHS)
@@ -186,7 +182,7 @@ def test_similarity_of_equal_and_orthogonal_slots():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_looking_changes_nothing(family):
+def test_probing_changes_nothing(family):
     model = tiny_model(family, "mlm", hidden_dropout_prob=0.3).train()
     batch = padded_batch(LENGTHS)
     backend, before = model.config._attn_implementation, torch.get_rng_state()
@@ -201,7 +197,7 @@ def test_looking_changes_nothing(family):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_only_the_first_rows_are_looked_at():
+def test_only_the_first_rows_are_used():
     model = tiny_model(kind="mlm")
     batch = padded_batch(LENGTHS)
     first_two = {name: tensor[:2] for name, tensor in batch.items()}

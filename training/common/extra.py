@@ -1,4 +1,4 @@
-"""Imported first by every script: stops with one line where the packages of the `train` extra are not installed."""
+"""Imported first by every command: exits with one line if packages of the `train` extra are missing."""
 
 import sys
 from importlib.util import find_spec
@@ -7,4 +7,4 @@ _NEEDED = ("accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn
 
 _missing = [name for name in _NEEDED if find_spec(name) is None]
 if _missing:
-    sys.exit(f'error: {", ".join(_missing)} not installed. The scripts need the train extra: pip install -e ".[train]"')
+    sys.exit(f'error: {", ".join(_missing)} not installed. Install the train extra: pip install -e ".[train]"')

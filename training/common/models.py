@@ -1,4 +1,4 @@
-"""Models of any type for the scripts: configurations, loading with every missing weight said, longer positions."""
+"""Models of any type: new configs, loading that reports every missing weight, and longer positions."""
 
 import dataclasses
 import math
@@ -29,18 +29,12 @@ from luna_hf.configuration_base import BoundedMemoryConfig
 from luna_hf.positions import repeat_positions
 from luna_hf.scripting import UserError
 
-# Fields of a config that the tokenizer decides, and the tokenizer's attribute for each.
-_FROM_TOKENIZER = {
-    "pad_token_id": "pad_token_id",
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "cls_token_id": "cls_token_id",
-    "sep_token_id": "sep_token_id",
-}
+# Fields of a config that follow from the tokenizer, and their values in the tokenizers that a run trains.
+_FROM_TOKENIZER = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 
 
 class ModelKind(NamedTuple):
-    """What a script trains: the class that makes it, the types that there are of it, and words for messages."""
+    """A kind of model: its Auto class, the types that have it, and words for messages."""
 
     auto_class: type
     types: Any  # config classes
@@ -66,7 +60,7 @@ CAUSAL = ModelKind(
 )
 # Attention backends that a recipe may choose; transformers' default is sdpa.
 _BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-# Types whose table of learned positions begins with the rows up to the pad's, and whose config counts them.
+# Types whose position table begins with rows up to the padding token, and whose config counts these rows.
 _COUNTS_PAD_ROWS = {
     *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -74,10 +68,10 @@ _COUNTS_PAD_ROWS = {
 
 
 def model_fields(model_type: str, kind: ModelKind = MASKED) -> set[str]:
-    """Names that the model section of a recipe may hold for a model type, with the other names of the same fields.
+    """Names that the model section of a recipe may hold for a model type, including aliases.
 
     Raises:
-        UserError: transformers knows no such type, or it is not of the kind.
+        UserError: An unknown type, or one of another kind.
     """
     types = {config.model_type for config in kind.types}
     config_class = CONFIG_MAPPING[model_type] if model_type in types and model_type in CONFIG_MAPPING else None
@@ -88,7 +82,7 @@ def model_fields(model_type: str, kind: ModelKind = MASKED) -> set[str]:
 
 
 def _can_be_causal(config_class: type[PreTrainedConfig]) -> bool:
-    """Whether a type with a causal-LM head is one by itself, or by its field `is_decoder`."""
+    """Whether a type with a causal-LM head is always causal, or becomes so with `is_decoder`."""
     names = {field.name for field in dataclasses.fields(config_class)}
     both = config_class in MODEL_FOR_MASKED_LM_MAPPING
     return not config_class.is_encoder_decoder and ("is_decoder" in names or not both)
@@ -102,12 +96,12 @@ def make_config(
 ) -> PreTrainedConfig:
     """A new model's config from a recipe's model section.
 
-    Sparse prediction is on unless the section says otherwise, for encoders that have it. A causal model of a type that
-    is an encoder by default gets `is_decoder`.
+    Encoders that support sparse prediction use it by default. Causal models of a type that is an encoder by default get
+    `is_decoder`.
 
     Args:
         fields: `model_type`, and fields of its config; `attn_implementation` chooses the attention backend.
-        tokenizer: decides the special tokens; `None` stands for one that `data` trains.
+        tokenizer: decides the special tokens; `None` for one that the run trains.
         vocab_size: rows of the embedding.
         kind: of model.
 
@@ -117,15 +111,13 @@ def make_config(
     fields = dict(fields)
     model_type = fields.pop("model_type")
     known = model_fields(model_type, kind)
-    special = {name: getattr(tokenizer, attribute, None) for name, attribute in _FROM_TOKENIZER.items()}
-    if tokenizer is None:
-        special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
+    special = {name: getattr(tokenizer, name, None) if tokenizer else own for name, own in _FROM_TOKENIZER.items()}
     special = {name: value for name, value in special.items() if name in known and value is not None}
     for name in fields:
         if name == "vocab_size" or name in _FROM_TOKENIZER:
-            raise UserError(f"`model.{name}` follows from the tokenizer: take it out of the model section.")
+            raise UserError(f"`model.{name}` follows from the tokenizer: remove it from the model section.")
         if name == "is_decoder":
-            raise UserError("`model.is_decoder` follows from the script: take it out of the model section.")
+            raise UserError("`model.is_decoder` follows from the command: remove it from the model section.")
         if name not in known:
             raise UserError(f"A {model_type} config has no field `{name}`.{did_you_mean(name, known)}")
     backend = fields.get("attn_implementation", "sdpa")
@@ -142,61 +134,59 @@ def make_config(
 
 
 def longest_input(config: PreTrainedConfig) -> int | float:
-    """Tokens that the positions of a model have room for: without an end (`math.inf`) in the decoders of luna_hf.
+    """The number of positions of a model, `math.inf` for the decoders of luna_hf.
 
     Raises:
-        UserError: Its config does not say.
+        UserError: The config has no such number.
     """
     if isinstance(config, BoundedMemoryConfig) and config.is_decoder:
         return math.inf
     if not hasattr(config, "max_position_embeddings"):
-        raise UserError(f"A {config.model_type} config has no `max_position_embeddings`: its longest input is unknown.")
+        raise UserError(f"A {config.model_type} config has no `max_position_embeddings` to limit its input by.")
     if _counts_pad_rows(config):
         return config.max_position_embeddings - config.pad_token_id - 1
     return config.max_position_embeddings
 
 
 def extend_positions(model: PreTrainedModel, length: int) -> str | None:
-    """Make a model take `length` tokens, in place.
+    """Make a model accept `length` tokens, in place.
 
-    Learned positions are repeated: the rows for the first tokens stand again where the trained ones end, so that
-    neighbours keep the offsets they were trained with (`positions.repeat_positions`). Sinusoidal and rotary positions
-    are functions of the index and need no rule.
+    Learned positions are repeated after the trained ones, so that neighbours keep the offsets they were trained with
+    (`positions.repeat_positions`). Sinusoidal and rotary positions are functions of the index.
 
     Returns:
-        A sentence that says what was done; `None` if the model takes `length` tokens already.
+        A note on the change; `None` if the model accepts `length` tokens already.
 
     Raises:
-        UserError: The model keeps its positions where this function does not look, or its attention has weights for
-            every position.
+        UserError: The model keeps its positions elsewhere, or its attention has weights for each position.
     """
     config, trained = model.config, longest_input(model.config)
     if length <= trained:
         return None
     if isinstance(config, BoundedMemoryConfig) and (reason := config.fixed_length()):
         raise UserError(
-            f"The model takes {trained:,} tokens, and {length:,} are asked for, but {reason}. Shorten the inputs, or "
-            f"convert its softmax model again with `--max-length {length}` (conversion/README.md)."
+            f"The model cannot be extended from {trained:,} to {length:,} tokens, since {reason}. Shorten the inputs, "
+            f"or convert the original model with `--max-length {length}` (conversion/README.md)."
         )
     added = length - trained
     embeddings = getattr(model.base_model, "embeddings", None)
     table = getattr(embeddings, "position_embeddings", None)
     if table is None and hasattr(config, "rope_parameters"):
         config.max_position_embeddings += added
-        return f"Rotary positions: the model now takes {length:,} tokens; it was trained on at most {trained:,}."
+        return f"Rotary positions: the model accepts {length:,} tokens; it was trained on at most {trained:,}."
     if isinstance(table, nn.Embedding):
         embeddings.position_embeddings = _repeat_rows(table, trained, length)
         rule = f"the {trained:,} learned positions are repeated"
     elif hasattr(table, "make_table"):  # luna_hf's sinusoids
         remade = type(table)(table.num_positions + added, table.dim, table.padding_idx)
         embeddings.position_embeddings = remade.to(table.table.device, table.table.dtype)
-        rule = "the sinusoids go on"
+        rule = "the sinusoids continue"
     else:
-        raise UserError(f"How a {config.model_type} model keeps its positions is unknown here: it cannot be extended.")
+        raise UserError(f"A {config.model_type} model cannot be extended: where it keeps its positions is unknown.")
     config.max_position_embeddings += added
     if hasattr(embeddings, "max_position_embeddings"):
         embeddings.max_position_embeddings += added
-    for name in ("position_ids", "token_type_ids"):  # RoBERTa's and BERT's buffers, one entry a position
+    for name in ("position_ids", "token_type_ids"):  # RoBERTa's and BERT's buffers, one entry per position
         buffer = getattr(embeddings, name, None)
         if isinstance(buffer, torch.Tensor):
             longer = torch.arange(buffer.shape[1] + added, device=buffer.device).expand(1, -1)
@@ -212,15 +202,15 @@ def load_encoder(
     Args:
         auto_class: `AutoModelForMaskedLM`, `AutoModelForSequenceClassification`, ...; `AutoModelForCausalLM`.
         name_or_path: folder, or name on the Hub.
-        length: tokens that the model must take; learned positions are extended where needed.
-        config_overrides: fields of the config, `num_labels=3` for example.
+        length: tokens that the model must accept; positions are extended where needed.
+        config_overrides: fields of the config, such as `num_labels=3`.
 
     Returns:
-        The model, and what its user should know: parameters that are new, weights that were not used, positions.
+        The model, and notes on new parameters, unused weights and extended positions.
 
     Raises:
-        UserError: Nothing there, not a model of the kind, a damaged file, an unknown field, or weights of the body
-            missing.
+        UserError: No such model, another kind of model, a damaged file, an unknown field, or missing weights in the
+            body.
     """
     config = load_config(name_or_path, kind=CAUSAL if auto_class is AutoModelForCausalLM else MASKED)
     if type(config) not in auto_class._model_mapping:
@@ -229,7 +219,7 @@ def load_encoder(
         )
     override(config, config_overrides)
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report of missing weights is replaced by the notes
+    logging.set_verbosity_error()  # the notes replace its report of missing weights
     try:
         model, info = auto_class.from_pretrained(
             name_or_path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, dtype=torch.float32
@@ -248,7 +238,7 @@ def load_encoder(
 
 
 def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
-    """Set fields of a loaded config, in place, with the checks that a new one would go through.
+    """Set fields of a loaded config, in place, with the checks of a new one.
 
     Raises:
         UserError: An unknown field, or a value that the config refuses.
@@ -273,20 +263,21 @@ def load_config(name_or_path: str, choice: str = "", kind: ModelKind = MASKED) -
 
     Args:
         name_or_path: folder, or name on the Hub.
-        choice: the model types to name where another kind of model is found; "" names those of the kind.
+        choice: the model types that the error for another kind names; by default those of the kind.
         kind: of model.
 
     Raises:
-        UserError: No such folder or name, no config in it, or the config of another kind of model.
+        UserError: No such folder or name, no config in it, or another kind of model.
     """
     folder = Path(name_or_path)
     if folder.exists() and not (folder / "config.json").is_file():
-        raise UserError(f"{name_or_path} is no checkpoint: it holds no config.json.")
+        raise UserError(f"{name_or_path} is not a checkpoint: it has no config.json.")
     try:
         config = AutoConfig.from_pretrained(name_or_path)
     except (OSError, ValueError, KeyError, HFValidationError, HfHubHTTPError, StrictDataclassError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"There is no model {name_or_path!r}, neither as a folder nor on the Hub ({reason})") from error
+        raise UserError(
+            f"There is no model {name_or_path!r}, neither as a folder nor on the Hub ({scripting.reason(error)})."
+        ) from error
     if type(config) not in kind.types or getattr(config, "is_encoder_decoder", False):
         found = f"{config.model_type} checkpoint"
     elif kind is MASKED and isinstance(config, BoundedMemoryConfig) and config.is_decoder:
@@ -310,11 +301,11 @@ def load_tokenizer(
         padded: whether it must have a padding token.
 
     Raises:
-        UserError: There is none, it lacks the tokens that every script needs, or it does not fit `config`.
+        UserError: There is none, it has no padding token, or it does not fit `config`.
     """
     tokenizer = scripting.load_tokenizer(name_or_path, required=True)
     if padded and tokenizer.pad_token_id is None:
-        raise UserError(f"The tokenizer at {name_or_path!r} has no padding token, which every model here needs.")
+        raise UserError(f"The tokenizer at {name_or_path!r} has no padding token.")
     if config is None:
         return tokenizer
     if len(tokenizer) > config.vocab_size:
@@ -323,8 +314,8 @@ def load_tokenizer(
         )
     if None not in (config.pad_token_id, tokenizer.pad_token_id) and tokenizer.pad_token_id != config.pad_token_id:
         raise UserError(
-            f"The tokenizer at {name_or_path!r} pads with token {tokenizer.pad_token_id}, but the model takes token "
-            f"{config.pad_token_id} for padding: they do not belong together."
+            f"The tokenizer at {name_or_path!r} pads with token {tokenizer.pad_token_id}, but the model with token "
+            f"{config.pad_token_id}: they do not belong together."
         )
     return tokenizer
 
@@ -340,13 +331,17 @@ def _counts_pad_rows(config: PreTrainedConfig) -> bool:
 
 
 def _repeat_rows(table: nn.Embedding, trained: int, length: int) -> nn.Embedding:
-    first = table.num_embeddings - trained  # the rows before belong to no position
+    first = table.num_embeddings - trained  # rows before the first position
     rows = repeat_positions(table.weight.detach(), first, length)
     return nn.Embedding(*rows.shape, padding_idx=table.padding_idx, _weight=rows)
 
 
 def _loading_notes(model: PreTrainedModel, info: dict[str, Any], name_or_path: str) -> list[str]:
-    """What was loaded and what not, in sentences; weights of the body must all be there."""
+    """Notes on new and unused weights.
+
+    Raises:
+        UserError: Weights of the body are missing or have another shape.
+    """
     prefix = model.base_model_prefix + "."
     mismatched = sorted(key for key, *_ in info["mismatched_keys"])
     new = sorted({*info["missing_keys"], *mismatched})
@@ -354,15 +349,15 @@ def _loading_notes(model: PreTrainedModel, info: dict[str, Any], name_or_path: s
     if body:
         what = "decoder" if model.can_generate() else "encoder"
         raise UserError(
-            f"{name_or_path} lacks {len(body)} weights of the {what}, or has them in other shapes ({_some(body)}). "
-            "Files and config do not belong together."
+            f"{name_or_path} lacks {len(body)} weights of the {what}, or has them in other shapes ({_some(body)}): its "
+            "files do not belong together."
         )
     notes = []
     if new:
-        notes.append(f"New, to be trained (not in {Path(name_or_path).name}): {_some(new)}.")
+        notes.append(f"New parameters, to be trained: {_some(new)}.")
     unused = sorted(info["unexpected_keys"])
     if unused:
-        notes.append(f"Not used from {Path(name_or_path).name}: {_some(unused)}.")
+        notes.append(f"Unused weights of the checkpoint: {_some(unused)}.")
     return notes
 
 

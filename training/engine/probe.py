@@ -1,8 +1,8 @@
-"""What the attention of a model does on a batch: how flat its maps are, and how alike the slots of its memory.
+"""Statistics of a model's attention on a batch: the entropy of its maps, and the similarity of its memory's slots.
 
-At initialisation the maps of Luna and of ABC's learned control are uniform and all slots hold the mean of the tokens,
-so the entropies and the similarity below are near 1. They fall as soon as a model reads its context; a model whose loss
-stays next to the unigram entropy while they stay near 1 has not started to.
+At initialisation, the maps of Luna and of ABC's learned control are uniform, and all slots hold the mean of the tokens:
+entropies and similarity are near 1. They fall as soon as a model uses its context. A model whose loss stays near the
+unigram entropy, and whose statistics stay near 1, has not started to.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,11 @@ def normalised_entropy(weights: Tensor, queries: Tensor, keys: Tensor) -> float 
     Args:
         weights: (b, h, q, k), rows that sum to one over the keys in use.
         queries: (b, q) boolean, True for the queries that count.
-        keys: (b, k) boolean, or (b, 1 or h, k), or (b, h, q, k), True for the keys in use; their number is what a row
-            could at most spread over.
+        keys: (b, k) boolean, or (b, 1 or h, k), or (b, h, q, k), True for the keys in use; their number determines the
+            maximum.
 
     Returns:
-        The mean over rows, heads and queries; rows with a single key have no maximum and do not count. `None` if no row
-        is left.
+        The mean over rows, heads and queries with more than one key; `None` if there are none.
     """
     used = keys.sum(-1)
     used = used.view(*used.shape, *[1] * (3 - used.ndim))  # (b, 1 or h, 1 or q)
@@ -43,7 +42,7 @@ def slot_similarity(slots: Tensor, used: Tensor) -> float | None:
 
     Args:
         slots: (b, l, d), or of every head (b, h, l, c).
-        used: (b, l) or (b, h, l) boolean, True for the slots that hold something.
+        used: (b, l) or (b, h, l) boolean, True for the slots in use.
 
     Returns:
         The mean over all pairs, rows with more slots weighing more; `None` if no row has two.
@@ -57,21 +56,20 @@ def slot_similarity(slots: Tensor, used: Tensor) -> float | None:
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, batch: dict[str, Tensor], rows: int = 8) -> Probe | None:
-    """Look into the attention of a model; the model is left as it was, random numbers are not used.
+    """Measure the attention of a model; the model and the random state are restored.
 
     Args:
-        model: with any head or none; unwrapped, and with its parameters whole (no shards).
-        batch: `input_ids` (b, n), and `attention_mask` (b, n) if something is padded; the rest is not read.
-        rows: only so many rows of it are looked at.
+        model: with any head or none; unwrapped and not sharded.
+        batch: `input_ids` (b, n), and `attention_mask` (b, n) with padding; the rest is ignored.
+        rows: number of rows to use.
 
     Returns:
-        One value a layer, `None` where there is nothing to compare (a single slot or token). What an encoder of luna_hf
-        shows is its family's choice (`MemoryAttention.views`), each an entropy (`normalised_entropy`) or the similarity
-        of its slots (`slot_similarity`): of a Luna `pack_entropy` (slots over tokens), `unpack_entropy` (tokens over
-        slots) and `slot_similarity` of the packed context; of an ABC with slots `read_entropy` (tokens over slots),
-        `slot_similarity` of their keys, head by head, and `write_entropy` (slots over tokens) of the learned control
-        `mlp`. Of another model with attention maps, also of windows and full attention: `attention_entropy`. `None` for
-        a model without any.
+        One value per layer, `None` where there is nothing to compare (a single slot or token). An encoder of luna_hf
+        chooses its statistics (`MemoryAttention.views`), each an entropy (`normalised_entropy`) or a similarity
+        (`slot_similarity`). Luna: `pack_entropy` (slots over tokens), `unpack_entropy` (tokens over slots), and
+        `slot_similarity` of the packed context. ABC with slots: `read_entropy` (tokens over slots), `slot_similarity`
+        of the slots' keys per head, and for the control `mlp` `write_entropy` (slots over tokens). Other models with
+        attention maps, and windows and full attention of ABC: `attention_entropy`. `None` for a model without maps.
     """
     ids = batch["input_ids"][:rows]
     mask = batch.get("attention_mask")
@@ -89,7 +87,7 @@ def probe(model: PreTrainedModel, batch: dict[str, Tensor], rows: int = 8) -> Pr
 
 @contextmanager
 def _measured(modules: list[nn.Module]) -> Iterator[Probe]:
-    """What there is to see in the modules, measured after each of their calls."""
+    """The statistics of the modules, measured after each of their calls."""
     found: Probe = {}
 
     def measure(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -107,7 +105,7 @@ def _measured(modules: list[nn.Module]) -> Iterator[Probe]:
 
 @contextmanager
 def _eager_and_eval(model: PreTrainedModel) -> Iterator[None]:
-    """Only eager attention returns its maps; and a look must not depend on dropout."""
+    """Switch to eager attention, which alone returns its maps, and to eval mode."""
     was_training, backend = model.training, model.config._attn_implementation
     model.eval()
     model.set_attn_implementation("eager")
