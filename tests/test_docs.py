@@ -8,6 +8,7 @@ import shlex
 import pytest
 import update_docs
 from accelerate.state import AcceleratorState
+from common import options
 from helpers import ROOT
 from tiny_finetuning import SHORT, checkpoint, csqa_rows, glue_folder, race_rows, topics, write_rows, write_split
 from tiny_training import SHRINK, write_corpus
@@ -55,6 +56,8 @@ def accept(script, words):
     module = importlib.import_module(script.split("/")[-1].removesuffix(".py"))
     if hasattr(module, "read_recipe"):
         return module.read_recipe(words[0], words[1:])
+    if hasattr(module, "Settings"):
+        return options.parse([module.Settings], words, recipe="none", positional="models")
     return module.parse(words)
 
 
@@ -123,9 +126,7 @@ def test_options_exist(capsys):
     }:
         with pytest.raises(SystemExit):
             entry(script)([*filter(None, [subcommand]), "--help"])
-        printed = capsys.readouterr().out
-        known |= {key.replace("_", "-") for key in re.findall(r"--([a-z][\w-]+)", printed)}
-        known |= {key.replace("_", "-") for key in re.findall(r"\w+", printed.partition("Keys:")[2])}
+        known |= {key.replace("_", "-") for key in re.findall(r"--([a-z][\w-]+)", capsys.readouterr().out)}
     for page, text in PAGES.items():
         named = {key.replace("_", "-") for key in re.findall(r"`--([a-z][\w-]+)", text)}
         assert named <= known | {"model"}, (page, named - known)
