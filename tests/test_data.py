@@ -35,14 +35,10 @@ def tokenizer():
 
 def prepared(folder, tokenizer, index=0, processes=1, **changes):
     recipe = settings(folder, **changes)
-    process = SimpleNamespace(
-        is_local_main_process=index == 0,
-        process_index=index,
-        num_processes=processes,
-        wait_for_everyone=lambda: None,
-    )
-    corpus = corpora.open_corpus(recipe)
-    return prepare.prepare_text(recipe, corpus, tokenizer, process, prepare.masked_rows(recipe, tokenizer))
+    process = SimpleNamespace(is_local_main_process=index == 0, process_index=index, num_processes=processes)
+    process.wait_for_everyone = lambda: None
+    row_format = prepare.masked_rows(recipe, tokenizer)
+    return prepare.prepare_text(recipe, corpora.open_corpus(recipe), tokenizer, process, row_format)
 
 
 def store_of(tokens, vocabulary=100):
@@ -62,8 +58,7 @@ def restored(batch):
 
 def test_tokenizer_has_robertas_layout_and_survives_saving(tmp_path):
     words = ["the", "token", "reads", "every", "packed", "sequence", "of", "fixed", "length", "in", "its", "layer"]
-    texts = [" ".join(random.Random(0).choices(words, k=500))]
-    trained = train_tokenizer(texts, 300, max_length=40)
+    trained = train_tokenizer([" ".join(random.Random(0).choices(words, k=500))], 300, max_length=40)
     trained.save_pretrained(tmp_path)
     for tokenizer in (trained, AutoTokenizer.from_pretrained(tmp_path)):
         assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3, 299]) == ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -79,12 +74,11 @@ def test_tokenizer_has_robertas_layout_and_survives_saving(tmp_path):
 
 def test_special_tokens_in_the_text_are_text_and_nothing_is_cut():
     tokenizer = tiny_tokenizer()
-    ids = encode(tokenizer, ["the <s> tag and <mask>"])[0]
-    assert not set(ids) & set(tokenizer.all_special_ids)
-    assert tokenizer.decode(ids) == "the <s> tag and <mask>"
     tokenizer("short", truncation=True, max_length=4, padding="max_length")  # a setting that stays
-    long = "every token reads the packed sequence in turn " * 50
-    assert tokenizer.decode(encode(tokenizer, [long, "short"])[0]) == long
+    texts = ["the <s> tag and <mask>", "every token reads the packed sequence in turn " * 50, "short"]
+    ids = encode(tokenizer, texts)
+    assert [tokenizer.decode(each) for each in ids] == texts
+    assert not set(ids[0]) & set(tokenizer.all_special_ids)
 
 
 # ---- token stores ----
@@ -183,15 +177,10 @@ def test_a_folder_that_another_process_has_built_meanwhile_is_used(tmp_path, tok
 
 def test_other_processes_wait_for_the_stores(tmp_path, tokenizer, monkeypatch):
     file = str(write_texts(tmp_path / "a.txt"))
-    waited = []
     first = []
-    monkeypatch.setattr(
-        prepare.time,
-        "sleep",
-        lambda _: waited.append(1) or first.append(prepared(tmp_path, tokenizer, 0, 2, data=file)),
-    )
+    monkeypatch.setattr(prepare.time, "sleep", lambda _: first.append(prepared(tmp_path, tokenizer, 0, 2, data=file)))
     second = prepared(tmp_path, tokenizer, 1, 2, data=file)
-    assert waited == [1] and first[0].facts == second.facts
+    assert [text.facts for text in first] == [second.facts]
 
 
 def test_documents_are_tokenized_in_batches_of_bounded_size():
@@ -309,23 +298,20 @@ def test_whole_words_are_masked_whole():
 
 
 def test_words_start_where_the_vocabulary_marks_them():
-    def starting(tokenizer):
-        return {tokenizer.convert_ids_to_tokens(int(index)) for index in np.flatnonzero(word_starts(tokenizer))}
+    def starting(model):
+        backend = Tokenizer(model)
+        backend.pre_tokenizer = Metaspace() if isinstance(model, Unigram) else Whitespace()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+        return set(tokenizer.convert_ids_to_tokens(np.flatnonzero(word_starts(tokenizer)).tolist()))
 
-    pieces = Tokenizer(WordPiece({"[UNK]": 0, "read": 1, "##s": 2, "##er": 3, "a": 4}, unk_token="[UNK]"))
-    pieces.pre_tokenizer = Whitespace()
-    assert starting(PreTrainedTokenizerFast(tokenizer_object=pieces, unk_token="[UNK]")) == {"[UNK]", "read", "a"}
-
-    unigram = Tokenizer(Unigram([("<unk>", 0.0), ("▁read", -1.0), ("s", -1.0), ("▁a", -1.0)], unk_id=0))
-    unigram.pre_tokenizer = Metaspace()
-    assert starting(PreTrainedTokenizerFast(tokenizer_object=unigram, unk_token="<unk>")) == {"▁read", "▁a"}
-
-    tokens = starting(tiny_tokenizer())
-    assert "Ġ" in tokens and "Ċ" in tokens and "s" not in tokens and "<mask>" not in tokens
-
-    plain = Tokenizer(WordPiece({"[UNK]": 0, "read": 1}, unk_token="[UNK]"))
+    pieces = {"[UNK]": 0, "read": 1, "##s": 2, "##er": 3, "a": 4}
+    assert starting(WordPiece(pieces, unk_token="[UNK]")) == {"[UNK]", "read", "a"}
+    assert starting(Unigram([("[UNK]", 0.0), ("▁read", -1.0), ("s", -1.0), ("▁a", -1.0)], unk_id=0)) == {"▁read", "▁a"}
     with pytest.raises(UserError, match="whole_word_masking"):
-        word_starts(PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]"))
+        starting(WordPiece({"[UNK]": 0, "read": 1}, unk_token="[UNK]"))
+    bytes_ = tiny_tokenizer()
+    tokens = set(bytes_.convert_ids_to_tokens(np.flatnonzero(word_starts(bytes_)).tolist()))
+    assert {"Ġ", "Ċ"} <= tokens and not {"s", "<mask>"} & tokens
 
 
 def test_a_tokenizer_without_the_tokens_that_rows_need_is_refused(tmp_path):
@@ -345,10 +331,9 @@ def test_a_tokenizer_without_the_tokens_that_rows_need_is_refused(tmp_path):
 def updates_of(text, count, first=0, processes=1, accumulation=1, micro_batch=8):
     """Input ids and labels of the rows of the first updates, in the order of the run, from all processes."""
     plans = [Plan(micro_batch, accumulation, processes, index) for index in range(processes)]
-    parts = [list(islice(text.rows.updates(plan, first), count)) for plan in plans]
     found = []
-    for update in range(count):
-        for batch in (parts[index][update][part] for part in range(accumulation) for index in range(processes)):
+    for update in zip(*(islice(text.rows.updates(plan, first), count) for plan in plans), strict=True):
+        for batch in (batches[part] for part in range(accumulation) for batches in update):
             for ids, keep, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
                 found.append((ids[keep == 1].tolist(), labels[keep == 1].tolist()))
     return found
@@ -356,12 +341,11 @@ def updates_of(text, count, first=0, processes=1, accumulation=1, micro_batch=8)
 
 def test_rows_do_not_depend_on_processes_passes_or_where_a_run_starts(tmp_path, tokenizer):
     file = str(write_texts(tmp_path / "a.txt"))
-    text = prepared(tmp_path, tokenizer, data=file)
+    text, late = prepared(tmp_path, tokenizer, data=file), prepared(tmp_path, tokenizer, data=file)
     whole = updates_of(text, 20)
     assert len(whole) == 160
     for layout in ((2, 1, 4), (1, 4, 2), (4, 2, 1), (2, 2, 2)):
         assert updates_of(text, 20, 0, *layout) == whole
-    late = prepared(tmp_path, tokenizer, data=file)
     late.rows.load_state_dict(text.rows.state_dict())
     assert updates_of(late, 7, first=13) == whole[104:]
 
@@ -386,24 +370,18 @@ def test_batches_are_padded_and_masks_change_from_epoch_to_epoch(tmp_path, token
 # ---- held-out rows and the baseline ----
 
 
-def test_evaluation_masks_are_fixed_by_the_seed(tmp_path, tokenizer):
-    file = str(write_texts(tmp_path / "a.txt"))
-    first, again = prepared(tmp_path, tokenizer, data=file), prepared(tmp_path, tokenizer, data=file)
-    assert len(first.held_out) == first.facts["held_out_blocks"] == first.facts["evaluated_blocks"] >= 3
-    assert all(same(a, b) for a, b in zip(first.held_out, again.held_out, strict=True))
+def test_evaluation_masks_are_fixed_by_the_seed(tokenizer):
     block = np.array([0, *range(10, 40), 2])
     masking = make_masking(tokenizer, 0.3, whole_words=False)
-    fixed, other = (prepare.held_out_rows([block, block, block[-9:]], masking, 1, seed) for seed in (0, 1))
-    assert not torch.equal(fixed[0]["labels"], fixed[1]["labels"])
-    assert not torch.equal(fixed[0]["labels"], other[0]["labels"])
-    assert [row["attention_mask"].sum().item() for row in fixed] == [32, 32, 9]
-    assert {len(row["input_ids"]) for row in fixed} == {32}
+    first, again, other = (prepare.held_out_rows([block, block, block[-9:]], masking, 1, seed) for seed in (0, 0, 1))
+    assert all(same(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0]["labels"], first[1]["labels"])
+    assert not torch.equal(first[0]["labels"], other[0]["labels"])
+    assert [row["attention_mask"].sum().item() for row in first] == [32, 32, 9]
+    assert {len(row["input_ids"]) for row in first} == {32}
 
 
-def test_a_part_of_the_held_out_blocks_comes_from_all_of_them(tmp_path, tokenizer):
-    file = str(write_texts(tmp_path / "a.txt"))
-    text = prepared(tmp_path, tokenizer, data=file, eval_blocks=4, held_out_fraction=0.5)
-    assert len(text.held_out) == text.facts["evaluated_blocks"] == 4 < text.facts["held_out_blocks"]
+def test_a_part_of_the_held_out_blocks_comes_from_all_of_them():
     blocks = Blocks(store_of(list(range(3, 83))), Frame(10, 0, 2))
     assert [block[1] for block in prepare.spread_blocks(blocks, 4)] == [3, 19, 43, 59]
     assert len(prepare.spread_blocks(blocks, 99)) == len(blocks) == 10
@@ -432,23 +410,24 @@ def test_unigram_baseline_equals_a_literal_computation():
 
 
 def test_a_mixture_is_prepared_with_its_weights(tmp_path, tokenizer):
-    sections = [
-        {"path": str(write_texts(tmp_path / "a.txt")), "weight": 3},
-        {"path": str(write_texts(tmp_path / "b.txt", [f"b {text}" for text in TEXTS])), "weight": 1},
-    ]
+    sections = [{"path": str(write_texts(tmp_path / f"{weight}.txt")), "weight": weight} for weight in (3, 1)]
     text = prepared(tmp_path, tokenizer, data=sections, eval_blocks=8, held_out_fraction=0.5)
-    assert len(text.held_out) == 8
+    assert len(text.held_out) == text.facts["evaluated_blocks"] == 8 < text.facts["held_out_blocks"]
     assert [text.rows.mixture(row)[0] for row in range(1000)].count(1) == 250
     assert text.facts["training_blocks"] == sum(map(len, text.rows.blocks))
 
 
-def test_nothing_to_train_or_to_evaluate_on_is_refused(tmp_path, tokenizer):
+def test_too_few_documents_to_train_or_to_evaluate_on_are_refused(tmp_path, tokenizer):
     one = str(write_texts(tmp_path / "one.txt", TEXTS[:1]))
     for fraction in (0.999999, 1e-9):
         for streams in (False, True):
             with pytest.raises(UserError, match="held_out_fraction"):
                 text = prepared(tmp_path, tokenizer, data=one, held_out_fraction=fraction, streaming=streams)
                 next(text.rows.updates(Plan(1, 1, 1, 0)))
+    few = {"data": str(write_texts(tmp_path / "a.txt", TEXTS[:6])), "held_out_fraction": 0.5, "streaming": True}
+    prepared(tmp_path, tokenizer, 0, 9, **few)
+    with pytest.raises(UserError, match="part 9 of 9"):
+        next(prepared(tmp_path, tokenizer, 8, 9, **few).rows.updates(Plan(2, 1, 9, 8)))
 
 
 # ---- streaming ----
@@ -476,7 +455,6 @@ def test_a_stream_resumes_exactly_where_it_stopped(tmp_path, tokenizer, small_bu
     text = streamed(tmp_path, tokenizer, index, processes, data=sections)
     whole = list(islice(text.rows.updates(plan), 125))
     assert [reader.drawn for reader in text.rows.readers] == [750, 250]  # the weights
-    assert text.rows.readers[0].epoch >= 1  # the end of the text was passed
     for stop in (0, 1, 17, 33):
         state, step = None, 0
         for end in (stop, stop + 1, 40):  # resumed twice, the first time for one update
@@ -529,11 +507,3 @@ def test_held_out_text_of_a_stream_is_read_no_further_than_needed(tmp_path, toke
     file = str(write_texts(tmp_path / "a.txt", texts))
     assert streamed(tmp_path, tokenizer, data=file, eval_blocks=3).facts["evaluated_blocks"] == 3
     assert 1 <= len(read) < 20
-
-
-def test_more_processes_than_documents_are_refused(tmp_path, tokenizer, small_buffer):
-    file = str(write_texts(tmp_path / "a.txt", TEXTS[:6]))
-    streamed(tmp_path, tokenizer, 0, 9, data=file, held_out_fraction=0.5)
-    text = streamed(tmp_path, tokenizer, 8, 9, data=file, held_out_fraction=0.5)
-    with pytest.raises(UserError, match="part 9 of 9"):
-        next(text.rows.updates(Plan(2, 1, 9, 8)))

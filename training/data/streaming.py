@@ -38,7 +38,6 @@ class SourceReader:
         tokenize: documents to token ids, each document closed by an end token.
         frame: tokens to rows.
         seed: of the shuffling.
-        epoch: times that all documents have been read.
         drawn: blocks drawn so far.
         pending: int32 [tokens], read but not yet in a block.
         buffer: int32 [SHUFFLE_BLOCKS, frame.size], read but not yet drawn.
@@ -48,7 +47,6 @@ class SourceReader:
     tokenize: Callable[[list[str]], list[list[int]]]
     frame: Frame
     seed: tuple[int, ...]
-    epoch: int = 0
     drawn: int = 0
     pending: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     buffer: np.ndarray | None = None
@@ -83,7 +81,6 @@ class SourceReader:
         """The position in the source, and what has been read beyond the blocks drawn."""
         return {
             "stream": self._stream.state_dict(),
-            "epoch": self.epoch,
             "drawn": self.drawn,
             "pending": torch.from_numpy(self.pending.copy()),
             "buffer": None if self.buffer is None else torch.from_numpy(self.buffer.copy()),
@@ -91,8 +88,7 @@ class SourceReader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.epoch, self.drawn = state["epoch"], state["drawn"]
-        self.pending = state["pending"].numpy().copy()
+        self.drawn, self.pending = state["drawn"], state["pending"].numpy().copy()
         self.buffer = None if state["buffer"] is None else state["buffer"].numpy().copy()
         self._found = self.drawn > 0
         self._open(state["stream"])
@@ -110,7 +106,7 @@ class SourceReader:
                 f"{self._stream.description} has no text to train on: too few documents, or nearly all are held out "
                 "(`held_out_fraction`)."
             )
-        self.epoch, self._found = self.epoch + 1, False
+        self._found = False
         self._open()
 
 
