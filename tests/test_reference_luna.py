@@ -1,10 +1,10 @@
-"""The model against a literal definition in float64: states and the gradient of every parameter."""
+"""Luna against a literal definition in float64: states and the gradient of every parameter."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import random_ids, tiny_model
+from helpers import padded_batch, random_ids, tiny_model, weighted_sum
 from reference.luna import encode_row
 
 SLOTS = 8
@@ -17,86 +17,52 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def reference(model, rows):
-    """Reference states of every row, with weights that take gradients."""
+    """Weights that take gradients, and the reference states of every row."""
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     config = SimpleNamespace(**model.config.to_dict())
     config.packed_heads = config.num_projected_attention_heads or config.num_attention_heads
     return weights, [encode_row(weights, row, config) for row in rows]
 
 
-def weighted_sum(states: torch.Tensor) -> torch.Tensor:
-    """A loss that depends on every entry in its own way."""
-    return (states * torch.linspace(-1, 1, states.numel(), dtype=states.dtype).view_as(states)).sum()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("length", [1, 2, SLOTS - 1, SLOTS, 23])
-def test_states_and_gradients(variant, length):
-    model = tiny_model(num_hidden_layers=2, **VARIANTS[variant]).double()
-    ids = random_ids(1, length)
-    outputs = model(ids)
-    x, p = outputs.last_hidden_state[0], outputs.packed_last_hidden_state[0]
-    weights, [(x_ref, p_ref)] = reference(model, ids.tolist())
-    torch.testing.assert_close(x, x_ref, rtol=0, atol=1e-10)
-    torch.testing.assert_close(p, p_ref[: p.shape[0]], rtol=0, atol=1e-10)
-
-    (weighted_sum(x) + weighted_sum(p)).backward()
-    (weighted_sum(x_ref) + weighted_sum(p_ref[: p.shape[0]])).backward()
-    assert_same_gradients(model, weights)
-
-
-@pytest.mark.parametrize("length", [63, 257])
-def test_longer_rows(length):
-    model = tiny_model(num_hidden_layers=1, max_position_embeddings=300).double()
-    ids = random_ids(1, length)
-    x = model(ids).last_hidden_state[0]
-    weights, [(x_ref, _)] = reference(model, ids.tolist())
-    torch.testing.assert_close(x, x_ref, rtol=0, atol=1e-10)
-    weighted_sum(x).backward()
-    weighted_sum(x_ref).backward()
-    assert_same_gradients(model, weights)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_padded_batch(variant, side):
-    """Rows of different lengths, some shorter than P, padded in one batch: each equals its reference."""
-    model = tiny_model(num_hidden_layers=2, **VARIANTS[variant]).double()
-    rows = [random_ids(1, length, seed=length)[0].tolist() for length in (3, 13, SLOTS)]
-    width = 16
-    ids, mask = torch.full((len(rows), width), 7), torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        place = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
-        ids[i, place], mask[i, place] = torch.tensor(row), 1
-    outputs = model(ids, attention_mask=mask)
-    weights, references = reference(model, rows)
+def check(model, rows, side="right"):
+    """Compare a padded batch with the reference of every row: both streams, and the gradient of every parameter."""
+    inputs = padded_batch([len(row) for row in rows])
+    if side == "left":
+        inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
+    mask = inputs["attention_mask"] == 1
+    inputs["input_ids"][mask] = torch.cat(rows)
+    inputs["input_ids"][~mask] = 7
+    outputs = model(**inputs)
+    weights, references = reference(model, [row.tolist() for row in rows])
     loss = loss_ref = 0.0
     for i, (x_ref, p_ref) in enumerate(references):
-        x = outputs.last_hidden_state[i][mask[i] == 1]
         used = min(len(rows[i]), SLOTS) if model.config.dynamic_projection else SLOTS
-        p = outputs.packed_last_hidden_state[i][:used]
-        torch.testing.assert_close(x, x_ref, rtol=0, atol=1e-10)
-        torch.testing.assert_close(p, p_ref[:used], rtol=0, atol=1e-10)
-        loss, loss_ref = (
-            loss + weighted_sum(x) + weighted_sum(p),
-            loss_ref + weighted_sum(x_ref) + weighted_sum(p_ref[:used]),
-        )
+        x, packed = outputs.last_hidden_state[i][mask[i]], outputs.packed_last_hidden_state[i][:used]
+        torch.testing.assert_close((x, packed), (x_ref, p_ref[:used]), rtol=0, atol=1e-10)
+        loss = loss + weighted_sum(x) + weighted_sum(packed)
+        loss_ref = loss_ref + weighted_sum(x_ref) + weighted_sum(p_ref[:used])
     loss.backward()
     loss_ref.backward()
-    assert_same_gradients(model, weights)
-
-
-def assert_same_gradients(model, weights):
     for name, parameter in model.named_parameters():
         expected = weights[name].grad
         expected = torch.zeros_like(parameter) if expected is None else expected
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("length", [1, 2, SLOTS - 1, SLOTS, 23])
+def test_one_row(variant, length):
+    check(tiny_model(num_hidden_layers=2, **VARIANTS[variant]).double(), [random_ids(1, length)[0]])
+
+
+def test_a_long_row():
+    check(tiny_model(num_hidden_layers=1, max_position_embeddings=200).double(), [random_ids(1, 150)[0]])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padded_rows(variant, side):
+    """Some rows are shorter than P."""
+    rows = [random_ids(1, length, seed=length)[0] for length in (3, 13, SLOTS)]
+    check(tiny_model(num_hidden_layers=2, **VARIANTS[variant]).double(), rows, side)

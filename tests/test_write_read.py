@@ -1,4 +1,4 @@
-"""A context is written once and read many times: self-attention, cross-attention, and reads of several memories.
+"""Contexts that are written once and read many times: self-attention, cross-attention, several memories.
 
 ABC's cross-attention is compared with the literal definition in float64, Luna's with the authors' numbers
 (`test_parity_luna.py`, `*_cross`).
@@ -8,7 +8,16 @@ import math
 
 import pytest
 import torch
-from helpers import FAMILY_VARIANTS, normal_states, refused, tiny_causal_model, tiny_model, variants_of
+from helpers import (
+    FAMILY_VARIANTS,
+    normal_states,
+    random_ids,
+    refused,
+    tiny_causal_model,
+    tiny_model,
+    variants_of,
+    weighted_sum,
+)
 from test_reference_abc import HEADS, WIDTH, Literal, assert_near, assert_same_gradients, control_of, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,13 +38,9 @@ backends = pytest.mark.parametrize("backend", ["eager", "sdpa"])
 
 
 def carried_of(model):
-    """What the first layer is given besides tokens, for one row: ABC's shared control, Luna's packed states."""
+    """What the first layer gets besides one row of tokens: ABC's shared control or Luna's packed states."""
     carried, _ = model.begin(normal_states(1, 40, model.config.hidden_size), None)
     return carried
-
-
-def weighted_sum(states):
-    return (states * torch.linspace(-1, 1, states.numel(), dtype=states.dtype).view_as(states)).sum()
 
 
 # ---- cross-attention ----
@@ -90,26 +95,20 @@ def test_padding_of_a_context_changes_nothing(variant, backend):
         assert_near(output[row], expected[0], 1e-10, f"row {row}")
 
 
-@pytest.mark.parametrize("control", WINDOWS)
-def test_a_window_is_read_by_its_own_tokens_only(control):
-    model = make_model(num_hidden_layers=1, memory_control=control)
-    attention = model.encoder.layer[0].attention.self
-    memory = write_memory(attention, normal_states(1, 20, WIDTH))
-    with refused(20, 3):
-        read_memory(attention, normal_states(1, 3, WIDTH), memory)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_decoder_writes_no_context(family):
-    attention = tiny_causal_model(family).double().base_model.encoder.layer[0].attention.self
-    with refused("encoder"):
-        write_memory(attention, normal_states(1, 9, 48))
-
-
-def test_luna_asks_for_its_packed_states():
-    model = tiny_model("luna").double()
+def test_wrong_reads_and_writes_are_refused():
+    """Other tokens reading a window, a decoder's attention writing a context, Luna without packed states."""
+    for control in WINDOWS:
+        model = make_model(num_hidden_layers=1, memory_control=control)
+        attention = model.encoder.layer[0].attention.self
+        memory = write_memory(attention, normal_states(1, 20, WIDTH))
+        with refused(20, 3):
+            read_memory(attention, normal_states(1, 3, WIDTH), memory)
+    for family in FAMILIES:
+        attention = tiny_causal_model(family).double().base_model.encoder.layer[0].attention.self
+        with refused("encoder"):
+            write_memory(attention, normal_states(1, 9, 48))
     with refused("carried"):
-        write_memory(model.encoder.layer[0].attention.self, normal_states(1, 9, 48))
+        write_memory(tiny_model("luna").double().encoder.layer[0].attention.self, normal_states(1, 9, 48))
 
 
 # ---- written once, read many times ----
@@ -132,9 +131,9 @@ def test_self_attention_is_a_read_of_what_the_tokens_wrote(family, variant):
 
 
 def cost_of_reading(family, length, **options):
-    """Operations of a second read of 16 states, and bytes of the memory."""
+    """Operations of a second read by 16 states, and bytes of the memory."""
     model = tiny_model(family, max_position_embeddings=50_000, **options)
-    model.set_attn_implementation("eager")  # whose products are counted
+    model.set_attn_implementation("eager")  # its products are counted
     attention = model.encoder.layer[0].attention.self
     context, queries = normal_states(1, length, 48).float(), normal_states(1, 16, 48, seed=1).float()
     carried = carried_of(model.double())
@@ -153,7 +152,7 @@ def test_a_second_read_costs_the_same_for_500_and_50000_tokens(family):
     assert short == long and short[0] > 0
 
 
-def test_the_measure_above_sees_a_memory_that_grows():
+def test_the_cost_of_a_growing_memory_is_measured():
     short, long = (cost_of_reading("abc_memory", length, memory_control="full") for length in (500, 5_000))
     assert long[0] > 5 * short[0] and long[1] == 10 * short[1]
 
@@ -172,7 +171,7 @@ def by_heads(length, seed, rows=2):
 
 
 def literal_read(query, keys, values, reads):
-    """Token by token: softmax over the keys that `reads(row, token)` lists, (memory, place) each."""
+    """Token by token: softmax over the keys at the (memory, place) pairs of `reads(row, token)`."""
     rows, heads, length, size = query.shape
     output = torch.zeros(rows, length, heads * size, dtype=query.dtype)
     for row in range(rows):
@@ -192,7 +191,7 @@ def literal_read(query, keys, values, reads):
 @backends
 @torch.no_grad()
 def test_one_softmax_over_a_list_of_memories(backend, windows, causal):
-    """Slots, partly empty, and windows of the same tokens; a row of 11 and a row of 8 tokens."""
+    """Slots, some of them empty, and windows of the same tokens; rows of 11 and 8 tokens."""
     attention, query = make_attention(backend), by_heads(11, seed=0)
     lengths, filled = [11, 8], torch.tensor([[True] * 3, [True, False, True]])[:, None]
     keep = torch.arange(11) < torch.tensor(lengths)[:, None]
@@ -223,7 +222,7 @@ def test_one_softmax_over_a_list_of_memories(backend, windows, causal):
 
 
 @torch.no_grad()
-def test_empty_slots_leave_a_window_as_it_is():
+def test_empty_slots_do_not_change_a_window():
     attention, query, key, value = make_attention(), *(by_heads(13, seed) for seed in range(3))
     window = WindowMemory(key, value, None, 5)
     empty = SlotMemory(by_heads(4, 3), by_heads(4, 4), torch.zeros(2, 1, 4, dtype=torch.bool))
@@ -239,3 +238,20 @@ def test_a_window_over_the_whole_row_is_full_attention():
     full, _ = read_memories(attention, query, [SlotMemory(key, value)])
     window, _ = read_memories(attention, query, [WindowMemory(key, value, None, 19)])
     torch.testing.assert_close(window, full, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("control", WINDOWS)
+@backends
+def test_heads_in_parts_equal_all_heads_at_once(control, backend):
+    """Inference on a CPU computes windows a few heads at a time; with five heads the last part is smaller."""
+    fields = {"hidden_size": 40, "num_attention_heads": 5, "memory_size": 4, "num_hidden_layers": 1}
+    model = tiny_model("abc_memory", memory_control=control, attn_implementation=backend, **fields).double()
+    ids = random_ids(3, 13)
+    ids[0, 6:], ids[1, :2] = 1, 1
+    asked = {"output_attentions": backend == "eager"}
+    whole = model(ids, **asked)
+    with torch.no_grad():
+        parts = model(ids, **asked)
+    torch.testing.assert_close(parts.last_hidden_state[ids != 1], whole.last_hidden_state.detach()[ids != 1])
+    if backend == "eager":
+        torch.testing.assert_close(parts.attentions[0], whole.attentions[0].detach())
