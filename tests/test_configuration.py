@@ -1,4 +1,4 @@
-"""Configurations: every field is validated, every field changes something, presets are the published models."""
+"""Configurations: every field is validated and has an effect, presets are the published models."""
 
 import dataclasses
 import json
@@ -13,12 +13,12 @@ from luna_hf import LunaConfig, LunaForMaskedLM, LunaModel
 
 LIBRARY_FIELDS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
-# Checks of the fields that every family has; those of a family's own fields are in its row of `variants.py`.
+# Checks of the common fields; those of a family's own fields are in its row of `variants.py`.
 FIELDS = {
     "vocab_size": ConfigField((0,), effect=(130, "parameters")),
     "hidden_size": ConfigField((0,), effect=(64, "parameters")),
     "num_hidden_layers": ConfigField((0,), effect=(2, "parameters")),
-    # In a decoder 16 heads are of size 3.
+    # In a decoder, 16 heads have the odd size 3.
     "num_attention_heads": ConfigField((5, "hidden_size", 48), bad_in_decoder=(16,), effect=(2, "outputs")),
     "intermediate_size": ConfigField((-1,), effect=(64, "parameters")),
     "hidden_act": ConfigField(("gleu", "gelu"), effect=("relu", "outputs")),
@@ -63,7 +63,7 @@ def checks_of(model_type):
 
 
 def fields_where(condition):
-    """(family, field) for every field whose checks meet the condition."""
+    """(family, field) for every field with a check that meets the condition."""
     return [(family, name) for family in FAMILIES for name, check in checks_of(family).items() if condition(check)]
 
 
@@ -91,8 +91,8 @@ def test_bad_values_are_refused_by_name(model_type, name):
 
 
 @pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: check.bad_in_decoder))
-def test_what_a_decoder_refuses_is_fine_in_an_encoder(model_type, name):
-    """And an encoder's configuration of that kind becomes no decoder unsaid, but for the positions."""
+def test_decoders_refuse_some_values_of_encoders(model_type, name):
+    """An encoder's config with this value cannot become a decoder's, except for learned positions, which change."""
     value, *allowed = checks_of(model_type)[name].bad_in_decoder
     with refused(name, value, *allowed):
         tiny_config_for(model_type, is_decoder=True, **{name: value})
@@ -108,7 +108,7 @@ def test_what_a_decoder_refuses_is_fine_in_an_encoder(model_type, name):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_positions_by_default(model_type):
-    """Learned in an encoder, rotary in a decoder; heads of an odd size are fine where nothing turns."""
+    """Learned in an encoder, rotary in a decoder; other positions allow heads of an odd size."""
     assert tiny_config_for(model_type).position_embedding_type == "learned"
     decoder = tiny_config_for(model_type, is_decoder=True)
     assert decoder.position_embedding_type == "rotary" and decoder.as_decoder() is decoder
@@ -117,23 +117,20 @@ def test_positions_by_default(model_type):
     assert not sinusoidal.is_decoder
 
 
-@pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: True))
-def test_wrong_types_name_the_field(model_type, name):
-    with refused(name, error=Exception):
-        tiny_config_for(model_type, **{name: [object()]})
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_wrong_types_are_refused_by_name(model_type):
+    for name in checks_of(model_type):
+        with refused(name, error=Exception):
+            tiny_config_for(model_type, **{name: [object()]})
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [("classifier_dropout_prob", "classifier_dropout"), ("num_lables", "num_labels"), ("own field", "own field")],
-)
-def test_a_misspelt_field_is_caught(model_type, wrong, right):
-    if wrong == "own field":
-        right = FAMILIES[model_type].config.slots_field or "norm_first"
-        wrong = right + right[-1]
-    with refused(f"`{wrong}`", f"`{right}`"):
-        FAMILIES[model_type].config(**{wrong: 1})
+def test_a_misspelt_field_is_refused(model_type):
+    config = FAMILIES[model_type].config
+    for field in ("classifier_dropout", "num_labels", config.slots_field or "norm_first"):
+        wrong = "classifier_dropout_prob" if field == "classifier_dropout" else field[:-1] + 2 * field[-1]
+        with refused(f"`{wrong}`", f"`{field}`"):
+            config(**{wrong: 1})
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -145,23 +142,24 @@ def test_bad_values_are_not_saved(model_type, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What shows an effect, by the names that the checks give. Models are compared with the same seed; other parameters are
-# an effect too.
+# Functions that show an effect, by the names in the checks. Models have the same seed; other parameters are an effect.
 
 
 def parameters(config):
     return {n: tuple(p.shape) for n, p in FAMILIES[config.model_type].masked_lm(config).named_parameters()}
 
 
-def outputs(config, train=False, kind="base"):
-    model = tiny_model(config.model_type, kind, **changed(config))
-    # Weights at a scale where nothing is near its mean.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
+@torch.no_grad()
+def run(model, train):
+    """The first output, with weights large enough that no activation stays near its mean."""
+    for parameter in model.parameters():
+        parameter.mul_(3.0)
     torch.manual_seed(1)
-    out = model.train(train)(**padded_batch([12, 5]))
-    return out[0].detach()
+    return model.train(train)(**padded_batch([12, 5]))[0]
+
+
+def outputs(config, train=False, kind="base"):
+    return run(tiny_model(config.model_type, kind, **changed(config)), train)
 
 
 def changed(config):
@@ -204,14 +202,9 @@ def weight_scale(config):
 
 
 def causal_outputs(config):
-    """Of a causal model in training, with dropout if there is any."""
+    """Of a causal model in training, to include dropout."""
     others = {name: value for name, value in changed(config).items() if name != "is_decoder"}
-    model = tiny_causal_model(config.model_type, **others)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    torch.manual_seed(1)
-    return model.train()(**padded_batch([12, 5])).logits.detach()
+    return run(tiny_causal_model(config.model_type, **others), train=True)
 
 
 def returns_state(config):
@@ -220,7 +213,7 @@ def returns_state(config):
 
 
 @pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: check.effect))
-def test_every_field_changes_something(model_type, name):
+def test_every_field_has_an_effect(model_type, name):
     check = checks_of(model_type)[name]
     value, probe = check.effect
     configs = [tiny_config_for(model_type, **{**check.together, **more}) for more in ({}, {name: value})]
@@ -232,8 +225,8 @@ def test_every_field_changes_something(model_type, name):
 
 
 @pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: check.effect and not check.encoders_only))
-def test_every_field_of_a_causal_model_changes_something(model_type, name):
-    """Its numbers, or its parameters."""
+def test_every_field_has_an_effect_in_a_causal_model(model_type, name):
+    """On outputs or parameters."""
     check = checks_of(model_type)[name]
     others = {"is_decoder": True, **check.together}
     configs = [tiny_config_for(model_type, **{**others, **more}) for more in ({}, {name: check.effect[0]})]
@@ -243,12 +236,12 @@ def test_every_field_of_a_causal_model_changes_something(model_type, name):
         assert counts[0] != counts[1]
 
 
-@pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_feed_forward_chunks_change_nothing(model_type, rows):
+def test_feed_forward_chunks_do_not_change_the_result(model_type):
     expected = tiny_model(model_type)(**padded_batch([12, 5]))[0]
-    actual = tiny_model(model_type, chunk_size_feed_forward=rows)(**padded_batch([12, 5]))[0]
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    for rows in (1, 7):
+        actual = tiny_model(model_type, chunk_size_feed_forward=rows)(**padded_batch([12, 5]))[0]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -258,22 +251,18 @@ def test_special_tokens_are_those_of_roberta(model_type):
 
 
 def test_presets_are_the_published_models():
-    """Base tied and untied have the 132 M and 147 M parameters that the authors state."""
+    """The authors state 132 M parameters for the tied base model and 147 M for the untied one."""
     base, long, large = (LunaConfig.preset(name) for name in ("base", "base-2048", "large"))
     assert base.to_dict() == LunaConfig().to_dict()
     assert (long.max_position_embeddings, long.projection_length) == (2048, 256)
-    assert (large.num_hidden_layers, large.hidden_size, large.intermediate_size, large.num_attention_heads) == (
-        24,
-        1024,
-        4096,
-        16,
-    )
+    sizes = (large.num_hidden_layers, large.hidden_size, large.intermediate_size, large.num_attention_heads)
+    assert sizes == (24, 1024, 4096, 16)
     with torch.device("meta"):
         tied_size = LunaForMaskedLM(base).num_parameters()
         untied_size = LunaForMaskedLM(LunaConfig.preset("base", tie_kv=False)).num_parameters()
         assert LunaModel(LunaConfig()).config.num_hidden_layers == 12
     assert round(tied_size / 1e6) == 132
-    # "147 M" in the authors' list; every matrix and vector that the untied model adds is accounted for here.
+    # Every matrix and vector that untying adds.
     assert untied_size - tied_size == 12 * 2 * (768 * 768 + 768)
     assert abs(untied_size / 1e6 - 147) < 1
     with refused("huge", "base-2048"):
