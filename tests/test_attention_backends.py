@@ -50,7 +50,7 @@ def literal_attention(query, key, value, keep):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (3, 7), (7, 3), (63, 8), (8, 257)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (3, 7), (63, 8), (8, 65)])
 def test_unequal_lengths_match_the_definition(implementation, queries, keys):
     torch.manual_seed(0)
     query, key, value = (torch.randn(3, n, 12, dtype=torch.float64) for n in (queries, keys, keys))
@@ -165,16 +165,13 @@ def test_flash_attention_under_padding(flash_attention, model_type, variant, sid
 
 
 @pytest.mark.parametrize(("model_type", "variant"), FLASH_CASES)
+@torch.no_grad()
 def test_flash_attention_without_padding(flash_attention, model_type, variant):
-    """The dense kernel, and `position_ids` that restart within a row do not mean packed documents."""
-    model = tiny_model(model_type, **variants_of(model_type)[variant])
-    ids = padded_batch([20])["input_ids"]
-    positions = torch.cat([torch.arange(2, 12), torch.arange(2, 12)])[None]
-    with torch.no_grad():
-        model.set_attn_implementation("eager")
-        expected = model(ids, position_ids=positions).last_hidden_state
-        actual = use_flash(model)(ids, position_ids=positions).last_hidden_state
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    """The dense kernel; `position_ids` that restart within a row do not mean packed documents."""
+    model = tiny_model(model_type, attn_implementation="eager", **variants_of(model_type)[variant])
+    inputs = {"input_ids": padded_batch([20])["input_ids"], "position_ids": torch.arange(2, 12).repeat(2)[None]}
+    expected = model(**inputs).last_hidden_state
+    torch.testing.assert_close(use_flash(model)(**inputs).last_hidden_state, expected, rtol=0, atol=1e-5)
     assert set(flash_attention) == ({"flash_dense"} if variant in ROWS[model_type].flash else set())
 
 

@@ -1,4 +1,4 @@
-"""Pipelines and sentence-transformers on saved folders: batches of unequal lengths equal single texts."""
+"""Pipelines on saved folders: batches of unequal lengths equal single texts."""
 
 import pytest
 import torch
@@ -89,17 +89,15 @@ def test_token_classification_gives_words_at_their_offsets(folders):
     assert len({entity["entity"] for entity in entities}) > 1
 
 
-@pytest.mark.parametrize("strategy", ["simple", "first", "average", "max"])
-def test_token_classification_aggregates(folders, strategy):
-    tag = make("token-classification", folders / "token", aggregation_strategy=strategy, ignore_labels=[])
-    alone = [tag(text) for text in SENTENCES]
-    for text, groups, batched in zip(SENTENCES, alone, tag(SENTENCES, batch_size=2), strict=True):
-        assert groups and all(text[group["start"] : group["end"]].strip() for group in groups)
-        assert {group["entity_group"] for group in groups} <= {"O", "LOC"}
+def test_token_classification_aggregates(folders):
+    tag = make("token-classification", folders / "token", aggregation_strategy="average", ignore_labels=[])
+    for text, batched in zip(SENTENCES, tag(SENTENCES, batch_size=2), strict=True):
+        groups = tag(text)
+        assert groups and {group["entity_group"] for group in groups} <= {"O", "LOC"}
         spans = [(group["start"], group["end"], group["entity_group"]) for group in groups]
         assert spans == [(group["start"], group["end"], group["entity_group"]) for group in batched]
-        for group, other in zip(groups, batched, strict=True):
-            assert group["score"] == pytest.approx(other["score"], abs=ATOL)
+        scores = [group["score"] for group in batched]
+        assert [group["score"] for group in groups] == pytest.approx(scores, abs=ATOL)
 
 
 def test_feature_extraction_gives_the_token_states(folders):
@@ -111,45 +109,3 @@ def test_feature_extraction_gives_the_token_states(folders):
     for text, batched in zip(SENTENCES, extract(SENTENCES, batch_size=2), strict=True):
         alone = torch.tensor(extract(text)[0])
         torch.testing.assert_close(torch.tensor(batched[0])[: len(alone)], alone, atol=ATOL, rtol=1e-5)
-
-
-def test_zero_shot_classification_uses_the_entailment_label(folders):
-    classify = make("zero-shot-classification", folders / "sequence")
-    assert classify.entailment_id == 1
-    labels = ["animals", "geography", "x"]
-    answer = classify(SENTENCES[0], labels, hypothesis_template="This is about {}.")
-    logits = []
-    for label in labels:
-        pair = classify.tokenizer(SENTENCES[0], f"This is about {label}.", return_tensors="pt")
-        with torch.no_grad():
-            logits.append(classify.model(**pair).logits[0, 1])
-    expected = dict(zip(labels, torch.stack(logits).softmax(0).tolist(), strict=True))
-    assert dict(zip(answer["labels"], answer["scores"], strict=True)) == pytest.approx(expected, abs=ATOL)
-
-
-def test_sentence_transformer_with_mean_pooling(folders):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-    from sentence_transformers.models import Pooling, Transformer
-
-    words = Transformer(str(folders / "base"), model_kwargs={"dtype": DTYPE})
-    pooling = Pooling(48, pooling_mode="mean")
-    encoder = sentence_transformers.SentenceTransformer(modules=[words, pooling], device="cpu")
-    assert encoder.max_seq_length == 64
-    together = encoder.encode(SENTENCES, batch_size=len(SENTENCES))
-    for text, embedding in zip(SENTENCES, together, strict=True):
-        assert encoder.encode([text])[0] == pytest.approx(embedding, abs=ATOL)
-        inputs = words.tokenizer(text, return_tensors="pt")
-        with torch.no_grad():
-            states = words.auto_model(**inputs).last_hidden_state[0]
-        assert embedding == pytest.approx(states.mean(0).numpy(), abs=ATOL)
-
-
-def test_sentence_transformer_comes_back_from_its_folder(folders, tmp_path):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-    # From a plain folder, sentence-transformers adds mean pooling.
-    encoder = sentence_transformers.SentenceTransformer(str(folders / "base"), device="cpu")
-    encoder.save_pretrained(str(tmp_path))
-    loaded = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
-    assert (loaded.encode(SENTENCES) == encoder.encode(SENTENCES)).all()
-    similarities = encoder.similarity(encoder.encode(SENTENCES), encoder.encode(SENTENCES))
-    assert torch.diagonal(similarities).tolist() == pytest.approx([1.0] * len(SENTENCES), abs=ATOL)

@@ -14,7 +14,6 @@ from helpers import (
     FAMILY_VARIANTS,
     MODELS,
     causal_variants_of,
-    random_ids,
     tiny_causal_model,
     tiny_model,
     variants_of,
@@ -57,7 +56,7 @@ def assert_same_numbers(run, model, kind, shapes=SHAPES):
             torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
-# Tuples.
+# ---- tuples ----
 
 
 @families
@@ -73,15 +72,7 @@ def test_tuples_hold_what_named_outputs_do(family, kind):
         torch.testing.assert_close(outputs, expected, atol=0, rtol=0)
 
 
-@families
-def test_a_model_that_returns_tuples_generates(family):
-    model, prompt = tiny_causal_model(family), random_ids(2, 5)
-    expected = model.generate(prompt, max_new_tokens=4)
-    model.config.return_dict = False
-    assert torch.equal(model.generate(prompt, max_new_tokens=4), expected)
-
-
-# torch.jit.trace.
+# ---- torch.jit.trace ----
 
 
 def trace(model, inputs):
@@ -149,7 +140,7 @@ def test_a_graph_has_all_slots_of_luna():
         torch.testing.assert_close(packed[:, :slots], expected.packed_last_hidden_state, atol=1e-5, rtol=1e-4)
 
 
-# The older ONNX exporter.
+# ---- the older ONNX exporter ----
 
 
 class Positional(nn.Module):
