@@ -1,4 +1,4 @@
-"""Finetune an encoder on CommonsenseQA (Talmor et al. 2019): five choices per question, without a passage.
+r"""Finetune an encoder on CommonsenseQA (Talmor et al. 2019): five choices per question, without a passage.
 
     python training/finetune_csqa.py training/recipes/finetune_csqa/paper.yaml \
         --model_name_or_path MODEL [MODEL ...] --dataset_name FOLDER --output_dir outputs/csqa

@@ -1,4 +1,4 @@
-"""Finetune an encoder on RACE (Lai et al. 2017): English examinations, four choices per question, two levels.
+r"""Finetune an encoder on RACE (Lai et al. 2017): English examinations, four choices per question, two levels.
 
     python training/finetune_race.py training/recipes/finetune_race/paper.yaml \
         --model_name_or_path MODEL [MODEL ...] --dataset_name FOLDER --output_dir outputs/race

@@ -86,12 +86,11 @@ def load_splits(
         try:
             found = load_dataset(name, config)
         except Exception as error:
-            raise UserError(
-                f"There is no folder and no data set on the Hub named {name!r} ({reason(error)})."
-            ) from error
+            raise UserError(f"There is neither a folder nor a Hub data set {name!r} ({reason(error)}).") from error
         found = {split: found[split] for split in splits if split in found}
     else:
-        for place in (folder / (config or ""), folder / (config or "") / "data", folder, folder / "data"):
+        own = folder / (config or "")
+        for place in (own, own / "data", folder, folder / "data"):
             if found := {split: read_files(files) for split in splits if (files := _split_files(place, split))}:
                 break
     if not found:

@@ -173,6 +173,8 @@ class ChoiceTask(Task):
 
     def check_length(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[str]:
         """A note on the length of questions."""
+        if not tokenizer.is_fast:
+            raise UserError(f"{type(tokenizer).__name__} gives no offsets; multiple choice needs a fast tokenizer.")
         length = self.question_length(tokenizer, max_length)
         return [f"Question and option have at most {length:,} of {max_length:,} tokens (--max_question_length)."]
 

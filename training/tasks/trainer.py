@@ -12,7 +12,7 @@ It differs from transformers' Trainer in three points:
 import json
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,20 +68,17 @@ class SeededSampler(Sampler[int]):
             memory runs out at once or not at all. Equal lengths give a plain random order.
         batch_size: rows of an update.
         seed: of the order.
+        epoch: returns the epoch, counted from 0, that an iteration is for. Not every loader of accelerate passes it on.
     """
 
-    def __init__(self, lengths: list[int], batch_size: int, seed: int) -> None:
-        self.lengths, self.batch_size, self.seed, self.epoch = lengths, batch_size, seed, 0
+    def __init__(self, lengths: list[int], batch_size: int, seed: int, epoch: Callable[[], int]) -> None:
+        self.lengths, self.batch_size, self.seed, self.epoch = lengths, batch_size, seed, epoch
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch, counted from 0."""
-        self.epoch = epoch
-
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch())
         shuffled = torch.randperm(len(self.lengths), generator=generator).tolist()
         size, pool = self.batch_size, self.batch_size * _POOL
         batches = []
@@ -95,16 +92,6 @@ class SeededSampler(Sampler[int]):
         if len(batches[order[longest]]) == size:
             order[0], order[longest] = order[longest], order[0]
         return iter([row for index in order for row in batches[index]])
-
-
-class _SetEpoch(TrainerCallback):
-    """Sets the sampler's epoch, which accelerate misses if several processes resume within an epoch."""
-
-    def __init__(self, sampler: SeededSampler) -> None:
-        self.sampler = sampler
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.sampler.set_epoch(int(state.epoch or 0))
 
 
 class Clock(TrainerCallback, ExportableState):
@@ -174,9 +161,8 @@ class FinetuneTrainer(Trainer):
         grouped = self.args.train_sampling_strategy == "group_by_length" and self.lengths is not None
         update = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        sampler = SeededSampler(self.lengths if grouped else [1] * len(rows), update, seed)
-        self.add_callback(_SetEpoch(sampler))
-        return sampler
+        lengths = self.lengths if grouped else [1] * len(rows)
+        return SeededSampler(lengths, update, seed, lambda: int(self.state.epoch or 0))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
         """In the order of the rows, to which the predictions belong."""
