@@ -10,6 +10,7 @@ through `scaled_dot_product_attention(is_causal=True)`. See benchmarks/README.md
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,9 +19,9 @@ import torch
 from floors import compare
 from measuring import (
     extra_memory,
-    in_own_process,
     keeping_allocator,
     make_parser,
+    measure_memory,
     progress,
     publish,
     ratios,
@@ -223,24 +224,12 @@ def measure_errors(options: argparse.Namespace) -> list[dict[str, Any]]:
 # ---- time and memory ----
 
 
-def peak_memory(name: str, length: int, mode: str, options: argparse.Namespace) -> int:
+def peak_memory(mode: str, name: str, length: int, options: argparse.Namespace) -> int:
     """Peak bytes of one call beyond its inputs; run it in a separate process."""
     steady_allocator()
     torch.set_num_threads(options.threads)
     make_action(name, min(length, 64), mode, options)()
     return extra_memory(make_action(name, length, mode, options), options.device)
-
-
-def measure_memory(options: argparse.Namespace) -> dict[int, dict[str, dict[str, int]]]:
-    """Peak bytes of every length, contender and mode."""
-    memory: dict[int, dict[str, dict[str, int]]] = {}
-    for length in options.lengths:
-        progress(f"memory: length {length}")
-        memory[length] = {
-            name: {mode: in_own_process(peak_memory, name, length, mode, options) for mode in MODES}
-            for name in contenders_at(length)
-        }
-    return memory
 
 
 def measure_time(options: argparse.Namespace) -> Times:
@@ -271,7 +260,7 @@ def describe_length(length: int, times: dict[str, dict[str, list[float]]], memor
     for name, taken in times.items():
         rivals = [rival for rival in (OUTER.get(name), SDPA) if name in OWN and rival in times]
         for mode in MODES:
-            contenders[name][mode] = {"seconds": summary(taken[mode]), "peak_memory_bytes": memory[name][mode]}
+            contenders[name][mode] = {"seconds": summary(taken[mode]), "peak_memory_bytes": memory[mode][length][name]}
             if rivals:
                 over = {rival: summary(ratios(times[rival][mode], taken[mode])) for rival in rivals}
                 contenders[name][mode]["speed_over"] = over
@@ -379,7 +368,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     """Measure everything."""
     torch.set_num_threads(options.threads)
-    memory = measure_memory(options)
+    present = {length: contenders_at(length) for length in options.lengths}
+    memory = {mode: measure_memory(partial(peak_memory, mode), present, options) for mode in MODES}
     errors = measure_errors(options)
     keeping_allocator()
     times = measure_time(options)
@@ -391,7 +381,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
         "peers": list(PEERS),
         "errors": errors,
         "growth": describe_growth(times),
-        "lengths": [describe_length(n, times[n], memory[n]) for n in options.lengths],
+        "lengths": [describe_length(n, times[n], memory) for n in options.lengths],
     }
     return {**result, "floors": check(result)}
 

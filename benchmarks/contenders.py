@@ -150,11 +150,16 @@ def make_action(model: nn.Module, setting: argparse.Namespace) -> Callable[[dict
     return step
 
 
-def peak_memory(name: str, setting: argparse.Namespace, rows: int, length: int) -> int:
+def rows_for(length: int, setting: argparse.Namespace) -> int:
+    """Rows of a batch; a padded batch needs two, and is compared with an unpadded one of the same shape."""
+    return max(2 if setting.padding else 1, setting.tokens_per_batch // length)
+
+
+def peak_memory(name: str, length: int, setting: argparse.Namespace) -> int:
     """Peak bytes of one call beyond model and optimizer state; run it in a separate process."""
     steady_allocator()
     torch.set_num_threads(setting.threads)
     action = make_action(build(name, setting), setting)
     action(make_batch(setting, 1, min(WARM_UP_LENGTH, length)))
-    batch = make_batch(setting, rows, length)
+    batch = make_batch(setting, rows_for(length, setting), length)
     return extra_memory(lambda: action(batch), setting.device)

@@ -9,7 +9,8 @@ all models. See benchmarks/README.md for the protocol and the commands of the pu
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from contenders import (
     make_action,
     make_batch,
     peak_memory,
+    rows_for,
 )
 from measuring import (
     growth_exponent,
-    in_own_process,
     make_parser,
+    measure_memory,
     progress,
     publish,
     ratios,
@@ -38,7 +40,7 @@ from measuring import (
     win_length,
 )
 from plots import Panel, machine_name, plot_panels
-from torch import Tensor, nn
+from torch import nn
 
 from luna_hf.scripting import describe_run, markdown_table
 
@@ -100,23 +102,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def rows_for(length: int, options: argparse.Namespace) -> int:
-    """Rows of a batch; a padded batch needs two, and is compared with an unpadded one of the same shape."""
-    return max(2 if options.padding else 1, options.tokens_per_batch // length)
-
-
-def measure_memory(options: argparse.Namespace) -> dict[int, dict[str, int]]:
-    """Peak bytes of every length and model."""
-    memory: dict[int, dict[str, int]] = {}
-    for length in options.lengths:
-        progress(f"memory: length {length}")
-        rows = rows_for(length, options)
-        memory[length] = {name: in_own_process(peak_memory, name, options, rows, length) for name in options.names}
-    return memory
-
-
 def measure_time(models: dict[str, nn.Module], options: argparse.Namespace) -> Times:
-    """Seconds of every call of the interleaved run."""
+    """Seconds of every call; each round starts with another model, and with the other batch."""
     actions = {name: make_action(model, options) for name, model in models.items()}
     kinds = ["unpadded", "padded"] if options.padding else ["unpadded"]
     # On an accelerator the first call of a shape chooses kernels; on a CPU it would only cost time.
@@ -127,24 +114,13 @@ def measure_time(models: dict[str, nn.Module], options: argparse.Namespace) -> T
     for turn in range(options.rounds):
         for length in options.lengths:
             batches = {kind: make_batch(options, rows_for(length, options), length, kind == "padded") for kind in kinds}
-            one_round(actions, batches, turn, options.device, times[length])
+            for name in rotated(list(actions), turn):
+                for kind in kinds if turn % 2 == 0 else kinds[::-1]:
+                    taken = seconds(partial(actions[name], batches[kind]), options.device)
+                    times[length][name][kind].append(taken)
             took = ", ".join(f"{name} {times[length][name]['unpadded'][-1]:.3g} s" for name in models)
             progress(f"round {turn + 1} of {options.rounds}, length {length}: {took}")
     return times
-
-
-def one_round(
-    actions: dict[str, Callable[[dict[str, Tensor]], None]],
-    batches: dict[str, dict[str, Tensor]],
-    turn: int,
-    device: str,
-    times: dict[str, dict[str, list[float]]],
-) -> None:
-    """Time every model once on every batch, starting with another model (and the other batch) each round."""
-    kinds = list(batches)
-    for name in rotated(list(actions), turn):
-        for kind in kinds if turn % 2 == 0 else kinds[::-1]:
-            times[name][kind].append(seconds(lambda name=name, kind=kind: actions[name](batches[kind]), device))
 
 
 def describe_length(
@@ -224,12 +200,10 @@ def conclusions(result: dict[str, Any]) -> str:
     lines = []
     for name, wins in result["wins"].items():
         for peer, length in wins.items():
-            if length is None:
-                verdict = "not faster at the longest length measured"
-            elif length == shortest:
-                verdict = f"faster from {shortest} tokens, the shortest length measured"
-            else:
-                verdict = f"faster from {length:.0f} tokens (interpolated)"
+            how = "shortest length measured" if length == shortest else "interpolated"
+            verdict = (
+                "not faster at the longest length" if length is None else f"faster from {length:.0f} tokens ({how})"
+            )
             lines.append(f"{name} against {peer}: {verdict}")
     if growth := result["growth"]:
         fitted = ", ".join(f"{name} {fit['median']:.3f}" for name, fit in growth["exponents"].items())
@@ -267,7 +241,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     """Measure everything that the options ask for."""
     torch.set_num_threads(options.threads)
     # First, while this process is small: at 12 layers the models of the timed run take gigabytes together.
-    memory = measure_memory(options)
+    memory = measure_memory(peak_memory, dict.fromkeys(options.lengths, options.names), options)
     models = {name: build(name, options) for name in options.names}
     times = measure_time(models, options)
     lengths = [describe_length(n, rows_for(n, options), times[n], memory[n]) for n in options.lengths]

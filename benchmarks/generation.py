@@ -19,8 +19,8 @@ import torch
 from floors import compare
 from measuring import (
     extra_memory,
-    in_own_process,
     make_parser,
+    measure_memory,
     progress,
     publish,
     ratios,
@@ -127,10 +127,8 @@ def read_tokens(model: PreTrainedModel, lengths: Sequence[int], setting: argpars
 
 def fill_cache(name: str, model: PreTrainedModel, length: int, setting: argparse.Namespace) -> Cache:
     """A cache of GPT-2 with random keys and values, the same for both kinds of cache."""
-    if name == DYNAMIC:
-        cache = DynamicCache(config=model.config)
-    else:
-        cache = StaticCache(config=model.config, max_cache_len=length + setting.room)
+    room = {} if name == DYNAMIC else {"max_cache_len": length + setting.room}
+    cache = (StaticCache if room else DynamicCache)(config=model.config, **room)
     generator = torch.Generator().manual_seed(length)
     shape = (setting.rows, setting.heads, length, setting.width // setting.heads)
     for layer in range(setting.layers):
@@ -139,13 +137,11 @@ def fill_cache(name: str, model: PreTrainedModel, length: int, setting: argparse
     return cache
 
 
-def make_states(
-    name: str, model: PreTrainedModel, lengths: Sequence[int], setting: argparse.Namespace
-) -> dict[int, Cache]:
-    """The model's caches after contexts of these lengths."""
+def make_states(name: str, model: PreTrainedModel, setting: argparse.Namespace) -> dict[int, Cache]:
+    """The model's caches after contexts of the chosen lengths."""
     if name in OWN:
-        return read_tokens(model, lengths, setting)
-    return {length: fill_cache(name, model, length, setting) for length in lengths}
+        return read_tokens(model, setting.lengths, setting)
+    return {length: fill_cache(name, model, length, setting) for length in setting.lengths}
 
 
 def state_bytes(cache: Cache) -> int:
@@ -179,19 +175,10 @@ def step_memory(name: str, length: int, setting: argparse.Namespace) -> int:
     steady_allocator()
     torch.set_num_threads(setting.threads)
     model = build(name, setting)
-    cache = make_states(name, model, [length], setting)[length]
+    cache = make_states(name, model, argparse.Namespace(**{**vars(setting), "lengths": [length]}))[length]
     step = make_step(model, cache, length, setting)
     step()
     return state_bytes(cache) + extra_memory(step, setting.device)
-
-
-def measure_memory(options: argparse.Namespace) -> dict[int, dict[str, int]]:
-    """Peak bytes of every length and model."""
-    memory: dict[int, dict[str, int]] = {}
-    for length in options.lengths:
-        progress(f"memory: length {length}")
-        memory[length] = {name: in_own_process(step_memory, name, length, options) for name in NAMES}
-    return memory
 
 
 def measure_time(steps: dict[int, dict[str, Callable[[], Tensor]]], rounds: int, device: str) -> Times:
@@ -283,8 +270,8 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
     last = {row["length"]: row["models"] for row in result["lengths"]}.get(long, {})
     for name in OWN:
         if result["growth"]:
-            growth = result["growth"][name]["median"]
-            checks.append(compare(f"time of a step at {long} over {short}", name, growth, GROWTH))
+            ratio = result["growth"][name]["median"]
+            checks.append(compare(f"time of a step at {long} over {short}", name, ratio, GROWTH))
         checks.append(compare("generate over a step", name, result["generate"][name]["median"], GENERATE))
         for peer, speed in last[name]["speed_over"].items() if last else ():
             if floor := SPEED.get((settings["rows"], peer)):
@@ -345,13 +332,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     """Measure everything."""
     torch.set_num_threads(options.threads)
-    memory = measure_memory(options)
+    memory = measure_memory(step_memory, dict.fromkeys(options.lengths, NAMES), options)
     models = {name: build(name, options) for name in (*OWN, DYNAMIC)}
     models[STATIC] = models[DYNAMIC]
     states = {}
     for name, model in models.items():
         progress(f"context: {name}")
-        states[name] = make_states(name, model, options.lengths, options)
+        states[name] = make_states(name, model, options)
     sizes = {length: {name: state_bytes(states[name][length]) for name in NAMES} for length in options.lengths}
     steps = {
         length: {name: make_step(models[name], states[name][length], length, options) for name in NAMES}

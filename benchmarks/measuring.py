@@ -218,6 +218,17 @@ def _peak_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def measure_memory(
+    peak: Callable[[str, int, argparse.Namespace], int], names: dict[int, Sequence[str]], options: argparse.Namespace
+) -> dict[int, dict[str, int]]:
+    """Peak bytes by length and name, each measured by `peak(name, length, options)` in a separate process."""
+    memory: dict[int, dict[str, int]] = {}
+    for length, present in names.items():
+        progress(f"memory: length {length}")
+        memory[length] = {name: in_own_process(peak, name, length, options) for name in present}
+    return memory
+
+
 def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
     """Result of a module-level function in a new process that has only imported the libraries.
 

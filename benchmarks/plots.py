@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-COLORS = ("blue", "orange", "green", "purple", "brown", "pink", "olive", "cyan")
+COLORS = ("blue", "orange", "green", "purple", "brown", "pink", "olive", "cyan", "red")
 GRAYS = ("0.45", "black", "0.7", "0.6", "0.3")
 
 

@@ -40,7 +40,7 @@ def check_header(result, script):
 
 def run_here(script, arguments, folder, monkeypatch):
     """The result of a benchmark run in this process, which must write a readable plot as well."""
-    monkeypatch.setattr(script, "in_own_process", lambda function, *words: function(*words))
+    monkeypatch.setattr(measuring, "in_own_process", lambda function, *words: function(*words))
     monkeypatch.setattr(measuring.gc, "collect", lambda: 0)  # slow in this large process
     assert script.main([*arguments, "--check-floors", "--output", str(folder)]) == 0
     (path,) = folder.glob("*.json")
