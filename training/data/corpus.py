@@ -15,6 +15,7 @@ from typing import Any
 
 from common.options import did_you_mean
 from datasets import IterableDataset, load_dataset_builder
+from pyarrow.parquet import read_schema
 
 from data.cpython_docs import read_cpython
 from data.sources import Source, read_text_documents, reading
@@ -193,9 +194,9 @@ def _section(entry: Any) -> dict[str, Any]:
     section = {"path": entry} if isinstance(entry, str) else entry
     if not isinstance(section, dict) or not isinstance(section.get("path"), str) or not section["path"].strip():
         raise UserError(f"`data`: {entry!r} needs a `path`: a file, a folder or a dataset on the Hub.")
-    for key in section:
-        if key not in _SECTION_KEYS:
-            raise UserError(f"`data`: unknown key `{key}`.{did_you_mean(key, _SECTION_KEYS)}")
+    unknown = [key for key in section if key not in _SECTION_KEYS]
+    if unknown:
+        raise UserError(f"`data`: unknown key `{unknown[0]}`.{did_you_mean(unknown[0], _SECTION_KEYS)}")
     weight = section.get("weight", 1)
     if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
         raise UserError(f"`data`: the `weight` of {section['path']} is {weight!r}, but must be a number above 0.")
@@ -203,7 +204,7 @@ def _section(entry: Any) -> dict[str, Any]:
 
 
 def _joined(sources: list[Source]) -> Source:
-    """Sources one after the other, every document once an epoch."""
+    """Sources one after the other, so that every document comes once an epoch."""
     return Source(
         "; ".join(source.description for source in sources),
         ["joined", *(source.identity for source in sources)],
@@ -217,7 +218,7 @@ def _joined(sources: list[Source]) -> Source:
 def _open_files(path: Path, split: str | None, default_split: str, column: str, where: str) -> Source:
     by_split = _files_by_split(path, where)
     wanted = split or default_split
-    if list(by_split) == [""]:  # not divided into splits: all of it is training text, or whatever text is needed
+    if list(by_split) == [""]:  # no splits: all of it is training text, or evaluation text if named as such
         by_split = {default_split if split is None else "train": by_split[""]}
     if wanted not in by_split:
         raise UserError(f"{where} has no split {wanted!r}, only: {', '.join(sorted(by_split))}.")
@@ -232,12 +233,15 @@ def _open_files(path: Path, split: str | None, default_split: str, column: str, 
         read = partial(IterableDataset.from_generator, read_text_documents, gen_kwargs={"files": tuple(files)})
         return Source(description, ["text", *status], ((read, "text"),))
     names = [re.sub(r"([*?\[])", r"[\1]", str(file.resolve())) for file in files]  # no patterns
-    # Every parquet file has a schema, which costs little to read; of the others the first rows of the first file do.
-    for looked_at in names if kind == "parquet" else names[:1]:
-        with reading(where):
-            _check_column(_TABLES[kind]([looked_at]), column, where)
-    options = {"columns": [column]} if kind == "parquet" else {}
-    return Source(description, [kind, column, *status], ((partial(_TABLES[kind], names, **options), column),))
+    read = partial(_TABLES[kind], names)
+    with reading(where):
+        if kind == "parquet":  # the schema of every file, which is quick to read; else the first rows
+            for file in files:
+                _check_column(read_schema(file).names, column, where)
+            read = partial(read, columns=[column])
+        else:
+            _check_column(_columns(read()), column, where)
+    return Source(description, [kind, column, *status], ((read, column),))
 
 
 def _files_by_split(path: Path, where: str) -> dict[str, list[Path]]:
@@ -277,7 +281,7 @@ def _open_hub(name: str, config: str | None, split: str, column: str, where: str
     # A look at a dataset downloads no more than its first rows.
     first = read if Path(builder.cache_dir).is_dir() else stream
     with reading(where):
-        _check_column(first(), column, where)
+        _check_column(_columns(first()), column, where)
     description = f"{name}{f' ({config})' if config else ''}, split {split}"
     identity = ["hub", *Path(builder.cache_dir).parts[-4:], split, column]  # name, configuration, version, hash
     source = Source(description, identity, ((read, column),))
@@ -288,8 +292,11 @@ def _open_hub(name: str, config: str | None, split: str, column: str, where: str
 # ---- checks ----
 
 
-def _check_column(dataset: IterableDataset, column: str, where: str) -> None:
-    columns = dataset.column_names or list(next(iter(dataset), {}))  # none if it is empty
+def _columns(dataset: IterableDataset) -> list[str]:
+    return dataset.column_names or list(next(iter(dataset), {}))  # none if it is empty
+
+
+def _check_column(columns: list[str], column: str, where: str) -> None:
     if columns and column not in columns:
         raise UserError(f"{where} has no column {column!r} (`text_column`), only: {', '.join(columns)}.")
 

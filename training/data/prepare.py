@@ -71,37 +71,32 @@ def prepare_text(
     weights = list(corpus.weights)
     quotas(weights)  # before long work
     training, held_out = open_stores(settings, corpus, tokenizer, accelerator)
-    held_out_blocks = [Blocks(store, frame) for store in held_out]
+    blocks = {
+        "training": [Blocks(store, frame) for store in training],
+        "held_out": [Blocks(store, frame) for store in held_out],
+    }
     evaluated = [
         block
-        for blocks, share in zip(held_out_blocks, corpus.evaluation_shares, strict=True)
-        for block in spread_blocks(blocks, max(1, round(settings.eval_blocks * share)))
+        for cut, share in zip(blocks["held_out"], corpus.evaluation_shares, strict=True)
+        for block in spread_blocks(cut, max(1, round(settings.eval_blocks * share)))
     ]
     rows_evaluated = held_out_rows(evaluated, row_format.targets, tokenizer.pad_token_id, settings.seed)
     if corpus.streaming:
         process = accelerator.process_index, accelerator.num_processes
         rows: Rows = StreamingRows(corpus, tokenizer, frame, row_format.targets, settings.seed, *process)
         counts = sum(store.counts for store in held_out)
-        documents = tokens = blocks = None
     else:
-        cut = [Blocks(store, frame) for store in training]
-        mixture = Mixture([len(each) for each in cut], weights, settings.seed)
-        rows = TrainingRows(cut, mixture, row_format.targets, tokenizer.pad_token_id)
+        mixture = Mixture([len(cut) for cut in blocks["training"]], weights, settings.seed)
+        rows = TrainingRows(blocks["training"], mixture, row_format.targets, tokenizer.pad_token_id)
         counts = mixed_counts(training, corpus.weights)
-        documents, tokens = sum(store.documents for store in training), sum(store.size for store in training)
-        blocks = sum(map(len, cut))
-    facts = {
-        "corpus": corpus.description,
-        "training_documents": documents,
-        "held_out_documents": sum(store.documents for store in held_out),
-        "training_tokens": tokens,
-        "held_out_tokens": sum(store.size for store in held_out),
-        "training_blocks": blocks,
-        "held_out_blocks": sum(map(len, held_out_blocks)),
-        "evaluated_blocks": len(rows_evaluated),
-        "unigram_from": "held-out text" if corpus.streaming else "training text",
-        "vocabulary": len(tokenizer),
-    }
+    facts: dict[str, Any] = {"corpus": corpus.description}
+    for side, cuts in blocks.items():  # 0 is unknown: there is no store to train on when streaming
+        facts[f"{side}_documents"] = sum(cut.store.documents for cut in cuts) or None
+        facts[f"{side}_tokens"] = sum(cut.store.size for cut in cuts) or None
+        facts[f"{side}_blocks"] = sum(map(len, cuts)) or None
+    facts["evaluated_blocks"] = len(rows_evaluated)
+    facts["unigram_from"] = "held-out text" if corpus.streaming else "training text"
+    facts["vocabulary"] = len(tokenizer)
     return PreparedText(tokenizer, rows, rows_evaluated, unigram_baseline(counts, rows_evaluated), facts)
 
 

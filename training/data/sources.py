@@ -43,7 +43,7 @@ class DocumentStream:
                         kind = type(text).__name__
                         raise UserError(f"{self.description}: the column {column!r} has {kind}, but must have text.")
                     yield text or ""  # a missing text counts as an empty one
-                self.current, self.resumed = self.current + 1, None
+                self.current += 1
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as JSON values."""
