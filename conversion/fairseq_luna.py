@@ -18,7 +18,7 @@ from fairseq_format.arguments import add_reading_options, open_checkpoint
 from fairseq_format.card import KINDS, is_half, make_card, make_tokenizer_card
 from fairseq_format.checkpoint import BPE_NAMES, DICTIONARIES, EMBEDDING, LM_HEAD, OUTPUT, Original
 from fairseq_format.config import HEAD_TYPES, MODELS, POOLINGS, RANKING_TASKS, UNK, Head, classes, make_config
-from fairseq_format.names import Translated, to_ours
+from fairseq_format.names import to_ours
 from fairseq_format.tokenizer import build_tokenizer, is_roberta, read_bpe, read_dictionary, write_vocabulary
 from fairseq_format.verification import compare
 from shared import check_target, command, make_parser, save
@@ -134,16 +134,15 @@ def _labels(path: Path | None) -> tuple[str, ...]:
 # ---- model and tokenizer ----
 
 
-def make_model(original: Original, head: Head) -> tuple[PreTrainedModel, Translated]:
-    """Our model with the checkpoint's weights, and what became of its tensors.
+def make_model(original: Original, head: Head) -> tuple[PreTrainedModel, list[str]]:
+    """Our model with the checkpoint's weights, and the names of unused tensors.
 
     It has the checkpoint's type, or float32 where 1 is added to LayerNorm weights in half precision.
 
     Raises:
         UserError: The tensors do not make a complete model.
     """
-    translated = to_ours(original.weights, head.part, original.norm_offset)
-    state = dict(translated.tensors)
+    state, unused = to_ours(original.weights, head.part, original.norm_offset)
     if head.kind == "masked_lm":
         state["lm_head.decoder.bias"] = state.get("lm_head.bias")
         if OUTPUT not in original.weights:
@@ -159,7 +158,7 @@ def make_model(original: Original, head: Head) -> tuple[PreTrainedModel, Transla
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     dtype = widest(original)
-    return model.to(torch.promote_types(dtype, torch.float32) if original.norm_offset else dtype).eval(), translated
+    return model.to(torch.promote_types(dtype, torch.float32) if original.norm_offset else dtype).eval(), unused
 
 
 def widest(original: Original) -> torch.dtype:
@@ -229,8 +228,8 @@ def convert(options: argparse.Namespace) -> None:
         dictionary = find_dictionary(options.dict, original.dictionary, original.name)
         bpe = options.gpt2_bpe or (str(original.bpe) if original.bpe else GPT2)
         tokenizer, kind = make_tokenizer(dictionary, bpe, config.vocab_size, config.max_position_embeddings)
-        model, translated = make_model(original, head)
-        facts = describe(original, head, model, translated, kind)
+        model, unused = make_model(original, head)
+        facts = describe(original, head, model, unused, kind)
         print("\n".join(facts), flush=True)
         save(folder, model, tokenizer, "")
         write_vocabulary(tokenizer, folder)
@@ -264,15 +263,12 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe(
-    original: Original, head: Head, model: PreTrainedModel, translated: Translated, tokenizer: str
-) -> list[str]:
+def describe(original: Original, head: Head, model: PreTrainedModel, unused: list[str], tokenizer: str) -> list[str]:
     """What was found in the checkpoint and what became of it, a line each."""
     config, options = model.config, original.options
     types = Counter(name_of(tensor.dtype) for tensor in original.weights.values())
     norm = "weights less 1, to which 1 was added" if original.norm_offset else "plain weights"
     source = "detected" if original.norm_detected else "given"
-    unused = f" ({', '.join(translated.unused)})" if translated.unused else ""
     lines = [
         f"Read {original.name} ({', '.join(types)}; architecture {options.arch or 'unnamed'})",
         f"Model: {type(model).__name__}, {model.num_parameters():,} parameters in {name_of(model.dtype)}; "
@@ -280,7 +276,8 @@ def describe(
         f"{config.projection_length} slots ({'dynamic' if config.dynamic_projection else 'fixed'} projection), key and "
         f"value {'tied' if config.tie_kv else 'untied'}, {config.max_position_embeddings:,} positions",
         f"LayerNorm: {norm} ({source}; median mean {original.norm_mean:.2f})",
-        f"Tensors: {len(translated.tensors)} used, {len(translated.unused)} unused{unused}",
+        f"Tensors: {len(original.weights) - len(unused)} used, {len(unused)} unused"
+        + (f" ({', '.join(unused)})" if unused else ""),
     ]
     if head.classifier:
         names = ", ".join(config.id2label.values()) if head.kind == "classification" else head.kind

@@ -29,7 +29,7 @@ from fairseq_format.converted import load, read_config
 from fairseq_format.names import OUR_ALIASES, to_theirs
 from fairseq_format.tokenizer import export_tokenizer
 from safetensors import safe_open
-from shared import check_target, command, find, make_parser
+from shared import TEMPLATES, check_target, command, find, make_parser
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
@@ -42,27 +42,6 @@ CRITERIA = {
     "sentence_prediction": "SentencePredictionCriterion",
     "sentence_ranking": "SentenceRankingCriterion",
 }
-README = Template("""\
-# $name
-
-A checkpoint for the fairseq code of Luna's authors, made from `$source` by
-
-    $command
-
-It has **not been run in fairseq**. The conversion only writes what that code reads:
-
-| file | contents |
-| --- | --- |
-$files
-
-```python
-from fairseq.models.luna_bert import LunaBertModel
-
-luna = LunaBertModel.from_pretrained($arguments)
-```
-
-$notes
-""")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -230,7 +209,7 @@ def make_readme(options: argparse.Namespace, files: dict[str, str], notes: list[
     ]
     if options.layer_norm == "offset":
         general.append("LayerNorm weights are stored less 1, for the authors' code of 2023 and later.")
-    return README.substitute(
+    return Template((TEMPLATES / "to_fairseq.md").read_text(encoding="utf-8")).substitute(
         name=options.target.resolve().name,
         source=portable(options.source),
         command=options.command,

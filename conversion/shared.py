@@ -2,9 +2,6 @@
 
 import argparse
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from logging import ERROR, getLogger
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,18 +37,6 @@ def find(source: str, name: str) -> str | None:
     return cached_file(
         source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
-
-
-@contextmanager
-def without_retry_warnings() -> Iterator[None]:
-    """Hide the warning for every attempt to reach the Hub; the error that follows suffices."""
-    requests = getLogger("huggingface_hub.utils._http")
-    level = requests.level
-    requests.setLevel(ERROR)
-    try:
-        yield
-    finally:
-        requests.setLevel(level)
 
 
 def check_target(target: Path, source: str, overwrite: bool) -> None:

@@ -59,7 +59,7 @@ class Fixture:
 
 def encoder_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of the authors' sentence encoder by the names of `LunaModel`."""
-    return to_ours({SENTENCE_ENCODER + name: tensor for name, tensor in weights.items()}, None).tensors
+    return to_ours({SENTENCE_ENCODER + name: tensor for name, tensor in weights.items()}, None)[0]
 
 
 def attention_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -69,13 +69,13 @@ def attention_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 def mlm_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of the authors' masked language model by the names of `LunaForMaskedLM`."""
-    ours = to_ours(weights, "lm_head").tensors
+    ours, _ = to_ours(weights, "lm_head")
     return {**ours, "lm_head.decoder.bias": ours["lm_head.bias"]}
 
 
 def head_weights(weights: dict[str, torch.Tensor], head: str) -> dict[str, torch.Tensor]:
     """Weights of the authors' model with a classification head by the names of `LunaForSequenceClassification`."""
-    return to_ours(weights, head).tensors
+    return to_ours(weights, head)[0]
 
 
 def part(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

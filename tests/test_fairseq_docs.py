@@ -44,9 +44,9 @@ def test_the_output_for_the_published_archive(base_archive, monkeypatch):
     options = fairseq_luna.parse(shlex.split(command))
     with open_original(options.source) as original:
         head = fairseq_luna.choose_head(original, options)
-        model, translated = fairseq_luna.make_model(original, head)
+        model, unused = fairseq_luna.make_model(original, head)
         _, kind = fairseq_luna.make_tokenizer(original.dictionary, str(original.bpe), 50265, 512)
-        assert "\n".join(fairseq_luna.describe(original, head, model, translated, kind)) + "\n" == shown
+        assert "\n".join(fairseq_luna.describe(original, head, model, unused, kind)) + "\n" == shown
 
 
 def shown_rows(pattern):

@@ -17,9 +17,9 @@ TASKS = {
     "sentence_ranking": {"criterion": "sentence_ranking", "num_classes": 2},
     "commonsense_qa": {"criterion": "sentence_ranking", "num_classes": 5},
 }
-# Sections of the newer `cfg` that hold these arguments; the section `model` holds the others.
+# Sections of the newer `cfg`, and what they choose by `_name`; the arguments of a task are in its section.
+SECTIONS = {"model": "arch", "task": "task", "criterion": "criterion"}
 TASK_ARGUMENTS = ("data", "num_classes", "mask_prob", "tokens_per_sample")
-CRITERION_ARGUMENTS = ("regression_target",)
 
 
 def tiny_arguments(**changes: Any) -> dict[str, Any]:
@@ -53,13 +53,7 @@ def tiny_arguments(**changes: Any) -> dict[str, Any]:
 def official_shapes(
     arguments: Mapping[str, Any], vocab_size: int, heads: Mapping[str, int] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the authors' masked language model.
-
-    Args:
-        arguments: its sizes; see `tiny_arguments`.
-        vocab_size: rows of the embedding.
-        heads: number of outputs of each classification head, by its name.
-    """
+    """Names and shapes of the authors' masked language model; `heads` gives the outputs of each head by its name."""
     width, inner = arguments["encoder_embed_dim"], arguments["encoder_ffn_embed_dim"]
     linears: dict[str, tuple[int, int]] = {}
     norms = []
@@ -158,7 +152,10 @@ def make_state(
     elif form == "dict":
         state["args"] = dict(arguments)
     elif form == "cfg":
-        state["cfg"] = _sections(arguments)
+        state["cfg"] = {section: {"_name": arguments[name]} for section, name in SECTIONS.items()}
+        for name, value in arguments.items():
+            section = "task" if name in TASK_ARGUMENTS else "criterion" if name == "regression_target" else "model"
+            state["cfg"][section] |= {name: value} if name not in SECTIONS.values() else {}
     else:
         assert form == "none", form
     return state
@@ -170,19 +167,6 @@ def _renamed(name: str, prefix: str) -> str:
     if name.startswith("encoder."):
         return prefix.removesuffix("sentence_encoder.") + name.removeprefix("encoder.")
     return name
-
-
-def _sections(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    sections: dict[str, Any] = {
-        "model": {"_name": arguments["arch"]},
-        "task": {"_name": arguments["task"]},
-        "criterion": {"_name": arguments["criterion"]},
-    }
-    for name, value in arguments.items():
-        if name not in ("arch", "task", "criterion"):
-            section = "task" if name in TASK_ARGUMENTS else "criterion" if name in CRITERION_ARGUMENTS else "model"
-            sections[section][name] = value
-    return sections
 
 
 def write_fairseq(

@@ -5,7 +5,6 @@ import pickle
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
-from shared import without_retry_warnings
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -24,8 +23,7 @@ def read_config(source: str) -> PreTrainedConfig:
         UserError: It is missing, unreadable, or not a Luna's.
     """
     try:
-        with without_retry_warnings():
-            config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, TypeError, StrictDataclassError, HFValidationError, HfHubHTTPError) as error:
         raise UserError(
             f"{source} is neither a folder with a readable config.json nor a model on the Hub ({reason(error)})."

@@ -6,7 +6,6 @@ layer, and the name of a module for its `.weight` and `.bias`.
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -82,13 +81,6 @@ OUR_ENCODER = "luna."
 _NUMBER = re.compile(r"(?<=layers\.)\d+|(?<=layer\.)\d+")
 
 
-class Translated(NamedTuple):
-    """Tensors by their new names, and the names that were not used."""
-
-    tensors: dict[str, Tensor]
-    unused: list[str]
-
-
 def look_up(name: str, table: Mapping[str, str | None]) -> str | None:
     """The counterpart of a name, or `None` if it has none on purpose.
 
@@ -114,13 +106,18 @@ def _split(name: str) -> tuple[str, Mapping[str, str | None]]:
     raise KeyError(name)
 
 
-def to_ours(weights: Mapping[str, Tensor], part: str | None, norm_offset: float = 0.0) -> Translated:
+def to_ours(
+    weights: Mapping[str, Tensor], part: str | None, norm_offset: float = 0.0
+) -> tuple[dict[str, Tensor], list[str]]:
     """Translate the authors' tensors.
 
     Args:
         weights: by their full names (see `checkpoint.official_names`).
         part: the head to keep: `"lm_head"`, the name of a classification head, or `None` for the encoder alone.
         norm_offset: added to every LayerNorm weight, in at least float32.
+
+    Returns:
+        The tensors by our names, and the names of unused ones.
 
     Raises:
         UserError: A name is in no table.
@@ -142,7 +139,7 @@ def to_ours(weights: Mapping[str, Tensor], part: str | None, norm_offset: float 
         tensors[ours] = plain_norm(name, tensor, norm_offset)
     if unknown:
         raise UserError(f"The checkpoint has tensors of unknown names: {', '.join(unknown[:5])}. It is not supported.")
-    return Translated(tensors, unused)
+    return tensors, unused
 
 
 def to_theirs(tensors: Mapping[str, Tensor], part: str | None, norm_offset: float = 0.0) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared import without_retry_warnings
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase, RobertaTokenizer
 from transformers.utils import cached_file
@@ -146,8 +145,7 @@ def _bpe_files(source: str) -> tuple[str, str]:
     if not Path(source).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
         print(f"GPT-2's BPE files: from {source} on the Hub", file=sys.stderr, flush=True)
         try:
-            with without_retry_warnings():
-                vocab, merges = (cached_file(source, file) for file in BPE_FILES[0])
+            vocab, merges = (cached_file(source, file) for file in BPE_FILES[0])
             return vocab, merges
         except (OSError, ValueError) as error:
             why = reason(error)
