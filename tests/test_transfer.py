@@ -304,7 +304,7 @@ def test_passes_of_an_update_count_by_their_tokens(corpus, teacher, starts, tmp_
         ({"model_name_or_path": "TEACHER"}, "roberta checkpoint"),
         ({"model_name_or_path": "random"}, "random .*--parameter_groups"),
         ({"teacher": "wide"}, "wide has hidden_size 24, but .*abc has 32"),
-        ({"teacher": "decoder"}, "decoder is a decoder"),
+        ({"teacher": "decoder"}, "is_decoder"),
         ({"teacher": "gpt2"}, "gpt2 checkpoint"),
         ({"teacher": "distil"}, "distilbert checkpoint"),
         ({"teacher": "short"}, "`block_size` is 32, but `teacher` .*short takes at most 16 tokens"),

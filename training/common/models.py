@@ -94,16 +94,10 @@ def make_config(
     vocab_size: int,
     kind: ModelKind = MASKED,
 ) -> PreTrainedConfig:
-    """A new model's config from a recipe's model section.
+    """A new model's config from a recipe's model section; the tokenizer (`None`: to be trained) decides special tokens.
 
     Encoders that support sparse prediction use it by default. Causal models of a type that is an encoder by default get
     `is_decoder`.
-
-    Args:
-        fields: `model_type`, and fields of its config; `attn_implementation` chooses the attention backend.
-        tokenizer: decides the special tokens; `None` for one that the run trains.
-        vocab_size: rows of the embedding.
-        kind: of model.
 
     Raises:
         UserError: An unknown model type or field, or a value that the config refuses.
@@ -197,20 +191,14 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
 def load_encoder(
     auto_class: type, name_or_path: str, *, length: int | None = None, **config_overrides: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load an encoder for a task, or a causal model.
-
-    Args:
-        auto_class: `AutoModelForMaskedLM`, `AutoModelForSequenceClassification`, ...; `AutoModelForCausalLM`.
-        name_or_path: folder, or name on the Hub.
-        length: tokens that the model must accept; positions are extended where needed.
-        config_overrides: fields of the config, such as `num_labels=3`.
+    """Load an encoder for a task, or a causal model, that accepts `length` tokens.
 
     Returns:
         The model, and notes on new parameters, unused weights and extended positions.
 
     Raises:
-        UserError: No such model, another kind of model, a damaged file, an unknown field, or missing weights in the
-            body.
+        UserError: No such model, another kind of model, a damaged file, an unknown field of the config, or missing
+            weights in the body.
     """
     config = load_config(name_or_path, kind=CAUSAL if auto_class is AutoModelForCausalLM else MASKED)
     if type(config) not in auto_class._model_mapping:
@@ -259,12 +247,7 @@ def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
 
 
 def load_config(name_or_path: str, choice: str = "", kind: ModelKind = MASKED) -> PreTrainedConfig:
-    """The config of an encoder with a masked-LM head, or of a causal model.
-
-    Args:
-        name_or_path: folder, or name on the Hub.
-        choice: the model types that the error for another kind names; by default those of the kind.
-        kind: of model.
+    """The config of an encoder with a masked-LM head, or of a causal model; errors name the types of `choice`.
 
     Raises:
         UserError: No such folder or name, no config in it, or another kind of model.
@@ -293,15 +276,10 @@ def load_config(name_or_path: str, choice: str = "", kind: ModelKind = MASKED) -
 def load_tokenizer(
     name_or_path: str, config: PreTrainedConfig | None = None, padded: bool = True
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub name.
-
-    Args:
-        name_or_path: folder, or name on the Hub.
-        config: of the model that it must fit.
-        padded: whether it must have a padding token.
+    """The tokenizer of a folder or Hub name, which must fit the model's config if there is one.
 
     Raises:
-        UserError: There is none, it has no padding token, or it does not fit `config`.
+        UserError: There is none, it lacks a padding token though `padded`, or it does not fit.
     """
     tokenizer = scripting.load_tokenizer(name_or_path, required=True)
     if padded and tokenizer.pad_token_id is None:

@@ -27,15 +27,10 @@ def make_card(
     metrics: dict[str, tuple[str, str]],
     **own: Any,
 ) -> str:
-    """Fill a template of `model_cards/` from a run.
+    """Fill a template of `model_cards/` from what `metrics.json` holds.
 
-    Args:
-        template: name of the file.
-        recipe: of the run.
-        figures: what `metrics.json` holds.
-        task: the Hub's pipeline tag.
-        metrics: for the header: type, and name and key in `figures` of each metric.
-        own: fields that only this template has.
+    `task` is the Hub's pipeline tag; `metrics` gives the name and the figure of each metric in the header; `own` are
+    the fields that only this template has.
     """
     dataset = {"dataset_type": "text", "dataset_name": "held-out documents of the training corpus"}
     metadata = cards.metadata(

@@ -91,15 +91,10 @@ def save_checkpoint(
     data_state: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Write a checkpoint of everything that `accelerator` has prepared; called by every process.
+    """Write a checkpoint of everything that `accelerator` has prepared, and of this process's `data_state`.
 
-    Args:
-        accelerator: its model, optimizer, registered schedule, scaler and random states are saved.
-        output_dir: of the run.
-        counters: the run's progress.
-        recipe: compared with the recipe of the run that resumes.
-        data_state: the data position of this process.
-        keep: number of checkpoints to keep; older ones are removed once the new one is complete.
+    Called by every process. Once it is complete, only the newest `keep` checkpoints stay. The recipe is compared with
+    that of the run that resumes.
     """
     final = output_dir / _FOLDER / f"{_PREFIX}{counters.step:08d}"
     unfinished = final.with_name(final.name + _UNFINISHED)

@@ -29,7 +29,7 @@ class ParameterGroup:
 
 
 def read_groups(entries: Iterable[Any]) -> list[ParameterGroup]:
-    """The entries of a recipe's `parameter_groups`, checked.
+    """The entries of a recipe's `parameter_groups`.
 
     Raises:
         UserError: An entry is not a section, or has an unknown key or an invalid value.
@@ -49,15 +49,12 @@ def _read_group(entry: Any) -> ParameterGroup:
     try:
         re.compile(group.match)
     except (re.error, TypeError) as error:
-        raise UserError(
-            f"`parameter_groups`: `match` {group.match!r} is not a regular expression ({error}). Escape special "
-            "characters: layer\\.0\\."
-        ) from error
+        raise UserError(f"`parameter_groups`: `match` {group.match!r} is not a regular expression: {error}.") from error
     rate, frozen = group.learning_rate, group.frozen_steps
     if rate is not None and (type(rate) not in (int, float) or not 0 < rate < math.inf):
         raise UserError(
-            f"`parameter_groups`: `learning_rate` of {group.match!r} is {rate!r}, but must be a number above 0. To "
-            "freeze the group, set its `frozen_steps` to `max_steps`."
+            f"`parameter_groups`: `learning_rate` of {group.match!r} is {rate!r}, but must be above 0. To freeze the "
+            "group, set its `frozen_steps` to `max_steps`."
         )
     if type(frozen) is not int or frozen < 0:
         raise UserError(f"`parameter_groups`: `frozen_steps` of {group.match!r} is {frozen!r}, but must be 0 or more.")
@@ -88,14 +85,8 @@ def check_groups(
 ) -> None:
     """Check that every group has parameters to train, and that every update changes something.
 
-    Args:
-        names: all parameters of the model.
-        groups: of the recipe.
-        max_steps: updates of the run.
-        trained: the parameters that the loss depends on; by default all.
-
     Raises:
-        UserError: A group without effect, or an update without one.
+        UserError: A group without effect on `trained` (by default all `names`), or an update without one.
     """
     owners = assign(names, groups)
     frozen = min(0 if (owner := owners[name]) is None else owner.frozen_steps for name in trained or names)
@@ -124,15 +115,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: matrices and embeddings decay, vectors (biases and norms) do not.
 
-    Args:
-        model: parameters that need no gradient are left out; those that are frozen for the whole run stop needing one.
-        weight_decay: of the matrices.
-        learning_rate: peak of parameters without a group, and of groups without a rate.
-        groups: of the recipe.
-        max_steps: updates of the run.
-
-    Returns:
-        The unmatched parameters first, then group by group, each with the `frozen_steps` that `drop_frozen` reads.
+    Parameters that are frozen for the whole run stop needing a gradient; those that need none are left out. Each group
+    has the `frozen_steps` that `drop_frozen` reads.
     """
     owners = assign([name for name, _ in model.named_parameters()], groups)
     found = []
@@ -153,13 +137,9 @@ def parameter_groups(
 
 
 def drop_frozen(optimizer: Optimizer, step: int) -> None:
-    """Drop the gradients of groups that are frozen at this step.
+    """Drop the gradients of groups that are frozen after `step` updates.
 
     A parameter without a gradient does not enter the norm or AdamW's moments, does not decay, and stays bitwise equal.
-
-    Args:
-        optimizer: with groups from `parameter_groups`.
-        step: updates done so far.
     """
     for group in optimizer.param_groups:
         if step < group.get("frozen_steps", 0):

@@ -40,15 +40,10 @@ class Evaluation:
 
 
 def split_update(rows: int, batch_size: int, processes: int) -> tuple[int, int]:
-    """Rows in a forward pass, and passes in an update on each process; the global batch is the same on any number.
-
-    Args:
-        rows: blocks in an update, over all processes.
-        batch_size: most blocks that a process takes in one pass.
-        processes: number of processes.
+    """Rows in a forward pass and passes in an update on each process, for the same global batch on any number.
 
     Raises:
-        UserError: The rows cannot be shared evenly.
+        UserError: The `rows` of an update cannot be shared evenly.
     """
     if rows % processes:
         raise UserError(
@@ -105,14 +100,9 @@ def evaluate(
     batch_size: int,
     next_token: bool = False,
 ) -> Evaluation:
-    """Loss and accuracy at the labels; every row counts once, on any number of processes.
+    """Loss and accuracy at the labels of held-out rows, each counted once on any number of processes.
 
-    Args:
-        accelerator: its processes share the rows.
-        model: returns logits at every position in eval mode.
-        held_out: rows of `input_ids`, `attention_mask` and `labels`, all of the same length.
-        batch_size: rows in a forward pass.
-        next_token: whether the logits at a position are for the label of the next one.
+    With `next_token`, the logits at a position are for the label of the next one.
     """
     was_training, no_state = model.training, {"use_cache": False} if next_token else {}
     model.eval()

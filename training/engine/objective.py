@@ -22,7 +22,7 @@ Rows = Sequence[dict[str, Tensor]]
 
 
 class Objective(ABC):
-    """An objective whose defaults suit a model that returns its own loss.
+    """An objective; the defaults suit a model that returns its own loss. Methods raise `UserError` for bad input.
 
     Attributes:
         kind: of model.
@@ -39,11 +39,7 @@ class Objective(ABC):
     plateau_gain: ClassVar[float] = 0.0
 
     def check(self, recipe: RunRecipe) -> None:
-        """Check a recipe before anything is written.
-
-        Raises:
-            UserError: The recipe does not fit the objective.
-        """
+        """Check a recipe before anything is written."""
         return
 
     # ---- tokenizer and rows ----
@@ -57,44 +53,21 @@ class Objective(ABC):
     def adapt_tokenizer(
         self, tokenizer: PreTrainedTokenizerBase, name: str, new_model: bool
     ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-        """A loaded tokenizer as the model needs it, and notes on what was changed.
-
-        Args:
-            tokenizer: as loaded.
-            name: its origin, for messages.
-            new_model: whether its vocabulary may still grow.
-
-        Raises:
-            UserError: It cannot be adapted.
-        """
+        """A loaded tokenizer as the model needs it, and notes; the vocabulary may grow only for a new model."""
         return tokenizer, []
 
     @abstractmethod
     def check_tokenizer(self, recipe: RunRecipe, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
-        """Check that the recipe's texts can be used with a tokenizer, in at most `longest` tokens.
-
-        Raises:
-            UserError: One cannot.
-        """
+        """Check that the recipe's sample texts can be used with a tokenizer, in at most `longest` tokens."""
 
     @abstractmethod
     def row_format(self, recipe: RunRecipe, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
-        """How text is cut to rows, and their labels.
-
-        Raises:
-            UserError: The tokenizer cannot make these rows.
-        """
+        """How text is cut to rows, and their labels."""
 
     # ---- training ----
 
     def make_module(self, model: PreTrainedModel, recipe: RunRecipe, accelerator: Accelerator) -> nn.Module:
-        """The module that is called with a batch and returns a `loss`; it contains the model that is trained.
-
-        For a model from a checkpoint it is made before anything is written.
-
-        Raises:
-            UserError: The model does not fit the objective.
-        """
+        """The module that is called with a batch and returns a `loss`; it contains the model that is trained."""
         return model
 
     def trained(self, module: nn.Module, accelerator: Accelerator) -> nn.Module:

@@ -127,14 +127,7 @@ def read_tokens(tokenizer: PreTrainedTokenizerBase, data: str, text_column: str,
 
 @torch.no_grad()
 def score(model: PreTrainedModel, tokens: np.ndarray, length: int, mode: str, settings: Settings) -> Scores:
-    """Losses of all tokens in sequences of `length`.
-
-    Args:
-        model: a causal model in eval mode.
-        tokens: int64 [a multiple of length].
-        length: of the context.
-        mode: "carried" or "sliding".
-        settings: part, stride and rows.
+    """Losses of all tokens in sequences of `length`, which divides their number.
 
     Raises:
         UserError: The window exceeds the model's positions.
@@ -179,10 +172,6 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 def evaluate(folder: str, settings: Settings) -> dict[str, Any]:
     """Evaluate a model at all lengths.
-
-    Args:
-        folder: of the model, or its name on the Hub.
-        settings: what to score, and how.
 
     Returns:
         Figures for JSON: `model`, `mode`, `parameters`, and for every length `loss`, `perplexity` and `state_bytes`;

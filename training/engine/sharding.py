@@ -34,13 +34,6 @@ def prepare_model(
 ) -> tuple[nn.Module, Optimizer]:
     """`accelerator.prepare`, with the settings that the sharding backends need.
 
-    Args:
-        accelerator: with the number of passes in an update already set.
-        model: to be trained.
-        optimizer: of its parameters.
-        recipe: of the run.
-        micro_batch: rows in a forward pass.
-
     Raises:
         UserError: The recipe asks DeepSpeed to skip updates or to unfreeze parameters, which it cannot.
     """

@@ -96,13 +96,7 @@ def make_start(
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Start:
-    """Make or load the model, and what the objective needs beside it.
-
-    Args:
-        recipe: of the run.
-        objective: of the run.
-        accelerator: of the run.
-        tokenizer: for a new model.
+    """Make or load the model, and what the objective needs beside it; a new model needs the tokenizer.
 
     Raises:
         UserError: A checkpoint is damaged, or the model does not fit the objective.

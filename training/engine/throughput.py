@@ -31,12 +31,7 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: 
 
 
 def forward_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
-    """Floating-point operations of a forward pass in training mode: matrix products, convolutions and attentions.
-
-    Args:
-        model: on the batch's device; its mode and the random state are restored.
-        batch: its arguments.
-    """
+    """Floating-point operations of a forward pass in training mode; mode and random state are restored."""
     was_training, random_state = model.training, torch.get_rng_state()
     model.train()
     fused = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}  # PyTorch knows the others
@@ -48,12 +43,7 @@ def forward_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
 
 
 def training_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
-    """Floating-point operations of a training step per token; a backward pass takes twice those of the forward pass.
-
-    Args:
-        model: returns a loss, on the batch's device.
-        batch: its arguments with labels; one row is enough.
-    """
+    """Floating-point operations of a training step per token; a backward pass takes twice those of the forward pass."""
     return 3.0 * forward_flops(model, batch) / batch["attention_mask"].sum().item()
 
 

@@ -161,24 +161,22 @@ def check_pair(student: PreTrainedConfig, teacher: PreTrainedConfig, recipe: Tra
         UserError: The student is no model of luna_hf; or the teacher is a decoder, differs in shape, vocabulary or
             position of the norms, or takes shorter texts than the recipe's blocks.
     """
-    start, name = recipe.model_name_or_path, recipe.teacher
+    begin, name = recipe.model_name_or_path, recipe.teacher
     if not isinstance(student, BoundedMemoryConfig):
         raise UserError(
-            f"`model_name_or_path` {start} is a {student.model_type} checkpoint, but only models of luna_hf can be "
+            f"`model_name_or_path` {begin} is a {student.model_type} checkpoint, but only models of luna_hf can be "
             "trained layer by layer. Convert it first: conversion/roberta_to_abc.py."
         )
-    if getattr(teacher, "is_decoder", False):
-        raise UserError(f"`teacher` {name} is a decoder (`is_decoder` is true). Name an encoder.")
-    for field in ("hidden_size", "num_hidden_layers", "vocab_size", "pad_token_id", "norm_first"):
-        own, other = getattr(student, field), getattr(teacher, field, False if field == "norm_first" else None)
+    for field in ("is_decoder", "hidden_size", "num_hidden_layers", "vocab_size", "pad_token_id", "norm_first"):
+        own = getattr(student, field)
+        other = getattr(teacher, field, False if isinstance(own, bool) else None)
         if own != other:
             raise UserError(
-                f"`teacher` {name} has {field} {other}, but {start} has {own}. Name the model that it was made from."
+                f"`teacher` {name} has {field} {other}, but {begin} has {own}. Name the model that it was made from."
             )
     if recipe.block_size > longest_input(teacher):
         raise UserError(
-            f"`block_size` is {recipe.block_size}, but `teacher` {name} takes at most {longest_input(teacher)} tokens. "
-            "Lower `block_size`."
+            f"`block_size` is {recipe.block_size}, but `teacher` {name} takes at most {longest_input(teacher)} tokens."
         )
 
 
