@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,10 +15,9 @@ from data import masking, prepare, rows
 from data.tokenizer import train_causal_tokenizer
 from engine import log, loop
 from gpt2_files import gpt2_folder
-from helpers import FAMILIES, ROOT, code_name, slots_of, tiny_model, tiny_tokenizer
+from helpers import FAMILIES, code_name, slots_of, tiny_model, tiny_tokenizer
 from huggingface_hub import ModelCard
 from objectives.causal import CausalObjective, continue_text
-from test_training import environment
 from tiny_training import (
     CAUSAL,
     SETTINGS,
@@ -191,11 +188,14 @@ def test_card_is_what_the_hub_reads_and_its_figures_are_those_of_the_run(trained
 
 def test_training_continues_from_a_causal_checkpoint(trained, corpus, tmp_path, capsys):
     _, folder, _ = trained
-    longer = {"block_size": 64, "global_batch_tokens": 256, "model_name_or_path": folder, "learning_rate": 1e-4}
+    # Blocks may be longer than the positions of a family, which its decoders do not have.
+    size = 64 if trained[0] == "gpt2" else 128
+    longer = {"block_size": size, "global_batch_tokens": 256, "model_name_or_path": folder, "learning_rate": 1e-4}
     assert start(pretrain_clm, without_model_section(words(tmp_path / "out", data=corpus, **longer))) == 0
     assert "Positions" not in capsys.readouterr().out
     again = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert again["held_out_loss"] < again["unigram_loss"] - 1.0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 64 or trained[0] != "gpt2"
     assert "from `out`" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -288,19 +288,6 @@ def test_streamed_rows_are_open_as_well(corpus, tmp_path, monkeypatch):
     assert torch.equal(torch.cat([batch["labels"] for batch in seen[0]])[:, 1:], ids[:, 1:])
 
 
-@pytest.mark.slow
-def test_two_processes_make_the_run_of_one(corpus, tmp_path):
-    options = {"data": corpus, "max_steps": 4, "batch_size": 2, "save_steps": 4, "eval_steps": 4}
-    run(tmp_path / "one", **options)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *launcher, SCRIPT, *words(tmp_path / "two", **options)]
-    process = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    assert "2 pass(es) of 2 on each of 2 process(es)" in process.stdout
-    for one, two in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
-        assert one[:2] == two[:2] and one[2] == pytest.approx(two[2], rel=1e-4)
-
-
 # ---- options and mistakes ----
 
 
@@ -316,12 +303,6 @@ def test_half_precision_and_recomputed_states_learn_as_well(corpus, tmp_path, fr
     options = {"gradient_checkpointing": "true", "mixed_precision": "bf16", "max_steps": 40, "learning_rate": 2e-2}
     figures = run(tmp_path / "out", data=corpus, save_steps=20, eval_steps=20, **options)
     assert figures["gain_nats"] > 1.0
-
-
-def test_blocks_may_be_longer_than_the_positions_of_a_family(corpus, tmp_path):
-    figures = run(tmp_path / "out", data=corpus, block_size=80, global_batch_tokens=160)
-    assert figures["longest_input"] is None
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length > 10**9
 
 
 @pytest.mark.parametrize(
@@ -363,5 +344,3 @@ def test_encoders_and_causal_models_are_not_confused(tmp_path, trained):
 def test_types_that_are_encoders_by_default_become_causal():
     config = models.make_config({"model_type": "roberta"}, None, 300, models.CAUSAL)
     assert config.is_decoder and not models.make_config({"model_type": "roberta"}, None, 300).is_decoder
-    with pytest.raises(UserError, match="is_decoder"):
-        models.make_config({"model_type": "roberta", "is_decoder": True}, None, 300)
