@@ -55,7 +55,7 @@ def test_card_is_filled_completely_and_names_no_folder_of_the_machine(made):
     assert not re.search(r"\$\{?\w", content)
     machine = [str(folder), str(ROOT), str(Path.home()), os.getcwd(), socket.gethostname()]
     assert [name for name in machine if name in content] == []
-    # Absolute paths of any kind: a slash that starts a word and goes on to another.
+    # Absolute paths of any kind: a slash that starts a word and leads to another.
     assert re.findall(r"(?<![\w:.<`/])/\w+/", content) == []
     assert "--output_dir checkpoint" in content and "--data texts" in content
 

@@ -12,7 +12,7 @@ from variants import COMMON, ROWS
 
 from luna_hf import FAMILIES
 
-# Every head, and the variants whose parameters only some losses reach.
+# Every head, and the variants with parameters that only some losses reach.
 CASES = [(kind, {}) for kind in MODELS if kind != "base"]
 CASES += [("mlm", COMMON["prenorm-sinusoidal"]), ("mlm", COMMON["convolution-segments-untied"])]
 CASES += [("mlm", {"sparse_prediction": True})]

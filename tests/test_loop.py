@@ -78,7 +78,7 @@ def test_schedule(power):
 
 
 class Breaks(nn.Module):
-    """A model whose loss is not finite in chosen calls."""
+    """A model with a loss that is not finite in chosen calls."""
 
     def __init__(self, bad_calls):
         super().__init__()

@@ -19,7 +19,6 @@ from tiny_training import (
     same_weights,
     small_model,
     start,
-    weights,
     write_corpus,
 )
 
@@ -134,15 +133,6 @@ def test_a_group_that_was_frozen_begins_with_fresh_moments(tmp_path):
     assert step.median().item() == pytest.approx(rate, rel=0.05)
 
 
-def test_part_by_part_is_the_whole_batch(tmp_path):
-    one, _, _ = trained(tmp_path / "a", [PACK, FIRST], 4, passes=1)
-    three, _, _ = trained(tmp_path / "b", [PACK, FIRST], 4, passes=3)
-    start = dict(small_model("luna").named_parameters())
-    for name in one:  # AdamW turns rounding of tiny gradients into whole steps, so only the bulk is compared
-        difference, moved = (one[name] - three[name]).abs(), (one[name] - start[name]).abs()
-        assert difference.median() <= 1e-2 * moved.median() + 1e-7, name
-
-
 # ---- whole runs ----
 
 ENTRIES = "[{match: pack, learning_rate: 1e-2, frozen_steps: 3}, {match: word_embeddings, frozen_steps: 100}]"
@@ -174,19 +164,10 @@ def test_killed_and_resumed_is_uninterrupted(corpus, tmp_path, monkeypatch, caps
     assert losses(tmp_path / "out") == losses(uninterrupted) and same_weights(tmp_path / "out", uninterrupted)
 
 
-def test_card_and_log_show_the_recipe_s_groups_and_main_rate(uninterrupted):
+def test_card_and_log_show_the_groups_and_the_main_rate(uninterrupted):
     assert "match: word_embeddings" in (uninterrupted / "README.md").read_text()
     rates = log.RunLog(uninterrupted / "log.jsonl", True, resume_step=99).series("train", "learning_rate")[1]
     assert max(rates) <= 3e-3
-
-
-def test_the_word_embeddings_stay_as_they_began(corpus, tmp_path, uninterrupted):
-    begin = {**OPTIONS, "max_steps": 1, "parameter_groups": "[{match: word_embeddings, frozen_steps: 1}]"}
-    run(tmp_path / "out", data=corpus, **begin)
-    first, last = weights(tmp_path / "out"), weights(uninterrupted)
-    name = "luna.embeddings.word_embeddings.weight"
-    assert torch.equal(first[name], last[name])
-    assert not torch.equal(first["lm_head.dense.weight"], last["lm_head.dense.weight"])
 
 
 # ---- mistakes ----

@@ -95,7 +95,7 @@ def test_every_token_but_the_first_is_predicted():
 
 
 @pytest.mark.parametrize("family", ["luna", "gpt2"])
-def test_evaluation_is_the_model_s_own_loss_and_the_targets_are_what_it_is_a_mean_over(family):
+def test_evaluation_and_targets_agree_with_the_loss_of_the_model(family):
     fields = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
     config = models.make_config({"model_type": family, **fields}, None, 60, models.CAUSAL)
@@ -213,7 +213,7 @@ def test_a_trained_tokenizer_starts_a_text_and_leaves_its_end_open(tmp_path, tra
         padded = loaded(["a", "a rose is"], padding=True)["input_ids"]
         assert padded[0][0] == 1 and padded[0][-1] != 1  # on the left
         assert loaded("<s>", add_special_tokens=False, split_special_tokens=True)["input_ids"] != [0]
-    # Beside a config of a family, whose encoders have RoBERTa's tokenizer, as well.
+    # Also beside the config of a family, though its encoders have RoBERTa's tokenizer.
     _, folder, _ = trained
     beside = AutoTokenizer.from_pretrained(folder)
     assert beside("a")["input_ids"] == [0, beside.convert_tokens_to_ids("a")]
@@ -232,7 +232,7 @@ def test_a_tokenizer_that_ends_every_text_is_adapted(corpus, tmp_path, capsys):
     assert loaded.get_vocab() == original.get_vocab()
 
 
-def test_gpt2_s_tokenizer_gets_a_padding_token(corpus, tmp_path, capsys):
+def test_the_tokenizer_of_gpt2_gets_a_padding_token(corpus, tmp_path, capsys):
     folder = gpt2_folder(tmp_path / "gpt2", merges=40)
     backend = AutoTokenizer.from_pretrained(folder, tokenizer_type="gpt2")
     backend.save_pretrained(folder)

@@ -125,17 +125,6 @@ def test_continued_recipes_have_the_optimisation_of_roberta_and_a_rate_for_new_p
         assert {key.partition(".")[2] for key in set(names) - owned} <= roberta  # the group has all that is new
 
 
-@pytest.mark.parametrize("path", TRANSFERS, ids=lambda path: path.stem)
-def test_transfer_recipes_begin_with_new_parameters(path):
-    loaded = load(path)
-    new, others = loaded.groups
-    assert new.frozen_steps == 0 and others.match == ""
-    if path.stem == "tiny":
-        assert others.frozen_steps >= loaded.max_steps and others.learning_rate is None
-    else:
-        assert 0 < others.frozen_steps <= loaded.max_steps / 2 and others.learning_rate < loaded.learning_rate
-
-
 @pytest.mark.parametrize(
     ("name", "blocks", "steps", "warmup", "tokens", "parameters"),
     [

@@ -205,7 +205,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def teacher(corpus, tmp_path_factory):
-    """A RoBERTa of two layers whose maps are not flat."""
+    """A RoBERTa of two layers with maps that are not flat."""
     folder = write_teacher(tmp_path_factory.mktemp("teacher") / "out", corpus, model__num_hidden_layers=2)
     model = AutoModelForMaskedLM.from_pretrained(folder)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the tests of `training/` share: the scripts on the path, a small corpus, and a run that takes a second."""
+"""What the tests of `training/` share: a small corpus, and runs that take less than a second."""
 
 import json
 import random
@@ -89,7 +89,7 @@ def write_student(folder: Path, teacher: Path, model_class: type = AbcForMaskedL
 
 
 def truncated(folder, copy):
-    """A copy of a checkpoint whose download was cut off: half of the weights is missing."""
+    """A copy of a checkpoint without the second half of its weights file, as after an interrupted download."""
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.md", "log.jsonl", "metrics.json"))
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

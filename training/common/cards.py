@@ -51,7 +51,7 @@ def metadata(
         base_model: folder or Hub name that the model was made from; only names on the Hub are stated.
         tags: further tags.
         results: the measured figures.
-        fields: other fields of `ModelCardData`; those that are empty are left out.
+        fields: other fields of `ModelCardData`; empty ones are omitted.
     """
     return ModelCardData(
         library_name="transformers",

@@ -60,7 +60,7 @@ CAUSAL = ModelKind(
 )
 # Attention backends that a recipe may choose; transformers' default is sdpa.
 _BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-# Types whose position table begins with rows up to the padding token, and whose config counts these rows.
+# Types with a position table that begins with rows up to the padding token, which the config counts.
 _COUNTS_PAD_ROWS = {
     *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),

@@ -19,13 +19,12 @@ import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from luna_hf.scripting import UserError
 
-RecipeType = TypeVar("RecipeType")
 Values = dict[str, Any]
 
 TRAINING = Path(__file__).resolve().parents[1]
@@ -103,16 +102,6 @@ def parse(
     return tuple(_make(one, values, source) for one in classes)
 
 
-def load_recipe(
-    recipe_class: type[RecipeType],
-    path: str | Path,
-    words: Sequence[str] = (),
-    adapt: Callable[[Values, Values], None] | None = None,
-) -> RecipeType:
-    """Read one dataclass from a recipe and overrides; see `parse`."""
-    return parse([recipe_class], [str(path), *words], recipe="required", adapt=adapt)[0]
-
-
 def read_yaml(path: Path) -> Values:
     """The keys and values of a YAML file.
 
@@ -163,19 +152,13 @@ def _kinds(one: type) -> dict[str, tuple[Any, ...]]:
 
 
 def _name(kind: Any) -> str:
-    names = {
-        **{int: "a whole number", float: "a number", bool: "true or false", type(None): "null"},
-        str: "text (in quotes if YAML reads it as something else)",
-    }
-    if kind in names:
-        return names[kind]
-    if get_origin(kind) is Literal:
-        return " or ".join(map(repr, get_args(kind)))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return ", ".join(str(choice.value) for choice in kind)
-    if get_origin(kind) is list:
-        return f"a list ({_name(get_args(kind)[0])})" if get_args(kind)[0] is not Any else "a list"
-    return "a section of `key: value` lines"
+    """What a type is called in messages."""
+    if kind is str:
+        return "text (in quotes if YAML reads it as something else)"
+    if get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        return " or ".join(repr(getattr(choice, "value", choice)) for choice in get_args(kind) or kind)
+    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null", list: "a list"}
+    return names.get(get_origin(kind) or kind, "a section of `key: value` lines")
 
 
 def _accepts(kind: Any, value: Any) -> bool:

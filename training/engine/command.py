@@ -17,24 +17,13 @@ _STOPPED = "the same command resumes from the last checkpoint, if there is one"
 
 
 class Command:
-    """A pretraining command.
-
-    Args:
-        name: of the script, `pretrain_mlm`.
-        description: its docstring.
-        recipe_class: the keys of its recipes.
-        objective: what it minimises.
-    """
+    """A pretraining command: the name and docstring of its script, the keys of its recipes, and its objective."""
 
     def __init__(self, name: str, description: str, recipe_class: type[RunRecipe], objective: type[Objective]) -> None:
         self.name, self.description, self.recipe_class, self.objective = name, description, recipe_class, objective
 
     def read_recipe(self, path: str | Path, words: Sequence[str] = ()) -> Any:
-        """A recipe with the overrides of the command line.
-
-        Raises:
-            UserError: See `options.parse` and the recipe's class.
-        """
+        """A recipe with overrides; raises the `UserError`s of `options.parse` and of the recipe's class."""
         return self._parse([str(path), *words])
 
     def pretrain(self, recipe: RunRecipe, command: str) -> dict[str, Any] | None:

@@ -115,7 +115,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: matrices and embeddings decay, vectors (biases and norms) do not.
 
-    Parameters that are frozen for the whole run stop needing a gradient; those that need none are left out. Each group
+    Parameters that are frozen for the whole run stop needing a gradient; those that need none are omitted. Each group
     has the `frozen_steps` that `drop_frozen` reads.
     """
     owners = assign([name for name, _ in model.named_parameters()], groups)

@@ -25,7 +25,7 @@ from engine.recipe import RunRecipe
 from engine.sharding import check_backend
 from luna_hf.scripting import UserError
 
-# Held-out rows whose attention is probed.
+# Held-out rows for the probe of attention.
 _PROBED = 8
 
 

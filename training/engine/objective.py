@@ -75,7 +75,7 @@ class Objective(ABC):
         return module
 
     def targets(self, batch: dict[str, Tensor]) -> Tensor:
-        """The number of targets that the loss is a mean over, by which the parts of an update are weighted."""
+        """The number of targets that the loss is a mean over, which weights the parts of an update."""
         return (batch["labels"] != -100).sum()
 
     def flops_per_token(self, module: nn.Module, sample: dict[str, Tensor]) -> float:

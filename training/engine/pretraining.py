@@ -40,12 +40,7 @@ from luna_hf.scripting import write_json, write_text
 
 
 def pretrain(recipe: RunRecipe, command: str, objective: Objective) -> dict[str, Any] | None:
-    """Start or resume a run.
-
-    Args:
-        recipe: of the run.
-        command: the command line, for the card.
-        objective: what to minimise.
+    """Start or resume a run; `command` is the command line for the card.
 
     Returns:
         The content of `metrics.json`; `None` if a signal stopped the run.

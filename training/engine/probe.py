@@ -1,8 +1,8 @@
 """Statistics of a model's attention on a batch: the entropy of its maps, and the similarity of its memory's slots.
 
 At initialisation, the maps of Luna and of ABC's learned control are uniform, and all slots hold the mean of the tokens:
-entropies and similarity are near 1. They fall as soon as a model uses its context. A model whose loss stays near the
-unigram entropy, and whose statistics stay near 1, has not started to.
+entropies and similarity are near 1. They fall as soon as a model uses its context. If they and a loss near the
+unigram entropy do not change, it has not started to.
 """
 
 from collections.abc import Iterator

@@ -144,12 +144,7 @@ class RunRecipe:
             raise UserError("Name a `tokenizer`, or train one (`--train_tokenizer --vocab_size 50265`).")
 
     def require(self, names: tuple[str, ...], accepts: Any, allowed: str) -> None:
-        """Check values of the recipe.
-
-        Args:
-            names: keys.
-            accepts: function of the value; a false result refuses it.
-            allowed: completes "must be ..." in the message.
+        """Check values with a function that is false for bad ones; `allowed` completes the message "must be ...".
 
         Raises:
             UserError: A value is refused.

@@ -176,7 +176,7 @@ def continue_text(
 
 @torch.no_grad()
 def state_bytes(model: PreTrainedModel) -> int | None:
-    """Bytes of the decoding state of a luna_hf model; `None` for other models, whose cache grows."""
+    """Bytes of the decoding state of a luna_hf model; `None` for other models, with a growing cache."""
     if model.config.model_type not in FAMILIES:
         return None
     cache = MemoryCache(model.config)
