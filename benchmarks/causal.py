@@ -4,7 +4,7 @@
 
 The contenders: `causal_scan` alone, the core of Luna's causal attention (its pack weights given) and that of causal ABC
 (its slot logits given), the same operators written with cumulative sums of outer products, and softmax attention
-through `scaled_dot_product_attention(is_causal=True)`. See benchmarks/README.md for the protocol.
+through `scaled_dot_product_attention(is_causal=True)`. See docs/speed.md for the protocol.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 One interleaved run: every round times every model once at every length, in an order that rotates from round to round.
 Results are medians over the rounds of the ratios within a round, so that a machine that slows down for a minute slows
-all models. See benchmarks/README.md for the protocol and the commands of the published results.
+all models. See docs/speed.md for the protocol and the commands of the published results.
 """
 
 import argparse

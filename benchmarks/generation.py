@@ -3,7 +3,7 @@
     python benchmarks/generation.py --check-floors
 
 The timed call is one decoding step as in `generate`: the model's forward of one token with its cache. The models have
-the same size and random weights. See benchmarks/README.md for the protocol.
+the same size and random weights. See docs/speed.md for the protocol.
 """
 
 import argparse

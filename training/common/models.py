@@ -160,7 +160,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
     if isinstance(config, BoundedMemoryConfig) and (reason := config.fixed_length()):
         raise UserError(
             f"The model cannot be extended from {trained:,} to {length:,} tokens, since {reason}. Shorten the inputs, "
-            f"or convert the original model with `--max-length {length}` (conversion/README.md)."
+            f"or convert the original model with `--max-length {length}` (docs/warm-start.md)."
         )
     added = length - trained
     embeddings = getattr(model.base_model, "embeddings", None)
