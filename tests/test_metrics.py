@@ -1,8 +1,9 @@
-"""The module of metrics: which ones each task reports, which side is the truth, and what degenerate cases give."""
+"""Metrics of the tasks: which ones each reports, which side is the truth, degenerate cases, and the best run."""
 
 import evaluate
 import pytest
 from helpers import ROOT
+from tasks.report import choose
 
 FOLDER = ROOT / "training" / "tasks" / "metrics" / "scores"
 # Three of four are right; the truth has one positive, the answers two. 2 * 1 / (1 + 2) and 2 * 2 / (2 + 3).
@@ -43,3 +44,15 @@ def test_what_is_undefined_counts_as_zero():
     assert found == pytest.approx({"spearmanr": 4.5 / (4.5 * 5) ** 0.5, "pearson": 13.5 / (52.75 * 5) ** 0.5})
     with pytest.raises(KeyError, match="sst-2"):
         scores("sst-2", [0], [0])
+
+
+def test_the_best_error_is_the_smallest():
+    shared = {"model": "m", "learning_rate": 1.0, "dropout": None, "development": "dev", "main_metric": "mse"}
+    errors = {(8, 1): 0.5, (8, 2): 0.3, (16, 1): 0.1, (16, 2): 0.9}
+    results = [
+        {**shared, "batch_size": batch, "seed": seed, "scores": {"dev": {"mse": error}}}
+        for (batch, seed), error in errors.items()
+    ]
+    best, setting = choose(results, greater_is_better=False)
+    assert (best["batch_size"], best["seed"]) == (8, 2)
+    assert (setting["median"], setting["best"], setting["worst"]) == (0.4, 0.3, 0.5)

@@ -85,14 +85,11 @@ def unique_labels(models: list[str]) -> dict[str, str]:
         UserError: A model occurs twice.
     """
     parts = {model: Path(model).absolute().parts[1:] for model in models}
-    if len(set(parts.values())) < len(models):
-        raise UserError(f"--model_name_or_path names a model twice: {' '.join(models)}.")
-    labels: dict[str, str] = {}
-    depth = 0
-    while len(set(labels.values())) < len(models):
-        depth += 1
+    for depth in range(1, max(map(len, parts.values())) + 1):
         labels = {model: "-".join(parts[model][-depth:]) for model in models}
-    return labels
+        if len(set(labels.values())) == len(models):
+            return labels
+    raise UserError(f"--model_name_or_path names a model twice: {' '.join(models)}.")
 
 
 def read_run(folder: Path) -> dict[str, Any]:

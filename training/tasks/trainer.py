@@ -189,7 +189,8 @@ def damage(checkpoint: Path) -> str | None:
             return f"{path.name} is missing"
         try:
             if path.suffix == ".safetensors":
-                safe_open(path, framework="pt").__enter__()  # compares the length of the file with its header
+                with safe_open(path, framework="pt"):  # compares the length of the file with its header
+                    pass
             elif path.suffix == ".json":
                 read_state(checkpoint)
             elif not zipfile.is_zipfile(path):
