@@ -204,14 +204,17 @@ def test_text_or_cache_that_fails_later_is_named(tmp_path, tokenizer, monkeypatc
 # ---- blocks and their order ----
 
 
-@pytest.mark.parametrize("block_size", [3, 7, 32])
-def test_every_token_is_in_exactly_one_block(block_size):
+@pytest.mark.parametrize("ends", [[2], []])
+@pytest.mark.parametrize("block_size", [3, 32])
+def test_every_token_is_in_exactly_one_block(block_size, ends):
     tokens = [random.Random(block_size).randrange(4, 99) for _ in range(64)]
-    blocks = Blocks(store_of(tokens), Frame(block_size, first=0, last=2))
+    blocks = Blocks(store_of(tokens), Frame(block_size, 0, ends[0] if ends else None))
     cut = [blocks[index] for index in range(len(blocks))]
-    assert {len(block) for block in cut[:-1]} == {block_size} and 3 <= len(cut[-1]) <= block_size
-    assert all((block[0], block[-1], block.dtype) == (0, 2, np.int64) for block in cut)
-    assert [token for block in cut for token in block[1:-1]] == tokens
+    assert {len(block) for block in cut[:-1]} == {block_size} and 2 <= len(cut[-1]) <= block_size
+    inner = [block[1 : len(block) - len(ends)].tolist() for block in cut]
+    assert [token for part in inner for token in part] == tokens
+    assert [block.tolist() for block in cut] == [[0, *part, *ends] for part in inner]
+    assert all(block.dtype == np.int64 for block in cut)
     with pytest.raises(IndexError):
         blocks[len(blocks)]
 
@@ -451,8 +454,11 @@ def test_a_stream_resumes_exactly_where_it_stopped(tmp_path, tokenizer, small_bu
     ]
     index = processes - 1
     plan = Plan(4, 2, processes, index)
-    streamed(tmp_path, tokenizer, 0, processes, data=sections)  # builds the stores
+    first = streamed(tmp_path, tokenizer, 0, processes, data=sections)  # builds the stores
     text = streamed(tmp_path, tokenizer, index, processes, data=sections)
+    if processes > 1:  # do not draw the same sources and places at the same time
+        assert (first.rows._sources(0) != text.rows._sources(0)).any()
+        assert first.rows.readers[0].seed != text.rows.readers[0].seed
     whole = list(islice(text.rows.updates(plan), 125))
     assert [reader.drawn for reader in text.rows.readers] == [750, 250]  # the weights
     for stop in (0, 1, 17, 33):
