@@ -39,6 +39,15 @@ def test_accumulated_update_is_that_of_one_large_batch(kind, tmp_path):
     assert parts_run.log.series("train", "loss")[1] == pytest.approx(whole_run.log.series("train", "loss")[1], rel=1e-5)
 
 
+def test_gradients_are_clipped_over_the_whole_update(tmp_path):
+    rows = masked_rows()
+    run = make_run(tmp_path, [[batch_of(rows[:3]), batch_of(rows[3:])]], max_grad_norm=0.1)
+    after, _ = train(run)
+    start = dict(small_model("luna").named_parameters())
+    moved = torch.cat([(after[name] - start[name]).flatten() for name in start]).norm().item()
+    assert moved == pytest.approx(0.5 * 0.1, rel=1e-3) and run.log.series("train", "grad_norm")[1][0] > 0.2
+
+
 @pytest.mark.parametrize(
     ("rows", "batch_size", "processes", "expected"),
     [

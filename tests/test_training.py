@@ -9,6 +9,7 @@ import time
 
 import pretrain_mlm
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from engine import checkpoint, log, loop, pretraining
 from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
@@ -115,9 +116,12 @@ def fresh_accelerate():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_all_options_at_once(corpus, tmp_path, fresh_accelerate):
+def test_all_options_at_once(corpus, tmp_path, monkeypatch, fresh_accelerate):
+    settings, optimizer = {}, torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **own: settings.update(own) or optimizer(groups, **own))
     options = {"gradient_checkpointing": "true", "mixed_precision": "bf16", "whole_word_masking": "true"}
     run(tmp_path / "out", data=corpus, trackers="[tensorboard]", **options)
+    assert settings == {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-6}
     assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
     assert "words, with all their tokens" in " ".join((tmp_path / "out" / "README.md").read_text().split())
 
@@ -264,13 +268,14 @@ def test_sigkill_and_then_sigterm_do_not_change_the_losses(corpus, tmp_path):
 
 def test_checkpoints_are_resumed_by_the_same_recipe_only(corpus, tmp_path, monkeypatch, capsys):
     words = arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT, overwrite_output_dir="false")
-    kill(words, monkeypatch)
+    kill(words, monkeypatch, call=3)
     assert pretrain_mlm.main([*words, "--learning-rate", "1e-4"]) == 2
     assert "learning_rate" in capsys.readouterr().err
     assert pretrain_mlm.main([*words, "--no-resume"]) == 2
     assert "--overwrite_output_dir" in capsys.readouterr().err
-    assert len(checkpoint.checkpoints(tmp_path / "out")) == 2
-    assert start(pretrain_mlm, [*words, "--log-steps", "2"]) == 0  # changes nothing that is learnt
+    assert len(checkpoint.checkpoints(tmp_path / "out")) == 1
+    # These change nothing that is learnt. The checkpoint lies between updates, however many passes they have.
+    assert start(pretrain_mlm, [*words, "--log-steps", "2", "--batch-size", "2"]) == 0
     assert "resumed" in (tmp_path / "out" / "log.jsonl").read_text()
     assert start(pretrain_mlm, [*words, "--no-resume", "--overwrite-output-dir"]) == 0
     assert "resumed" not in (tmp_path / "out" / "log.jsonl").read_text()

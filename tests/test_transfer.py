@@ -9,6 +9,7 @@ import torch
 import transfer_attention
 from accelerate.utils import DistributedType
 from engine import log, pretraining
+from engine.throughput import forward_flops
 from helpers import TINY, padded_batch, randomise, tiny_model
 from objectives import transfer as objective
 from objectives.transfer import AttentionTransfer
@@ -189,6 +190,11 @@ def test_what_the_error_does_not_depend_on_needs_no_gradient():
         assert all(".attention." in name or "control" in name or "packed" in name for name in names)
         assert {name for name, _ in student.named_parameters() if "query" in name} <= set(names)
         assert all(parameter.grad is None for parameter in student.parameters())
+    batch = padded_batch(LENGTHS)
+    both, teacher = (forward_flops(module, batch) for module in (transfer, transfer.teacher))
+    backward = 2 * (both - teacher)  # the teacher has none
+    found = objective.TransferObjective().flops_per_token(transfer, batch)
+    assert found == pytest.approx((both + backward) / sum(LENGTHS)) and both > teacher > 0
 
 
 # ---- whole runs ----
