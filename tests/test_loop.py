@@ -39,6 +39,16 @@ def test_accumulated_update_is_that_of_one_large_batch(kind, tmp_path):
     assert parts_run.log.series("train", "loss")[1] == pytest.approx(whole_run.log.series("train", "loss")[1], rel=1e-5)
 
 
+def test_a_log_entry_is_the_mean_since_the_last_one(tmp_path):
+    updates = [[batch_of(masked_rows()[first : first + 2])] for first in (0, 2, 4)]
+    each, pairs = (make_run(tmp_path / str(n), updates, max_steps=3, log_steps=n) for n in (1, 2))
+    train(each)
+    train(pairs)
+    steps, losses = each.log.series("train", "loss")
+    assert steps == [1, 2, 3] and len(set(losses)) == 3
+    assert pairs.log.series("train", "loss") == ([2, 3], pytest.approx([sum(losses[:2]) / 2, losses[2]]))
+
+
 def test_gradients_are_clipped_over_the_whole_update(tmp_path):
     rows = masked_rows()
     run = make_run(tmp_path, [[batch_of(rows[:3]), batch_of(rows[3:])]], max_grad_norm=0.1)
