@@ -1,5 +1,6 @@
 """From documents to rows: tokenizer, token stores, blocks, mixtures, masks, streams, and the baseline."""
 
+import copy
 import json
 import math
 import multiprocessing
@@ -129,7 +130,9 @@ def test_stores_are_kept_until_text_tokenizer_or_split_change(tmp_path, tokenize
     tokenizer("a b", truncation=True, max_length=8, padding="max_length")  # does not affect `encode`
     assert not builds()
     assert builds(held_out_fraction=0.3) and builds(seed=5)
-    assert builds(tokenizer=train_tokenizer(TEXTS, 290, max_length=64))
+    other, ended = train_tokenizer([text.upper() for text in TEXTS], 300, max_length=64), copy.deepcopy(tokenizer)
+    ended.eos_token = "<unk>"
+    assert len(other) == len(tokenizer) and builds(tokenizer=other) and builds(tokenizer=ended)
     write_texts(file, TEXTS[:-1])
     assert builds()
 
