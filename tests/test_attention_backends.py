@@ -19,12 +19,11 @@ from helpers import (
     variants_of,
 )
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from variants import ROWS
 
 from luna_hf import dispatch
 from luna_hf.attention_base import Linear, attend, make_key_mask
-from luna_hf.functional import masked_softmax, softmax_attention
+from luna_hf.functional import masked_softmax
 
 
 class Caller(nn.Module):
@@ -173,22 +172,6 @@ def test_flash_attention_without_padding(flash_attention, model_type, variant):
     expected = model(**inputs).last_hidden_state
     torch.testing.assert_close(use_flash(model)(**inputs).last_hidden_state, expected, rtol=0, atol=1e-5)
     assert set(flash_attention) == ({"flash_dense"} if variant in ROWS[model_type].flash else set())
-
-
-def test_the_stock_flash_path_is_wrong_for_unequal_lengths(flash_attention):
-    """The reason for `attend`'s own variable-length calls. If this fails, the library has changed."""
-    torch.manual_seed(0)
-    caller = use_flash(Caller("eager")).eval()
-    query, key, value = torch.randn(2, 4, 4, 8), torch.randn(2, 4, 12, 8), torch.randn(2, 4, 12, 8)
-    keep = torch.ones(2, 12, dtype=torch.bool)
-    keep[1, 6:] = False
-    expected, _ = softmax_attention(query, key, value, keep[:, None, None], scaling=8**-0.5)
-    stock, _ = ALL_ATTENTION_FUNCTIONS["flash_attention_2"](caller, query, key, value, keep, scaling=8**-0.5)
-    assert (stock.transpose(1, 2) - expected).abs().max() > 0.1
-    mask = make_key_mask(caller.config, keep)
-    flat = [states.transpose(1, 2).flatten(-2) for states in (query, key, value)]
-    ours, _ = attend(caller, *flat, mask, 4)
-    torch.testing.assert_close(ours, expected.transpose(1, 2).flatten(-2), rtol=0, atol=1e-5)
 
 
 def test_missing_and_unknown_backends_are_refused(monkeypatch):

@@ -232,33 +232,6 @@ def test_when_a_state_is_made(model_type):
 # ---- training ----
 
 
-@variants
-def test_every_parameter_gets_a_gradient(model_type, variant):
-    model = make(model_type, variant).train()
-    ids = random_ids(2, 40)
-    model(ids, labels=ids).loss.backward()
-    assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    unused = [name for name, parameter in model.named_parameters() if not parameter.grad.any()]
-    # A key bias adds the same to all logits.
-    assert not [name for name in unused if not name.endswith("key.bias")]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@kinds
-def test_gradient_checkpointing_changes_nothing(model_type, variant, reentrant):
-    ids, results = random_ids(2, 70), []
-    for checkpointing in (False, True):
-        model = make(model_type, variant, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1).train()
-        if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        torch.manual_seed(0)
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-    for plain, checkpointed in zip(*results, strict=True):
-        torch.testing.assert_close(checkpointed, plain, rtol=1e-5, atol=1e-7)
-
-
 @families
 def test_losses(model_type):
     """Every token is predicted from those before it; -100 and the last place have no label."""
@@ -276,16 +249,6 @@ def test_losses(model_type):
     assert model(ids).loss is None
 
 
-@families
-def test_dropout_only_in_training(model_type):
-    ids = random_ids(2, 40)
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"):
-        model = make(model_type, **{name: 0.3})
-        assert torch.equal(model(ids).logits, model(ids).logits)
-        model.train()
-        assert not torch.equal(model(ids).logits, model(ids).logits), name
-
-
 # ---- inputs and outputs ----
 
 
@@ -296,14 +259,6 @@ def test_logits_to_keep(model_type):
     logits = model(ids).logits
     for given, places in ((0, slice(None)), (1, slice(-1, None)), (4, slice(-4, None)), (torch.tensor([2, 9]), [2, 9])):
         torch.testing.assert_close(model(ids, logits_to_keep=given).logits, logits[:, places], rtol=0, atol=1e-6)
-
-
-@families
-@torch.no_grad()
-def test_embeddings_instead_of_ids(model_type):
-    model, ids = make(model_type), random_ids(2, 20)
-    embeddings = model.get_input_embeddings()(ids)
-    assert torch.equal(model(inputs_embeds=embeddings).logits, model(ids).logits)
 
 
 @families

@@ -1,4 +1,4 @@
-"""Which implementation runs where."""
+"""The choice of implementations by device and mode."""
 
 import pytest
 import torch
@@ -23,15 +23,15 @@ def test_the_device_decides():
 
 @pytest.mark.parametrize(("operation", "states"), [("feed_forward", ACCELERATOR), ("window_heads", CPU)])
 def test_parts_are_for_inference(operation, states):
-    assert choose(operation, states, training=False) == "whole"  # gradients may be asked for
+    assert choose(operation, states, training=False) == "whole"  # gradients may be needed
     with torch.no_grad():
         assert choose(operation, states, training=False) == "parts"
-        assert choose(operation, states, training=True) == "whole"  # dropout must be drawn as in the second pass
+        assert choose(operation, states, training=True) == "whole"  # dropout must be the same as in the second pass
     with torch.no_grad():
         assert choose("window_heads", ACCELERATOR, training=False) == "whole"
 
 
-def test_a_graph_has_implementations_of_its_own():
+def test_a_graph_has_its_own_implementations():
     chosen = {}
 
     def step(states):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from contextlib import suppress
 
 import pytest
 import torch
@@ -142,24 +143,6 @@ def test_assisted_generation_is_refused(family):
 
 
 @families
-@torch.no_grad()
-def test_right_padding_is_read_correctly(family):
-    """`generate` warns of it; a forward pass reads every row up to its last token, and continues from there."""
-    model, rows = wordy_model(family), prompts(8, 3)
-    ids, mask = torch.ones(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)], mask[index, : len(row)] = row, 1
-    cache = MemoryCache(model.config)
-    logits = model(ids, attention_mask=mask, past_key_values=cache).logits
-    new = torch.tensor([[17], [23]])
-    stepped = model(new, past_key_values=cache).logits[:, 0]
-    for index, row in enumerate(rows):
-        whole = model(torch.cat([row, new[index]])[None]).logits[0]
-        torch.testing.assert_close(logits[index, : len(row)], whole[:-1], atol=1e-9, rtol=1e-9)
-        torch.testing.assert_close(stepped[index], whole[-1], atol=1e-9, rtol=1e-9)
-
-
-@families
 def test_text_may_exceed_the_positions_of_training(family):
     model, inputs = wordy_model(family, max_position_embeddings=16), {"input_ids": random_ids(1, 7)}
     expected = with_logits(model, inputs, tokens=40, use_cache=False)
@@ -291,8 +274,12 @@ def test_other_caches_are_refused(family):
 
 def bytes_of_all_tensors():
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):
+            with suppress(NotImplementedError):  # leftovers of other tests without a storage
+                storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 @families

@@ -1,4 +1,4 @@
-"""What only a GPU can show; run with `make test-gpu`. The same promises are tested on the CPU for every backend."""
+"""Tests that need a GPU; run with `make test-gpu`. The CPU tests check the same guarantees for every backend."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from transformers.utils import is_flash_attn_2_available
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device on this machine"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.parametrize("model_type", FAMILIES),
 ]
 
@@ -43,7 +43,7 @@ def assert_equal(actual, expected, dtype):
 def test_backends_equal_eager(model_type, implementation, dtype, side):
     if implementation == "flash_attention_2" and (dtype == torch.float32 or not is_flash_attn_2_available()):
         pytest.skip("flash-attn is not installed, or has no float32 kernels")
-    # Head size 16, which every kernel takes.
+    # Every kernel supports the head size 16.
     model = tiny_model(model_type, hidden_size=64, conv_kernel_size=5).cuda().to(dtype)
     model.set_attn_implementation("eager")
     expected = states_and_gradients(model, batch(side))

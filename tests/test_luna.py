@@ -1,4 +1,4 @@
-"""What is Luna's own in the models: the packed stream, its slots, its poolings and its outputs."""
+"""Luna's packed stream in the models: slots, poolings and outputs."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_wrong_keywords_are_refused_by_name(keyword, named):
 
 
 def test_joining_the_streams_keeps_exact_gradients():
-    """The gradient of zero for the other stream must not disturb the one that is read."""
+    """A zero gradient of one stream must not disturb the other."""
     model = tiny_model().double()
     ids = random_ids(2, 12)
     outputs = model(ids)

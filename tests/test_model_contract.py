@@ -6,10 +6,12 @@ import pytest
 import torch
 from helpers import (
     FAMILIES,
+    FAMILY_CAUSAL_VARIANTS,
     FAMILY_KINDS,
     FAMILY_POOLINGS,
     FAMILY_VARIANTS,
     MODELS,
+    causal_variants_of,
     inputs_for,
     model_class,
     random_ids,
@@ -115,13 +117,19 @@ def test_a_forward_changes_nothing(model_type, kind, train):
 # Every head with every pooling, and every variant with the masked-LM head, which uses all that an encoder has.
 GRADIENTS = [(family, kind, pooling, "default") for family, pooling in FAMILY_POOLINGS for kind in MODELS]
 GRADIENTS += [(family, "mlm", "cls", variant) for family, variant in FAMILY_VARIANTS]
+GRADIENTS += [(family, "causal", "cls", variant) for family, variant in FAMILY_CAUSAL_VARIANTS]
 
 
 @pytest.mark.parametrize(("model_type", "kind", "pooling", "variant"), GRADIENTS)
 def test_every_parameter_gets_a_gradient(model_type, kind, pooling, variant):
     """Including those of a stream that the loss does not read, as distributed training requires."""
-    model = tiny_model(model_type, kind, classifier_pooling=pooling, **variants_of(model_type)[variant]).train()
-    outputs = model(**inputs_for(kind, labels=True))
+    if kind == "causal":
+        model = tiny_causal_model(model_type, **causal_variants_of(model_type)[variant]).train()
+        inputs = inputs_for("mlm", labels=True)
+    else:
+        model = tiny_model(model_type, kind, classifier_pooling=pooling, **variants_of(model_type)[variant]).train()
+        inputs = inputs_for(kind, labels=True)
+    outputs = model(**inputs)
     (outputs[0].sum() if kind == "base" else outputs.loss).backward()
     assert not [name for name, p in model.named_parameters() if p.grad is None]
     unused = {name for name, p in model.named_parameters() if not p.grad.any()}
@@ -218,12 +226,14 @@ def test_refused_inputs_may_be_none(model_type):
 
 
 @families
-def test_dropout_only_in_training(model_type):
-    model = tiny_model(model_type, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
-    ids = random_ids(2, 12)
-    assert torch.equal(model(ids)[0], model(ids)[0])
-    model.train()
-    assert not torch.equal(model(ids)[0], model(ids)[0])
+@pytest.mark.parametrize("make", [tiny_model, tiny_causal_model])
+def test_dropout_only_in_training(model_type, make):
+    ids = random_ids(2, 40)
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"):
+        model = make(model_type, **{name: 0.3})
+        assert torch.equal(model(ids)[0], model(ids)[0])
+        model.train()
+        assert not torch.equal(model(ids)[0], model(ids)[0]), name
 
 
 @pytest.mark.parametrize(("model_type", "variant"), FAMILY_KINDS)

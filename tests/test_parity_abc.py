@@ -1,7 +1,7 @@
-"""Our numbers against those of other code: ABC's definition, a third-party ABC module, and a Linformer block.
+"""Parity of ABC with its definition, a third-party ABC module and a Linformer block; ABC's authors released no code.
 
-ABC's authors released no code. Tolerance: 1e-5 in float32, and in float64, where ours is exact, twice what the other
-code's float32 run is away from its own float64 run.
+Tolerance: 1e-5 in float32. In float64, where ours is exact, twice the distance between the other code's float32 and
+float64 runs.
 """
 
 import pytest
@@ -24,13 +24,13 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor, fixture: Fixture, case
 
 
 def projections(weights: dict[str, torch.Tensor], theirs: str) -> dict[str, torch.Tensor]:
-    """Weights of query, key and value, which they name by a letter in a pattern."""
+    """Weights of query, key and value; `theirs` is a pattern for the initial of the name."""
     names = [(name, kind) for name in ("query", "key", "value") for kind in ("weight", "bias")]
     return {f"{name}.{kind}": weights[f"{theirs.format(name[0])}.{kind}"] for name, kind in names}
 
 
 def make_attention(config: AbcConfig, weights: dict[str, torch.Tensor], dtype: torch.dtype):
-    """A model of one layer for its context, and its attention with these weights."""
+    """A model of one layer, and its attention with these weights."""
     model = AbcModel(config).eval().to(dtype)
     attention = model.encoder.layer[0].attention.self
     attention.load_state_dict(weights)
@@ -56,9 +56,9 @@ def test_equation_7(case, dtype):
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("case", ["plain", "padded"])
 def test_third_party_module(case, dtype, backend):
-    """Two controls there, read off projected keys and values: equation 7 with W = compress^T W_k, and with W_v.
+    """It has two controls on projected keys and values: equation 7 with W = compress^T W_k, and with W_v.
 
-    The bias of the projection adds the same to a slot's logits at every token, which equation 7 does not see.
+    The bias of the projection adds a constant to a slot's logits, which cancels in equation 7.
     """
     fixture = Fixture("abc", "bidirectional_self")
     options, weights = fixture.config, {name: tensor.to(dtype) for name, tensor in fixture.weights().items()}
@@ -94,7 +94,7 @@ def test_third_party_module(case, dtype, backend):
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("case", ["case0", "case1"])
 def test_linformer_block(case, dtype, backend):
-    """The whole attention module with their weights as they are: one matrix for keys and values, slots not masked."""
+    """The whole attention module with their weights: one matrix for keys and values, no masked slots."""
     fixture = Fixture("linformer", "linformer_bidirectional")
     options, weights = fixture.config, {name: tensor.to(dtype) for name, tensor in fixture.weights().items()}
     heads = options["num_head"]
@@ -108,9 +108,7 @@ def test_linformer_block(case, dtype, backend):
         **{"vocab_size": 8, "num_hidden_layers": 1, "intermediate_size": 8},
         attn_implementation=backend,
     )
-    ours = {
-        f"{n}.{kind}": weights[f"W_{n[0]}.{kind}"] for n in ("query", "key", "value") for kind in ("weight", "bias")
-    }
+    ours = projections(weights, "W_{}")
     ours["control.weight"] = weights["attn.E"].flatten(0, 1)
     model, attention = make_attention(config, ours, dtype)
     states, keep = fixture.input(case, "hidden").to(dtype), fixture.input(case, "mask") != 0

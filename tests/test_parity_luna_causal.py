@@ -1,8 +1,8 @@
-"""Causal attention: our numbers against those of the authors' module of Luna, and against other code's causal ABC.
+"""Causal attention: parity with the authors' module of Luna, and with the definition of ABC.
 
-Tolerances come from each fixture, as in `test_parity_luna.py`. In float32 twice the distance between the authors'
-float32 and float64 runs; in float64, where ours is exact, that distance and a quarter. That is measured at the outputs:
-sums over tokens, which are larger, have the rounding of their own size besides.
+Tolerances come from each fixture, as in `test_parity_luna.py`: in float32 twice the distance between the authors'
+float32 and float64 runs, in float64, where ours is exact, that distance and a quarter. It is measured at the outputs;
+sums over tokens are larger and have rounding errors of their own size.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from luna_hf import LunaConfig, MemoryCache
 from luna_hf.attention_luna_causal import LunaCausalAttention, pack_weights
 from luna_hf.causal_memory import attend_causal_memory
 from luna_hf.context import make_context
-from luna_hf.functional import causal_scan, split_heads
+from luna_hf.functional import split_heads
 
 NAMES = ["tied_softplus", "untied_softplus", "tied_elu", "untied_elu"]
 CASES = ["plain", "masked_px", "key_mask_ignored", "large"]
@@ -67,7 +67,7 @@ def readable(fixture, case):
 @fixtures
 @pytest.mark.parametrize("case", CASES)
 def test_in_parallel(name, case, dtype):
-    """Output, unpack weights and pack weights; a mask of the tokens, which the authors ignore, is not given either."""
+    """Output, unpack weights and pack weights, without a mask of the tokens, which the authors ignore."""
     fixture = Fixture("luna_causal_attention", name)
     tensors, project_out = project(fixture, case, dtype)
     steps = torch.arange(1, tensors[0].shape[2] + 1)[None]
@@ -110,7 +110,7 @@ def test_step_by_step(name, case, dtype):
 @pytest.mark.parametrize("case", ["plain", "key_mask_ignored", "large"])
 @pytest.mark.parametrize("parts", ["parallel", "incremental"])
 def test_module(name, case, dtype, parts):
-    """`LunaCausalAttention` with the authors' weights; their P comes with the input, one for each row."""
+    """`LunaCausalAttention` with the authors' weights; their P comes with the input, one per row."""
     fixture = Fixture("luna_causal_attention", name)
     config = LunaConfig(
         is_decoder=True,
@@ -152,7 +152,7 @@ def test_module(name, case, dtype, parts):
             assert_near(kept, wanted[row : row + 1], fixture, case, f"sum {theirs}")
 
 
-# ---- ABC: no authors' code; the definition of the paper, and a third-party module ----
+# ---- ABC ----
 
 
 @dtypes
@@ -168,39 +168,10 @@ def test_equation_7_from_left_to_right(case, dtype):
         theirs = [n for n in ("causal", "causal_cumsum", "causal_recurrent") if fixture.output(case, n) is not None]
         assert len(theirs) == (3 if case == "self" else 1)
         for name in theirs:
-            read = (begun > 0)[:, None, :, None]  # what padding in front reads is of no use
+            read = (begun > 0)[:, None, :, None]  # leading padding reads nothing
             expected = fixture.output(case, name)
             assert_near(output.where(read, 0.0), expected.where(read, 0.0), fixture, case, name)
         if case == "self":
             final = (memory.key / memory.total).transpose(-1, -2), memory.value / memory.total.transpose(-1, -2)
             for ours, name in zip(final, ("final_memory_k", "final_memory_v"), strict=True):
                 assert_near(ours, fixture.output(case, name), fixture, case, name)
-
-
-@dtypes
-@pytest.mark.parametrize("case", ["plain", "padded"])
-def test_third_party_module_as_it_is_defined(case, dtype):
-    """Two controls there: the slots' keys are written with one, their values with the other.
-
-    So the weights that are read come from our attention, and the values from our scan.
-    """
-    fixture = Fixture("abc", "causal_self")
-    weights = {name: tensor.to(dtype) for name, tensor in fixture.weights().items()}
-    states, padding = fixture.input(case, "query").to(dtype), fixture.input(case, "key_padding_mask")
-    keep = None if padding is None else ~padding
-    query, key, value = (
-        split_heads(linear(weights, name, states), fixture.config["num_heads"])
-        for name in ("q_proj", "k_proj", "v_proj")
-    )
-    _, read, _ = attend_causal_memory(
-        query, key, value, key @ weights["compress_k"], "softmax", keep=keep, need_weights=True
-    )
-    written = (value @ weights["compress_v"]).exp()
-    written = written if keep is None else written * keep[:, None, :, None]
-    total = written.cumsum(2)
-    output, _ = causal_scan(read / total.where(total > 0, 1.0), written, value, keep=keep)
-    output = linear(weights, "out_proj", output.transpose(1, 2).flatten(2))
-    begun = torch.ones(states.shape[:2]) if keep is None else keep.cumsum(1)
-    begun = (begun > 0)[..., None]
-    expected = fixture.output(case, "eq7_output")
-    assert_near(output.where(begun, 0.0), expected.where(begun, 0.0), fixture, case, "output")

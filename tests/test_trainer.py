@@ -9,9 +9,11 @@ import random
 import pytest
 import torch
 from helpers import (
+    FAMILY_CAUSAL_KINDS,
     FAMILY_KINDS,
     FAMILY_POOLINGS,
     MODELS,
+    causal_variants_of,
     code_name,
     inputs_for,
     model_class,
@@ -209,14 +211,19 @@ def gradients(model, batch, **kwargs):
 
 CHECKPOINTED = [("luna", kind, "default") for kind in MODELS if kind not in ("base", "mlm")]
 CHECKPOINTED += [(family, "mlm", variant) for family, variant in FAMILY_KINDS]
+CHECKPOINTED += [(family, "causal", variant) for family, variant in FAMILY_CAUSAL_KINDS]
 
 
 @pytest.mark.parametrize(("family", "kind", "variant"), CHECKPOINTED)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpointing_changes_no_gradient(family, kind, variant, reentrant):
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    model = tiny_model(family, kind, **dropout, **variants_of(family)[variant]).double().train()
-    batch = inputs_for(kind, labels=True)
+    if kind == "causal":
+        model = tiny_causal_model(family, **dropout, **causal_variants_of(family)[variant]).double().train()
+        batch = {"input_ids": random_ids(2, 70), "labels": random_ids(2, 70)}  # more than a chunk of the scan
+    else:
+        model = tiny_model(family, kind, **dropout, **variants_of(family)[variant]).double().train()
+        batch = inputs_for(kind, labels=True)
     expected = gradients(model, batch)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     layers, calls = model.base_model.encoder.layer, []
