@@ -301,4 +301,5 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
     longest = model.config.max_position_embeddings
     print(f"Written to {options.target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
     print(describe(source_config, model.config, options.source, alike))
-    print("\n".join(next_steps(conversion, options, model, made, alike)))
+    for line in next_steps(conversion, options, model, made, alike):
+        print(line)

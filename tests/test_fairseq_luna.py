@@ -9,7 +9,6 @@ import pytest
 import torch
 from fairseq_format import card, config, names, reference
 from fairseq_format.checkpoint import NORM, open_original
-from helpers import run_python
 from huggingface_hub import ModelCard
 from official_luna import CHECKPOINTS, MLM, POOLINGS, Fixture, attention_weights
 from reference.gpt2_bpe import FairseqEncoder, Gpt2Bpe
@@ -130,22 +129,6 @@ def test_the_folder_is_complete(genuine):
     assert f"python conversion/fairseq_luna.py luna.base.{name}.zip out" in made.text
     assert str(folder.parent) not in made.text and not re.search(r"\$\{?\w", made.text)
     assert all(" | ".join(scores) in made.text for scores in card.PUBLISHED.values())
-
-
-def test_the_folder_works_without_the_package(tmp_path):
-    folder = convert(genuine_folder(tmp_path / "source", "tied"), tmp_path / "out")
-    code = """
-import sys
-from transformers import AutoTokenizer, pipeline
-fill = pipeline("fill-mask", model=sys.argv[1], trust_remote_code=True, dtype="float32")
-print(*(answer["token"] for answer in fill(" the <mask> of a")))
-print(*AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)("Hello world, the end").input_ids)
-"""
-    printed = run_python(code, folder, env={"HF_HOME": str(tmp_path)}, blocked=True).splitlines()[-2:]
-    answers, ids = ([int(token) for token in line.split()] for line in printed)
-    here = pipeline("fill-mask", model=str(folder), dtype=torch.float32)(" the <mask> of a")
-    assert answers == [answer["token"] for answer in here]
-    assert ids == AutoTokenizer.from_pretrained(folder)("Hello world, the end")["input_ids"]
 
 
 # ---- layouts, heads and arguments ----

@@ -35,7 +35,7 @@ def read_config(source: str) -> PreTrainedConfig:
 
 
 def load(source: str, dtype: torch.dtype | str = "auto") -> tuple[PreTrainedModel, list[str]]:
-    """The model of a folder or Hub repository in eval mode, and what is wrong with its weights.
+    """The model of a folder or Hub repository in eval mode, and the problems of its weights.
 
     Args:
         source: folder or Hub repository.

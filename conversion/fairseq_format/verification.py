@@ -219,7 +219,7 @@ def config_problems(model: PreTrainedModel, head: str | None, original: Original
     Args:
         model: ours.
         head: name of the original's classification head that the model has.
-        original: the checkpoint; without it, only what is the same in all of them is checked.
+        original: the checkpoint; without it, only fields that never vary are checked.
     """
     config = model.config
     expected = dict(FIXED)

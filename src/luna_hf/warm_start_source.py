@@ -15,7 +15,7 @@ from .families import FAMILIES
 from .scripting import reason
 from .warm_start_rules import HEAD_NAMES, Layout, LoadedSource
 
-# What a file raises that is truncated, empty, or no weights at all (a web page, a Git LFS pointer).
+# Raised by files that are truncated, empty, or not weights (a web page, a Git LFS pointer).
 _LOADING_ERRORS = (OSError, SafetensorError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 Source = str | os.PathLike | PreTrainedModel
