@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from tasks.files import load_splits, read_files
 from tasks.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, read_labels
 from tasks.trainer import FinetuneTrainer
-from tiny_finetuning import checkpoint, command, glue_folder, refused, run, tokenizer, topics, write_rows
+from tiny_finetuning import PLAIN, checkpoint, command, glue_folder, refused, run, tokenizer, topics, write_rows
 from transformers import AutoConfig, pipeline
 
 from luna_hf.scripting import UserError
@@ -86,7 +86,7 @@ def test_own_classes_are_learnt_and_predicted_as_a_pipeline_does(luna, tmp_path,
         write_rows(folder / f"{split}.csv", {"body": texts[rows], "kind": names[rows]})
     monkeypatch.chdir(folder)
     files = {f"{split}_file": f"{split}.csv" for split in ("train", "validation", "test")}
-    learn = {"num_train_epochs": 10, "learning_rate": 1e-2, "early_stopping_patience": 0, "dropout": 0.05}
+    learn = {"num_train_epochs": 10, "learning_rate": 1e-2, "dropout": 0.05, **PLAIN}
     fields = {"model_config": ["classifier_pooling=mean"], "text_columns": ["body"], "label_column": "kind"}
     summary = run(luna, tmp_path / "out", **files, **fields, **learn)
     scores = summary["runs"][0]["scores"]

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tasks import best, runs
 from tasks.plan import plan, unique_labels
 from tasks.trainer import FinetuneTrainer, damage
-from tiny_finetuning import COMMANDS, RECIPES, checkpoint, command, glue_folder, refused, run
+from tiny_finetuning import COMMANDS, PLAIN, RECIPES, checkpoint, command, glue_folder, refused, run
 from transformers import pipeline
 
 from luna_hf.scripting import UserError
@@ -187,9 +187,8 @@ def fixed(job, trainer, prepared, folder):
 
 def sweep_words(model, sst2, folder, seeds=(1, 2)):
     sweep = {"sweep": True, "sweep_batch_sizes": [8, 16], "sweep_learning_rates": [2e-3], "seeds": list(seeds)}
-    short = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
-    drawn = {"max_train_samples": 32, "max_eval_samples": 10}
-    return command(model, folder, **options(sst2, **sweep, **short, **drawn))
+    drawn = {"max_steps": 2, "max_train_samples": 32, "max_eval_samples": 10}
+    return command(model, folder, **options(sst2, **sweep, **PLAIN, **drawn))
 
 
 @pytest.fixture(scope="module")
@@ -378,13 +377,15 @@ def test_a_recipe_parses_and_is_a_manual(path, tmp_path):
 def test_another_command_may_not_continue_a_run(luna, sst2, uninterrupted, tmp_path, capsys):
     words = command(luna, uninterrupted, **options(sst2, weight_decay=0.5))
     assert "weight_decay 0.1 instead of 0.5" in refused(capsys, words)
-    retrained = checkpoint(tmp_path / "luna", seed=5)
-    message = refused(capsys, command(retrained, uninterrupted, **options(sst2)))
-    assert str(retrained) in message and not re.search("[0-9a-f]{32}", message)
+    # The same path, but its weights were others.
+    folder = shutil.copytree(uninterrupted, tmp_path / "out")
+    (folder / "settings.json").write_text(json.dumps({**read(folder, "settings"), "weights": "0" * 64}))
+    message = refused(capsys, command(luna, folder, **options(sst2)))
+    assert f"weights of {luna}" in message and "0" * 64 not in message
 
 
 def test_a_run_that_left_only_its_settings_does_not_lock_its_folder(luna, sst2, tmp_path, monkeypatch):
-    short = options(sst2, max_steps=1, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
+    short = options(sst2, max_steps=1, **PLAIN)
     with monkeypatch.context() as patch:
         interrupt(patch, FinetuneTrainer, "train")
         assert finetune_glue.main(command(luna, tmp_path / "out", **short)) == 130

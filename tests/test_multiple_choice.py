@@ -14,6 +14,7 @@ from tasks.multiple_choice import read_questions
 from tasks.trainer import FinetuneTrainer
 from tiny_finetuning import (
     MODEL_TYPES,
+    PLAIN,
     checkpoint,
     command,
     csqa_rows,
@@ -258,7 +259,7 @@ def words_of(data, name, model, output_dir, **options):
 def race_run(data, models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("race") / "out"
     options = {"max_length": 40, "max_question_length": 16, "dataset_name": data["race"], "num_train_epochs": 6}
-    run(models["luna"], folder, finetune_race, **options)
+    run(models["luna"], folder, finetune_race, **options, **PLAIN)
     return folder
 
 
@@ -266,7 +267,7 @@ def race_run(data, models, tmp_path_factory):
 def csqa_runs(data, models, tmp_path_factory):
     """Every type of model with one budget."""
     folder = tmp_path_factory.mktemp("csqa") / "out"
-    options = {"max_length": None, "dataset_name": data["csqa"], "num_train_epochs": 1}
+    options = {"max_length": None, "dataset_name": data["csqa"], "num_train_epochs": 1, **PLAIN}
     run(list(models.values()), folder, finetune_csqa, **options)
     return folder
 

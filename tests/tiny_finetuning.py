@@ -31,6 +31,8 @@ RECIPES = sorted((ROOT / "training" / "recipes").glob("finetune_*/*.yaml"))
 MODEL_TYPES = [*FAMILIES, "roberta", "modernbert"]
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 WORDS = ["every", "token", "reads", "the", "packed", "sequence", "in", "turn", "quick", "brown", "lazy"]
+# Without evaluations and checkpoints on the way.
+PLAIN = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
 # A run that takes a second.
 SHORT = {
     "num_train_epochs": 2,
