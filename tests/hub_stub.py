@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub.constants
+import huggingface_hub.hf_api
 
 
 class HubStub:
@@ -66,6 +67,8 @@ class HubStub:
         }
         for name, value in settings.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
+        # Functions such as `create_repo` are methods of an instance that was made at import.
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", self.url)
 
 
 def _sha(files: dict[str, bytes]) -> str:
