@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import huggingface_hub.constants
 import huggingface_hub.hf_api
+import transformers.utils.hub
 
 
 class HubStub:
@@ -67,8 +68,9 @@ class HubStub:
         }
         for name, value in settings.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
-        # Functions such as `create_repo` are methods of an instance that was made at import.
+        # Both libraries keep a client with the endpoint of its first use.
         monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", self.url)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
 
 
 def _sha(files: dict[str, bytes]) -> str:
