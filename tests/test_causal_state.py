@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import (
+    FAMILY_CAUSAL_KINDS,
     FAMILY_CAUSAL_VARIANTS,
     causal_variants_of,
     random_ids,
@@ -58,6 +59,8 @@ def test_the_dtype_of_a_model_may_change_between_two_passes(family, name):
     whole = copy.deepcopy(model).double()(IDS, use_cache=False).logits[:, -1]
     cache = model(IDS[:, :12]).past_key_values
     assert_close(model.double()(IDS[:, 12:], past_key_values=cache).logits[:, -1], whole, atol=2e-5, rtol=1e-5)
+    if name in ROWS[family].queues:
+        assert {state.dtype for layer in cache.layers for state in layer.states.values()} == {torch.float64}
     cache = model.float()(IDS[:, :12]).past_key_values
     assert model.bfloat16()(IDS[:, 12:], past_key_values=cache).logits.isfinite().all()
 
@@ -73,6 +76,28 @@ def test_autocast_may_end_between_two_passes(family, name):
     with torch.autocast("cpu", torch.bfloat16):
         parts.append(model(IDS[:, 13:], past_key_values=cache).logits)
     assert relative_rms(torch.cat(parts, 1), whole[:, 12:]) < 0.03
+
+
+@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_KINDS)
+@torch.no_grad()
+def test_rows_of_a_state_can_be_rearranged(family, name):
+    """Reordered, repeated and selected; rows of different lengths continue like the same rows alone."""
+    model, start, lengths = variant(family, name), random_ids(3, 12), torch.tensor([12, 5, 9])
+    mask = (torch.arange(12) >= 12 - lengths[:, None]).long()
+    operations = {
+        "reorder_cache": (torch.tensor([2, 0, 1]), [2, 0, 1]),
+        "batch_repeat_interleave": (2, [0, 0, 1, 1, 2, 2]),
+        "batch_select_indices": (torch.tensor([2, 1]), [2, 1]),
+    }
+    for operation, (argument, rows) in operations.items():
+        cache = model(start, attention_mask=mask).past_key_values
+        getattr(cache, operation)(argument)
+        assert cache.tokens.tolist() == lengths[rows].tolist() and cache.batch_size == len(rows)
+        new = random_ids(len(rows), 4, seed=1)
+        logits = model(new, past_key_values=cache).logits
+        for index, row in enumerate(rows):
+            whole = torch.cat([start[row, 12 - lengths[row] :], new[index]])[None]
+            assert_close(logits[index], model(whole).logits[0, -4:], atol=2e-5, rtol=1e-5)
 
 
 @torch.no_grad()
