@@ -3,6 +3,7 @@
 import re
 
 import finetune_glue
+import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, List
 from huggingface_hub import ModelCard
@@ -73,6 +74,15 @@ def test_labels_and_answer_files_are_those_of_the_hub_and_the_leaderboard():
     assert TASKS["wnli"].labels == ("not_entailment", "entailment")
     metrics = {"cola": "matthews_correlation", **dict.fromkeys(("mrpc", "qqp", "stsb"), "mean")}
     assert {task: spec.main_metric for task, spec in TASKS.items() if spec.main_metric != "accuracy"} == metrics
+
+
+def test_scores_of_stsb_are_written_from_0_to_5(tmp_path):
+    data = glue_folder(tmp_path / "stsb", "stsb", rows=9)
+    task = finetune_glue.TextClassification(
+        finetune_glue.GlueArguments(["m"], task_name="stsb", dataset_name=str(data))
+    )
+    path = task.write_predictions(tmp_path, "test", np.array([[7.0], [-1.0], [2.5]]))
+    assert path.read_text().split()[2:] == ["0", "5.000", "1", "0.000", "2", "2.500"]
 
 
 # ---- own data ----
