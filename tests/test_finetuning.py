@@ -420,11 +420,22 @@ def test_a_folder_with_other_files_is_refused(luna, sst2, tmp_path, monkeypatch,
     assert "file/out" in refused(capsys, command(luna, tmp_path / "file" / "out", **options(sst2)))
 
 
-def test_a_missing_model_or_login_is_found_before_the_data_are_tokenized(luna, sst2, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("more", "value"),
+    [
+        (None, "'missing'"),
+        ({"push_to_hub": True, "hub_model_id": "tester/x"}, "'tester/x'"),
+        ({"report_to": "nowhere"}, "--report_to nowhere"),
+        ({"optim": "adalomo"}, "--optim adalomo"),  # lomo-optim is not installed
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr"),
+    ],
+)
+def test_what_cannot_start_is_found_before_the_data_are_tokenized(
+    more, value, luna, sst2, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(finetune_glue.TextClassification, "encode", None)
-    assert "'missing'" in refused(capsys, command([luna, "missing"], tmp_path / "out", **options(sst2)))
-    push = {"push_to_hub": True, "hub_model_id": "tester/x"}
-    assert "'tester/x'" in refused(capsys, command(luna, tmp_path / "out", **options(sst2, **push)))
+    models = [luna, "missing"] if more is None else luna
+    assert value in refused(capsys, command(models, tmp_path / "out", **options(sst2, **(more or {}))))
 
 
 # ---- what a run leaves ----

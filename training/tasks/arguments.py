@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import TrainingArguments
+from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
+from transformers.integrations import get_available_reporting_integrations
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, reason
 
 # Options of the Trainer that these commands set themselves, and would otherwise ignore silently.
 REFUSED = {
@@ -135,8 +136,27 @@ class FinetuneTrainingArguments(TrainingArguments):
         _check_ranges(self)
         if self.train_sampling_strategy not in _ORDERS:  # the Trainer takes any other word for `random`
             raise UserError(f"--train_sampling_strategy is {self.train_sampling_strategy!r}, not {', '.join(_ORDERS)}.")
+        available = [*get_available_reporting_integrations(), "all", "none"]
+        for name in [self.report_to] if isinstance(self.report_to, str) else self.report_to or []:
+            if name not in available:
+                raise UserError(f"--report_to {name} is unknown or not installed. Available: {', '.join(available)}.")
         self.include_num_input_tokens_seen = "non_padding"  # for the speed in the results
         # Otherwise processes on CPUs would not find each other.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()
         super().__post_init__()
+
+    def check_with(self, model: torch.nn.Module) -> None:
+        """Create the optimizer and schedule once, as the Trainer does only after the data are tokenized.
+
+        Raises:
+            UserError: A package or an argument is missing.
+        """
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(self, model)
+            if self.lr_scheduler_type not in (SchedulerType.GREEDY, SchedulerType.REDUCE_ON_PLATEAU):
+                optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+                get_scheduler(self.lr_scheduler_type, optimizer, 1, 10, self.lr_scheduler_kwargs)
+        except (ImportError, ValueError, TypeError, RuntimeError) as error:
+            chosen = f"--optim {self.optim.value} with --lr_scheduler_type {self.lr_scheduler_type.value}"
+            raise UserError(f"{chosen} cannot be used: {reason(error)}.") from error

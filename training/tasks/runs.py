@@ -166,7 +166,8 @@ def open_model(job: Job, name: str) -> Prepared:
     """Load tokenizer and model once, to find what is wrong with them before the data are tokenized.
 
     Raises:
-        UserError: The model cannot be loaded, or not for inputs of `max_length`.
+        UserError: The model cannot be loaded, or not for inputs of `max_length`; or the chosen optimizer or schedule
+            cannot be created.
     """
     config = load_config(name)
     tokenizer = load_tokenizer(name, config)
@@ -174,7 +175,8 @@ def open_model(job: Job, name: str) -> Prepared:
     max_length = job.arguments.max_length or min(512, longest)
     extended = max_length if max_length > longest else None
     notes = job.task.check_length(tokenizer, max_length)
-    _, found = load_model(job, name, extended, job.arguments.dropout)
+    model, found = load_model(job, name, extended, job.arguments.dropout)
+    job.training.check_with(model)
     if job.arguments.max_length is None:
         notes.append(f"Inputs have at most {max_length:,} tokens (--max_length); the model takes {longest:,}.")
     tokenizer.model_max_length = max(max_length, longest)
