@@ -328,8 +328,8 @@ def markdown(result: dict[str, Any]) -> str:
     scaled = [f"{e['relative_rms']:.1e} ({e['scale']})" for e in result["errors"] if e["scale"] != 1]
     values = ", ".join(f"{name} {error:.1e}" for name, error in largest.items())
     lines.append(
-        f"* Largest relative error at any length: {values}; abc with slot logits of a larger deviation (in brackets): "
-        f"{', '.join(scaled)}."
+        f"* Largest relative error at any length: {values}; abc with slot logits of a larger standard "
+        f"deviation (in brackets): {', '.join(scaled)}."
     )
     return "\n".join(lines)
 

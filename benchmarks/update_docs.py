@@ -108,8 +108,8 @@ def _spread(name: str) -> str:
         for ratio in _ratios(row)
     ]
     return (
-        f"medians of {result['settings']['rounds']} rounds; quartiles within {statistics.median(shares):.0%} of the "
-        f"median, {max(shares):.0%} for the noisiest ratio"
+        f"medians of {result['settings']['rounds']} rounds; a typical ratio has its quartiles within "
+        f"{statistics.median(shares):.0%} of its median, the noisiest within {max(shares):.0%}"
     )
 
 
@@ -166,8 +166,8 @@ def _growth(name: str, models: Sequence[str]) -> str:
     found = {model: _load(name)["growth"]["exponents"][model] for model in models}
     powers = [f"{LABELS[model]} {one['median']:.2f} ({_span(one['rounds'], 2)})" for model, one in found.items()]
     return (
-        "Exponent of time in the length, from 2,048 to 16,384 tokens (1 is linear, 2 quadratic; range over the rounds "
-        f"in brackets): {'; '.join(powers)}."
+        "From 2,048 to 16,384 tokens, time grows with this power of the length (1 is linear, 2 is quadratic; in "
+        f"brackets the range over the rounds): {'; '.join(powers)}."
     )
 
 
@@ -233,7 +233,7 @@ def _padding() -> str:
         if model.startswith(family)
     }
     cells = [[m, f"{n:,}", f"{one['median']:.2f} ({_span(one['quartiles'], 2)})"] for (m, n), one in rows.items()]
-    return _with_source(markdown_table(["model", "tokens", "padded over full, median (quartiles)"], cells), *names)
+    return _with_source(markdown_table(["model", "tokens", "time padded / full, median (quartiles)"], cells), *names)
 
 
 def _paper() -> str:
@@ -244,9 +244,9 @@ def _paper() -> str:
         peak = {own: models[own]["peak_memory_bytes"] for own in (model, *peers)}
         shares = [f"{peak[model] / peak[peer]:.2f}" for peer in peers]
         rows.append([LABELS[model], speed, *(_over(models, model, peer) for peer in peers), memory, *shares])
-    header = ["model", "speed, paper", "speed over unfused", "speed over fused"]
+    header = ["model", "speed over unfused, paper", "speed over unfused", "speed over fused"]
     return _with_source(
-        markdown_table([*header, "memory, paper", "memory over unfused", "memory over fused"], rows), name
+        markdown_table([*header, "memory / unfused, paper", "memory / unfused", "memory / fused"], rows), name
     )
 
 
@@ -280,8 +280,8 @@ def _clm_demo() -> str:
     own = _load("clm-demo-cpu-float32")
     text = (
         f"The model has {own['parameters'] / 1e6:.1f} M parameters and a perplexity of "
-        f"{own['held_out_perplexity']:.0f} on {own['held_out_targets']:,} tokens of held-out text; unigram frequencies "
-        f"give {math.exp(own['unigram_loss']):.0f}."
+        f"{own['held_out_perplexity']:.0f} on {own['held_out_targets']:,} tokens of held-out text. Predicting from "
+        f"unigram frequencies gives {math.exp(own['unigram_loss']):.0f}."
     )
     return _with_source(text, "clm-demo-cpu-float32")
 
@@ -294,8 +294,8 @@ def _decoding() -> str:
     state = _span((last[name]["state_bytes"] / 2**20 for name in own), 1)
     cache = _mebibytes(last["gpt2"]["state_bytes"])
     return (
-        f"After 16,384 tokens a decoding step takes {growth} times as long as after 1,024, with a state of {state} MiB "
-        f"against {cache} MiB of keys and values in GPT-2. The step is {dynamic} times as fast as GPT-2's with "
+        f"A decoding step of Luna and ABC takes {growth} times as long after 16,384 tokens as after 1,024. Their state "
+        f"takes {state} MiB, GPT-2's keys and values {cache} MiB. The step is {dynamic} times as fast as GPT-2's with "
         f"`DynamicCache`, the default of `generate`, and {static} times as fast as with `StaticCache`."
     )
 
@@ -307,10 +307,10 @@ def _decoding_bound() -> str:
     weights = 4 * (result["models"]["gpt2"]["parameters"] - positions)
     cache = result["lengths"][-1]["models"]["gpt2"]["state_bytes"]
     return (
-        f"With one text, a step is bound by reading memory. GPT-2 reads {weights / 1e6:.0f} MB of weights and, at 16K "
-        f"tokens, {cache / 1e6:.0f} MB of keys and values. The models here read about the same weights, so none of "
-        f"them can be much more than {(weights + cache) / weights:.1f} times as fast as `gpt2-static`. With more texts "
-        "or layers, the cache weighs more."
+        f"With one text, memory bandwidth limits a step. GPT-2 reads {weights / 1e6:.0f} MB of weights and, at 16K "
+        f"tokens, {cache / 1e6:.0f} MB of keys and values. Luna and ABC read about as many weights, so neither can be "
+        f"much more than {(weights + cache) / weights:.1f} times as fast as `gpt2-static`. With more texts or layers, "
+        "keys and values are a larger share."
     )
 
 
