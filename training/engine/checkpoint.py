@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from pickle import UnpicklingError
@@ -107,8 +108,7 @@ def save_checkpoint(
     torch.save({"data": data_state, "random": torch.get_rng_state()}, unfinished / _data_file(accelerator))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        state = {"counters": asdict(counters), "recipe": recipe}
-        write_json(unfinished / _STATE, state)
+        write_json(unfinished / _STATE, {"counters": asdict(counters), "recipe": recipe})
         _seal(unfinished)
         if final.exists():  # from before the run was resumed at an older one
             shutil.rmtree(final)
@@ -170,21 +170,16 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT):
-            try:
+        with suppress(ValueError):  # only the main thread may set handlers
+            for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._receive)
-            except ValueError:  # only the main thread may set handlers
-                break
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.name = signal.Signals(number).name
-        self._restore()
+        self.__exit__()
 
-    def _restore(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from engine.checkpoint import Counters, StopRequest
 from engine.groups import drop_frozen
 from engine.log import RunLog
-from engine.objective import Objective
+from engine.objective import Objective, stack
 from engine.recipe import RunRecipe
 from engine.sharding import check_backend
 from luna_hf.scripting import UserError
@@ -112,7 +112,7 @@ def evaluate(
         mine = first + accelerator.process_index * batch_size
         # All processes run equally many passes. One without rows runs a row with all labels ignored.
         rows = held_out[mine : mine + batch_size] or held_out[:1]
-        batch = {name: torch.stack([row[name] for row in rows]).to(accelerator.device) for name in rows[0]}
+        batch = stack(rows, accelerator.device)
         labels = batch.pop("labels") if mine < len(held_out) else torch.full_like(batch.pop("labels"), -100)
         logits = model(**batch, **no_state).logits
         if next_token:
@@ -162,9 +162,7 @@ class Run:
         """Statistics of the attention on some held-out rows; `None` where the parameters are sharded."""
         if self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             return None
-        rows = self.held_out[:_PROBED]
-        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "attention_mask")}
-        batch = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
+        batch = stack(self.held_out[:_PROBED], self.accelerator.device)
         return self.objective.probe(self.accelerator.unwrap_model(self.trained), batch)
 
 
@@ -291,9 +289,7 @@ def log_window(run: Run, counters: Counters, update: Update, speed: float, progr
     run.log.add("train", counters.step, **values)
     run.accelerator.log({f"train/{name}": value for name, value in values.items()}, step=counters.step)
     progress.set_postfix(
-        loss=f"{loss:.3f}",
-        lr=f"{update.learning_rate:.1e}",
-        tokens_per_s=f"{speed:,.0f}",
+        {"loss": f"{loss:.3f}", "lr": f"{update.learning_rate:.1e}", "tokens_per_s": f"{speed:,.0f}"},
         mfu=f"{values['mfu']:.0%}",
         refresh=False,
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from accelerate import Accelerator
 from common.models import ModelKind
 from data.masking import RowFormat
@@ -19,6 +20,11 @@ from engine.throughput import training_flops
 from luna_hf.scripting import portable
 
 Rows = Sequence[dict[str, Tensor]]
+
+
+def stack(rows: Rows, device: torch.device) -> dict[str, Tensor]:
+    """A batch of rows of equal length."""
+    return {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
 
 
 class Objective(ABC):

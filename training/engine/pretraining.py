@@ -202,10 +202,7 @@ def finish(run: Run, text: PreparedText, counters: Counters, last: Evaluation, c
         raise RuntimeError(f"The saved model has a loss of {result.loss:.4f}, but the trained one had {last.loss:.4f}.")
     longest = longest_input(reloaded.config)
     figures = {
-        "held_out_loss": result.loss,
-        "held_out_perplexity": result.perplexity,
-        "held_out_accuracy": result.accuracy,
-        "held_out_targets": result.targets,
+        **{f"held_out_{name}": value for name, value in dataclasses.asdict(result).items()},
         "unigram_loss": text.unigram["loss"],
         "unigram_accuracy": text.unigram["accuracy"],
         "gain_nats": text.unigram["loss"] - result.loss,

@@ -6,7 +6,7 @@ unigram entropy do not change, it has not started to.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -76,18 +76,6 @@ def probe(model: PreTrainedModel, batch: dict[str, Tensor], rows: int = 8) -> Pr
     mask = torch.ones_like(ids) if mask is None else mask[:rows]
     trunk = model.base_model
     shown = [module for module in trunk.modules() if getattr(module, "views", None)]
-    with _eager_and_eval(model), _measured(shown) as found:
-        outputs = trunk(input_ids=ids, attention_mask=mask, output_attentions=not shown)
-    if shown:
-        return found
-    tokens = mask != 0
-    entropies = [normalised_entropy(weights, tokens, tokens) for weights in outputs.get("attentions") or ()]
-    return {"attention_entropy": entropies} if entropies else None
-
-
-@contextmanager
-def _measured(modules: list[nn.Module]) -> Iterator[Probe]:
-    """The statistics of the modules, measured after each of their calls."""
     found: Probe = {}
 
     def measure(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -95,12 +83,15 @@ def _measured(modules: list[nn.Module]) -> Iterator[Probe]:
             value = slot_similarity(*view) if len(view) == 2 else normalised_entropy(*view)
             found.setdefault(name, []).append(value)
 
-    handles = [module.register_forward_hook(measure) for module in modules]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _eager_and_eval(model), ExitStack() as hooks:
+        for module in shown:
+            hooks.enter_context(module.register_forward_hook(measure))
+        outputs = trunk(input_ids=ids, attention_mask=mask, output_attentions=not shown)
+    if shown:
+        return found
+    tokens = mask != 0
+    entropies = [normalised_entropy(weights, tokens, tokens) for weights in outputs.get("attentions") or ()]
+    return {"attention_entropy": entropies} if entropies else None
 
 
 @contextmanager

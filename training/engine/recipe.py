@@ -81,20 +81,13 @@ class RunRecipe:
     smallest_block: ClassVar[int] = 4  # <s>, two tokens, </s>
 
     def __post_init__(self) -> None:
-        self.require(
-            ("max_steps", "batch_size", "log_steps", "eval_steps", "save_steps", "save_total_limit", "eval_blocks"),
-            lambda value: value >= 1,
-            "at least 1",
-        )
+        counts = ("max_steps", "batch_size", "log_steps", "eval_steps", "save_steps", "save_total_limit", "eval_blocks")
+        self.require(counts, lambda value: value >= 1, "at least 1")
         self.require(("held_out_fraction",), lambda value: 0 < value < 1, "between 0 and 1, both excluded")
-        self.require(
-            ("adam_beta1", "adam_beta2", "warmup_fraction"), lambda value: 0 <= value < 1, "at least 0 and below 1"
-        )
-        self.require(
-            ("learning_rate", "adam_epsilon", "max_grad_norm", "decay_power"),
-            lambda value: 0 < value < math.inf,
-            "above 0",
-        )
+        shares = ("adam_beta1", "adam_beta2", "warmup_fraction")
+        self.require(shares, lambda value: 0 <= value < 1, "at least 0 and below 1")
+        sizes = ("learning_rate", "adam_epsilon", "max_grad_norm", "decay_power")
+        self.require(sizes, lambda value: 0 < value < math.inf, "above 0")
         self.require(("weight_decay", "max_skipped_steps", "seed"), lambda value: value >= 0, "at least 0")
         self.require(("model_name",), re.compile(r"[\w.-]+").fullmatch, "letters, digits, dots and dashes")
         code = re.compile(r"|[a-z]{2,3}(-[A-Za-z0-9]+)*|multilingual|code")

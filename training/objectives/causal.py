@@ -3,11 +3,10 @@
 import copy
 import dataclasses
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from common.cards import code
+from common.cards import code, table
 from common.models import CAUSAL
 from data.masking import RowFormat, next_tokens
 from data.tokenizer import open_ended, train_causal_tokenizer
@@ -48,12 +47,7 @@ class CausalObjective(Objective):
     targets_name = "tokens"
     loss_name = "next-token loss"
     next_token = True
-
-    def train_tokenizer(
-        self, documents: Iterable[str], vocab_size: int, longest: int | float
-    ) -> PreTrainedTokenizerBase:
-        """A byte-level BPE that starts a text with `<s>` and leaves its end open."""
-        return train_causal_tokenizer(documents, vocab_size, longest)
+    train_tokenizer = staticmethod(train_causal_tokenizer)
 
     def adapt_tokenizer(
         self, tokenizer: PreTrainedTokenizerBase, name: str, new_model: bool
@@ -155,8 +149,7 @@ class CausalObjective(Objective):
 
 
 def _continuation(row: dict[str, str]) -> str:
-    cells = [f"| {how} | {code(row[how])} |" for how in ("greedy", "sampled")]
-    return "\n".join([f"| {code(row['prompt'])} | continuation |", "| --- | --- |", *cells])
+    return table([code(row["prompt"]), "continuation"], [[how, code(row[how])] for how in ("greedy", "sampled")])
 
 
 def continue_text(

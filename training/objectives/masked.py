@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from common.cards import code
@@ -42,12 +41,7 @@ class MaskedObjective(Objective):
     # A model that knows token statistics and topic but ignores its context stays within this many nats of the unigram
     # baseline (measured in the study of learning curves).
     plateau_gain = 0.75
-
-    def train_tokenizer(
-        self, documents: Iterable[str], vocab_size: int, longest: int | float
-    ) -> PreTrainedTokenizerBase:
-        """A byte-level BPE in RoBERTa's layout."""
-        return train_tokenizer(documents, vocab_size, longest)
+    train_tokenizer = staticmethod(train_tokenizer)
 
     def check_tokenizer(self, recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
         """Check that words can be masked, and that the sentences of `fill_mask` have at most `longest` tokens.

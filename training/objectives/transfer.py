@@ -4,8 +4,7 @@ The student's layers read the states that go into the teacher's layers, and the 
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from common.models import load_config, load_encoder, longest_input
 from engine.card import draw_held_out, drawing
 from engine.groups import check_groups
 from engine.log import RunLog
-from engine.objective import Rows
+from engine.objective import Rows, stack
 from engine.throughput import forward_flops
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
@@ -65,28 +64,18 @@ class TransferOutput(NamedTuple):
 @torch.no_grad()
 def make_lesson(teacher: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Lesson:
     """Run a base model with RoBERTa's module names and record its attention."""
-    with _recorded(teacher.encoder.layer) as lesson:
-        teacher(input_ids=input_ids, attention_mask=attention_mask)
-    return lesson
-
-
-@contextmanager
-def _recorded(layers: nn.ModuleList) -> Iterator[Lesson]:
-    lesson, handles = Lesson([], []), []
+    lesson = Lesson([], [])
 
     def record(into: list[Tensor]) -> Any:
         return lambda _, args, kwargs: into.append(args[0] if args else kwargs["hidden_states"])
 
-    for layer in layers:
-        handles.append(layer.register_forward_pre_hook(record(lesson.states), with_kwargs=True))
-        # The input of this dropout is what the sub-layer adds: output projection and convolution.
-        added = layer.attention.output.dropout
-        handles.append(added.register_forward_pre_hook(record(lesson.added), with_kwargs=True))
-    try:
-        yield lesson
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for layer in teacher.encoder.layer:
+            # The input of this dropout is what the sub-layer adds: output projection and convolution.
+            for module, into in ((layer, lesson.states), (layer.attention.output.dropout, lesson.added)):
+                hooks.enter_context(module.register_forward_pre_hook(record(into), with_kwargs=True))
+        teacher(input_ids=input_ids, attention_mask=attention_mask)
+    return lesson
 
 
 def squared_errors(student: PreTrainedModel, lesson: Lesson, keep: Tensor | None) -> Tensor:
@@ -155,12 +144,7 @@ class AttentionTransfer(nn.Module):
 
 
 def check_pair(student: PreTrainedConfig, teacher: PreTrainedConfig, recipe: TransferRecipe) -> None:
-    """Check that a model can learn from another.
-
-    Raises:
-        UserError: The student is no model of luna_hf; or the teacher is a decoder, differs in shape, vocabulary or
-            position of the norms, or takes shorter texts than the recipe's blocks.
-    """
+    """Check that a model of luna_hf can learn from a teacher of its shape, which takes blocks of the recipe's size."""
     begin, name = recipe.model_name_or_path, recipe.teacher
     if not isinstance(student, BoundedMemoryConfig):
         raise UserError(
@@ -181,11 +165,7 @@ def check_pair(student: PreTrainedConfig, teacher: PreTrainedConfig, recipe: Tra
 
 
 def check_names(config: PreTrainedConfig, name: str) -> None:
-    """Check that a teacher's modules have RoBERTa's names, without making the model.
-
-    Raises:
-        UserError: They have other names.
-    """
+    """Check that a teacher's modules have RoBERTa's names, without making the model."""
     with torch.device("meta"):
         teacher = AutoModelForMaskedLM.from_config(config).base_model
     try:
@@ -199,13 +179,6 @@ def check_names(config: PreTrainedConfig, name: str) -> None:
         )
 
 
-def plain_row(config: PreTrainedConfig, length: int) -> dict[str, Tensor]:
-    """A row (1, length) without padding."""
-    token = next(token for token in range(config.vocab_size) if token != config.pad_token_id)
-    ids = torch.full((1, length), token)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
 def freeze_unused(module: AttentionTransfer, sample: dict[str, Tensor]) -> list[str]:
     """Freeze the student's parameters that the error does not depend on: feed-forward, head and others.
 
@@ -214,13 +187,10 @@ def freeze_unused(module: AttentionTransfer, sample: dict[str, Tensor]) -> list[
     """
     with torch.enable_grad():
         module.train()(**sample).loss.backward()
-    names = []
-    for name, parameter in module.student.named_parameters():
+    for parameter in module.student.parameters():
         parameter.requires_grad_(parameter.grad is not None)
-        if parameter.grad is not None:
-            names.append(name)
         parameter.grad = None
-    return names
+    return [name for name, parameter in module.student.named_parameters() if parameter.requires_grad]
 
 
 def layer_parameters(config: PreTrainedConfig) -> set[tuple[str, torch.Size]]:
@@ -267,7 +237,8 @@ class TransferObjective(MaskedObjective):
                 "layers. Launch with training/accelerate/multi_gpu.yaml."
             )
         module = AttentionTransfer(model, load_encoder(AutoModelForMaskedLM, recipe.teacher)[0].base_model)
-        trained = freeze_unused(module, plain_row(model.config, recipe.block_size))
+        row = torch.full((1, recipe.block_size), int(model.config.pad_token_id == 0))  # no padding
+        trained = freeze_unused(module, {"input_ids": row, "attention_mask": torch.ones_like(row)})
         names = [name for name, _ in model.named_parameters()]
         check_groups(names, recipe.groups, recipe.max_steps, trained)
         return module
@@ -295,9 +266,7 @@ class TransferObjective(MaskedObjective):
         transfer = accelerator.unwrap_model(module)
         sums = torch.zeros(len(transfer.student.base_model.encoder.layer), 2, device=accelerator.device)
         for first in range(0, len(own), batch_size):
-            rows = own[first : first + batch_size]
-            batch = {name: torch.stack([row[name] for row in rows]).to(accelerator.device) for name in rows[0]}
-            sums += transfer(**batch).sums
+            sums += transfer(**stack(own[first : first + batch_size], accelerator.device)).sums
         errors = relative_errors(accelerator.gather(sums.unsqueeze(0)).sum(0))
         return {"loss": errors.mean().item(), "layers": errors.tolist()}
 
