@@ -15,21 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import measuring
 import torch
 from floors import compare
-from measuring import (
-    extra_memory,
-    keeping_allocator,
-    make_parser,
-    measure_memory,
-    progress,
-    publish,
-    ratios,
-    rotated,
-    seconds,
-    steady_allocator,
-    summary,
-)
 from plots import Panel, machine_name, plot_panels
 from torch import Tensor
 from torch.nn import functional as F
@@ -215,7 +203,7 @@ def measure_errors(options: argparse.Namespace) -> list[dict[str, Any]]:
     cases += [("abc", options.lengths[0], scale) for scale in ABC_SCALES if scale != 1]
     errors = []
     for name, length, scale in cases:
-        progress(f"error: length {length}, {name}, scale {scale}")
+        measuring.progress(f"error: length {length}, {name}, scale {scale}")
         error = relative_error(name, length, options, scale)
         errors.append({"contender": name, "length": length, "scale": scale, "relative_rms": error})
     return errors
@@ -226,10 +214,8 @@ def measure_errors(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def peak_memory(mode: str, name: str, length: int, options: argparse.Namespace) -> int:
     """Peak bytes of one call beyond its inputs; run it in a separate process."""
-    steady_allocator()
-    torch.set_num_threads(options.threads)
     make_action(name, min(length, 64), mode, options)()
-    return extra_memory(make_action(name, length, mode, options), options.device)
+    return measuring.extra_memory(make_action(name, length, mode, options), options.device)
 
 
 def measure_time(options: argparse.Namespace) -> Times:
@@ -237,17 +223,17 @@ def measure_time(options: argparse.Namespace) -> Times:
     times: Times = {n: {name: {mode: [] for mode in MODES} for name in contenders_at(n)} for n in options.lengths}
     repeats: dict[tuple[str, int, str], int] = {}
     for turn in range(-1, options.rounds):  # the first warms up
-        for name in rotated(list(CONTENDERS), turn):
+        for name in measuring.rotated(list(CONTENDERS), turn):
             for mode in MODES:
                 for length in (n for n in options.lengths if name in times[n]):
                     action = make_action(name, length, mode, options)
                     calls = repeats.get((name, length, mode), 1)
-                    taken = median(seconds(action, options.device) for _ in range(calls))
+                    taken = median(measuring.seconds(action, options.device) for _ in range(calls))
                     if turn < 0:
                         repeats[name, length, mode] = REPEATS if taken < SHORT_CALL else 1
                     else:
                         times[length][name][mode].append(taken)
-        progress(f"round {turn + 1} of {options.rounds}")
+        measuring.progress(f"round {turn + 1} of {options.rounds}")
     return times
 
 
@@ -260,22 +246,12 @@ def describe_length(length: int, times: dict[str, dict[str, list[float]]], memor
     for name, taken in times.items():
         rivals = [rival for rival in (OUTER.get(name), SDPA) if name in OWN and rival in times]
         for mode in MODES:
-            contenders[name][mode] = {"seconds": summary(taken[mode]), "peak_memory_bytes": memory[mode][length][name]}
+            peak = memory[mode][length][name]
+            contenders[name][mode] = {"seconds": measuring.summary(taken[mode]), "peak_memory_bytes": peak}
             if rivals:
-                over = {rival: summary(ratios(times[rival][mode], taken[mode])) for rival in rivals}
+                over = {rival: measuring.compare(times[rival][mode], taken[mode]) for rival in rivals}
                 contenders[name][mode]["speed_over"] = over
     return {"length": length, "contenders": contenders}
-
-
-def describe_growth(times: Times) -> dict[str, dict[str, Any]] | None:
-    """Time at the longer of `GROWTH_LENGTHS` relative to the shorter, if both were measured."""
-    short, long = GROWTH_LENGTHS
-    if short not in times or long not in times:
-        return None
-    return {
-        name: {mode: summary(ratios(times[long][name][mode], times[short][name][mode])) for mode in MODES}
-        for name in times[long]
-    }
 
 
 def check(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -359,7 +335,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line."""
-    parser = make_parser(__doc__, lengths=[2048, 8192, 16384], heads=12, size=64, slots=64, rounds=5)
+    parser = measuring.make_parser(__doc__, lengths=[2048, 8192, 16384], heads=12, size=64, slots=64, rounds=5)
     options = parser.parse_args(arguments)
     options.lengths = sorted(set(options.lengths))
     return options
@@ -369,9 +345,9 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     """Measure everything."""
     torch.set_num_threads(options.threads)
     present = {length: contenders_at(length) for length in options.lengths}
-    memory = {mode: measure_memory(partial(peak_memory, mode), present, options) for mode in MODES}
+    memory = {mode: measuring.measure_memory(partial(peak_memory, mode), present, options) for mode in MODES}
     errors = measure_errors(options)
-    keeping_allocator()
+    measuring.keeping_allocator()
     times = measure_time(options)
     settings = {name: getattr(options, name) for name in ("heads", "size", "slots", "threads", "device", "rounds")}
     result = {
@@ -380,7 +356,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
         "settings": {**settings, "dtype": "float32", "rows": 1},
         "peers": list(PEERS),
         "errors": errors,
-        "growth": describe_growth(times),
+        "growth": measuring.growth(times, GROWTH_LENGTHS),
         "lengths": [describe_length(n, times[n], memory) for n in options.lengths],
     }
     return {**result, "floors": check(result)}
@@ -389,7 +365,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and write; 1 if floors are checked and one is missed."""
     options = parse(arguments)
-    return publish(options, "causal-attention", run(options, arguments), markdown, plot)
+    return measuring.publish(options, "causal-attention", run(options, arguments), markdown, plot)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from measuring import extra_memory, slots_of, steady_allocator
+import transformers as hf
+from measuring import extra_memory, slots_of
 from torch import Tensor, nn
-from transformers import (
-    ModernBertConfig,
-    ModernBertForMaskedLM,
-    ModernBertModel,
-    PreTrainedModel,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    RobertaModel,
-)
+from transformers import PreTrainedModel
 
 from luna_hf import FAMILIES
 from luna_hf.memory_control import CONTROLS
@@ -52,6 +45,7 @@ MODEL_SETS: dict[str, tuple[str, ...]] = {
 }
 
 PAD, WARM_UP_LENGTH = 1, 16
+VOCAB_SIZE = {"mlm_step": 50265, "forward": 1000}  # RoBERTa's for training; small where only the encoder is measured
 LABELLED = 0.15  # share of the positions with a label, as in BERT
 PADDED_ROWS, PADDED_TOKENS = 0.5, 0.25  # a padded batch: this share of the rows lacks this share of its tokens
 
@@ -82,7 +76,7 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
     """
     torch.manual_seed(0)
     common = {
-        "vocab_size": vocab_size(setting),
+        "vocab_size": VOCAB_SIZE[setting.mode],
         "hidden_size": setting.width,
         "num_hidden_layers": setting.layers,
         "num_attention_heads": setting.heads,
@@ -94,12 +88,12 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
     if name == "modernbert":
         tokens = {"pad_token_id": PAD, "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
         common["intermediate_size"] = setting.modernbert_intermediate
-        config = ModernBertConfig(**common, **tokens, sparse_prediction=True)
-        base, masked_lm = ModernBertModel, ModernBertForMaskedLM
+        config = hf.ModernBertConfig(**common, **tokens, sparse_prediction=True)
+        base, masked_lm = hf.ModernBertModel, hf.ModernBertForMaskedLM
     elif name in PEERS:
         common["max_position_embeddings"] += 2
-        config = RobertaConfig(**common, **no_dropout)
-        base, masked_lm = partial(RobertaModel, add_pooling_layer=False), RobertaForMaskedLM
+        config = hf.RobertaConfig(**common, **no_dropout)
+        base, masked_lm = partial(hf.RobertaModel, add_pooling_layer=False), hf.RobertaForMaskedLM
     else:
         family, fields = OWN[name]
         own = {**slots_of(family, setting.slots), **fields}
@@ -110,15 +104,10 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
     return model.to(device=setting.device, dtype=getattr(torch, setting.dtype)).train(training)
 
 
-def vocab_size(setting: argparse.Namespace) -> int:
-    """RoBERTa's for training; small where only the encoder is measured."""
-    return 50265 if setting.mode == "mlm_step" else 1000
-
-
 def make_batch(setting: argparse.Namespace, rows: int, length: int, padded: bool = False) -> dict[str, Tensor]:
     """Random ids, an attention mask only if rows are padded (on the right), and labels for a training step."""
     generator = torch.Generator().manual_seed(length)
-    ids = torch.randint(3, vocab_size(setting), (rows, length), generator=generator)
+    ids = torch.randint(3, VOCAB_SIZE[setting.mode], (rows, length), generator=generator)
     batch = {"input_ids": ids}
     keep = torch.ones(rows, length, dtype=torch.bool)
     if padded:
@@ -157,8 +146,6 @@ def rows_for(length: int, setting: argparse.Namespace) -> int:
 
 def peak_memory(name: str, length: int, setting: argparse.Namespace) -> int:
     """Peak bytes of one call beyond model and optimizer state; run it in a separate process."""
-    steady_allocator()
-    torch.set_num_threads(setting.threads)
     action = make_action(build(name, setting), setting)
     action(make_batch(setting, 1, min(WARM_UP_LENGTH, length)))
     batch = make_batch(setting, rows_for(length, setting), length)

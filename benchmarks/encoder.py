@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import floors
+import measuring
 import torch
 from contenders import (
     MODEL_SETS,
@@ -26,18 +27,6 @@ from contenders import (
     make_batch,
     peak_memory,
     rows_for,
-)
-from measuring import (
-    growth_exponent,
-    make_parser,
-    measure_memory,
-    progress,
-    publish,
-    ratios,
-    rotated,
-    seconds,
-    summary,
-    win_length,
 )
 from plots import Panel, machine_name, plot_panels
 from torch import nn
@@ -70,27 +59,15 @@ Times = dict[int, dict[str, dict[str, list[float]]]]  # length, model, "unpadded
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line, with the models' names and the longest input derived from it."""
-    parser = make_parser(
-        __doc__,
-        lengths=[512, 2048, 4096, 8192, 16384],
-        tokens_per_batch=4096,
-        layers=1,
-        width=768,
-        heads=12,
-        slots=128,
-        rounds=5,
-    )
+    sizes = {"tokens_per_batch": 4096, "layers": 1, "width": 768, "heads": 12, "slots": 128, "rounds": 5}
+    parser = measuring.make_parser(__doc__, lengths=[512, 2048, 4096, 8192, 16384], **sizes)
     add = parser.add_argument
     add("--mode", choices=["forward", "mlm_step"], default="forward", help="default: %(default)s")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
     sets = ", ".join(MODEL_SETS)
     add("--models", nargs="+", default=["standard"], metavar="MODEL", help=f"models, or one of the sets {sets}")
     add("--modernbert-intermediate", type=int, help="inner width of ModernBERT (default: 4 * width)")
-    add(
-        "--padding",
-        action="store_true",
-        help="also time batches in which half of the rows lack a quarter of the tokens",
-    )
+    add("--padding", action="store_true", help="also time batches where half of the rows lack a quarter of the tokens")
     options = parser.parse_args(arguments)
     try:
         options.names = contender_names(options.models)
@@ -114,12 +91,12 @@ def measure_time(models: dict[str, nn.Module], options: argparse.Namespace) -> T
     for turn in range(options.rounds):
         for length in options.lengths:
             batches = {kind: make_batch(options, rows_for(length, options), length, kind == "padded") for kind in kinds}
-            for name in rotated(list(actions), turn):
+            for name in measuring.rotated(list(actions), turn):
                 for kind in kinds if turn % 2 == 0 else kinds[::-1]:
-                    taken = seconds(partial(actions[name], batches[kind]), options.device)
+                    taken = measuring.seconds(partial(actions[name], batches[kind]), options.device)
                     times[length][name][kind].append(taken)
             took = ", ".join(f"{name} {times[length][name]['unpadded'][-1]:.3g} s" for name in models)
-            progress(f"round {turn + 1} of {options.rounds}, length {length}: {took}")
+            measuring.progress(f"round {turn + 1} of {options.rounds}, length {length}: {took}")
     return times
 
 
@@ -129,18 +106,15 @@ def describe_length(
     """One entry of the result's `lengths`: time, throughput, memory and ratios of every model."""
     models = {}
     for name, kinds in times.items():
-        taken = summary(kinds["unpadded"])
-        models[name] = {
-            "seconds": taken,
-            "tokens_per_second": rows * length / taken["median"],
-            "peak_memory_bytes": memory[name],
-        }
+        taken = measuring.summary(kinds["unpadded"])
+        speed = rows * length / taken["median"]
+        models[name] = {"seconds": taken, "tokens_per_second": speed, "peak_memory_bytes": memory[name]}
         if name not in PEERS:
-            models[name]["speed_over"] = {
-                peer: summary(ratios(times[peer]["unpadded"], kinds["unpadded"])) for peer in PEERS if peer in times
-            }
+            peers = [peer for peer in PEERS if peer in times]
+            over = {peer: measuring.compare(times[peer]["unpadded"], kinds["unpadded"]) for peer in peers}
+            models[name]["speed_over"] = over
         if "padded" in kinds:
-            models[name]["padded_over_unpadded"] = summary(ratios(kinds["padded"], kinds["unpadded"]))
+            models[name]["padded_over_unpadded"] = measuring.compare(kinds["padded"], kinds["unpadded"])
     return {"length": length, "rows": rows, "models": models}
 
 
@@ -150,28 +124,23 @@ def describe_growth(lengths: list[dict[str, Any]]) -> dict[str, Any] | None:
     inside = [row for row in lengths if low <= row["length"] <= high]
     if len(inside) < 2:
         return None
-    exponents = {}
+    exponents, measured = {}, [row["length"] for row in inside]
     for name in inside[0]["models"]:
-        rounds = zip(*(row["models"][name]["seconds"]["rounds"] for row in inside), strict=True)
-        fits = [
-            growth_exponent({row["length"]: taken / row["rows"] for row, taken in zip(inside, times, strict=True)})
-            for times in rounds
-        ]
-        exponents[name] = summary(fits)
-    measured = [row["length"] for row in inside]
+        by_length = [[taken / row["rows"] for taken in row["models"][name]["seconds"]["rounds"]] for row in inside]
+        rounds = (dict(zip(measured, times, strict=True)) for times in zip(*by_length, strict=True))
+        exponents[name] = measuring.summary([measuring.growth_exponent(times) for times in rounds])
     return {"range": [min(measured), max(measured)], "exponents": exponents}
 
 
 def describe_wins(lengths: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
     """The length from which each model of this package is faster than each peer, or `None`."""
-    return {
-        name: {
-            peer: win_length({row["length"]: row["models"][name]["speed_over"][peer]["median"] for row in lengths})
-            for peer in model["speed_over"]
-        }
-        for name, model in lengths[0]["models"].items()
-        if "speed_over" in model
-    }
+
+    def win(name: str, peer: str) -> float | None:
+        speeds = {row["length"]: row["models"][name]["speed_over"][peer]["median"] for row in lengths}
+        return measuring.win_length(speeds)
+
+    own = {name: model["speed_over"] for name, model in lengths[0]["models"].items() if "speed_over" in model}
+    return {name: {peer: win(name, peer) for peer in peers} for name, peers in own.items()}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -181,15 +150,9 @@ def table(result: dict[str, Any]) -> str:
         for name, model in row["models"].items():
             over = [model.get("speed_over", {}).get(peer) for peer in result["peers"]]
             padding = model.get("padded_over_unpadded")
-            rows.append(
-                [
-                    *(row["length"], name),
-                    f"{model['tokens_per_second']:.0f}",
-                    f"{model['peak_memory_bytes'] / 2**20:.1f}",
-                    *(f"{one['median']:.2f} ({one['min']:.2f}-{one['max']:.2f})" if one else "" for one in over),
-                    f"{padding['median']:.3f}" if padding else "",
-                ]
-            )
+            cells = [f"{model['tokens_per_second']:.0f}", f"{model['peak_memory_bytes'] / 2**20:.1f}"]
+            cells += [f"{one['median']:.2f} ({one['min']:.2f}-{one['max']:.2f})" if one else "" for one in over]
+            rows.append([row["length"], name, *cells, f"{padding['median']:.3f}" if padding else ""])
     peers = [f"x {peer} (min-max)" for peer in result["peers"]]
     return markdown_table(["length", "model", "tokens/s", "MiB", *peers, "padded"], rows)
 
@@ -201,9 +164,7 @@ def conclusions(result: dict[str, Any]) -> str:
     for name, wins in result["wins"].items():
         for peer, length in wins.items():
             how = "shortest length measured" if length == shortest else "interpolated"
-            verdict = (
-                "not faster at the longest length" if length is None else f"faster from {length:.0f} tokens ({how})"
-            )
+            verdict = f"faster from {length:.0f} tokens ({how})" if length else "not faster at the longest length"
             lines.append(f"{name} against {peer}: {verdict}")
     if growth := result["growth"]:
         fitted = ", ".join(f"{name} {fit['median']:.3f}" for name, fit in growth["exponents"].items())
@@ -223,11 +184,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         f"{settings['layers']} layer(s) of width {settings['width']}, batches of {settings['tokens_per_batch']} tokens "
         f"(at least one row), {settings['dtype']}, {machine_name(result['machine'])}"
     )
-    panels = [
-        Panel(f"time of a {what} per token (microseconds)", times),
-        Panel(f"peak memory of a {what} (MiB)", memory),
-    ]
-    plot_panels(panels, title, path, peers=result["peers"])
+    speed = Panel(f"time of a {what} per token (microseconds)", times)
+    plot_panels([speed, Panel(f"peak memory of a {what} (MiB)", memory)], title, path, peers=result["peers"])
 
 
 def subject(options: argparse.Namespace) -> str:
@@ -241,7 +199,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     """Measure everything that the options ask for."""
     torch.set_num_threads(options.threads)
     # First, while this process is small: at 12 layers the models of the timed run take gigabytes together.
-    memory = measure_memory(peak_memory, dict.fromkeys(options.lengths, options.names), options)
+    memory = measuring.measure_memory(peak_memory, dict.fromkeys(options.lengths, options.names), options)
     models = {name: build(name, options) for name in options.names}
     times = measure_time(models, options)
     lengths = [describe_length(n, rows_for(n, options), times[n], memory[n]) for n in options.lengths]
@@ -262,11 +220,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and write; 1 if floors are checked and one is missed."""
     options = parse(arguments)
-
-    def report(result: dict[str, Any]) -> str:
-        return f"{table(result)}\n\n{conclusions(result)}"
-
-    return publish(options, subject(options), run(options, arguments), report, plot, markdown=False)
+    report = lambda result: f"{table(result)}\n\n{conclusions(result)}"  # noqa: E731
+    return measuring.publish(options, subject(options), run(options, arguments), report, plot, markdown=False)
 
 
 if __name__ == "__main__":

@@ -15,21 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import measuring
 import torch
 from floors import compare
-from measuring import (
-    extra_memory,
-    make_parser,
-    measure_memory,
-    progress,
-    publish,
-    ratios,
-    rotated,
-    seconds,
-    slots_of,
-    steady_allocator,
-    summary,
-)
 from plots import Panel, machine_name, plot_panels
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel, StaticCache
@@ -60,7 +48,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "abc-window-64": ("abc_memory", {"memory_control": "sliding_window", "memory_size": 64}),
 }
 _NAMED = {family for family, _ in OWN.values()}
-OWN |= {family: (family, slots_of(family, 64)) for family in FAMILIES if family not in _NAMED}
+OWN |= {family: (family, measuring.slots_of(family, 64)) for family in FAMILIES if family not in _NAMED}
 DYNAMIC, STATIC = "gpt2", "gpt2-static"  # one model, two caches
 PEERS = (DYNAMIC, STATIC)
 NAMES = (*OWN, *PEERS)
@@ -172,13 +160,11 @@ def make_step(model: PreTrainedModel, cache: Cache, length: int, setting: argpar
 
 def step_memory(name: str, length: int, setting: argparse.Namespace) -> int:
     """Bytes of the state, plus the peak of a step beyond it; run it in a separate process."""
-    steady_allocator()
-    torch.set_num_threads(setting.threads)
     model = build(name, setting)
     cache = make_states(name, model, argparse.Namespace(**{**vars(setting), "lengths": [length]}))[length]
     step = make_step(model, cache, length, setting)
     step()
-    return state_bytes(cache) + extra_memory(step, setting.device)
+    return state_bytes(cache) + measuring.extra_memory(step, setting.device)
 
 
 def measure_time(steps: dict[int, dict[str, Callable[[], Tensor]]], rounds: int, device: str) -> Times:
@@ -189,10 +175,10 @@ def measure_time(steps: dict[int, dict[str, Callable[[], Tensor]]], rounds: int,
                 action()
     times: Times = {length: {name: [] for name in actions} for length, actions in steps.items()}
     for turn in range(rounds):
-        for name in rotated(NAMES, turn):
+        for name in measuring.rotated(NAMES, turn):
             for length, actions in steps.items():
-                times[length][name].append(seconds(actions[name], device))
-        progress(f"round {turn + 1} of {rounds}")
+                times[length][name].append(measuring.seconds(actions[name], device))
+        measuring.progress(f"round {turn + 1} of {rounds}")
     return times
 
 
@@ -230,9 +216,10 @@ def measure_generate(
             clock = Clock()
             options = {"max_new_tokens": count + 2, "do_sample": False, "streamer": clock}
             models[name].generate(prompt, attention_mask=mask, **options)
-            over[name].append(clock.gap() / median(seconds(steps[name], setting.device) for _ in range(count)))
-        progress(f"generate: round {turn + 1} of {GENERATE_ROUNDS}")
-    return {name: summary(values) for name, values in over.items()}
+            step = median(measuring.seconds(steps[name], setting.device) for _ in range(count))
+            over[name].append(clock.gap() / step)
+        measuring.progress(f"generate: round {turn + 1} of {GENERATE_ROUNDS}")
+    return {name: measuring.summary(values) for name, values in over.items()}
 
 
 # ---- result ----
@@ -244,18 +231,10 @@ def describe_length(
     """One entry of the result's `lengths`."""
     models: dict[str, dict[str, Any]] = {}
     for name, taken in times.items():
-        models[name] = {"seconds": summary(taken), "state_bytes": states[name], "memory_bytes": memory[name]}
+        models[name] = {"seconds": measuring.summary(taken), "state_bytes": states[name], "memory_bytes": memory[name]}
         if name in OWN:
-            models[name]["speed_over"] = {peer: summary(ratios(times[peer], taken)) for peer in PEERS}
+            models[name]["speed_over"] = {peer: measuring.compare(times[peer], taken) for peer in PEERS}
     return {"length": length, "models": models}
-
-
-def describe_growth(times: Times) -> dict[str, dict[str, Any]] | None:
-    """Time of a step at the longer of `GROWTH_LENGTHS` relative to the shorter, if both were measured."""
-    short, long = GROWTH_LENGTHS
-    if short not in times or long not in times:
-        return None
-    return {name: summary(ratios(times[long][name], times[short][name])) for name in times[long]}
 
 
 def check(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -322,7 +301,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line, with the longest context and the tokens added to it at most."""
     lengths = [1024, 2048, 4096, 8192, 16384]
     sizes = {"rows": 1, "layers": 4, "width": 768, "heads": 12, "vocab_size": 50257, "rounds": 20}
-    options = make_parser(__doc__, lengths=lengths, **sizes).parse_args(arguments)
+    options = measuring.make_parser(__doc__, lengths=lengths, **sizes).parse_args(arguments)
     options.lengths = sorted(set(options.lengths))
     options.longest = options.lengths[-1]
     options.room = WARM_UP + (1 + GENERATE_ROUNDS) * options.rounds + 2
@@ -332,12 +311,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     """Measure everything."""
     torch.set_num_threads(options.threads)
-    memory = measure_memory(step_memory, dict.fromkeys(options.lengths, NAMES), options)
+    memory = measuring.measure_memory(step_memory, dict.fromkeys(options.lengths, NAMES), options)
     models = {name: build(name, options) for name in (*OWN, DYNAMIC)}
     models[STATIC] = models[DYNAMIC]
     states = {}
     for name, model in models.items():
-        progress(f"context: {name}")
+        measuring.progress(f"context: {name}")
         states[name] = make_states(name, model, options)
     sizes = {length: {name: state_bytes(states[name][length]) for name in NAMES} for length in options.lengths}
     steps = {
@@ -352,7 +331,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
         "settings": {**{name: getattr(options, name) for name in SETTINGS}, "dtype": "float32"},
         "peers": list(PEERS),
         "models": {name: {"parameters": model.num_parameters()} for name, model in models.items()},
-        "growth": describe_growth(times),
+        "growth": measuring.growth(times, GROWTH_LENGTHS),
         "generate": measure_generate(models, steps[shortest], shortest, options, options.rounds),
         "lengths": [describe_length(n, times[n], sizes[n], memory[n]) for n in options.lengths],
     }
@@ -362,8 +341,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and write; 1 if floors are checked and one is missed."""
     options = parse(arguments)
-    rows = "" if options.rows == 1 else f"-{options.rows}-rows"
-    return publish(options, f"generation-{options.layers}-layer{rows}", run(options, arguments), markdown, plot)
+    subject = f"generation-{options.layers}-layer" + ("" if options.rows == 1 else f"-{options.rows}-rows")
+    return measuring.publish(options, subject, run(options, arguments), markdown, plot)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from measuring import RESULTS, growth_exponent, progress, seconds
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
-from zoo import FIRST_TOKEN, PAD, SUBJECTS, VOCAB_SIZE, Subject, randomised
+from zoo import FIRST_TOKEN, NOTES, PAD, SUBJECTS, VOCAB_SIZE, Subject, randomised
 
 from luna_hf.scripting import describe_run, markdown_table, write_result
 
@@ -67,19 +67,17 @@ def pad_rows(rows: Rows, length: int, left: bool = False) -> tuple[Tensor, Tenso
     return ids, mask
 
 
-def accepted(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor | None = None
-) -> dict[str, Tensor]:
+def accepted(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
     """The inputs that a model's forward accepts."""
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids}
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     names = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in names and value is not None}
 
 
-def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
     """Last hidden states (rows, length, d) of a fresh copy of the model."""
     with torch.no_grad():
-        return copy.deepcopy(model)(**accepted(model, ids, mask, position_ids)).last_hidden_state
+        return copy.deepcopy(model)(**accepted(model, ids, mask, positions)).last_hidden_state
 
 
 def difference(states: Tensor, others: Tensor) -> float:
@@ -90,18 +88,17 @@ def difference(states: Tensor, others: Tensor) -> float:
 def differences_alone(model: PreTrainedModel, rows: Rows, left: bool, first_position: int | None) -> list[float]:
     """Largest difference between a row in a padded batch and alone, for every row."""
     ids, mask = pad_rows(rows, LONGEST, left)
-    positions = None
-    if left and first_position is not None:
-        positions = (mask.cumsum(-1) - 1).clamp(min=0) + first_position
+    counted = left and first_position is not None
+    positions = (mask.cumsum(-1) - 1).clamp(min=0) + first_position if counted else None
     together = forward(model, ids, mask, positions)
     alone = [forward(model, row[None], torch.ones(1, len(row), dtype=torch.long))[0] for row in rows]
     return [difference(together[i][mask[i] == 1], states) for i, states in enumerate(alone)]
 
 
-def difference_pads(model: PreTrainedModel, rows: Rows) -> float:
-    """Largest difference at real tokens when the ids at pads change."""
+def difference_repeated(model: PreTrainedModel, rows: Rows, other_pads: bool = False) -> float:
+    """Largest difference at real tokens between two forwards, the second one with other ids at pads if asked."""
     ids, mask = pad_rows(rows, LONGEST)
-    other = torch.where(mask == 1, ids, torch.stack(random_rows([LONGEST] * len(rows), seed=2)))
+    other = torch.where(mask == 1, ids, torch.stack(random_rows([LONGEST] * len(rows), seed=2))) if other_pads else ids
     return difference(forward(model, ids, mask)[mask == 1], forward(model, other, mask)[mask == 1])
 
 
@@ -112,12 +109,6 @@ def difference_neighbours(model: PreTrainedModel, rows: Rows) -> float:
     others[index] = rows[index]
     before, after = (forward(model, *pad_rows(batch, LONGEST))[index, : len(rows[index])] for batch in (rows, others))
     return difference(before, after)
-
-
-def difference_repeated(model: PreTrainedModel, rows: Rows) -> float:
-    """Largest difference between two forwards."""
-    ids, mask = pad_rows(rows, LONGEST)
-    return difference(forward(model, ids, mask)[mask == 1], forward(model, ids, mask)[mask == 1])
 
 
 def reads_other_tokens(model: PreTrainedModel) -> bool:
@@ -176,7 +167,7 @@ def check(subject: Subject, with_cost: bool = True) -> dict[str, Any]:
     results = {
         "right_padding": attempt(lambda: differences_alone(model, rows, False, subject.first_position)),
         "left_padding": attempt(lambda: differences_alone(model, rows, True, subject.first_position)),
-        "pad_content": attempt(lambda: difference_pads(model, rows)),
+        "pad_content": attempt(lambda: difference_repeated(model, rows, other_pads=True)),
         "other_rows": attempt(lambda: difference_neighbours(model, rows)),
         "any_length": check_lengths(subject.build),
         "deterministic": attempt(lambda: difference_repeated(model, rows)),
@@ -209,8 +200,8 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
     rows, notes = [], []
     for subject in (subject for subject in SUBJECTS if subject.name in results):
         checks, label = results[subject.name], subject.name
-        if subject.note:
-            notes.append(f"[{len(notes) + 1}] {subject.note}.")
+        if note := NOTES.get(subject.name):
+            notes.append(f"[{len(notes) + 1}] {note}.")
             label += f" [{len(notes)}]"
         rows.append([label, *(cell(name, checks.get(name)) if checks else "no attention" for name in CHECKS)])
     return "\n\n".join([markdown_table(["Model", *CHECKS.values()], rows), "  \n".join([PROTOCOL, *notes])])
@@ -233,11 +224,10 @@ def main(arguments: Sequence[str]) -> int:
     hf_logging.set_verbosity(logging.ERROR)  # models announce every internal padding
     results = {}
     for subject in SUBJECTS:
-        if options.models and not subject.name.startswith(tuple(options.models)):
-            continue
-        progress(subject.name)
-        results[subject.name] = check(subject, with_cost=not options.no_cost)
-    notes = {subject.name: subject.note for subject in SUBJECTS if subject.name in results and subject.note}
+        if not options.models or subject.name.startswith(tuple(options.models)):
+            progress(subject.name)
+            results[subject.name] = check(subject, with_cost=not options.no_cost)
+    notes = {name: note for name, note in NOTES.items() if name in results}
     result = {**describe_run(__file__, arguments, "cpu"), "protocol": PROTOCOL, "notes": notes, "results": results}
     path, result = write_result(options.output, "guarantees", "cpu", "float32", result)
     text = markdown(result["results"])

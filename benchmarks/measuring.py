@@ -95,6 +95,19 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
     return [above / below for above, below in zip(numerators, denominators, strict=True)]
 
 
+def compare(above: Any, below: Any) -> dict[str, Any]:
+    """Summary of the ratios of two series of rounds; of two equal dicts, the summaries below each key."""
+    if isinstance(above, dict):
+        return {name: compare(above[name], below[name]) for name in above}
+    return summary(ratios(above, below))
+
+
+def growth(times: dict[int, Any], lengths: tuple[int, int]) -> dict[str, Any] | None:
+    """Time at the longer of two lengths relative to the shorter, if both were measured."""
+    short, long = lengths
+    return compare(times[long], times[short]) if short in times and long in times else None
+
+
 def win_length(speedups: dict[int, float]) -> float | None:
     """Length from which a model is faster, at that length and at every longer one measured.
 
@@ -225,8 +238,14 @@ def measure_memory(
     memory: dict[int, dict[str, int]] = {}
     for length, present in names.items():
         progress(f"memory: length {length}")
-        memory[length] = {name: in_own_process(peak, name, length, options) for name in present}
+        memory[length] = {name: in_own_process(_peak, peak, name, length, options) for name in present}
     return memory
+
+
+def _peak(measure: Callable[..., int], name: str, length: int, options: argparse.Namespace) -> int:
+    steady_allocator()
+    torch.set_num_threads(options.threads)
+    return measure(name, length, options)
 
 
 def in_own_process(function: Callable[..., Any], *args: Any) -> Any:

@@ -11,7 +11,6 @@ import json
 import math
 import re
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKER = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 LABELS = {
     "roberta": "RoBERTa",
-    "roberta-eager": "unfused RoBERTa",
     "modernbert": "ModernBERT",
     "luna-untied": "Luna, untied",
     "luna-tied": "Luna, tied",
@@ -89,14 +87,13 @@ def _machine(result: Result) -> str:
     return f"{hardware}; torch {versions['torch']}, transformers {versions['transformers']}"
 
 
-def _ratios(entry: Any, inside: bool = False) -> Iterable[dict[str, Any]]:
+def _ratios(entry: Any) -> Iterable[dict[str, Any]]:
     """Every ratio below an entry of a result, as its summary over the rounds."""
-    if isinstance(entry, dict):
-        if inside and "quartiles" in entry:
-            yield entry
-        else:
-            for key, item in entry.items():
-                yield from _ratios(item, inside or key in ("speed_over", "padded_over_unpadded"))
+    if isinstance(entry, dict) and "quartiles" in entry:
+        yield entry
+    elif isinstance(entry, dict):
+        for key, item in entry.items():
+            yield from _ratios(item) if key != "seconds" else ()
 
 
 def _spread(name: str) -> str:
@@ -126,6 +123,10 @@ def _source(name: str) -> str:
 def _with_source(text: str, *names: str) -> str:
     sources = "\n\n".join(map(_source, names))
     return f"{text}\n\n<details><summary>How this was measured</summary>\n\n{sources}\n\n</details>"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *names: str) -> str:
+    return _with_source(markdown_table(header, rows), *names)
 
 
 def _report(name: str) -> str:
@@ -206,11 +207,12 @@ def _controls() -> str:
     rows = _load(name)["lengths"]
     models = [model for model in rows[0]["models"] if model.startswith("abc-")]
     cells = [[f"`{model[4:]}`", *(_over(row["models"], model) for row in rows)] for model in models]
-    return _with_source(markdown_table(["control", *(f"{row['length']:,} tokens" for row in rows)], cells), name)
+    return _table(["control", *(f"{row['length']:,} tokens" for row in rows)], cells, name)
 
 
-def _one_length(names: dict[str, str], peers: Sequence[str] = ("roberta", "modernbert")) -> str:
+def _one_length(names: dict[str, str]) -> str:
     """A row for every model of results that have one length each."""
+    peers = ("roberta", "modernbert")
     rows = [
         [label, LABELS[model], *(_over(row["models"], model, peer) for peer in peers)]
         for name, label in names.items()
@@ -218,9 +220,7 @@ def _one_length(names: dict[str, str], peers: Sequence[str] = ("roberta", "moder
         for model in row["models"]
         if model not in peers
     ]
-    return _with_source(
-        markdown_table(["setting", "model", *(f"speed over {LABELS[peer]}" for peer in peers)], rows), *names
-    )
+    return _table(["setting", "model", *(f"speed over {LABELS[peer]}" for peer in peers)], rows, *names)
 
 
 def _padding() -> str:
@@ -233,7 +233,7 @@ def _padding() -> str:
         if model.startswith(family)
     }
     cells = [[m, f"{n:,}", f"{one['median']:.2f} ({_span(one['quartiles'], 2)})"] for (m, n), one in rows.items()]
-    return _with_source(markdown_table(["model", "tokens", "time padded / full, median (quartiles)"], cells), *names)
+    return _table(["model", "tokens", "time padded / full, median (quartiles)"], cells, *names)
 
 
 def _paper() -> str:
@@ -245,9 +245,7 @@ def _paper() -> str:
         shares = [f"{peak[model] / peak[peer]:.2f}" for peer in peers]
         rows.append([LABELS[model], speed, *(_over(models, model, peer) for peer in peers), memory, *shares])
     header = ["model", "speed over unfused, paper", "speed over unfused", "speed over fused"]
-    return _with_source(
-        markdown_table([*header, "memory / unfused, paper", "memory / unfused", "memory / fused"], rows), name
-    )
+    return _table([*header, "memory / unfused, paper", "memory / unfused", "memory / fused"], rows, name)
 
 
 # ---- demos and generation ----
@@ -261,9 +259,7 @@ def _demo() -> str:
         ["unigram baseline", own["unigram_loss"], own["unigram_accuracy"]],
     ]
     header = [f"on {own['held_out_targets']:,} masked tokens of held-out text", "loss (nats)", "accuracy"]
-    return _with_source(
-        markdown_table(header, [[label, f"{loss:.3f}", f"{share:.1%}"] for label, loss, share in rows]), name
-    )
+    return _table(header, [[label, f"{loss:.3f}", f"{share:.1%}"] for label, loss, share in rows], name)
 
 
 def _fill_mask() -> str:
@@ -348,9 +344,8 @@ def _swap(rate: str) -> str:
         ends = [found.get((system, *kind)) for kind in ((False, False), (False, True), (True, False), (True, True))]
         losses = [f"{run['final_loss']:.3f}" if run else "-" for run in ends]
         rows.append([f"`{system}`", f"{ends[0]['swapped_loss']:.3f}", *losses])
-    return markdown_table(
-        ["attention", "after the swap", "continued", "with transfer", "with a convolution", "with both"], rows
-    )
+    header = ["attention", "after the swap", "continued", "with transfer", "with a convolution", "with both"]
+    return markdown_table(header, rows)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -371,10 +366,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         }
     ),
     "bfloat16": lambda: _one_length(
-        {
-            "encoder-forward-1-layer-cpu-bfloat16": "emulated",
-            "encoder-forward-1-layer-abc-cpu-bfloat16": "native",
-        }
+        {"encoder-forward-1-layer-cpu-bfloat16": "emulated", "encoder-forward-1-layer-abc-cpu-bfloat16": "native"}
     ),
     "padding": _padding,
     "abc-paper": _paper,
@@ -402,15 +394,14 @@ def render(page: str) -> str:
     return MARKER.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
 
 
-def main() -> int:
+def main() -> None:
     """Rewrite the pages."""
     for path in PAGES:
         page = path.read_text(encoding="utf-8")
         if (new := render(page)) != page:
             path.write_text(new, encoding="utf-8")
             print(f"updated {path.relative_to(ROOT)}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,13 +18,7 @@ from luna_hf import FAMILIES
 VOCAB_SIZE, PAD, FIRST_TOKEN = 64, 1, 3
 
 _TOKENS = {"vocab_size": VOCAB_SIZE, "pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": 2}
-_SIZES = {
-    **_TOKENS,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-}
+_SIZES = {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 _T5_SIZES = {**_TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 15}
 
 
@@ -40,7 +34,6 @@ class Subject:
     fields: Fields  # of the config, from the longest input
     # Position id of the first token, where left padding needs explicit `position_ids`; None if it needs none.
     first_position: int | None = None
-    note: str = ""
     model_class: type[PreTrainedModel] | None = None
 
     def build(self, length: int) -> PreTrainedModel:
@@ -103,77 +96,38 @@ def _own(name: str) -> Subject:
 SUBJECTS: tuple[Subject, ...] = (
     *map(_own, FAMILIES),
     Subject("RobertaModel", "n^2", _sizes(2)),
-    Subject(
-        "ModernBertModel",
-        "n^2",
-        _sizes(cls_token_id=0, sep_token_id=2),
-        note="every third layer attends globally, the others in windows",
-    ),
-    Subject(
-        "LongformerModel",
-        "n",
-        _sizes(2, attention_window=32),
-        note="no global attention (the default); pads internally to its window; the attention is linear, but each "
-        "forward builds an n x n mask, which dominates at this small width",
-    ),
-    Subject(
-        "BigBirdModel",
-        "n",
-        _sizes(block_size=16, num_random_blocks=2, sep_token_id=2),
-        first_position=0,
-        note="attention_type block_sparse (the default); pads internally to its block, and uses full attention for "
-        "short inputs; the attention is linear, but each layer fills n x n zeros, which dominates at this small width",
-    ),
+    Subject("ModernBertModel", "n^2", _sizes(cls_token_id=0, sep_token_id=2)),
+    Subject("LongformerModel", "n", _sizes(2, attention_window=32)),
+    Subject("BigBirdModel", "n", _sizes(block_size=16, num_random_blocks=2, sep_token_id=2), first_position=0),
     Subject("LongT5EncoderModel, local", "n", _long_t5("local")),
-    Subject(
-        "LongT5EncoderModel, transient-global",
-        "n (w + n/k)",
-        _long_t5("transient-global"),
-        note="every token attends to its window w and to one state per block of k = 16 tokens",
-    ),
-    Subject(
-        "NystromformerModel, defaults",
-        "n",
-        _sizes(),
-        first_position=2,
-        note="segment_means_seq_len = num_landmarks (the default) computes full attention; the paper's is linear",
-    ),
-    Subject(
-        "NystromformerModel, approximation",
-        "n",
-        _nystrom,
-        first_position=2,
-        note="segment_means_seq_len = length of the inputs, 16 landmarks; raises on any padded batch",
-    ),
-    Subject("FNetModel", "n log n", _fnet, first_position=0, note="takes no attention_mask"),
-    Subject("FunnelModel", "n^2", _funnel, note="halves the length between blocks and upsamples at the end"),
-    Subject(
-        "ReformerModel, defaults",
-        "n log n",
-        _reformer(),
-        first_position=0,
-        note="draws new hashes in every forward; pads internally to its chunks",
-    ),
-    Subject(
-        "ReformerModel, hash_seed=0",
-        "n log n",
-        _reformer(hash_seed=0),
-        first_position=0,
-        note="the documentation reserves a fixed hash_seed for tests",
-    ),
-    Subject(
-        "YosoModel",
-        "n",
-        _sizes(),
-        first_position=2,
-        note="use_expectation=True (the default): the expectation over hashes, which is full attention; the paper's "
-        "linear form needs a CUDA kernel",
-    ),
-    Subject(
-        "MraModel",
-        "n",
-        _sizes(),
-        first_position=2,
-        note="attention needs a CUDA kernel and returns zeros without it, so a CPU can test nothing",
-    ),
+    Subject("LongT5EncoderModel, transient-global", "n (w + n/k)", _long_t5("transient-global")),
+    Subject("NystromformerModel, defaults", "n", _sizes(), first_position=2),
+    Subject("NystromformerModel, approximation", "n", _nystrom, first_position=2),
+    Subject("FNetModel", "n log n", _fnet, first_position=0),
+    Subject("FunnelModel", "n^2", _funnel),
+    Subject("ReformerModel, defaults", "n log n", _reformer(), first_position=0),
+    Subject("ReformerModel, hash_seed=0", "n log n", _reformer(hash_seed=0), first_position=0),
+    Subject("YosoModel", "n", _sizes(), first_position=2),
+    Subject("MraModel", "n", _sizes(), first_position=2),
 )
+# Footnotes, by the name of a subject.
+NOTES = {
+    "ModernBertModel": "every third layer attends globally, the others in windows",
+    "LongformerModel": "no global attention (the default); pads internally to its window; the attention is linear, but "
+    "each forward builds an n x n mask, which dominates at this small width",
+    "BigBirdModel": "attention_type block_sparse (the default); pads internally to its block, and uses full attention "
+    "for short inputs; the attention is linear, but each layer fills n x n zeros, which dominates at this small width",
+    "LongT5EncoderModel, transient-global": "every token attends to its window w and to one state per block of k = 16 "
+    "tokens",
+    "NystromformerModel, defaults": "segment_means_seq_len = num_landmarks (the default) computes full attention; the "
+    "paper's is linear",
+    "NystromformerModel, approximation": "segment_means_seq_len = length of the inputs, 16 landmarks; raises on any "
+    "padded batch",
+    "FNetModel": "takes no attention_mask",
+    "FunnelModel": "halves the length between blocks and upsamples at the end",
+    "ReformerModel, defaults": "draws new hashes in every forward; pads internally to its chunks",
+    "ReformerModel, hash_seed=0": "the documentation reserves a fixed hash_seed for tests",
+    "YosoModel": "use_expectation=True (the default): the expectation over hashes, which is full attention; the "
+    "paper's linear form needs a CUDA kernel",
+    "MraModel": "attention needs a CUDA kernel and returns zeros without it, so a CPU can test nothing",
+}
