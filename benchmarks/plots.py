@@ -18,12 +18,10 @@ class Panel(NamedTuple):
 
 def plot_panels(panels: Sequence[Panel], title: str, path: Path, peers: Sequence[str] = ()) -> None:
     """Write a PNG of log-log panels side by side; a name has one colour in all of them, peers are gray and dashed."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.4), layout="constrained")
+    figure = Figure(figsize=(5.5 * len(panels), 4.4), layout="constrained")
+    axes = figure.subplots(1, len(panels))
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     own = zip([name for name in names if name not in peers], itertools.cycle(COLORS), strict=False)
     others = zip([name for name in names if name in peers], itertools.cycle(GRAYS), strict=False)
@@ -39,7 +37,6 @@ def plot_panels(panels: Sequence[Panel], title: str, path: Path, peers: Sequence
     figure.suptitle(title, fontsize=10)
     # Without the library's version in its metadata the file depends on the numbers only.
     figure.savefig(path, dpi=150, metadata={"Software": None})
-    plt.close(figure)
 
 
 def _log_axes(axis: Any, lengths: list[int]) -> None:

@@ -90,13 +90,7 @@ def finetune(options: argparse.Namespace, models: list[Path]) -> None:
 
 
 def report(options: argparse.Namespace, subject: str, shared: dict[str, Any]) -> None:
-    """Write the scores of the finished tasks, if any, as JSON, Markdown and plot.
-
-    Args:
-        options: `runs` and `results`.
-        subject: first part of the files' names.
-        shared: head of the pretraining's result.
-    """
+    """Write the scores of the finished tasks, if any, as JSON, Markdown and plot; `shared` as of `shared_fields`."""
     paths = {task: options.runs / "finetune" / task / "results.json" for task in TASKS}
     tasks = {task: condense(read_json(path)) for task, path in paths.items() if path.is_file()}
     if tasks:
@@ -111,19 +105,14 @@ def condense(result: dict[str, Any]) -> dict[str, Any]:
     split = result["development"]
     for run in result["runs"]:
         system = run["model"].rpartition("-seed")[0] or run["model"]
-        own = models.setdefault(system, {"seeds": [], "scores": [], "training_seconds": [], "tokens_per_second": []})
-        own["seeds"].append(run["seed"])
-        own["scores"].append(run["scores"][split])
-        own["training_seconds"].append(run["training_seconds"])
-        own["tokens_per_second"].append(run["tokens_per_second"])
+        own = models.setdefault(system, {})
+        figures = {"seeds": run["seed"], "scores": run["scores"][split]}
+        figures |= {name: run[name] for name in ("training_seconds", "tokens_per_second")}
+        for name, value in figures.items():
+            own.setdefault(name, []).append(value)
         own["notes"] = run["notes"]
-    first = result["runs"][0]
-    return {
-        "command": result["command"],
-        "metric": result["main_metric"],
-        **{name: first[name] for name in ("train_rows", "epochs", "max_length")},
-        "models": models,
-    }
+    shared = {name: result["runs"][0][name] for name in ("train_rows", "epochs", "max_length")}
+    return {"command": result["command"], "metric": result["main_metric"], **shared, "models": models}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -135,10 +124,9 @@ def table(result: dict[str, Any]) -> str:
         own = task["models"]
         parts = [score for score in own[systems[0]]["scores"][0] if score != "mean"]
         for score in parts if task["metric"] == "mean" else [task["metric"]]:
-            cells = [score_cell([100 * scores[score] for scores in own[system]["scores"]]) for system in systems]
-            rows.append(
-                [name, score, f"{task['max_length']:,}", f"{task['train_rows']:,} x {task['epochs']:g}", *cells]
-            )
+            cells = [f"{task['max_length']:,}", f"{task['train_rows']:,} x {task['epochs']:g}"]
+            cells += [score_cell([100 * scores[score] for scores in own[system]["scores"]]) for system in systems]
+            rows.append([name, score, *cells])
     return markdown_table(["task", "score", "tokens", "rows x epochs", *systems], rows)
 
 

@@ -39,18 +39,13 @@ RECIPE = Path(__file__).with_suffix(".yaml")
 _LUNA = {"model_type": "luna", "tie_kv": False, "projection_length": 32}
 # Eager attention for RoBERTa, since Luna's is eager on a CPU in bfloat16: PyTorch's fused kernel takes 1.7 times as
 # long there. RoBERTa's config counts two rows of positions that are never read.
-_SOFTMAX = {"attn_implementation": "eager", "max_position_embeddings": 66, "type_vocab_size": 1}
+_EAGER = {"attn_implementation": "eager"}
 SYSTEMS: dict[str, dict[str, Any]] = {
-    "roberta": {"model_type": "roberta", **_SOFTMAX},
+    "roberta": {"model_type": "roberta", **_EAGER, "max_position_embeddings": 66, "type_vocab_size": 1},
     "luna-conv": {**_LUNA, "conv_kernel_size": 5},
     "luna-conv-1": {**_LUNA, "conv_kernel_size": 5, "projection_length": 1},
     # RoBERTa's architecture in this package, for the convolution.
-    "roberta-conv": {
-        "model_type": "abc_memory",
-        "memory_control": "full",
-        "attn_implementation": "eager",
-        "conv_kernel_size": 5,
-    },
+    "roberta-conv": {"model_type": "abc_memory", "memory_control": "full", **_EAGER, "conv_kernel_size": 5},
     "luna-32": _LUNA,
     "luna-128": {**_LUNA, "projection_length": 128},
     "luna-conv-tied": {**_LUNA, "conv_kernel_size": 5, "tie_kv": True},
@@ -71,11 +66,7 @@ STEPS_PER_TURN = 4
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; unknown options are overrides.
-
-    Raises:
-        UserError: A value of the wrong type.
-    """
+    """Command line; unknown options are overrides."""
     parser = make_parser(__doc__, COMMANDS, "outputs/learning")
     add = parser.add_argument
     add("--systems", nargs="+", choices=SYSTEMS, help="default: all for `pretrain`, three for `finetune`")
@@ -103,11 +94,7 @@ def recipe_values(options: argparse.Namespace, system: str, seed: int) -> dict[s
 
 
 def pretrain_all(options: argparse.Namespace) -> None:
-    """Train every system with every seed, one after the other, unless it is finished.
-
-    Raises:
-        UserError: A run failed.
-    """
+    """Train every system with every seed, one after the other, unless it is finished."""
     progress("tokenizer")  # trained by a run of one step, and shared by all others
     tokenizer = options.runs / "tokenizer"
     one_step = argparse.Namespace(**{**vars(options), "overrides": [*options.overrides, "--max_steps", "1"]})
@@ -127,11 +114,7 @@ def pretrain_all(options: argparse.Namespace) -> None:
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Time a training step of every pretrained system, in turns: other load on the machine then hits all of them.
-
-    Raises:
-        UserError: No run is finished.
-    """
+    """Time a training step of every pretrained system, in turns: other load on the machine then hits all of them."""
     runs = {run["system"]: (folder, run["recipe"]) for folder, run in learning_report.finished(options.runs)}
     steps = {system: make_step(folder, recipe) for system, (folder, recipe) in runs.items()}
     taken: dict[str, list[float]] = {system: [] for system in steps}
@@ -185,21 +168,13 @@ def _seconds(step: Callable[[], None]) -> float:
 
 
 def finetune(options: argparse.Namespace) -> None:
-    """Finetune the chosen systems on the chosen tasks.
-
-    Raises:
-        UserError: See `finetuning.finetune`.
-    """
+    """Finetune the chosen systems on the chosen tasks."""
     systems = options.systems or ["roberta", "luna-conv", "luna-conv-1"]
     finetuning.finetune(options, [run_folder(options, system, options.pretraining_seed) for system in systems])
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write the results of the finished runs.
-
-    Raises:
-        UserError: There is no finished run, no measured speed, or the runs have different recipes.
-    """
+    """Write the results of the finished runs."""
     order = list(SYSTEMS)
     runs = learning_report.read_runs(options.runs)
     runs.sort(key=lambda run: (run["seed"], order.index(run["system"])))

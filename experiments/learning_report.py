@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,8 @@ def read_runs(folder: Path) -> list[Run]:
 
 def read_run(folder: Path, run: Run, step_seconds: float) -> Run:
     """Header, figures and curves of one run."""
-    figures, held_out, probes = (
-        read_json(folder / "metrics.json"),
-        read_log(folder, "held_out"),
-        read_log(folder, "probe"),
-    )
+    figures = read_json(folder / "metrics.json")
+    held_out, probes = read_log(folder, "held_out"), read_log(folder, "probe")
     return {
         **run,
         "parameters": figures["parameters"],
@@ -95,9 +93,7 @@ def differences(runs: list[Run], first: str, second: str) -> dict[int, dict[int,
     found = {}
     for seed, left, right in pairs(runs, first, second):
         steps = left["curve"]["step"]
-        quarters = [
-            max((i for i, step in enumerate(steps) if step <= steps[-1] * n / 4), default=0) for n in (1, 2, 3, 4)
-        ]
+        quarters = [max(bisect_right(steps, steps[-1] * n / 4) - 1, 0) for n in (1, 2, 3, 4)]
         losses = {steps[i]: (left["curve"]["loss"][i], right["curve"]["loss"][i]) for i in quarters}
         found[seed] = {step: (ours - theirs, ours / theirs - 1) for step, (ours, theirs) in losses.items()}
     return found
@@ -121,20 +117,14 @@ def table(runs: list[Run], order: list[str]) -> str:
             continue
         reached = [first_step_at(run["curve"], targets[run["seed"]]) for run in own if run["seed"] in targets]
         total = own[0]["curve"]["step"][-1]
-        rows.append(
-            [
-                system,
-                f"{own[0]['parameters']:,}",
-                ", ".join(str(run["seed"]) for run in own),
-                spread([run["final_loss"] for run in own], 3),
-                spread([run["unigram_loss"] - run["final_loss"] for run in own], 2),
-                spread([100 * run["curve"]["accuracy"][-1] for run in own], 1) + " %",
-                ", ".join("not reached" if step is None else f"{step:,} ({step / total:.2f})" for step in reached)
-                or "-",
-                f"{statistics.mean(run['tokens_per_second'] for run in own):,.0f}",
-                *(layers(own[0]["probe"], name) for name in ("pack_entropy", "unpack_entropy", "slot_similarity")),
-            ]
-        )
+        when = ("not reached" if step is None else f"{step:,} ({step / total:.2f})" for step in reached)
+        cells = [system, f"{own[0]['parameters']:,}", ", ".join(str(run["seed"]) for run in own)]
+        cells.append(spread([run["final_loss"] for run in own], 3))
+        cells.append(spread([run["unigram_loss"] - run["final_loss"] for run in own], 2))
+        cells.append(spread([100 * run["curve"]["accuracy"][-1] for run in own], 1) + " %")
+        cells += [", ".join(when) or "-", f"{statistics.mean(run['tokens_per_second'] for run in own):,.0f}"]
+        probed = ("pack_entropy", "unpack_entropy", "slot_similarity")
+        rows.append(cells + [layers(own[0]["probe"], name) for name in probed])
     header = ["system", "parameters", "seeds", "final loss", "below unigram (nats)", "accuracy"]
     header += ["steps to plain RoBERTa's final loss (share)", "tokens/s"]
     return markdown_table([*header, "pack entropy", "unpack entropy", "slot similarity"], rows)

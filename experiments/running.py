@@ -47,11 +47,7 @@ def run_study(
     commands: dict[str, Callable[[argparse.Namespace], None]],
     arguments: Sequence[str],
 ) -> int:
-    """Run one command of a study.
-
-    Returns:
-        The exit status: 2 for a mistake of the user, 130 after Ctrl-C.
-    """
+    """Run one command of a study and return its exit status, as `run_script` does."""
 
     def run() -> None:
         options = parse(arguments)
@@ -155,15 +151,9 @@ def publish(
     text: Callable[[Any], str],
     plots: dict[str, Callable[[Any, Path], None]],
 ) -> None:
-    """Write a result as JSON, Markdown and plots, and print the Markdown.
+    """Write a result as JSON, Markdown and plots (by the ending of their names), and print the Markdown.
 
-    Args:
-        folder: of the results.
-        subject: first part of the files' names.
-        precision: `mixed_precision` of the runs.
-        result: of the JSON file, with the `machine` of the runs.
-        text: makes the Markdown from what the file holds.
-        plots: function for each ending of a plot's name.
+    `precision` is the `mixed_precision` of the runs; `text` and `plots` get what the JSON file holds.
     """
     device = "cuda" if "accelerator" in result["machine"] else "cpu"
     path, result = write_result(folder, subject, device, _DTYPES[precision], result)

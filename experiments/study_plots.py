@@ -22,7 +22,7 @@ PROBES = {
 
 def plot_losses(result: dict[str, Any], path: Path) -> None:
     """Held-out loss of every run against steps and against seconds, with the unigram entropy."""
-    figure, axes = pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
+    figure, axes = panels(1, 2, (12, 4.8), sharey=True)
     labels = {"step": "steps", "seconds": "seconds (steps times the measured cost of one)"}
     for axis, (against, label) in zip(axes, labels.items(), strict=True):
         for run in result["runs"]:
@@ -39,7 +39,7 @@ def plot_losses(result: dict[str, Any], path: Path) -> None:
 
 def plot_attention(result: dict[str, Any], path: Path) -> None:
     """Entropies and slot similarity over training, first layer solid and last layer dotted; first seed only."""
-    figure, axes = pyplot().subplots(1, 4, figsize=(16, 4.2), layout="constrained", sharey=True)
+    figure, axes = panels(1, 4, (16, 4.2), sharey=True)
     runs = [run for run in result["runs"] if run["seed"] == min(run["seed"] for run in result["runs"])]
     for axis, (name, title) in zip(axes, PROBES.items(), strict=True):
         for run in runs:
@@ -59,7 +59,7 @@ def plot_attention(result: dict[str, Any], path: Path) -> None:
 
 def plot_scores(result: dict[str, Any], path: Path) -> None:
     """Scores of every task and system: a point for each seed, a bar for their mean."""
-    figure, axis = pyplot().subplots(figsize=(11, 4.6), layout="constrained")
+    figure, axis = panels(1, 1, (11, 4.6))
     tasks = result["tasks"]
     systems = list(dict.fromkeys(system for task in tasks.values() for system in task["models"]))
     width = 0.8 / len(systems)
@@ -100,18 +100,15 @@ def plain(axis: Any) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def pyplot() -> Any:
-    """pyplot, drawing into files."""
-    import matplotlib
+def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """A figure for a file, and its axes."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as module
-
-    return module
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure and close it."""
+    """Write a figure."""
     # Without the library's version in its metadata the file depends on the numbers only.
     figure.savefig(path, dpi=130, metadata={"Software": None})
-    pyplot().close(figure)

@@ -95,9 +95,8 @@ class Variant:
     def included(self) -> bool:
         """Transfer needs new parameters; the random start is compared at one rate, without the convolution."""
         nothing_new = self.system in ("teacher", "window-64") or (self.system == "random-64" and not self.convolution)
-        if self.system.endswith("-random") and (self.rate != "peak" or self.convolution):
-            return False
-        return not (self.transfer and nothing_new)
+        elsewhere = self.system.endswith("-random") and (self.rate != "peak" or self.convolution)
+        return not elsewhere and not (self.transfer and nothing_new)
 
 
 def variants(systems: Sequence[str], rates: Sequence[str]) -> list[Variant]:
@@ -108,11 +107,7 @@ def variants(systems: Sequence[str], rates: Sequence[str]) -> list[Variant]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line; unknown options are overrides.
-
-    Raises:
-        UserError: A value of the wrong type.
-    """
+    """Command line; unknown options are overrides."""
     parser = make_parser(__doc__, COMMANDS, "outputs/swap")
     add = parser.add_argument
     base = Path("outputs/learning/pretrain/roberta-seed1")
@@ -179,11 +174,7 @@ def transfer(options: argparse.Namespace, teacher: Path, variant: Variant, conve
 
 
 def run(options: argparse.Namespace) -> None:
-    """Convert, transfer and continue every variant that is not finished.
-
-    Raises:
-        UserError: A run failed, or the base model is missing.
-    """
+    """Convert, transfer and continue every variant that is not finished."""
     teacher = train_teacher(options)
     for variant in variants(options.systems, options.rates):
         folder = options.runs / "continued" / variant.name
@@ -208,20 +199,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def finetune(options: argparse.Namespace) -> None:
-    """Finetune continued models on the chosen tasks.
-
-    Raises:
-        UserError: See `finetuning.finetune`.
-    """
+    """Finetune continued models on the chosen tasks."""
     finetuning.finetune(options, [options.runs / "continued" / name for name in options.models])
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write the results of the finished runs.
-
-    Raises:
-        UserError: There is no finished run.
-    """
+    """Write the results of the finished runs."""
     teacher, runs = swap_report.read(options.runs)
     shared = shared_fields(SCRIPT, runs, OWN)
     result = {

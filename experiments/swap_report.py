@@ -6,7 +6,7 @@ from typing import Any
 
 from learning_report import first_step_at
 from running import read_json, read_log
-from study_plots import plain, pyplot, save
+from study_plots import panels, plain, save
 
 from luna_hf.scripting import UserError, markdown_table
 
@@ -70,14 +70,10 @@ def condense(teacher: Run, runs: list[Run], systems: list[str]) -> dict[str, Any
     rows = []
     for run in runs:
         twin = twins.get((run["convolution"], run["rate"]))
-        rows.append(
-            {
-                **{name: run[name] for name in _KEPT},
-                "twin_loss": twin,
-                "over_twin": twin and run["final_loss"] / twin - 1,
-                "steps_to_teacher": first_step_at(run["curve"], teacher["held_out_loss"] * (1 + GOAL)),
-            }
-        )
+        over = twin and run["final_loss"] / twin - 1
+        reached = first_step_at(run["curve"], teacher["held_out_loss"] * (1 + GOAL))
+        kept = {name: run[name] for name in _KEPT}
+        rows.append({**kept, "twin_loss": twin, "over_twin": over, "steps_to_teacher": reached})
     return {
         "teacher": {name: teacher[name] for name in ("held_out_loss", "unigram_loss", "seen_tokens", "parameters")},
         "steps": max(run["curve"]["step"][-1] for run in runs),
@@ -181,8 +177,7 @@ def sentences(result: dict[str, Any]) -> str:
 def plot(result: dict[str, Any], path: Path) -> None:
     """Held-out loss against steps, without and with the convolution at each rate; runs with transfer are solid."""
     rates = list(dict.fromkeys(run["rate"] for run in result["runs"]))
-    size = (13, 4.6 * len(rates))
-    figure, axes = pyplot().subplots(len(rates), 2, figsize=size, layout="constrained", sharex=True, squeeze=False)
+    figure, axes = panels(len(rates), 2, (13, 4.6 * len(rates)), sharex=True, squeeze=False)
     for row, rate in zip(axes, rates, strict=True):
         for axis, convolution in zip(row, (False, True), strict=True):
             for run in result["runs"]:
