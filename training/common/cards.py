@@ -13,13 +13,7 @@ TEMPLATES = Path(__file__).resolve().parents[2] / "model_cards"
 
 
 def fill(template: str, model_type: str, metadata: str, **fields: Any) -> str:
-    """Fill a template.
-
-    Args:
-        template: name of a file of `model_cards/`.
-        model_type: decides `$trust` (an argument of `from_pretrained`) and `$trust_note`.
-        metadata: from `metadata`.
-        fields: the other fields of the template.
+    """Fill a file of `model_cards/`; the model type decides `$trust` and `$trust_note`, `fields` are the others.
 
     Raises:
         KeyError: A field of the template is missing.
@@ -35,23 +29,11 @@ def fill(template: str, model_type: str, metadata: str, **fields: Any) -> str:
 
 
 def metadata(
-    *,
-    name: str,
-    model_type: str,
-    base_model: str,
-    tags: Sequence[str],
-    results: Iterable[EvalResult],
-    **fields: Any,
+    *, name: str, model_type: str, base_model: str, tags: Sequence[str], results: Iterable[EvalResult], **fields: Any
 ) -> str:
     """The YAML header of a card, as the Hub reads it.
 
-    Args:
-        name: of the model.
-        model_type: custom code is tagged as such.
-        base_model: folder or Hub name that the model was made from; only names on the Hub are stated.
-        tags: further tags.
-        results: the measured figures.
-        fields: other fields of `ModelCardData`; empty ones are omitted.
+    A `base_model` that is a local folder is omitted, as are empty `fields` of `ModelCardData`; custom code is tagged.
     """
     return ModelCardData(
         library_name="transformers",

@@ -9,10 +9,7 @@ from luna_hf.scripting import UserError, reason
 
 
 def reserve_repository(name: str, private: bool | None = None, token: str | None = None) -> str:
-    """Create the repository before the training, so that a missing login is found then.
-
-    Returns:
-        Its full name, `USER/NAME`.
+    """Create the repository before the training, to find a missing login early, and return its full `USER/NAME`.
 
     Raises:
         UserError: No login, no network, or the Hub refuses.
@@ -31,15 +28,7 @@ def push_folder(
     extra: Sequence[Path] = (),
     token: str | None = None,
 ) -> None:
-    """Upload a folder, without hidden files.
-
-    Args:
-        folder: with the model and its card.
-        repository: from `reserve_repository`.
-        message: of the commit.
-        ignore: patterns of files to leave out.
-        extra: files from elsewhere that go beside the model.
-        token: of the user; by default the stored login.
+    """Upload a folder without hidden files and `ignore` (patterns), and the `extra` files from elsewhere beside it.
 
     Raises:
         UserError: The upload failed; the folder is complete all the same.

@@ -73,26 +73,19 @@ def model_fields(model_type: str, kind: ModelKind = MASKED) -> set[str]:
     Raises:
         UserError: An unknown type, or one of another kind.
     """
-    types = {config.model_type for config in kind.types}
-    config_class = CONFIG_MAPPING[model_type] if model_type in types and model_type in CONFIG_MAPPING else None
-    if config_class is None or (kind is CAUSAL and not _can_be_causal(config_class)):
-        raise UserError(f"Unknown `model_type` {model_type!r}. Choose {_OURS}, or {kind.to_compare} to compare.")
+    known = model_type in CONFIG_MAPPING and model_type in {config.model_type for config in kind.types}
+    config_class = CONFIG_MAPPING[model_type] if known else PreTrainedConfig
     names = {field.name for field in dataclasses.fields(config_class)}
+    if kind is CAUSAL:  # an encoder becomes causal by `is_decoder`
+        only_encoder = config_class in MODEL_FOR_MASKED_LM_MAPPING and "is_decoder" not in names
+        known = known and not only_encoder and not config_class.is_encoder_decoder
+    if not known:
+        raise UserError(f"Unknown `model_type` {model_type!r}. Choose {_OURS}, or {kind.to_compare} to compare.")
     return names | set(config_class.attribute_map) | {"attn_implementation"}
 
 
-def _can_be_causal(config_class: type[PreTrainedConfig]) -> bool:
-    """Whether a type with a causal-LM head is always causal, or becomes so with `is_decoder`."""
-    names = {field.name for field in dataclasses.fields(config_class)}
-    both = config_class in MODEL_FOR_MASKED_LM_MAPPING
-    return not config_class.is_encoder_decoder and ("is_decoder" in names or not both)
-
-
 def make_config(
-    fields: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
-    kind: ModelKind = MASKED,
+    fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, kind: ModelKind = MASKED
 ) -> PreTrainedConfig:
     """A new model's config from a recipe's model section; the tokenizer (`None`: to be trained) decides special tokens.
 
@@ -137,7 +130,7 @@ def longest_input(config: PreTrainedConfig) -> int | float:
         return math.inf
     if not hasattr(config, "max_position_embeddings"):
         raise UserError(f"A {config.model_type} config has no `max_position_embeddings` to limit its input by.")
-    if _counts_pad_rows(config):
+    if isinstance(config, RobertaConfig) or config.model_type in _COUNTS_PAD_ROWS:
         return config.max_position_embeddings - config.pad_token_id - 1
     return config.max_position_embeddings
 
@@ -169,7 +162,9 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
         config.max_position_embeddings += added
         return f"Rotary positions: the model accepts {length:,} tokens; it was trained on at most {trained:,}."
     if isinstance(table, nn.Embedding):
-        embeddings.position_embeddings = _repeat_rows(table, trained, length)
+        first = table.num_embeddings - trained  # rows before the first position
+        rows = repeat_positions(table.weight.detach(), first, length)
+        embeddings.position_embeddings = nn.Embedding(*rows.shape, padding_idx=table.padding_idx, _weight=rows)
         rule = f"the {trained:,} learned positions are repeated"
     elif hasattr(table, "make_table"):  # luna_hf's sinusoids
         remade = type(table)(table.num_positions + added, table.dim, table.padding_idx)
@@ -304,16 +299,6 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
-def _counts_pad_rows(config: PreTrainedConfig) -> bool:
-    return isinstance(config, RobertaConfig) or config.model_type in _COUNTS_PAD_ROWS
-
-
-def _repeat_rows(table: nn.Embedding, trained: int, length: int) -> nn.Embedding:
-    first = table.num_embeddings - trained  # rows before the first position
-    rows = repeat_positions(table.weight.detach(), first, length)
-    return nn.Embedding(*rows.shape, padding_idx=table.padding_idx, _weight=rows)
-
-
 def _loading_notes(model: PreTrainedModel, info: dict[str, Any], name_or_path: str) -> list[str]:
     """Notes on new and unused weights.
 
@@ -330,11 +315,8 @@ def _loading_notes(model: PreTrainedModel, info: dict[str, Any], name_or_path: s
             f"{name_or_path} lacks {len(body)} weights of the {what}, or has them in other shapes ({_some(body)}): its "
             "files do not belong together."
         )
-    notes = []
-    if new:
-        notes.append(f"New parameters, to be trained: {_some(new)}.")
-    unused = sorted(info["unexpected_keys"])
-    if unused:
+    notes = [f"New parameters, to be trained: {_some(new)}."] if new else []
+    if unused := sorted(info["unexpected_keys"]):
         notes.append(f"Unused weights of the checkpoint: {_some(unused)}.")
     return notes
 

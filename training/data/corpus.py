@@ -96,10 +96,7 @@ class Corpus:
 
 
 def open_corpus(settings: Any) -> Corpus:
-    """Open the sources in a recipe's `data` and `validation`, and read the first documents of each.
-
-    Args:
-        settings: with the recipe's `data`, `text_column`, `validation`, `held_out_fraction`, `streaming` and `seed`.
+    """Open the sources in the `data` and `validation` of a recipe, and read the first documents of each.
 
     Raises:
         UserError: A source is missing, unreadable or empty, lacks a split or column, or is also the validation text.
@@ -131,14 +128,9 @@ def open_corpus(settings: Any) -> Corpus:
 
 
 def open_source(section: dict[str, Any], key: str, default_split: str, text_column: str, streaming: bool) -> Source:
-    """The source of a section `{path, name, split, text_column}`.
+    """The source of a section `{path, name, split, text_column}`; raises the errors of `open_corpus`, which name `key`.
 
-    Args:
-        section: without `split`, it is `default_split`, or all of a folder without splits.
-        key: the recipe's key, for messages.
-
-    Raises:
-        UserError: See `open_corpus`.
+    Without `split`, it is `default_split`, or all of a folder without splits.
     """
     path, split, column = section["path"], section.get("split"), section.get("text_column", text_column)
     where = f"{path} (`{key}`)"

@@ -23,10 +23,7 @@ def read_cpython(library: Path | None = None) -> tuple[list[str], str, list[Any]
 
     A topic is a document, and so are the docstrings of a module. Topics quote each other, and classes repeat the
     docstrings of their bases. Only the first copy of a paragraph is kept, so that held-out documents share none with
-    the training text. Sources are parsed, never imported.
-
-    Args:
-        library: folder of the standard library; by default that of the running interpreter.
+    the training text. Sources are parsed, never imported; `library` is by default that of the running interpreter.
 
     Returns:
         The documents, a description, and JSON values that change with them.

@@ -73,15 +73,7 @@ class Masking:
 
 
 def next_tokens(ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The row itself as labels, for a causal model; nothing predicts the first token.
-
-    Args:
-        ids: int64 [length].
-        generator: unused.
-
-    Returns:
-        Input ids and labels, int64 [length].
-    """
+    """The row itself, int64 [length], as labels for a causal model; nothing predicts the first token."""
     labels = ids.copy()
     labels[0] = IGNORED
     return ids, labels
@@ -122,11 +114,7 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def collate(rows: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dict[str, Tensor]:
-    """A batch of input ids and labels, padded to the longest.
-
-    Returns:
-        `input_ids`, `attention_mask` and `labels`, int64 [rows, longest].
-    """
+    """Input ids and labels as `input_ids`, `attention_mask` and `labels`, int64 [rows, longest]."""
     shape = len(rows), max(len(ids) for ids, _ in rows)
     fill = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORED}
     batch = {name: np.full(shape, value, dtype=np.int64) for name, value in fill.items()}

@@ -41,11 +41,7 @@ class PreparedText:
 
 
 def masked_rows(settings: Any, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
-    """Rows `<s> ... </s>` with the masks of a recipe.
-
-    Raises:
-        UserError: See `make_masking`.
-    """
+    """Rows `<s> ... </s>` with the masks of a recipe; raises the errors of `make_masking`."""
     return RowFormat(make_masking(tokenizer, settings.mask_probability, settings.whole_word_masking), closed=True)
 
 
@@ -54,14 +50,8 @@ def prepare_text(
 ) -> PreparedText:
     """Tokenize the corpus (unless an earlier run has) and open what every process needs.
 
-    When streaming, only held-out text is tokenized here, taken from the start of each source.
-
-    Args:
-        settings: with the recipe's `block_size`, `eval_blocks`, `cache_dir` and `seed`.
-        corpus: the text.
-        tokenizer: to tokenize with.
-        accelerator: from accelerate; distinguishes the processes.
-        row_format: what a row predicts, and whether an end token closes it.
+    When streaming, only held-out text is tokenized here, taken from the start of each source. `settings` has the
+    recipe's `block_size`, `eval_blocks`, `cache_dir` and `seed`.
 
     Raises:
         UserError: Nothing is held out, or everything; the tokenizer lacks a token; a weight is too small.
@@ -151,11 +141,7 @@ def spread_blocks(blocks: Blocks, count: int) -> list[np.ndarray]:
 
 
 def held_out_rows(blocks: list[np.ndarray], targets: Targets, pad_token_id: int, seed: int) -> list[dict[str, Tensor]]:
-    """Rows to evaluate on, with targets fixed by the seed.
-
-    Returns:
-        For every block `input_ids`, `attention_mask` and `labels`, int64 [longest].
-    """
+    """For every block `input_ids`, `attention_mask` and `labels`, int64 [longest], with targets fixed by the seed."""
     made = [targets(block, np.random.default_rng((seed, HELD_OUT_MASKS, row))) for row, block in enumerate(blocks)]
     batch = collate(made, pad_token_id)
     return [{name: tensor[row] for name, tensor in batch.items()} for row in range(len(blocks))]
@@ -168,11 +154,7 @@ def mixed_counts(stores: list[TokenStore], weights: tuple[float, ...]) -> np.nda
 
 
 def unigram_baseline(counts: np.ndarray, held_out: list[dict[str, Tensor]]) -> dict[str, float]:
-    """How well token frequencies alone predict the labels of `held_out`.
-
-    Args:
-        counts: [vocabulary], occurrences of each id.
-        held_out: see `held_out_rows`.
+    """How well `counts` [vocabulary], the occurrences of each id, alone predict the labels of `held_out`.
 
     Returns:
         `loss`: cross-entropy in nats under these frequencies, add-one smoothed. `accuracy`: of always predicting the

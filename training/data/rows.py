@@ -123,15 +123,10 @@ class Plan:
     processes: int
     process_index: int
 
-    @property
-    def rows_per_update(self) -> int:
-        """Rows of all processes."""
-        return self.micro_batch * self.accumulation * self.processes
-
     def rows(self, update: int) -> list[range]:
         """The rows of the run in each micro-batch of this process."""
         parts = [part * self.processes + self.process_index for part in range(self.accumulation)]
-        starts = [update * self.rows_per_update + part * self.micro_batch for part in parts]
+        starts = [(update * self.accumulation * self.processes + part) * self.micro_batch for part in parts]
         return [range(start, start + self.micro_batch) for start in starts]
 
 

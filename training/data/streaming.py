@@ -70,7 +70,13 @@ class SourceReader:
         while len(self.pending) < self.frame.room:
             documents = list(islice(self._documents, _DOCUMENTS))
             if not documents:
-                self._start_again()
+                if not self._found:
+                    raise UserError(
+                        f"{self._stream.description} has no text to train on: too few documents, or nearly all are "
+                        "held out (`held_out_fraction`)."
+                    )
+                self._found = False  # the next epoch starts
+                self._open()
             pieces = [np.array(ids, dtype=np.int32) for ids in self.tokenize(documents)]
             self._found |= bool(pieces)
             self.pending = np.concatenate([self.pending, *pieces])
@@ -98,16 +104,6 @@ class SourceReader:
         if state is not None:
             self._stream.load_state_dict(state)
         self._documents = iter(self._stream)
-
-    def _start_again(self) -> None:
-        """Begin the next epoch."""
-        if not self._found:
-            raise UserError(
-                f"{self._stream.description} has no text to train on: too few documents, or nearly all are held out "
-                "(`held_out_fraction`)."
-            )
-        self._found = False
-        self._open()
 
 
 class StreamingRows(Rows):

@@ -101,12 +101,8 @@ def build_stores(
 ) -> None:
     """Tokenize a source into `folder`, which appears at once and complete. An existing folder is kept.
 
-    Args:
-        folder: see `store_folder`.
-        source: what to tokenize.
-        corpus: decides which store a document belongs to.
-        limits: the stores to write, each with the number of tokens that suffices (None for all).
-        tokenizer: to tokenize with.
+    `corpus` decides which store a document belongs to. `limits` names the stores to write, each with the number of
+    tokens that suffices (None for all).
 
     Raises:
         UserError: The source cannot be read, or the folder cannot be written.

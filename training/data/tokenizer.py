@@ -33,10 +33,7 @@ def train_causal_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE for a causal model: `<s>` 0 starts a text, `<pad>` 1 pads on the left, `</s>` is 2.
 
-    Args:
-        documents: to train on.
-        vocab_size: including special tokens; the result has fewer if the text has too few pairs to merge.
-        max_length: longest input of the model, `math.inf` if there is no limit.
+    As with `train_tokenizer`, the vocabulary may be smaller. `max_length` is `math.inf` if there is no limit.
     """
     bpe = _train_bpe(documents, vocab_size, ["<s>", "<pad>", "</s>"])
     bpe.decoder = decoders.ByteLevel()
@@ -47,12 +44,8 @@ def open_ended(backend: Tokenizer, special: dict[str, str], max_length: int | fl
     """A tokenizer that puts the `bos_token` before a text and nothing after it.
 
     It has the generic class: those of model types restore their own template on loading. RoBERTa's would end every
-    prompt with `</s>`, after which a model starts another text instead of continuing.
-
-    Args:
-        backend: its post-processor is replaced.
-        special: special tokens by their names in transformers.
-        max_length: longest input of the model, `math.inf` if there is no limit.
+    prompt with `</s>`, after which a model starts another text instead of continuing. The post-processor of `backend`
+    is replaced; `special` has the special tokens by their names in transformers.
     """
     start = special["bos_token"]
     backend.post_processor = TemplateProcessing(

@@ -8,15 +8,7 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common.models import (
-    MASKED,
-    ModelKind,
-    load_config,
-    load_encoder,
-    load_tokenizer,
-    longest_input,
-    make_config,
-)
+from common.models import MASKED, ModelKind, load_config, load_encoder, load_tokenizer, longest_input, make_config
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
@@ -91,10 +83,7 @@ class Start(NamedTuple):
 
 
 def make_start(
-    recipe: RunRecipe,
-    objective: Objective,
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    recipe: RunRecipe, objective: Objective, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Start:
     """Make or load the model, and what the objective needs beside it; a new model needs the tokenizer.
 
@@ -109,8 +98,7 @@ def make_start(
             fields.setdefault("sparse_prediction", True)
         model, notes = load_encoder(kind.auto_class, start, length=recipe.block_size, **fields)
     else:
-        model = kind.auto_class.from_config(make_config(recipe.model, tokenizer, len(tokenizer), kind))
-        notes = []
+        model, notes = kind.auto_class.from_config(make_config(recipe.model, tokenizer, len(tokenizer), kind)), []
     if start and not recipe.validation:
         notes.append(
             "Held-out documents are drawn anew: if the checkpoint was trained on this text, it has seen them. Name a "
