@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from luna_hf import FAMILIES
+from luna_hf.scripting import markdown_table
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "model_cards"
 
@@ -52,12 +53,8 @@ def on_hub(name: str) -> bool:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table; bars in cells are escaped."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(content: Any) -> str:
-    return str(content).replace("\\|", "|").replace("|", "\\|")
+    escaped = [[str(cell).replace("\\|", "|").replace("|", "\\|") for cell in line] for line in (header, *rows)]
+    return markdown_table(escaped[0], escaped[1:])
 
 
 def code(text: str) -> str:

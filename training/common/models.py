@@ -293,18 +293,8 @@ def load_tokenizer(
     return tokenizer
 
 
-def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass, by the name that the installed transformers has for it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
 def _loading_notes(model: PreTrainedModel, info: dict[str, Any], name_or_path: str) -> list[str]:
-    """Notes on new and unused weights.
-
-    Raises:
-        UserError: Weights of the body are missing or have another shape.
-    """
+    """Notes on new and unused weights; raises `UserError` if the body lacks some, or has them in other shapes."""
     prefix = model.base_model_prefix + "."
     mismatched = sorted(key for key, *_ in info["mismatched_keys"])
     new = sorted({*info["missing_keys"], *mismatched})

@@ -231,13 +231,10 @@ def _overrides(words: list[str], kinds: dict[str, tuple[Any, ...]]) -> Values:
 
 
 def _make(one: type, values: Values, source: str) -> Any:
-    where, kinds, given = f"{source}: " if source else "", _kinds(one), {}
-    fields = [field for field in dataclasses.fields(one) if field.init]
-    for field in fields:
-        if field.name in values:
-            given[field.name] = _typed(field.name, values[field.name], kinds[field.name], where)
-    missing = [field.name for field in fields if not _has_default(field) and field.name not in given]
-    if missing:
+    where = f"{source}: " if source else ""
+    given = {key: _typed(key, values[key], kinds, where) for key, kinds in _kinds(one).items() if key in values}
+    required = [field.name for field in dataclasses.fields(one) if field.init and not _has_default(field)]
+    if missing := [key for key in required if key not in given]:
         raise UserError(f"{where}missing key `{'`, `'.join(missing)}`. `--help` describes each.")
     try:
         return one(**given)

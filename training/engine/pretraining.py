@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from common.hub import push_folder, reserve_repository
 from common.machine import machine
-from common.models import enable_checkpointing, load_tokenizer, longest_input
+from common.models import load_tokenizer, longest_input
 from data.corpus import open_corpus
 from data.prepare import PreparedText, prepare_text
 from data.rows import Plan
@@ -112,8 +112,9 @@ def prepare_run(
         accelerator.print(note)
     sample = {name: tensor.unsqueeze(0) for name, tensor in text.held_out[0].items()}
     flops_per_token = objective.flops_per_token(module, sample)
-    if recipe.gradient_checkpointing:
-        enable_checkpointing(model)
+    if recipe.gradient_checkpointing:  # by the name that the installed transformers has for it
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     if recipe.compile:
         model.compile()
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -72,8 +72,7 @@ def probe(model: PreTrainedModel, batch: dict[str, Tensor], rows: int = 8) -> Pr
         attention maps, and windows and full attention of ABC: `attention_entropy`. `None` for a model without maps.
     """
     ids = batch["input_ids"][:rows]
-    mask = batch.get("attention_mask")
-    mask = torch.ones_like(ids) if mask is None else mask[:rows]
+    mask = batch["attention_mask"][:rows] if "attention_mask" in batch else torch.ones_like(ids)
     trunk = model.base_model
     shown = [module for module in trunk.modules() if getattr(module, "views", None)]
     found: Probe = {}

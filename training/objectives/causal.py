@@ -52,11 +52,7 @@ class CausalObjective(Objective):
     def adapt_tokenizer(
         self, tokenizer: PreTrainedTokenizerBase, name: str, new_model: bool
     ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-        """Add a padding token, and remove the end token that a tokenizer may append to every text.
-
-        Raises:
-            UserError: It has no end token, or appends one in a way that cannot be changed.
-        """
+        """Add a padding token, and remove the end token that a tokenizer may append to every text."""
         tokenizer, notes = copy.deepcopy(tokenizer), []
         if tokenizer.eos_token_id is None and tokenizer.sep_token_id is None:
             raise UserError(f"The tokenizer at {name!r} has no end token (eos) to separate documents.")
@@ -77,11 +73,7 @@ class CausalObjective(Objective):
         return tokenizer, notes
 
     def check_tokenizer(self, recipe: CausalRecipe, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
-        """Check that every prompt leaves room for the tokens that continue it.
-
-        Raises:
-            UserError: A prompt is too long.
-        """
+        """Check that every prompt leaves room for the tokens that continue it."""
         for prompt in recipe.prompts:
             length = len(tokenizer(prompt, verbose=False).input_ids)
             if length + recipe.sample_tokens > longest:

@@ -44,15 +44,11 @@ class MaskedObjective(Objective):
     train_tokenizer = staticmethod(train_tokenizer)
 
     def check_tokenizer(self, recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
-        """Check that words can be masked, and that the sentences of `fill_mask` have at most `longest` tokens.
-
-        Raises:
-            UserError: No mask token, or a sentence is too long.
-        """
+        """Check that words can be masked, and that the sentences of `fill_mask` have at most `longest` tokens."""
         if tokenizer.mask_token is None:
             raise UserError("The tokenizer has no mask token, which masked language modelling needs.")
         for sentence in recipe.fill_mask:
-            length = len(tokenizer(_with_mask(sentence, tokenizer), verbose=False).input_ids)
+            length = len(tokenizer(sentence.replace("<mask>", tokenizer.mask_token), verbose=False).input_ids)
             if length > longest:
                 raise UserError(
                     f"A sentence of `fill_mask` has {length} tokens, but the model takes {longest}: {sentence!r}"
@@ -68,7 +64,7 @@ class MaskedObjective(Objective):
         """`fill_mask`: the three most probable tokens for the `<mask>` of each sentence."""
         fill_mask = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
         rows = []
-        for sentence in (_with_mask(sentence, tokenizer) for sentence in recipe.fill_mask):
+        for sentence in (sentence.replace("<mask>", tokenizer.mask_token) for sentence in recipe.fill_mask):
             guesses = [{"token": row["token_str"], "score": row["score"]} for row in fill_mask(sentence)]
             rows.append({"sentence": sentence, "guesses": guesses})
         return {"fill_mask": rows}
@@ -102,8 +98,3 @@ class MaskedObjective(Objective):
             masked_unit="words, with all their tokens," if recipe.whole_word_masking else "tokens",
             longest=figures["longest_input"],
         )
-
-
-def _with_mask(sentence: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The sentence with the tokenizer's mask token in the place of `<mask>`."""
-    return sentence.replace("<mask>", tokenizer.mask_token)

@@ -207,11 +207,7 @@ class TransferObjective(MaskedObjective):
     """The relative squared error of the student's attention."""
 
     def check(self, recipe: TransferRecipe) -> None:
-        """Check the pair of models, and that the student's attention has new parameters.
-
-        Raises:
-            UserError: See `check_pair` and `check_names`; or there is nothing new to train.
-        """
+        """Check the pair of models, and that the student's attention has new parameters."""
         student = load_config(recipe.model_name_or_path)
         teacher = load_config(recipe.teacher, TEACHERS)
         check_pair(student, teacher, recipe)
