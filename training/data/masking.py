@@ -114,7 +114,7 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def collate(rows: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dict[str, Tensor]:
-    """Input ids and labels as `input_ids`, `attention_mask` and `labels`, int64 [rows, longest]."""
+    """A padded batch: `input_ids`, `attention_mask` and `labels`, int64 [rows, longest]."""
     shape = len(rows), max(len(ids) for ids, _ in rows)
     fill = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORED}
     batch = {name: np.full(shape, value, dtype=np.int64) for name, value in fill.items()}
