@@ -1,11 +1,11 @@
 """Seed faults into the code, one at a time, and see whether the fast tests catch them.
 
-    python tests/seeded_faults.py                          # every fault; two hours of one core, less with --jobs
+    python tests/seeded_faults.py                          # every fault; about an hour of one core
     python tests/seeded_faults.py --only causal_memory     # those whose path or description contains the text
 
 Each fault of `seeded_faults.yaml` replaces one piece of code in a copy of the repository. The tests listed for its file
-run there, without those marked slow, until the first failure. A fault that no test notices has survived. Every list of
-tests must first pass on the unchanged copy. Results go to `seeded_faults.json`, which is updated after every fault.
+run there, without those marked slow, until the first failure. The test that failed must pass once the fault is removed.
+A fault that no test notices has survived. Results go to `seeded_faults.json`, which is updated after every fault.
 
 The exit status is 1 if a fault survives.
 """
@@ -19,17 +19,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 
+from luna_hf.scripting import write_json
+
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = Path(__file__).with_suffix(".yaml")
 RESULT = Path(__file__).with_suffix(".json")
-FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class Fault(NamedTuple):
@@ -52,9 +54,11 @@ def read_faults(only: str = "") -> list[Fault]:
     for path, section in yaml.safe_load(FAULTS.read_text(encoding="utf-8")).items():
         code = (ROOT / path).read_text(encoding="utf-8")
         for entry in section["faults"]:
+            names = dict.fromkeys([*entry.get("first", "").split(), *section["tests"]])
+            tests = tuple(f"tests/{name}.py" for name in names)
             if (found := code.count(entry["old"])) != 1:
                 raise ValueError(f"{path}: {entry['old']!r} occurs {found} times, but must occur once.")
-            faults.append(Fault(path, entry["what"], entry["old"], entry["new"], tuple(section["tests"])))
+            faults.append(Fault(path, entry["what"], entry["old"], entry["new"], tests))
     return [fault for fault in faults if only in f"{fault.path} {fault.what}"]
 
 
@@ -68,57 +72,43 @@ def copy_repository(folder: Path) -> None:
             shutil.copy2(ROOT / name, target)
 
 
-def run_tests(folder: Path, tests: tuple[str, ...]) -> tuple[bool, str, float]:
-    """Whether the tests pass in a copy, what pytest printed, and the seconds taken."""
+def run_tests(folder: Path, tests: Iterable[str]) -> tuple[str | None, float]:
+    """The first of the tests that fails in a copy, or `None`, and the seconds taken.
+
+    Raises:
+        RuntimeError: pytest could not run them.
+    """
     environment = os.environ | {
         **{"PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
     }
-    files = [f"tests/{name}.py" for name in tests]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
     start = time.perf_counter()
-    done = subprocess.run([*command, *files], cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1, 2):  # passed, failed, or could not be imported
+    done = subprocess.run([*command, *tests], cwd=folder, env=environment, capture_output=True, text=True)
+    failure = FIRST_FAILURE.search(done.stdout)
+    if done.returncode not in (0, 1, 2) or bool(done.returncode) != bool(failure):  # passed, failed, import error
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.returncode == 0, done.stdout, time.perf_counter() - start
-
-
-def check_unchanged(folder: Path, tests: tuple[str, ...]) -> None:
-    """Stop if the tests fail without a fault: they could not tell anything then.
-
-    Raises:
-        RuntimeError: They fail.
-    """
-    passed, printed, _ = run_tests(folder, tests)
-    if not passed:
-        raise RuntimeError(f"{', '.join(tests)} fail on the unchanged code:\n{printed[-3000:]}")
+    return failure[1] if failure else None, time.perf_counter() - start
 
 
 def try_fault(fault: Fault, folder: Path) -> dict[str, object]:
-    """Seed a fault into a copy, run its tests, and restore the file."""
+    """Seed a fault into a copy, run its tests, and restore the file.
+
+    Raises:
+        RuntimeError: The test that failed does so without the fault as well.
+    """
     path = folder / fault.path
     code = path.read_text(encoding="utf-8")
     path.write_text(code.replace(fault.old, fault.new), encoding="utf-8")
     try:
-        passed, printed, seconds = run_tests(folder, fault.tests)
+        caught_by, seconds = run_tests(folder, fault.tests)
     finally:
         path.write_text(code, encoding="utf-8")
-    failure = FIRST_FAILURE.search(printed)
-    caught_by = None if passed else failure[1] if failure else "collection"
+    if caught_by and run_tests(folder, [caught_by])[0]:
+        raise RuntimeError(f"{caught_by} fails without the fault, too.")
     return {
         **{"path": fault.path, "what": fault.what, "old": fault.old, "new": fault.new},
-        **{"caught": not passed, "caught_by": caught_by, "seconds": round(seconds, 1)},
+        **{"caught_by": caught_by, "seconds": round(seconds, 1)},
     }
-
-
-def try_all(faults: list[Fault], folder: Path) -> Iterator[dict[str, object]]:
-    """Try faults one after the other in one copy, each list of tests first without a fault."""
-    copy_repository(folder)
-    checked = set()
-    for fault in faults:
-        if fault.tests not in checked:
-            check_unchanged(folder, fault.tests)
-            checked.add(fault.tests)
-        yield try_fault(fault, folder)
 
 
 def main() -> int:
@@ -130,21 +120,19 @@ def main() -> int:
     faults = read_faults(options.only)
     earlier = json.loads(RESULT.read_text(encoding="utf-8")) if options.only and RESULT.exists() else []
     known = {(row["path"], row["what"]): row for row in earlier}
-    paths = sorted({fault.path for fault in faults})  # one copy takes all faults of a file: it checks their tests once
 
     def work(job: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            for row in try_all(
-                [fault for fault in faults if paths.index(fault.path) % options.jobs == job], Path(folder)
-            ):
-                known[row["path"], row["what"]] = row
-                verdict = f"caught by {row['caught_by']}" if row["caught"] else "SURVIVED"
-                print(f"{row['path']}: {row['what']}: {verdict} ({row['seconds']} s)", flush=True)
-                RESULT.write_text(json.dumps(sorted(known.values(), key=lambda row: row["path"]), indent=1) + "\n")
+            copy_repository(Path(folder))
+            for fault in faults[job :: options.jobs]:
+                row = known[fault.path, fault.what] = try_fault(fault, Path(folder))
+                verdict = f"caught by {row['caught_by']}" if row["caught_by"] else "SURVIVED"
+                print(f"{fault.path}: {fault.what}: {verdict} ({row['seconds']} s)", flush=True)
+                write_json(RESULT, sorted(known.values(), key=lambda row: (row["path"], row["what"])))
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(work, range(options.jobs)))
-    survivors = [row for row in known.values() if not row["caught"]]
+    survivors = [row for row in known.values() if not row["caught_by"]]
     print(f"{len(known) - len(survivors)} of {len(known)} faults caught")
     return 1 if survivors else 0
 
