@@ -55,7 +55,7 @@ def saved_cases() -> Iterator[tuple[Path, Case]]:
 
 
 def loads() -> Iterator[tuple[Path, Case, str]]:
-    """Every folder with the names, without `Auto`, of its own Auto class and then of the others."""
+    """Every folder, with the Auto class it was saved for and then the others (names without `Auto`)."""
     for folder, case in saved_cases():
         kind = folder.name.removeprefix(NAMES[case.family])
         own = "Model" if case.kind == "Model" else f"Model{case.kind}"

@@ -2,7 +2,7 @@
 
 Tolerances come from each fixture, as in `test_parity_luna.py`: in float32 twice the distance between the authors'
 float32 and float64 runs, in float64, where ours is exact, that distance and a quarter. It is measured at the outputs;
-sums over tokens are larger and have rounding errors of their own size.
+sums over tokens are larger, and so are their rounding errors.
 """
 
 import pytest

@@ -6,7 +6,7 @@ import torch
 from pins import CASES, compute, differences, expected, fill, make_model
 from safetensors.torch import load_file
 
-# Each backend runs in every suite, one with gradients and one as inference, which has blocks and paths of its own.
+# Each backend runs in every suite, one with gradients and one as inference, which takes other code paths.
 PATHS = [
     ("eager", True),
     ("sdpa", False),

@@ -80,8 +80,8 @@ class Variants:
     """The row of one family.
 
     Args:
-        encoder: options of its own encoder variants, by name.
-        causal: options of its own causal variants, by name.
+        encoder: options of the family's encoder variants, by name.
+        causal: options of the family's causal variants, by name.
         kinds: encoder variants, `COMMON` included, that represent the code paths.
         causal_kinds: the same for causal models.
         library_encoder: configurations of encoders for transformers' own tests.

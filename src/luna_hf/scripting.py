@@ -60,7 +60,7 @@ def run_script(
     """Run a command and return its exit status.
 
     Args:
-        script: the command; may return a status of its own.
+        script: the command; may return an exit status.
         stopped: what to print after Ctrl-C or SIGTERM.
         clean_on_sigterm: unwind the stack on SIGTERM, so that temporary files are removed. Leave it off where the
             command installs its own handler, or where processes may block inside a collective operation.

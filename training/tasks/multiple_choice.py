@@ -26,7 +26,7 @@ from tasks.task import METRICS, Task
 UNKNOWN = -100  # label of a question without an answer; the loss ignores it
 QUESTION_LENGTH = 128  # default of --max_question_length for models that have room
 _TEXT, _TEXTS = Value("string"), List(Value("string"))
-# `group` is the part of the data that a score of its own is reported for, or empty.
+# `group` names a part of the data that gets a separate score, or is empty.
 QUESTION = Features(
     {"id": _TEXT, "group": _TEXT, "shared": _TEXT, "choices": _TEXTS, "letters": _TEXTS, "label": Value("int64")}
 )
