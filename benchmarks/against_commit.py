@@ -59,9 +59,8 @@ Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
 def load_commit(commit: str, folder: Path) -> ModuleType:
     """The package at a commit, importable beside the installed one."""
-    archive = subprocess.run(
-        ["git", "archive", commit, "src/luna_hf"], cwd=ROOT, check=True, capture_output=True
-    ).stdout
+    command = ["git", "archive", commit, "src/luna_hf"]
+    archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(folder, filter="data")
     (folder / "src" / "luna_hf").rename(folder / "luna_hf_before")

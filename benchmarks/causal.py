@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from luna_hf.causal_memory import attend_causal_memory
 from luna_hf.functional import causal_scan
-from luna_hf.scripting import describe_run, markdown_table
+from luna_hf.scripting import describe_run, markdown_table, progress
 
 PROTOCOL = (
     "One sequence, random normal queries, keys and values; Luna's pack weights are softplus of normal numbers, ABC's "
@@ -203,7 +203,7 @@ def measure_errors(options: argparse.Namespace) -> list[dict[str, Any]]:
     cases += [("abc", options.lengths[0], scale) for scale in ABC_SCALES if scale != 1]
     errors = []
     for name, length, scale in cases:
-        measuring.progress(f"error: length {length}, {name}, scale {scale}")
+        progress(f"error: length {length}, {name}, scale {scale}")
         error = relative_error(name, length, options, scale)
         errors.append({"contender": name, "length": length, "scale": scale, "relative_rms": error})
     return errors
@@ -233,7 +233,7 @@ def measure_time(options: argparse.Namespace) -> Times:
                         repeats[name, length, mode] = REPEATS if taken < SHORT_CALL else 1
                     else:
                         times[length][name][mode].append(taken)
-        measuring.progress(f"round {turn + 1} of {options.rounds}")
+        progress(f"round {turn + 1} of {options.rounds}")
     return times
 
 

@@ -51,10 +51,7 @@ PADDED_ROWS, PADDED_TOKENS = 0.5, 0.25  # a padded batch: this share of the rows
 
 
 def contender_names(chosen: Sequence[str] = ("standard",)) -> list[str]:
-    """Models in the order of measurement and tables, peers first; `roberta` is always among them.
-
-    Args:
-        chosen: names of models or of sets of them.
+    """The chosen models, or sets of them, in the order of measurement, peers first; `roberta` is always among them.
 
     Raises:
         ValueError: An unknown name.
@@ -68,12 +65,7 @@ def contender_names(chosen: Sequence[str] = ("standard",)) -> list[str]:
 
 
 def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
-    """A randomly initialised model without dropout, on the device, in training mode for a training step.
-
-    Args:
-        name: of `contender_names`.
-        setting: options of `encoder.py`.
-    """
+    """A randomly initialised model without dropout, on the device, in training mode for a training step."""
     torch.manual_seed(0)
     common = {
         "vocab_size": VOCAB_SIZE[setting.mode],

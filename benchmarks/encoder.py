@@ -31,7 +31,7 @@ from contenders import (
 from plots import Panel, machine_name, plot_panels
 from torch import nn
 
-from luna_hf.scripting import describe_run, markdown_table
+from luna_hf.scripting import describe_run, markdown_table, progress
 
 PROTOCOL = (
     "Time: wall clock of one call per model, length and round, models interleaved within a round in an order that "
@@ -96,7 +96,7 @@ def measure_time(models: dict[str, nn.Module], options: argparse.Namespace) -> T
                     taken = measuring.seconds(partial(actions[name], batches[kind]), options.device)
                     times[length][name][kind].append(taken)
             took = ", ".join(f"{name} {times[length][name]['unpadded'][-1]:.3g} s" for name in models)
-            measuring.progress(f"round {turn + 1} of {options.rounds}, length {length}: {took}")
+            progress(f"round {turn + 1} of {options.rounds}, length {length}: {took}")
     return times
 
 

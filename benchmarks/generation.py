@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from luna_hf import FAMILIES, MemoryCache
-from luna_hf.scripting import describe_run, markdown_table
+from luna_hf.scripting import describe_run, markdown_table, progress
 
 PROTOCOL = (
     "One decoding step: the model's forward of one token of every row, with the cache, an attention mask of ones and "
@@ -178,7 +178,7 @@ def measure_time(steps: dict[int, dict[str, Callable[[], Tensor]]], rounds: int,
         for name in measuring.rotated(NAMES, turn):
             for length, actions in steps.items():
                 times[length][name].append(measuring.seconds(actions[name], device))
-        measuring.progress(f"round {turn + 1} of {rounds}")
+        progress(f"round {turn + 1} of {rounds}")
     return times
 
 
@@ -218,7 +218,7 @@ def measure_generate(
             models[name].generate(prompt, attention_mask=mask, **options)
             step = median(measuring.seconds(steps[name], setting.device) for _ in range(count))
             over[name].append(clock.gap() / step)
-        measuring.progress(f"generate: round {turn + 1} of {GENERATE_ROUNDS}")
+        progress(f"generate: round {turn + 1} of {GENERATE_ROUNDS}")
     return {name: measuring.summary(values) for name, values in over.items()}
 
 
@@ -316,7 +316,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     models[STATIC] = models[DYNAMIC]
     states = {}
     for name, model in models.items():
-        measuring.progress(f"context: {name}")
+        progress(f"context: {name}")
         states[name] = make_states(name, model, options)
     sizes = {length: {name: state_bytes(states[name][length]) for name in NAMES} for length in options.lengths}
     steps = {

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, growth_exponent, progress, seconds
+from measuring import RESULTS, growth_exponent, seconds
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 from zoo import FIRST_TOKEN, NOTES, PAD, SUBJECTS, VOCAB_SIZE, Subject, randomised
 
-from luna_hf.scripting import describe_run, markdown_table, write_result
+from luna_hf.scripting import describe_run, markdown_table, progress, write_result
 
 TOLERANCE = 1e-4
 LONGEST = 256  # the batch's length

@@ -17,7 +17,7 @@ import floors
 import torch
 
 from luna_hf import FAMILIES
-from luna_hf.scripting import write_result
+from luna_hf.scripting import progress, write_result
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -47,15 +47,9 @@ def publish(
     plot: Callable[[Any, Path], None],
     markdown: bool = True,
 ) -> int:
-    """Write a result with its plot, and print its report and its floors.
+    """Write a result, with a plot if there are several lengths, and print its report and its floors.
 
-    Args:
-        options: of `make_parser`.
-        subject: first part of the files' names.
-        result: with `lengths` and `floors`; of more than one length there is a plot.
-        report: text for what the file holds.
-        plot: draws what the file holds.
-        markdown: whether the report is kept beside the result.
+    `report` and `plot` get what the file holds; with `markdown` the report is kept beside it.
 
     Returns:
         The exit status.
@@ -68,11 +62,6 @@ def publish(
     if len(result["lengths"]) > 1:
         plot(result, path.with_suffix(".png"))
     return int(options.check_floors and not all(check["holds"] for check in result["floors"]))
-
-
-def progress(message: str) -> None:
-    """Log a line to stderr."""
-    print(message, file=sys.stderr, flush=True)
 
 
 # ---- statistics: pure functions ----
@@ -131,13 +120,7 @@ def win_length(speedups: dict[int, float]) -> float | None:
 
 
 def growth_exponent(seconds_per_row: dict[int, float]) -> float:
-    """Least-squares slope of log time against log length: 1 is linear, 2 quadratic.
-
-    Raises:
-        ValueError: Fewer than two lengths.
-    """
-    if len(seconds_per_row) < 2:
-        raise ValueError(f"A growth exponent needs at least two lengths, but there are {len(seconds_per_row)}.")
+    """Least-squares slope of log time against log length, two at least: 1 is linear, 2 quadratic."""
     x = [math.log(length) for length in seconds_per_row]
     y = [math.log(seconds) for seconds in seconds_per_row.values()]
     return statistics.linear_regression(x, y).slope

@@ -63,10 +63,6 @@ def _load(name: str) -> Result:
     return json.loads(_find(name).read_text(encoding="utf-8"))
 
 
-def _mebibytes(count: float) -> str:
-    return f"{count / 2**20:.0f}"
-
-
 def _span(values: Iterable[float], digits: int) -> str:
     values = list(values)
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
@@ -150,7 +146,7 @@ def _by_length(name: str, speeds: Sequence[tuple[str, str]], memory: Sequence[st
         [
             f"{row['length']:,}",
             *(_over(row["models"], *pair) for pair in speeds),
-            *(_mebibytes(row["models"][model]["peak_memory_bytes"]) for model in memory),
+            *(f"{row['models'][model]['peak_memory_bytes'] / 2**20:.0f}" for model in memory),
         ]
         for row in _load(name)["lengths"]
         if not lengths or row["length"] in lengths
@@ -288,7 +284,7 @@ def _decoding() -> str:
     dynamic, static = (_span((last[name]["speed_over"][peer]["median"] for name in own), 1) for peer in result["peers"])
     growth = _span((result["growth"][name]["median"] for name in own), 2)
     state = _span((last[name]["state_bytes"] / 2**20 for name in own), 1)
-    cache = _mebibytes(last["gpt2"]["state_bytes"])
+    cache = f"{last['gpt2']['state_bytes'] / 2**20:.0f}"
     return (
         f"A decoding step of Luna and ABC takes {growth} times as long after 16,384 tokens as after 1,024. Their state "
         f"takes {state} MiB, GPT-2's keys and values {cache} MiB. The step is {dynamic} times as fast as GPT-2's with "

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from running import DEVICE, launch, option_words, progress, publish, read_json
+from running import DEVICE, launch, option_words, publish, read_json
 from study_plots import plot_scores
 
-from luna_hf.scripting import UserError, markdown_table
+from luna_hf.scripting import UserError, markdown_table, progress
 
 # One setting for all models, and the last weights count: nothing is chosen by dev scores.
 SETTING = {

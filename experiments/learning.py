@@ -25,11 +25,11 @@ import finetuning
 import learning_report
 import torch
 from accelerate import Accelerator
-from running import DEVICE, describe, make_parser, pretrain, progress, publish, run_study, shared_fields
+from running import DEVICE, describe, make_parser, pretrain, publish, run_study, shared_fields
 from study_plots import plot_attention, plot_losses
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from luna_hf.scripting import write_json
+from luna_hf.scripting import progress, write_json
 
 SCRIPT = "experiments/learning.py"
 RECIPE = Path(__file__).with_suffix(".yaml")

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-from running import read_json, read_log
+from running import finished_runs, read_json, read_log
 
 from luna_hf.scripting import UserError, markdown_table
 
@@ -29,9 +29,7 @@ def finished(folder: Path) -> list[tuple[Path, Run]]:
     Raises:
         UserError: There is none, or two were run with different recipes.
     """
-    runs = [(path.parent, read_json(path)) for path in sorted((folder / "pretrain").glob("*/run.json"))]
-    if not runs:
-        raise UserError(f"{folder} has no finished run. Run `python experiments/learning.py pretrain` first.")
+    runs = finished_runs(folder, "pretrain", "learning.py pretrain")
     first = runs[0][1]
     for _, run in runs[1:]:
         differing = [key for key, value in run["recipe"].items() if key not in OWN and value != first["recipe"][key]]

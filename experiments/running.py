@@ -21,11 +21,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _DTYPES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def progress(message: str) -> None:
-    """Log a line to stderr."""
-    print(message, file=sys.stderr, flush=True)
-
-
 # ---- command line ----
 
 
@@ -125,6 +120,18 @@ def describe(options: argparse.Namespace, folder: Path, **own: Any) -> None:
 def read_json(path: Path) -> Any:
     """Content of a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def finished_runs(folder: Path, kind: str, command: str) -> list[tuple[Path, dict[str, Any]]]:
+    """Folder and `run.json` of every finished run of a kind.
+
+    Raises:
+        UserError: There is none; names the command that makes them.
+    """
+    runs = [(path.parent, read_json(path)) for path in sorted((folder / kind).glob("*/run.json"))]
+    if not runs:
+        raise UserError(f"{folder} has no finished run. Run `python experiments/{command}` first.")
+    return runs
 
 
 def read_log(folder: Path, kind: str) -> list[dict[str, Any]]:

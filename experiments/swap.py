@@ -26,10 +26,10 @@ from typing import Any
 import finetuning
 import swap_report
 from pyarrow.parquet import ParquetFile
-from running import describe, make_parser, pretrain, progress, publish, run_study, shared_fields
+from running import describe, make_parser, pretrain, publish, run_study, shared_fields
 
 from luna_hf import AbcForMaskedLM, LunaForMaskedLM
-from luna_hf.scripting import UserError, load_tokenizer, writing
+from luna_hf.scripting import UserError, load_tokenizer, progress, writing
 from luna_hf.warm_start import warm_start
 
 SCRIPT = "experiments/swap.py"

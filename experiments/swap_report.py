@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from learning_report import first_step_at
-from running import read_json, read_log
+from running import finished_runs, read_json, read_log
 from study_plots import panels, plain, save
 
-from luna_hf.scripting import UserError, markdown_table
+from luna_hf.scripting import markdown_table
 
 # How far above the equally continued teacher a converted model may end.
 GOAL = 0.02
@@ -29,20 +29,13 @@ COLOURS = {
 
 
 def read(folder: Path) -> tuple[Run, list[Run]]:
-    """The teacher's figures, and every finished run below a folder.
-
-    Raises:
-        UserError: There is no finished run.
-    """
-    finished = sorted((folder / "continued").glob("*/run.json"))
-    if not finished:
-        raise UserError(f"{folder} has no finished run. Run `python experiments/swap.py run` first.")
-    return read_json(folder / "teacher" / "metrics.json"), [read_run(folder, path.parent) for path in finished]
+    """The teacher's figures, and every finished run below a folder."""
+    runs = finished_runs(folder, "continued", "swap.py run")
+    return read_json(folder / "teacher" / "metrics.json"), [read_run(folder, path, run) for path, run in runs]
 
 
-def read_run(folder: Path, run: Path) -> Run:
+def read_run(folder: Path, run: Path, described: Run) -> Run:
     """One run with its curve over all its steps, from the swap on and including those of transfer."""
-    described = read_json(run / "run.json")
     entries = [(entry["step"], entry["loss"]) for entry in read_log(run, "held_out")]
     transferred = errors = None
     if described["transfer"]:

@@ -184,7 +184,7 @@ def test_growth_exponent():
     assert growth_exponent({n: 3e-6 * n for n in lengths}) == pytest.approx(1)
     assert growth_exponent({n: 1e-9 * n**2 for n in lengths}) == pytest.approx(2)
     assert 1 < growth_exponent({n: n * math.log(n) for n in lengths}) < 1.2
-    with pytest.raises(ValueError, match="1"):
+    with pytest.raises(ValueError):
         growth_exponent({512: 1.0})
 
 

@@ -115,6 +115,11 @@ def _sigterm_unwinds(stopped: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def progress(message: str) -> None:
+    """Log a line to stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
 # ---- files ----
 
 
