@@ -11,17 +11,16 @@ import sys
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from string import Template
 from typing import Any, get_args
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import StrictDataclassError
-from shared import TEMPLATES, check_target, command, find, make_parser, save
+from shared import check_target, command, find, make_parser, save
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import FAMILIES
 from luna_hf.configuration_base import BoundedMemoryConfig
-from luna_hf.scripting import ROOT, UserError, load_tokenizer, portable, run_script, writing
+from luna_hf.scripting import ROOT, UserError, fill_card, load_tokenizer, portable, run_script, writing
 from luna_hf.warm_start import WarmStart, template_of, warm_start
 from luna_hf.warm_start_rules import CONVOLUTION, ZERO
 from luna_hf.warm_start_source import read_config
@@ -234,7 +233,8 @@ def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmSta
     license_note = "The source's card states no licence. Ask its authors before you pass the model on."
     if known.license:
         license_note = f"The licence is the one on the source's card: `{known.license}`."
-    return Template((TEMPLATES / "converted.md").read_text(encoding="utf-8")).substitute(
+    return fill_card(
+        "converted.md",
         metadata=metadata.to_yaml(),
         model_name=options.target.resolve().name,
         model_type=kind,

@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import torch
@@ -29,10 +28,10 @@ from fairseq_format.converted import load, read_config
 from fairseq_format.names import OUR_ALIASES, to_theirs
 from fairseq_format.tokenizer import export_tokenizer
 from safetensors import safe_open
-from shared import TEMPLATES, check_target, command, find, make_parser
+from shared import check_target, command, find, make_parser
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
+from luna_hf.scripting import UserError, fill_card, load_tokenizer, portable, run_script, writing
 
 SCRIPT = "luna_to_fairseq.py"
 MODEL_FILE = "model.pt"
@@ -209,7 +208,8 @@ def make_readme(options: argparse.Namespace, files: dict[str, str], notes: list[
     ]
     if options.layer_norm == "offset":
         general.append("LayerNorm weights are stored less 1, for the authors' code of 2023 and later.")
-    return Template((TEMPLATES / "to_fairseq.md").read_text(encoding="utf-8")).substitute(
+    return fill_card(
+        "to_fairseq.md",
         name=options.target.resolve().name,
         source=portable(options.source),
         command=options.command,

@@ -9,7 +9,6 @@ from transformers.utils import cached_file
 
 from luna_hf.scripting import Parser, UserError, portable_command
 
-TEMPLATES = Path(__file__).resolve().parent.parent / "model_cards"
 # Identifies the card of an earlier conversion.
 CARD_MARK = "python conversion/"
 

@@ -5,10 +5,10 @@ from string import Template
 
 import torch
 from huggingface_hub import ModelCardData
-from shared import TEMPLATES
 from transformers import PreTrainedModel
 
 from luna_hf import LunaConfig
+from luna_hf.scripting import fill_card
 
 from .checkpoint import Original
 from .config import Head
@@ -60,7 +60,8 @@ def make_card(
         tags=["luna", "linear-attention", "custom_code", "fairseq"],
         model_name=name,
     )
-    return Template((TEMPLATES / "fairseq.md").read_text(encoding="utf-8")).substitute(
+    return fill_card(
+        "fairseq.md",
         metadata=metadata.to_yaml(),
         model_name=name,
         title=f"{title} of the type `luna` with {model.num_parameters():,} parameters",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import date
 from pathlib import Path
+from string import Template
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -178,7 +179,16 @@ def _is_free(target: Path) -> bool:
     return not target.exists() or not any(target.iterdir())
 
 
-# ---- paths in cards and results ----
+# ---- cards, and paths in cards and results ----
+
+
+def fill_card(template: str, /, **fields: Any) -> str:
+    """Fill a file of `model_cards/`; surplus fields are ignored.
+
+    Raises:
+        KeyError: A field of the template is missing.
+    """
+    return Template((ROOT / "model_cards" / template).read_text(encoding="utf-8")).substitute(fields)
 
 
 def portable(text: str | Path) -> str:

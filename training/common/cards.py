@@ -2,15 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from luna_hf import FAMILIES
-from luna_hf.scripting import markdown_table
-
-TEMPLATES = Path(__file__).resolve().parents[2] / "model_cards"
+from luna_hf.scripting import fill_card, markdown_table
 
 
 def fill(template: str, model_type: str, metadata: str, **fields: Any) -> str:
@@ -20,8 +17,9 @@ def fill(template: str, model_type: str, metadata: str, **fields: Any) -> str:
         KeyError: A field of the template is missing.
     """
     custom = model_type in FAMILIES
-    return Template((TEMPLATES / template).read_text(encoding="utf-8")).substitute(
-        fields,
+    return fill_card(
+        template,
+        **fields,
         metadata=metadata,
         model_type=model_type,
         trust=", trust_remote_code=True" if custom else "",
