@@ -365,6 +365,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and write; 1 if floors are checked and one is missed."""
     options = parse(arguments)
+    measuring.require_device(options.device)
     return measuring.publish(options, "causal-attention", run(options, arguments), markdown, plot)
 
 

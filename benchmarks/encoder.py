@@ -220,6 +220,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and write; 1 if floors are checked and one is missed."""
     options = parse(arguments)
+    measuring.require_device(options.device)
     report = lambda result: f"{table(result)}\n\n{conclusions(result)}"  # noqa: E731
     return measuring.publish(options, subject(options), run(options, arguments), report, plot, markdown=False)
 

@@ -341,6 +341,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and write; 1 if floors are checked and one is missed."""
     options = parse(arguments)
+    measuring.require_device(options.device)
     subject = f"generation-{options.layers}-layer" + ("" if options.rows == 1 else f"-{options.rows}-rows")
     return measuring.publish(options, subject, run(options, arguments), markdown, plot)
 

@@ -39,6 +39,15 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     return parser
 
 
+def require_device(device: str) -> None:
+    """Exit with status 2 if this machine lacks the device, before minutes of measurements."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        print(f"error: --device {device} cannot be used ({str(error).splitlines()[0]}).", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
 def publish(
     options: argparse.Namespace,
     subject: str,

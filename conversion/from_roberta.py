@@ -69,9 +69,10 @@ class Conversion:
         add = parser.add_argument
         for name, kind in self.fields.items():
             kinds, default = get_args(kind) or (kind,), getattr(self.config_class, name)
-            about = f"{_help(self.config_class, name)} (default: {default}, or the source's own)"
+            documented = _help(self.config_class, name)
+            about = f"{documented} (default: {default}, or the source's own)"
             if name in self.renamed:
-                about = f"set {name} to {not default}: {about}"
+                about = f"set `{name}` to {not default}; without it: {default}, or the source's own. {documented}"
                 add(self.flag(name), dest=name, action="store_const", const=not default, help=about)
             elif bool in kinds:
                 add(self.flag(name), action=argparse.BooleanOptionalAction, help=about)
@@ -152,7 +153,8 @@ def describe(source: PreTrainedConfig, config: PreTrainedConfig, name: str, alik
         return f"Its attention is that of {name}, so it computes what {name} computes."
     if _reads(source) == _reads(config):
         return f"It writes its memory differently from {name}, so it must be trained before use."
-    return f"Its attention reads {_reads(config)}, that of {name} {_reads(source)}, so it must be trained before use."
+    reads = f"reads {_reads(config)} where that of {name} reads {_reads(source)}"
+    return f"Its attention {reads}, so it must be trained before use."
 
 
 def next_steps(

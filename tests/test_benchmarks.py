@@ -119,6 +119,12 @@ def test_models_are_chosen_by_name_or_set(capsys):
     assert "abc-mlp-65" in capsys.readouterr().err
 
 
+def test_a_device_that_the_machine_lacks(capsys):
+    with pytest.raises(SystemExit) as stop:
+        encoder.main([*TINY, "--device", "cuda:99"])
+    assert stop.value.code == 2 and "--device cuda:99" in capsys.readouterr().err
+
+
 def test_names_of_contenders_match_their_configs():
     options = encoder.parse(TINY)
     for name in encoder.contender_names(["controls", "eager"]):

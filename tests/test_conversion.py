@@ -288,7 +288,7 @@ def test_an_abc_source_with_other_fields(tmp_path, capsys):
     assert convert("luna", tmp_path / "source", tmp_path / "luna") == 0
     assert config_of(tmp_path / "luna")["conv_kernel_size"] == 3
     printed = capsys.readouterr().out
-    assert "reads 128 slots, that of" in printed and "9 slots" in printed
+    assert "reads 128 slots where that of" in printed and "9 slots" in printed
 
 
 def test_a_longer_linformer_starts_anew(tmp_path, capsys):
@@ -361,7 +361,7 @@ def test_texts(source, refused, tmp_path):
 
 def test_sources_that_cannot_be_converted(refused, tmp_path):
     refused("abc", tmp_path, str(tmp_path))
-    refused("abc", tmp_path / "nowhere", "nowhere")
+    refused("abc", tmp_path / "nowhere", "nowhere is neither a folder")
     refused("luna", save_roberta(tmp_path / "decoder", is_decoder=True), "`is_decoder`")
     refused("abc", save_roberta(tmp_path / "small", vocab_size=100), "100", "tokenizer")
     refused("abc", save_roberta(tmp_path / "pad", pad_token_id=3), "token 1", "token 3")

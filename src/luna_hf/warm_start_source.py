@@ -112,7 +112,8 @@ def _read_values(name: str) -> dict[str, Any]:
             if values:
                 return values
     except (OSError, ValueError, HFValidationError, HfHubHTTPError) as error:
-        raise ValueError(f"The config.json of {name} cannot be read ({reason(error)}).") from error
+        if not isinstance(error.__cause__, HFValidationError):  # else a path, of no folder
+            raise ValueError(f"The config.json of {name} cannot be read ({reason(error)}).") from error
     raise ValueError(f"{name} is neither a folder with a config.json nor a model on the Hub.")
 
 

@@ -235,7 +235,7 @@ def _make(one: type, values: Values, source: str) -> Any:
     given = {key: _typed(key, values[key], kinds, where) for key, kinds in _kinds(one).items() if key in values}
     required = [field.name for field in dataclasses.fields(one) if field.init and not _has_default(field)]
     if missing := [key for key in required if key not in given]:
-        raise UserError(f"{where}missing key `{'`, `'.join(missing)}`. `--help` describes each.")
+        raise UserError(f"{where}Set `{'`, `'.join(missing)}`; see `--help`.")
     try:
         return one(**given)
     except (ValueError, ImportError, TypeError) as error:

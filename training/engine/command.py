@@ -70,7 +70,7 @@ def adapt_to_overrides(values: dict[str, Any], overrides: dict[str, Any], kind: 
         if model:
             given = [f"{key[6:]}={value}" for key, value in overrides.items() if key.startswith("model.")]
             but = f"; overridden: {', '.join(given)}" if given else ""
-            print(f"Ignoring the recipe's model section, since {start} has a config{but}.")
+            print(f"Ignoring the recipe's model section, since the model starts from {start}{but}.")
         values["model"] = {}
     elif new_type != model.get("model_type"):
         unknown = sorted(set(model) - model_fields(new_type, kind) - {"model_type"})

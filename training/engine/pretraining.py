@@ -182,7 +182,8 @@ def announce(run: Run, text: PreparedText, plan: Plan, counters: Counters, param
         f"Steps: {recipe.max_steps - counters.step:,} to go, each of {recipe.update_rows} blocks "
         f"({recipe.global_batch_tokens:,} tokens): {plan.accumulation} pass(es) of {plan.micro_batch} on each of "
         f"{plan.processes} process(es).\n"
-        f"Device: {run.accelerator.device}, {torch.get_num_threads()} thread(s); peak for the MFU: {peak} a process.\n"
+        f"Device: {run.accelerator.device}, {torch.get_num_threads()} thread(s); "
+        f"peak for the MFU: {peak} per process.\n"
         f"Unigram baseline on {text.unigram['targets']:,} held-out {run.objective.targets_name}: "
         f"{text.unigram['loss']:.3f} nats."
     )

@@ -107,7 +107,9 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
                 float(value) if labels.problem_type == REGRESSION else labels.index(value)
             except (ValueError, TypeError) as error:
                 known = ", ".join(labels.names[:12]) or "numbers"
-                raise UserError(f"`{column}` of {source} holds {value!r}, but training has {known}.") from error
+                raise UserError(
+                    f"`{column}` of {source} holds {value!r}, but the labels of the training data are {known}."
+                ) from error
     return labels
 
 
