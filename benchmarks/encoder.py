@@ -217,11 +217,15 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     return {**result, "floors": floors.check(result)}
 
 
+def report(result: dict[str, Any]) -> str:
+    """The table and the conclusions of a result."""
+    return f"{table(result)}\n\n{conclusions(result)}"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and write; 1 if floors are checked and one is missed."""
     options = parse(arguments)
     measuring.require_device(options.device)
-    report = lambda result: f"{table(result)}\n\n{conclusions(result)}"  # noqa: E731
     return measuring.publish(options, subject(options), run(options, arguments), report, plot, markdown=False)
 
 

@@ -75,8 +75,7 @@ def _machine(result: Result) -> str:
     versions = result["versions"]
     if "hardware" in result:
         versions = dict(part.rsplit(" ", 1) for part in versions.split(", "))
-        plural = lambda match: f"{match[1]}{'s' * (match[1][:2] != '1 ')}"  # noqa: E731
-        hardware = re.sub(r"(\d+ \w+)\(s\)", plural, result["hardware"])
+        hardware = re.sub(r"\b1 (\w+)\(s\)", r"1 \1", result["hardware"]).replace("(s)", "s")
     else:
         own = result["machine"]
         hardware = f"{own['cpu']} with {own['cpu_capability']}, {own['threads']} thread, {own['cores']} cores"
