@@ -4,9 +4,11 @@ Nothing heavy is imported here; transformers is loaded by the functions that nee
 """
 
 import argparse
+import errno
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -19,6 +21,8 @@ from pathlib import Path
 from string import Template
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from filelock import FileLock, Timeout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +71,7 @@ def run_script(
             command installs its own handler, or where processes may block inside a collective operation.
 
     Returns:
-        The script's status, or 0; 2 for a `UserError` or a missing permission; 130 after Ctrl-C.
+        The script's status, or 0; 2 for a `UserError`, a missing permission or a full disk; 130 after Ctrl-C.
     """
     try:
         with _without_progress_bars(), _sigterm_unwinds(stopped) if clean_on_sigterm else nullcontext():
@@ -81,6 +85,23 @@ def run_script(
     except KeyboardInterrupt:
         print(f"interrupted: {stopped}", file=sys.stderr)
         return 130
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        print(f"error: the disk is full ({reason(error)}): {stopped}", file=sys.stderr)
+        return 2
+
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Writers in Rust and C++ report a full disk in words only.
+_DISK_FULL_WORDS = re.compile(rf"\(os error ({'|'.join(map(str, _DISK_FULL))})\)|PytorchStreamWriter|unexpected pos")
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error, or one that led to it, comes from a full disk, a quota or a limit on the size of files."""
+    own = getattr(error, "errno", None) in _DISK_FULL or _DISK_FULL_WORDS.search(str(error))
+    cause = error.__cause__ or error.__context__
+    return bool(own) or (cause is not None and is_disk_full(cause))
 
 
 @contextmanager
@@ -122,6 +143,33 @@ def progress(message: str) -> None:
 
 
 # ---- files ----
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file. The operating system frees it when the process ends, also after a kill.
+
+    Raises:
+        UserError: Another process holds it.
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        with suppress(OSError, UnicodeDecodeError):  # Windows does not let others read a locked file
+            process, host = path.read_text(encoding="utf-8").split()
+            raise UserError(
+                f"{path.parent} is in use by process {process} on {host}. Wait for it, or name another folder."
+            ) from error
+        raise UserError(f"{path.parent} is in use by another process. Wait for it, or name another folder.") from error
+    try:
+        with suppress(PermissionError):
+            path.write_text(f"{os.getpid()}\n{platform.node()}\n", encoding="utf-8")
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        lock.release()
 
 
 def write_text(path: Path, text: str) -> None:

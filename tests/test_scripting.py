@@ -1,0 +1,95 @@
+"""What all commands share: locks on folders, full disks, fingerprints of data."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from common.fingerprint import changed_files, fingerprint
+from helpers import refused
+from safetensors.torch import save_file
+
+from luna_hf.scripting import UserError, locked, run_script
+
+_HOLD = """
+import sys
+from pathlib import Path
+from luna_hf.scripting import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    command = [sys.executable, "-c", _HOLD, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_lock_names_its_holder_and_ends_with_it(tmp_path, holder):
+    with refused(tmp_path, holder.pid, error=UserError), locked(tmp_path / ".lock"):
+        pass
+    holder.kill()
+    holder.wait()
+    with locked(tmp_path / ".lock"):
+        assert (tmp_path / ".lock").exists()
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_lock_is_free_after_an_error(tmp_path):
+    with pytest.raises(KeyError), locked(tmp_path / ".lock"):
+        raise KeyError
+    with locked(tmp_path / ".lock"), refused(tmp_path, error=UserError), locked(tmp_path / ".lock"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def _fill_text(path):
+    path.write_bytes(b"0" * 10_000)
+
+
+def _fill_torch(path):
+    torch.save(torch.zeros(10_000), path)
+
+
+def _fill_safetensors(path):
+    save_file({"x": torch.zeros(10_000)}, path)
+
+
+@pytest.mark.parametrize("fill", [_fill_text, _fill_torch, _fill_safetensors])
+def test_full_disk_takes_one_line(tmp_path, capsys, fill):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+    try:
+        status = run_script(lambda: fill(tmp_path / "file"), "earlier checkpoints are whole")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = capsys.readouterr().err
+    assert status == 2
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert "earlier checkpoints are whole" in error
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(RuntimeError):
+        run_script(lambda: torch.zeros(2) @ torch.zeros(3))
+
+
+@pytest.mark.parametrize("size", [0, 10, 20_000_000])
+def test_fingerprint_sees_changes(tmp_path, size):
+    same, other, gone = (tmp_path / name for name in ("same", "other", "gone"))
+    for path in (same, other, gone):
+        path.write_bytes(b"a" * size)
+    before = fingerprint([same, other, gone])
+    with other.open("r+b") as file:
+        file.seek(max(size - 1, 0))
+        file.write(b"b")
+    (tmp_path / "new").touch()
+    assert changed_files(before, before) == []
+    after = fingerprint([same, other, tmp_path / "new"])
+    assert changed_files(before, after) == [str(other), str(gone), str(tmp_path / "new")]
