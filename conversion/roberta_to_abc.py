@@ -2,7 +2,8 @@
 
     python conversion/roberta_to_abc.py FacebookAI/roberta-base outputs/abc-base-start --max-length 4096
 
-Every weight is kept. Only the memory control is new, and the convolution, if you add one, which starts at zero.
+The weights of the encoder and of a masked-LM head are kept; another head, such as a classifier's, is listed as unused.
+Only the memory control is new, and the convolution, if you add one, which starts at zero.
 """
 
 import sys

@@ -2,8 +2,9 @@
 
     python conversion/roberta_to_luna.py FacebookAI/roberta-base outputs/luna-base-start --projection-length 128
 
-Every weight is kept. The packed sequence starts as embeddings of text tokens. The pack attention reads with the
-source's queries and keys and passes the token states on unchanged.
+The weights of the encoder and of a masked-LM head are kept; another head, such as a classifier's, is listed as unused.
+The packed sequence starts as embeddings of text tokens. The pack attention reads with the source's queries and keys and
+passes the token states on unchanged.
 """
 
 import sys

@@ -2,14 +2,15 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 import torch
 from helpers import FAMILIES, padded_batch, refused, slots_of, tiny_causal_model, tiny_config_for, tiny_model
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from variants import ROWS, ConfigField
 
-from luna_hf import LunaConfig, LunaForMaskedLM, LunaModel
+from luna_hf import AbcConfig, LunaConfig, LunaForMaskedLM, LunaModel
 
 LIBRARY_FIELDS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
@@ -131,6 +132,71 @@ def test_a_misspelt_field_is_refused(model_type):
         wrong = "classifier_dropout_prob" if field == "classifier_dropout" else field[:-1] + 2 * field[-1]
         with refused(f"`{wrong}`", f"`{field}`"):
             config(**{wrong: 1})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("n_layers", "`num_hidden_layers`"),
+        ("d_model", "`hidden_size`"),
+        ("dropout", "`hidden_dropout_prob`"),
+        ("max_length", "`max_position_embeddings`"),
+        ("temperature", ""),
+    ],
+)
+def test_names_of_other_libraries_are_refused(model_type, name, field):
+    for make in (FAMILIES[model_type].config, partial(AutoConfig.for_model, model_type)):
+        with refused(f"`{name}`", field):
+            make(**{name: 2})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_slots_are_not_set_by_the_name_of_another_family(model_type):
+    own = FAMILIES[model_type].config.slots_field
+    for other in {family.config.slots_field for family in FAMILIES.values()} - {own, None}:
+        with refused(f"`{other}`", f"`{own}`"):
+            FAMILIES[model_type].config(**{other: 2})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_unknown_names_while_loading(model_type, tmp_path, caplog):
+    """A file may hold anything ever set on a config; of names in the call, misspelt ones are reported."""
+    config = tiny_config_for(model_type)
+    config.note, config.n_layers = {"by": "me"}, 7
+    config.save_pretrained(tmp_path)
+    for load in (FAMILIES[model_type].config.from_pretrained, AutoConfig.from_pretrained):
+        loaded = load(tmp_path)
+        assert (loaded.note, loaded.n_layers, caplog.text) == ({"by": "me"}, 7, "")
+        assert load(tmp_path, note="mine").note == "mine"
+        load(tmp_path, n_heads=2)
+        assert "`n_heads`" in caplog.text and "`num_attention_heads`" in caplog.text
+        caplog.clear()
+    assert type(loaded)(**tiny_config_for(model_type).to_dict()).to_dict() == tiny_config_for(model_type).to_dict()
+    tiny_model(model_type).save_pretrained(tmp_path)
+    with refused("n_heads", error=TypeError):
+        AutoModel.from_pretrained(tmp_path, n_heads=2)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("other", ["roberta", "gpt2", "llama", "family"])
+def test_a_checkpoint_of_another_architecture_is_refused_in_one_line(model_type, other, tmp_path, caplog):
+    if other == "family":
+        other = next(name for name in FAMILIES if name != model_type)
+    AutoConfig.for_model(other).save_pretrained(tmp_path)
+    family = FAMILIES[model_type]
+    for kind in (family.config, family.base_model, family.masked_lm, family.causal_lm, *family.heads.values()):
+        with refused(tmp_path, other, model_type, "from_roberta"):
+            kind.from_pretrained(tmp_path)
+    assert caplog.text == ""
+
+
+def test_a_model_made_from_one_of_ours_loads_its_checkpoints(tmp_path):
+    class OwnConfig(LunaConfig):
+        model_type = "own"
+
+    tiny_config_for("luna").save_pretrained(tmp_path)
+    assert OwnConfig.from_pretrained(tmp_path).projection_length == 8
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -265,8 +331,11 @@ def test_presets_are_the_published_models():
     # Every matrix and vector that untying adds.
     assert untied_size - tied_size == 12 * 2 * (768 * 768 + 768)
     assert abs(untied_size / 1e6 - 147) < 1
-    with refused("huge", "base-2048"):
-        LunaConfig.preset("huge")
+    for config in (family.config for family in FAMILIES.values()):
+        with refused("huge", *config.presets):
+            config.preset("huge")
+        assert config.preset("base").to_dict() == config().to_dict()
+    assert AbcConfig.preset("base-128", num_labels=3).memory_size == 128
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -123,6 +123,23 @@ def test_fields_of_the_head(family):
 
 
 @families
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "auto"])
+def test_the_dtype_of_the_new_model(family, dtype):
+    source, wanted = make_source().half(), torch.float16 if dtype == "auto" else torch.bfloat16
+    model = model_class(family, "sequence").from_roberta(source, dtype=dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {model.config.dtype} == {wanted}
+    own = dict(model.base_model.named_parameters())
+    assert all(torch.equal(own[name], expected.to(wanted)) for name, expected in body(source).items())
+
+
+@families
+def test_what_is_no_dtype_for_weights_is_refused(family):
+    for dtype in (torch.int8, "bf16"):
+        with refused("`dtype`", repr(dtype)):
+            FAMILIES[family].base_model.from_roberta(make_source(), dtype=dtype)
+
+
+@families
 @pytest.mark.parametrize("kind", ["base", "sequence"])
 def test_only_a_used_head_must_have_the_layers_activation(family, kind):
     source = make_source(hidden_act="relu")

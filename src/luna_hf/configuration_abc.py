@@ -48,6 +48,7 @@ class AbcConfig(BoundedMemoryConfig):
     model_type = "abc_memory"
     state_fields = (*BoundedMemoryConfig.state_fields, "memory_control", "memory_size", "control_activation")
     slots_field = "memory_size"
+    presets = {"base": {}, "base-128": {"memory_size": 128}}  # both sizes of the paper
 
     memory_control: str = "mlp"
     memory_size: int = 64

@@ -12,17 +12,21 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# Keywords that transformers passes to a config without declaring them as fields: never reported as misspelt.
+# Keywords that transformers passes to a config without declaring them as fields, besides those that begin with `_`.
 _LIBRARY_KEYWORDS = {
-    "attn_implementation",
-    "auto_map",
-    "experts_implementation",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "output_attentions",
-    "torch_dtype",
-    "trust_remote_code",
+    *("attn_implementation", "auto_map", "experts_implementation", "model_type", "name_or_path", "num_labels"),
+    *("output_attentions", "per_layer_config", "quantization_config", "torch_dtype", "trust_remote_code"),
+}
+# What other libraries call our fields.
+_OTHER_NAMES = {
+    "hidden_size": "d_model dim embed_dim embedding_dim model_dim n_embd width",
+    "num_hidden_layers": "depth encoder_layers n_layer n_layers num_layers",
+    "num_attention_heads": "encoder_attention_heads heads n_head n_heads num_heads",
+    "intermediate_size": "d_ff d_inner dim_feedforward encoder_ffn_dim ffn_dim n_inner",
+    "hidden_act": "activation activation_function hidden_activation",
+    "hidden_dropout_prob": "dropout dropout_prob hidden_dropout resid_pdrop",
+    "attention_probs_dropout_prob": "attention_dropout attn_dropout attn_pdrop",
+    "max_position_embeddings": "context_length max_len max_length max_seq_len max_seq_length n_ctx n_positions",
 }
 
 
@@ -96,7 +100,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
             and in inference in blocks small enough to save memory.
 
     Raises:
-        ValueError: A value is out of range, or a keyword looks like a misspelt field.
+        ValueError: A value is out of range, or a keyword is not a field. Set other values as attributes of the config.
     """
 
     model_type = "bounded_memory"
@@ -108,6 +112,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     )
     # Name of the field that holds the family's number of slots, if it has any.
     slots_field: ClassVar[str | None] = None
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
 
     vocab_size: int = 50265
     hidden_size: int = 768
@@ -139,7 +144,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
     use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._refuse_misspelt(kwargs)
+        if not kwargs.pop("_from_file", False):
+            self._refuse_unknown(kwargs)
         if self.position_embedding_type is None:
             self.position_embedding_type = "rotary" if self.is_decoder else "learned"
         self.validate_values()
@@ -214,26 +220,65 @@ class BoundedMemoryConfig(PreTrainedConfig):
             )
 
     @classmethod
+    def preset(cls, name: str, **overrides: Any) -> "BoundedMemoryConfig":
+        """Return a config of the family's authors, one of `presets`, with fields overridden by keyword.
+
+        Raises:
+            ValueError: `name` is unknown.
+        """
+        if name not in cls.presets:
+            raise ValueError(f"{cls.__name__} has no preset {name!r}. Choose one of {', '.join(cls.presets)}.")
+        return cls(**{**cls.presets[name], **overrides})
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Like `PreTrainedConfig.get_config_dict`, but refuse a checkpoint with weights that would not load.
+
+        Raises:
+            ValueError: Its `model_type` is neither this class's nor a parent's.
+        """
+        values, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        found = values.get("model_type", cls.model_type)
+        types = {found, *(part.get("model_type") for part in values.values() if isinstance(part, dict))}
+        if not types & {parent.model_type for parent in cls.__mro__ if hasattr(parent, "model_type")}:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} is a {found} checkpoint, not {cls.model_type}: `from_pretrained` "
+                "cannot use its weights. `from_roberta` starts an encoder from a RoBERTa or BERT."
+            )
+        return values, kwargs
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Like `PreTrainedConfig.from_dict`, but drop misspelt names with a warning instead of raising an error.
+        """Like `PreTrainedConfig.from_dict`, but warn of misspelt names, and drop them; other unknown names are kept.
 
         Transformers saves every attribute ever set on a config, and the saved file must load again.
         """
-        misspelt = cls._misspelt(config_dict)
-        for name, field in misspelt.items():
-            logger.warning(f"{cls.__name__} has no field `{name}`, so its value is ignored. Did you mean `{field}`?")
-        return super().from_dict({name: v for name, v in config_dict.items() if name not in misspelt}, **kwargs)
-
-    def _refuse_misspelt(self, keywords: dict[str, Any]) -> None:
-        """Raise for a keyword that resembles a field; transformers would silently keep it as an attribute."""
-        for name, field in self._misspelt(keywords).items():
-            raise ValueError(f"{type(self).__name__} has no field `{name}`. Did you mean `{field}`?")
+        misspelt = cls._unknown(config_dict, other_names=False)
+        for name, field in [*misspelt.items(), *cls._unknown(kwargs).items()]:
+            if field:
+                logger.warning(f"{cls.__name__} has no field `{name}`: its value is ignored. Did you mean `{field}`?")
+        kept = {name: value for name, value in config_dict.items() if not misspelt.get(name)}
+        return super().from_dict({**kept, "_from_file": True}, **kwargs)
 
     @classmethod
-    def _misspelt(cls, keywords: dict[str, Any]) -> dict[str, str]:
-        """Map each unknown name that closely resembles a field to that field."""
-        fields = list(cls.__dataclass_fields__)
-        unknown = keywords.keys() - _LIBRARY_KEYWORDS - set(fields)
-        known = [*fields, "num_labels"]
-        close = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in sorted(unknown)}
-        return {name: match[0] for name, match in close.items() if match and not name.startswith("_")}
+    def _refuse_unknown(cls, keywords: dict[str, Any]) -> None:
+        """Raise for a keyword that is not a field; transformers would silently keep it as an attribute."""
+        for name, field in cls._unknown(keywords).items():
+            own = sorted(cls.__dataclass_fields__.keys() - BoundedMemoryConfig.__dataclass_fields__.keys())
+            hint = f"Did you mean `{field}`?" if field else f"Its own fields are {', '.join(own)}."
+            raise ValueError(f"{cls.__name__} has no field `{name}`. {hint}")
+
+    @classmethod
+    def _unknown(cls, keywords: dict[str, Any], other_names: bool = True) -> dict[str, str | None]:
+        """Map each name that is not a field to the field that it resembles or, with `other_names`, means elsewhere."""
+        known = [*cls.__dataclass_fields__, "num_labels"]
+        elsewhere = {name: field for field, names in _OTHER_NAMES.items() for name in names.split()}
+        elsewhere |= {sibling.slots_field: cls.slots_field for sibling in BoundedMemoryConfig.__subclasses__()}
+        unknown = {}
+        for name in sorted(keywords.keys() - _LIBRARY_KEYWORDS - set(known)):
+            if not name.startswith("_"):
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+                unknown[name] = close[0] if close else elsewhere.get(name) if other_names else None
+        return unknown

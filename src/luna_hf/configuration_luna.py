@@ -1,7 +1,5 @@
 """Configuration of Luna (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021)."""
 
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
 
 from .configuration_base import BoundedMemoryConfig
@@ -50,6 +48,17 @@ class LunaConfig(BoundedMemoryConfig):
     model_type = "luna"
     state_fields = (*BoundedMemoryConfig.state_fields, "projection_length", "pack_activation")
     slots_field = "projection_length"
+    # `base` is the model of the paper's section 4.3; the authors' release added the others.
+    presets = {
+        "base": {},
+        "base-2048": {"max_position_embeddings": 2048, "projection_length": 256},
+        "large": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+    }
 
     projection_length: int = 128
     num_projected_attention_heads: int | None = None
@@ -73,30 +82,6 @@ class LunaConfig(BoundedMemoryConfig):
         if self.is_decoder:
             heads, allowed = self.num_attention_heads, "None in a decoder, which packs and unpacks with the same heads"
             self._require("num_projected_attention_heads", lambda value: value in (None, heads), allowed)
-
-    @classmethod
-    def preset(cls, name: str, **overrides: Any) -> "LunaConfig":
-        """Return a config of the authors, `"base"`, `"base-2048"` or `"large"`, with fields overridden by keyword.
-
-        Raises:
-            ValueError: `name` is unknown.
-        """
-        if name not in PRESETS:
-            raise ValueError(f"There is no Luna preset {name!r}. Choose one of {', '.join(PRESETS)}.")
-        return cls(**{**PRESETS[name], **overrides})
-
-
-# `base` is the model of the paper's section 4.3 and the default configuration; the authors' release added the others.
-PRESETS: dict[str, dict[str, int]] = {
-    "base": {},
-    "base-2048": {"max_position_embeddings": 2048, "projection_length": 256},
-    "large": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    },
-}
 
 
 __all__ = ["LunaConfig"]

@@ -78,24 +78,16 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_roberta(
-        cls, source: str | os.PathLike | PreTrainedModel, *, max_length: int | None = None, seed: int = 0, **fields: Any
+        cls, source: str | os.PathLike | PreTrainedModel, **options: Any
     ) -> "BoundedMemoryPreTrainedModel":
-        """Warm-start a model from a trained RoBERTa, XLM-R, CamemBERT, data2vec-text or BERT; needs the package.
+        """Warm-start an encoder from a trained RoBERTa, XLM-R, CamemBERT, data2vec-text or BERT; needs the package.
 
-        The encoder's weights are kept, and so is the masked-LM head in a masked-LM model. Any other head, and the
-        parameters that RoBERTa lacks, are newly initialised and logged. `luna_hf.warm_start.warm_start` takes the same
-        arguments and also returns the report.
-
-        Args:
-            source: a checkpoint folder, a name on the Hub, or a model in memory.
-            max_length: input length that the model must support, if longer than the source's.
-            seed: seed of the newly initialised parameters.
-            fields: fields of the config (`num_labels`, `conv_kernel_size`, ...), and options of the family's rules in
-                `warm_start_<family>.py` (such as `slot_tokens` or `control_init`).
+        Takes the arguments of `luna_hf.warm_start.warm_start`, which also returns the report: the weights of the
+        encoder are kept, and in a masked-LM model those of the masked-LM head. New and unused parameters are logged.
 
         Raises:
             ImportError: luna_hf is not installed; the code in a checkpoint folder does not suffice.
-            ValueError: `cls` is causal, the source cannot be read or mapped, or a field is invalid.
+            ValueError: `cls` is causal, the source cannot be read or mapped, or an option is invalid.
         """
         # Absolute and inside a `try`, so that transformers neither requires the package nor copies the file.
         try:
@@ -104,7 +96,7 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
             raise ImportError(
                 "`from_roberta` needs the luna_hf package, not only a checkpoint's code: `pip install luna-hf`."
             ) from error
-        model, made = warm_start(cls, source, max_length=max_length, seed=seed, **fields)
+        model, made = warm_start(cls, source, **options)
         made.warn()
         return model
 

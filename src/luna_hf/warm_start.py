@@ -1,7 +1,8 @@
 """Warm start: a model of this package made from a trained encoder of RoBERTa's architecture.
 
-Every weight of the source is kept unchanged. The rules of the target's family (`warm_start_<family>.py`) make the
-remaining parameters, and a report lists them.
+Every weight of the encoder is kept unchanged, and so is a masked-LM head, in a masked-LM model. The rules of the
+target's family (`warm_start_<family>.py`) make the remaining parameters. A report lists them, and the weights of the
+source that are not used, such as a classifier's head.
 """
 
 import re
@@ -46,7 +47,7 @@ class WarmStart:
     """What became of every parameter. The first three name each parameter of the new model exactly once.
 
     Args:
-        copied: parameter of the new model -> its name in the source; bitwise equal.
+        copied: parameter of the new model -> its name in the source; bitwise equal, or rounded to `dtype`.
         extended: -> what was done to the source's rows (positions only).
         new: -> the rule that made it.
         unused: parameter of the source without a counterpart in the new model -> the reason.
@@ -127,6 +128,20 @@ def _find_family(model_class: type[PreTrainedModel], is_decoder: bool) -> Family
     return family
 
 
+def _find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of a name, as in `from_pretrained`; `None` for the source's.
+
+    Raises:
+        ValueError: It is no floating-point type.
+    """
+    found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if found in (None, "auto"):
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"`dtype` is {dtype!r}, but must be a floating-point type, such as torch.bfloat16.")
+    return found
+
+
 def _target_config(
     config_class: type[PreTrainedConfig],
     rules: type[WarmStartRules],
@@ -150,9 +165,9 @@ def _target_config(
         if value != decided:
             raise ValueError(f"`{name}={value!r}` is not possible in a warm start: {reason}. Leave it out.")
         if name not in known and name not in _KEYWORDS:
-            # The config suggests similar names, but silently keeps anything else.
-            config_class(**{name: value})
             others = [kind for kind, family in FAMILIES.items() if name in family.warm_start.options()]
+            if not others:
+                config_class(**{name: value})  # its error suggests similar names
             hint = f"; it is an option of {', '.join(others)} models" if others else ""
             raise ValueError(f"{config_class.__name__} has no field `{name}`{hint}.")
     length = loaded.longest if max_length is None else max_length
@@ -331,12 +346,14 @@ def warm_start(
     *,
     max_length: int | None = None,
     seed: int = 0,
+    dtype: torch.dtype | str | None = None,
     **given: Any,
 ) -> tuple[PreTrainedModel, WarmStart]:
     """A model of this package that starts from a trained encoder of RoBERTa's architecture.
 
-    All weights of the encoder are kept bitwise, in their dtype. A masked-LM model also keeps the source's masked-LM
-    head; other heads are initialised as in a new model. The family's rules make what the source lacks.
+    All weights of the encoder are kept, bitwise unless `dtype` is given. A masked-LM model also keeps the source's
+    masked-LM head. No other head of the source is used: a classifier's starts as in a new model, and the source's is
+    listed under `unused`. The family's rules make what the source lacks.
 
     Args:
         model_class: an encoder of this package, with any head or none.
@@ -346,6 +363,7 @@ def warm_start(
         max_length: longest input in tokens, if longer than the source's: its positions are then repeated
             (`positions.repeat_positions`).
         seed: of everything drawn or initialised. Global random states are not affected.
+        dtype: of the new model's parameters, such as `torch.bfloat16` or "bfloat16"; the source's if `None` or "auto".
         given: fields of the new model's config (size of the memory, `conv_kernel_size`, `num_labels`, dropouts,
             `attn_implementation`, ...), and options of the family's rules, documented in their class.
 
@@ -353,11 +371,11 @@ def warm_start(
         The model in eval mode, and what became of every parameter.
 
     Raises:
-        ValueError: The model is causal; the source cannot be read or mapped; a field is unknown or decided by the
-            source; there would be fewer positions than the source's, or far more slots than tokens; or the family's
-            rules refuse.
+        ValueError: The model is causal; the source cannot be read or mapped; `dtype` is no floating-point type; a field
+            is unknown or decided by the source; there would be fewer positions than the source's, or far more slots
+            than tokens; or the family's rules refuse.
     """
-    family = _find_family(model_class, given.pop("is_decoder", False))
+    family, dtype = _find_family(model_class, given.pop("is_decoder", False)), _find_dtype(dtype)
     options = {name: given.pop(name) for name in family.warm_start.options() if name in given}
     with torch.random.fork_rng(devices=[]):
         loaded = load_source(source)
@@ -372,8 +390,10 @@ def warm_start(
         maker = _Maker(rules, model)
         made = maker.make_all()
     report = maker.finish()
+    if dtype is not None:  # not `model.to(dtype)`, which would also round buffers such as the sinusoids
+        made = {name: values.to(dtype) for name, values in made.items()}
     model.load_state_dict(made, strict=False, assign=True)
     model.tie_weights()
     model.to(loaded.embedding.device)  # moves buffers; the parameters are already there
-    model.config.dtype = loaded.embedding.dtype
+    model.config.dtype = dtype or loaded.embedding.dtype
     return model.eval(), report
