@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, List
 from huggingface_hub import ModelCard
-from tasks.files import load_splits, read_files
+from tasks.files import load_splits, read_files, split_names
 from tasks.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, read_labels
 from tasks.trainer import FinetuneTrainer
 from tiny_finetuning import PLAIN, checkpoint, command, glue_folder, refused, run, tokenizer, topics, write_rows
@@ -171,7 +171,8 @@ def test_a_folder_without_a_validation_split_may_use_its_test_split(luna, tmp_pa
         texts, labels = topics(count)
         write_rows(tmp_path / "imdb" / f"{split}.parquet", {"text": texts, "label": labels})
     options = {"dataset_name": tmp_path / "imdb", "num_train_epochs": 1, "class_names": ["bad", "good"]}
-    assert "--validation_split" in refused(capsys, command(luna, tmp_path / "out", **options))
+    message = refused(capsys, command(luna, tmp_path / "out", **options))
+    assert "--validation_split" in message and "test, train" in message
     summary = run(luna, tmp_path / "out", **options, validation_split="test")
     assert list(summary["runs"][0]["scores"]) == ["test"] and not (tmp_path / "out" / "predictions").exists()
     assert AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "bad", 1: "good"}
@@ -213,6 +214,9 @@ KINDS = {
     "lists of texts": ([["b"], ["a", "b"]], None, None, MULTI_LABEL, ["a", "b"], [[0, 1], [1, 1]]),
     "lists of numbers": ([[4], [2, 4]], None, None, MULTI_LABEL, ["2", "4"], [[0, 1], [1, 1]]),
     "regression": ([1.5, 2.0], None, None, REGRESSION, [], [1.5, 2.0]),
+    "whole numbers with points": ([1.0, 0.0, 1.0], None, None, SINGLE_LABEL, ["0", "1"], [1, 0, 1]),
+    "named numbers with points": ([1.0, 0.0], None, ("no", "yes"), SINGLE_LABEL, ["no", "yes"], [1, 0]),
+    "whole numbers with points of a regression": ([1.0, 0.0], None, (), REGRESSION, [], [1.0, 0.0]),
     "whole numbers of a regression": ([0, 5], None, (), REGRESSION, [], [0.0, 5.0]),
     "two targets": ([[1.5, 2.0], [3.0, 4.0]], None, None, REGRESSION, [], [[1.5, 2.0], [3.0, 4.0]]),
 }
@@ -245,11 +249,42 @@ def test_the_kind_of_the_labels_follows_from_their_values(case):
         ([4, 4], [4], None, "1 different values in 2 rows"),
         (list(range(60)), [0], None, "60 different values in 60 rows"),
         ([[0.5], [0.5, 1.5]], [[0.5]], None, r"\[1, 2\]"),
+        ([1.0, 0.0], [0.5], None, "validation holds 0.5.*0, 1"),
+        ([float(value) for value in range(60)] * 5, [0.0], None, "60 different values in 300 rows.*--regression"),
+        ([0.5, float("inf")], [0.5], None, "Row 1 of train holds inf"),
+        ([0.5, 1.5], [0.5, -1e39], None, r"Row 1 of validation holds -1e\+39"),
+        ([[0.5, 1e39]], [[0.5, 1.0]], None, r"Row 0 of train holds 1e\+39"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(train, other, known, value):
     with pytest.raises(UserError, match=value):
         read_labels({"train": rows(train), "validation": rows(other)}, "label", known)
+
+
+def test_messages_on_long_labels_are_short():
+    train, other = [f"{number} " + "long text " * 500 for number in range(20)], ["no label\n" * 500]
+    with pytest.raises(UserError, match=r"'no label.*0 long text.*11 long text") as caught:
+        read_labels({"train": rows(train), "validation": rows(other)}, "label")
+    assert len(str(caught.value)) < 1000
+
+
+def test_whole_numbers_with_points_are_classes_and_a_note_names_the_option(tmp_path):
+    file = str(write_rows(tmp_path / "x.csv", {"text": ["a", "b"], "label": ["1.0", "0.0"]}))
+    files = {"train_file": file, "validation_file": file}
+    task = finetune_glue.TextClassification(finetune_glue.GlueArguments(["m"], **files))
+    assert (task.problem_type, task.labels.names) == (SINGLE_LABEL, ["0", "1"]) and "--regression" in task.notes[0]
+    task = finetune_glue.TextClassification(finetune_glue.GlueArguments(["m"], **files, regression=True))
+    assert task.problem_type == REGRESSION and "regression" in task.notes[0]
+
+
+def test_predictions_of_own_numbers_keep_every_digit(tmp_path):
+    file = str(write_rows(tmp_path / "x.csv", {"text": ["a", "b"], "label": [1.5e-5, 2.5e-5]}))
+    task = finetune_glue.TextClassification(
+        finetune_glue.GlueArguments(["m"], train_file=file, validation_file=file, test_file=file)
+    )
+    numbers = np.random.default_rng(0).normal(1e-5, 1e-7, (1000, 1)).astype(np.float32)
+    written = task.write_predictions(tmp_path, "test", numbers).read_text().splitlines()[1:]
+    assert np.array_equal(np.float32([line.split("\t")[1] for line in written]), numbers[:, 0])
 
 
 # ---- files ----
@@ -270,6 +305,7 @@ def test_folders_with_the_layouts_of_the_hub(tmp_path):
     found = load_splits(str(tmp_path), "config")
     assert list(found) == ["train"] and found["train"]["text"][:] == ["part 0", "part 1"]
     assert list(load_splits(str(tmp_path))) == ["test"]
+    assert split_names(str(tmp_path), "config") == ["train"] and split_names(str(tmp_path)) == ["test"]
 
 
 # ---- what is refused before any training ----
@@ -284,6 +320,7 @@ def data(tmp_path_factory):
     write_rows(folder / "good.csv", {"text": texts, "label": labels})
     write_rows(folder / "empty.parquet", {"text": [], "label": []})
     write_rows(folder / "numbers.csv", {"text": list(range(9)), "label": labels})
+    write_rows(folder / "infinite.csv", {"text": texts, "label": [0.5, "inf", *labels[2:]]})
     write_rows(folder / "holes.jsonl", {"text": [None, *texts[1:]], "label": labels})
     (folder / "broken.parquet").write_bytes(b"PAR1 and no more")
     (folder / "notes.docx").write_bytes(b"")
@@ -303,6 +340,9 @@ BAD = {
     "names of a known task": ({**SST2, "class_names": ["a", "b"]}, "--class_names.*sst2"),
     "too few names": (own(class_names=["a"]), r"good\.csv holds 1"),
     "no dev file": ({"train_file": "good.csv"}, "--validation_file"),
+    "two kinds of labels": (own(regression=True, class_names=["a", "b"]), "--regression.*--class_names"),
+    "regression of a known task": ({**SST2, "regression": True}, "--regression.*sst2"),
+    "infinite label": (own(train="infinite.csv"), r"Row 1 of infinite\.csv holds inf"),
     "three columns": (own(text_columns=["a", "b", "c"]), "--text_columns.*3"),
     "missing column": (own(text_columns=["body"]), r"good\.csv.*`body`.*text, label"),
     "missing label": (own(label_column="y"), r"`y`.*text, label"),

@@ -46,13 +46,47 @@ def test_what_is_undefined_counts_as_zero():
         scores("sst-2", [0], [0])
 
 
-def test_the_best_error_is_the_smallest():
-    shared = {"model": "m", "learning_rate": 1.0, "dropout": None, "development": "dev", "main_metric": "mse"}
-    errors = {(8, 1): 0.5, (8, 2): 0.3, (16, 1): 0.1, (16, 2): 0.9}
-    results = [
-        {**shared, "batch_size": batch, "seed": seed, "scores": {"dev": {"mse": error}}}
-        for (batch, seed), error in errors.items()
+def results(metric, values):
+    """Runs by batch size and seed; `None` is one that diverged."""
+    shared = {"model": "m", "learning_rate": 1.0, "dropout": None, "development": "dev", "main_metric": metric}
+    return [
+        {**shared, "batch_size": batch, "seed": seed, "scores": {"dev": {metric: value}}, "diverged": value is None}
+        for (batch, seed), value in values.items()
     ]
-    best, setting = choose(results, greater_is_better=False)
+
+
+def test_the_best_error_is_the_smallest():
+    errors = {(8, 1): 0.5, (8, 2): 0.3, (16, 1): 0.1, (16, 2): 0.9}
+    best, setting = choose(results("mse", errors), greater_is_better=False)
     assert (best["batch_size"], best["seed"]) == (8, 2)
     assert (setting["median"], setting["best"], setting["worst"]) == (0.4, 0.3, 0.5)
+
+
+# The runs of two settings, and what is chosen: batch size and seed, the setting's median, best and worst.
+DIVERGED = {
+    "the worst of three": ([0.9, None, 0.7], [0.6, 0.6, 0.6], (8, 1), (0.7, 0.9, None)),
+    "half of a setting": ([0.9, None], [0.1, 0.2], (16, 2), (pytest.approx(0.15), 0.2, 0.1)),
+    "half of every setting": ([0.1, None], [None, 0.2], (16, 2), (None, 0.2, None)),
+    "all but one": ([None, None], [None, 0.0], (16, 2), (None, 0.0, None)),
+}
+
+
+@pytest.mark.parametrize("case", list(DIVERGED))
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_diverged_run_ranks_below_every_other(case, sign):
+    first, second, chosen, figures = DIVERGED[case]
+    values = {(8, seed): value for seed, value in enumerate(first, 1)}
+    values |= {(16, seed): value for seed, value in enumerate(second, 1)}
+    signed = {run: None if value is None else sign * value for run, value in values.items()}
+    best, setting = choose(results("mse", signed), greater_is_better=sign > 0)
+    assert (best["batch_size"], best["seed"]) == chosen
+    found = [None if value is None else sign * value for value in map(setting.get, ("median", "best", "worst"))]
+    assert tuple(found) == figures
+    assert choose(results("mse", dict.fromkeys(values)), greater_is_better=sign > 0) is None
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_what_is_not_finite_has_no_score(odd):
+    for sides in (([odd, 1.0], [1.0, 2.0]), ([1.0, 2.0], [odd, 1.0])):
+        with pytest.raises(ValueError, match="finite"):
+            scores("regression", *sides)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from common import models
 from common.models import (
     extend_positions,
     load_config,
@@ -156,9 +157,25 @@ def test_folders_and_names_that_are_no_checkpoint(tmp_path):
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(UserError, match=str(tmp_path)):
             load_config(str(tmp_path))
-    for name in ("nobody/nothing", "not/a/hub/name"):
-        with pytest.raises(UserError, match=name):
-            load_config(name)
+    with pytest.raises(UserError, match="nobody/nothing"):
+        load_config("nobody/nothing")
+
+
+@pytest.mark.parametrize("name", ["./nope", "../nope", "nope/", "/nope/x", "not/a/hub/name"])
+def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(name, monkeypatch):
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", None)
+    with pytest.raises(UserError, match=f"folder '{name}'"):
+        load_config(name)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value, tmp_path):
+    model = new_model("luna")
+    name, weight = list(model.named_parameters())[3]
+    weight.data.view(-1)[-1] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=name):
+        load_encoder(AutoModelForMaskedLM, str(tmp_path))
 
 
 @pytest.mark.parametrize(

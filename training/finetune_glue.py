@@ -21,8 +21,17 @@ import numpy as np
 from common.options import did_you_mean
 from datasets import Dataset
 from tasks.arguments import FinetuneArguments, option
-from tasks.files import Encoded, encode_rows, load_splits, read_files, require_columns, require_text, tokenize
-from tasks.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, read_labels
+from tasks.files import (
+    Encoded,
+    encode_rows,
+    load_splits,
+    read_files,
+    require_columns,
+    require_text,
+    split_names,
+    tokenize,
+)
+from tasks.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, listed, read_labels
 from tasks.runs import Command
 from tasks.task import METRICS, Task
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
@@ -101,14 +110,18 @@ class GlueArguments(FinetuneArguments):
     label_column: str = option(
         "label",
         "Column of labels: texts or whole numbers are classes, other numbers a regression, lists of either several "
-        "labels per row.",
+        "labels per row. 1.0 counts as a whole number.",
     )
+    regression: bool = option(False, "Take whole numbers in own data for the targets of a regression, not for classes.")
     class_names: list[str] = option([], "Names of the classes of own data with labels 0, 1, ..., in that order.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.class_names and self.task_name:
             raise UserError(f"--class_names is for own data; --task_name {self.task_name} has its names.")
+        if self.regression and (self.task_name or self.class_names):
+            other = "--class_names" if self.class_names else f"--task_name {self.task_name}"
+            raise UserError(f"--regression is for own data with numbers; leave out {other}.")
         if self.task_name is not None and self.task_name not in TASKS:
             raise UserError(f"GLUE has no task {self.task_name!r}.{did_you_mean(self.task_name, TASKS)}")
         if self.train_file or self.validation_file or self.test_file:
@@ -139,12 +152,10 @@ class TextClassification(Task):
         self._check()
         training = {self.sources[split]: rows for split, rows in {"train": self.train, **self.evaluation}.items()}
         tests = {self.sources[split]: rows for split, rows in self.tests.items() if self._labelled(rows)}
-        names = self.glue.labels if self.glue else tuple(arguments.class_names) or None
-        self.labels = read_labels({**training, **tests}, self.label_column, names)
-        if self.labels.names:
-            shown = ", ".join(self.labels.names[:12]) + ", ..." * (len(self.labels.names) > 12)
-            self.notes.append(f"{len(self.labels.names)} labels: {shown}.")
+        names = () if arguments.regression else tuple(arguments.class_names) or None
+        self.labels = read_labels({**training, **tests}, self.label_column, self.glue.labels if self.glue else names)
         self.problem_type = self.labels.problem_type
+        self.notes.append(self._label_note())
         several = self.problem_type == REGRESSION and self.labels.several
         number = ("regression_of_several", "mse") if several else ("regression", "pearson")
         kind, self.main_metric = KINDS.get(self.problem_type, number)
@@ -173,7 +184,10 @@ class TextClassification(Task):
             wanted = {"train": [train], "validation": development, "test": tests if arguments.test_split else [train]}
             for option, names in wanted.items():
                 if not any(split in rows for split in names):
-                    raise UserError(f"{name} has no split {' or '.join(names)}; name one with --{option}_split.")
+                    known = ", ".join(split_names(name, arguments.dataset_config or arguments.task_name))
+                    raise UserError(
+                        f"{name} has no split {' or '.join(names)}; it has {known}. Name one with --{option}_split."
+                    )
             missing = [split for split in development if split not in rows]
             self.notes += [f"{portable(name)} has no split {split}: it is not evaluated." for split in missing]
         self.sources["train"] = self.sources[train]
@@ -184,7 +198,7 @@ class TextClassification(Task):
 
     def _check(self) -> None:
         """Columns of every split; test splits may lack labels."""
-        for split, rows in {"train": self.train, **self.evaluation, **self.tests}.items():
+        for split, rows in self.splits.items():
             wanted = self.columns if split in self.tests else (*self.columns, self.label_column)
             require_columns(rows, wanted, self.sources[split])
             for name in self.columns:
@@ -194,6 +208,15 @@ class TextClassification(Task):
         """Whether a test split has labels; GLUE's have -1 in every row."""
         column = self.label_column
         return column in rows.column_names and not all(label in (None, -1) for label in rows[column])
+
+    def _label_note(self) -> str:
+        """What the labels were taken for."""
+        if self.problem_type == REGRESSION:
+            return f"`{self.label_column}` holds numbers: a regression."
+        note = f"{len(self.labels.names)} labels: {listed(self.labels.names)}."
+        if getattr(self.train.features[self.label_column], "dtype", "").startswith("float"):
+            note += " They are whole numbers, so they were taken for classes; for a regression set --regression true."
+        return note
 
     def _describe(self, arguments: GlueArguments) -> None:
         name = arguments.dataset_name or HUB_NAME
@@ -262,7 +285,8 @@ class TextClassification(Task):
         numbers = np.atleast_1d(answer)
         if self.glue:  # STS-B's scores range from 0 to 5
             numbers = numbers.clip(0, 5)
-        return ",".join(f"{number:.3f}" for number in numbers)
+            return f"{numbers.item():.3f}"
+        return ",".join(map(str, numbers))  # as few digits as give the same float32
 
     def usage(self, name: str, trust: str) -> str:
         """A pipeline; for a regression it must return the number itself."""

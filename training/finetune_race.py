@@ -86,7 +86,7 @@ class RaceArguments(ChoiceArguments):
     dataset_name: str = option(
         "ehovy/race", "Hub name, or a local folder with `middle` and `high`, each with a file per split."
     )
-    dataset_config: Literal["all", "middle", "high"] = option("all", "all, middle or high.")
+    dataset_config: Literal["all", "middle", "high"] = option("all", "Level of the examinations: all, middle or high.")
 
 
 class RaceTask(ChoiceTask):

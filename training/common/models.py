@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -192,8 +193,8 @@ def load_encoder(
         The model, and notes on new parameters, unused weights and extended positions.
 
     Raises:
-        UserError: No such model, another kind of model, a damaged file, an unknown field of the config, or missing
-            weights in the body.
+        UserError: No such model, another kind of model, a damaged file, an unknown field of the config, or weights of
+            the body that are missing or not finite.
     """
     config = load_config(name_or_path, kind=CAUSAL if auto_class is AutoModelForCausalLM else MASKED)
     if type(config) not in auto_class._model_mapping:
@@ -215,6 +216,8 @@ def load_encoder(
     finally:
         logging.set_verbosity(verbosity)
     notes = _loading_notes(model, info, name_or_path)
+    if odd := [name for name, weight in model.named_parameters() if not weight.detach().isfinite().all()]:
+        raise UserError(f"{name_or_path} has weights that are not finite ({_some(odd)}): it cannot be used.")
     if length is not None and (extended := extend_positions(model, length)):
         notes.append(extended)
     return model, notes
@@ -248,6 +251,8 @@ def load_config(name_or_path: str, choice: str = "", kind: ModelKind = MASKED) -
         UserError: No such folder or name, no config in it, or another kind of model.
     """
     folder = Path(name_or_path)
+    if not folder.exists():
+        require_hub_name(name_or_path)
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(f"{name_or_path} is not a checkpoint: it has no config.json.")
     try:
@@ -266,6 +271,18 @@ def load_config(name_or_path: str, choice: str = "", kind: ModelKind = MASKED) -
         return config
     article = "an" if found[0] in "aeiou" else "a"
     raise UserError(f"{name_or_path} is {article} {found}. {kind.name} is needed: {choice or kind.choice}.")
+
+
+def require_hub_name(name: str) -> None:
+    """Check that what is no local path can be a name on the Hub.
+
+    Raises:
+        UserError: It can only be a path: `./x`, `/x`, `a/b/c`.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"There is no folder {name!r}.") from error
 
 
 def load_tokenizer(

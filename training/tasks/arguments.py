@@ -21,6 +21,7 @@ REFUSED = {
     "resume_from_checkpoint": "the same command finds the newest whole checkpoint",
     "data_seed": "--seeds decides the order of the rows, too",
     "include_num_input_tokens_seen": "tokens are always counted, without padding",
+    "logging_nan_inf_filter": "a loss that is not finite ends the run",
 }
 _AT_LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
@@ -66,7 +67,9 @@ class FinetuneArguments:
         [], "Folder or Hub name of a pretrained encoder; several are compared on equal terms."
     )
     dataset_name: str | None = option(None, "Hub name, or a local folder with a file per split (parquet, jsonl, csv).")
-    dataset_config: str | None = option(None, "Part of the data set.")
+    dataset_config: str | None = option(
+        None, "Part of a data set that has several: its configuration on the Hub, or a subfolder."
+    )
     max_length: int | None = option(
         None,
         "Longest input in tokens; longer ones are cut, and counted. By default 512, or what the model takes if that is "
@@ -83,10 +86,15 @@ class FinetuneArguments:
     sweep_dropouts: list[float] = option([], "Dropouts of a sweep; by default that of --dropout.")
     dropout: float | None = option(None, "Dropout of the hidden states; by default that of the checkpoint.")
     seeds: list[int] = option([], "Repeat every setting with these seeds; by default --seed.")
+    accept_changed_data: bool = option(False, "Continue a run, or report its scores, although its data have changed.")
     early_stopping_patience: int = option(3, "Evaluations without a better score until a run stops; 0 never stops it.")
-    model_name: str | None = option(None, "Name in the model card.")
-    language: str | None = option(None, "Language of the texts, for the model card: en.")
-    license: str | None = option(None, "License of the model, for the model card.")
+    model_name: str | None = option(
+        None, "Name of the model in its card; by default it is made of those of the checkpoint and the task."
+    )
+    language: str | None = option(None, "Language of the texts for the model card, as a code such as en.")
+    license: str | None = option(
+        None, "License of the model for the model card, as the Hub writes it, such as apache-2.0."
+    )
 
     def __post_init__(self) -> None:
         if not self.model_name_or_path:
@@ -116,17 +124,24 @@ class FinetuneTrainingArguments(TrainingArguments):
     learning_rate: float = option(2e-5, "Peak learning rate.")
     per_device_train_batch_size: int = option(32, "Rows per forward pass and process.")
     per_device_eval_batch_size: int = option(64, "Rows per evaluation step.")
-    num_train_epochs: float = option(20.0, "Epochs at most.")
+    num_train_epochs: float = option(20.0, "Epochs at most; early stopping may end a run before.")
     adam_beta2: float = option(0.98, "Decay of AdamW's mean square.")
-    adam_epsilon: float = option(1e-6, "Epsilon of AdamW.")
+    adam_epsilon: float = option(1e-6, "Epsilon of AdamW, added to the divisor of an update.")
     weight_decay: float = option(0.1, "Weight decay; not on biases and norms.")
     warmup_steps: float = option(0.06, "Warm-up: a share of the steps below 1, or a count.")
-    eval_strategy: str = option("epoch", "When to evaluate: no, steps, epoch.")
-    save_strategy: str = option("epoch", "When to save; as eval_strategy.")
+    eval_strategy: str = option(
+        "epoch", "When to evaluate: after every epoch, every --eval_steps updates (steps), or never (no)."
+    )
+    save_strategy: str = option(
+        "epoch", "When to save: as --eval_strategy, which it must equal to keep the best weights."
+    )
     save_total_limit: int | None = option(2, "Checkpoints to keep while a run is unfinished, the best one among them.")
     load_best_model_at_end: bool = option(True, "Keep the weights with the best score.")
-    logging_steps: float = option(100, "Steps between two lines of the log.")
-    train_sampling_strategy: str = option("group_by_length", "group_by_length, random or sequential.")
+    logging_steps: float = option(100, "Updates between two lines of the log.")
+    train_sampling_strategy: str = option(
+        "group_by_length",
+        "Order of the rows: group_by_length (batches of similar length, for little padding), random or sequential.",
+    )
     restore_callback_states_from_checkpoint: bool = option(True, "Early stopping continues its count after a resume.")
     remove_unused_columns: bool = option(False, "The commands pass on what a model takes.")
 
@@ -141,6 +156,7 @@ class FinetuneTrainingArguments(TrainingArguments):
             if name not in available:
                 raise UserError(f"--report_to {name} is unknown or not installed. Available: {', '.join(available)}.")
         self.include_num_input_tokens_seen = "non_padding"  # for the speed in the results
+        self.logging_nan_inf_filter = False
         # Otherwise processes on CPUs would not find each other.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()

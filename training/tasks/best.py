@@ -24,7 +24,8 @@ def drop_losers(job: Job, results: list[Result]) -> None:
         return
     current = setting_of(results[-1])
     parts = [[row for row in results if (setting_of(row) == current) == own] for own in (True, False)]
-    kept = [choose(part, job.task.greater_is_better)[0]["folder"] for part in parts if part]
+    chosen = [choose(part, job.task.greater_is_better) for part in parts]
+    kept = [picked[0]["folder"] for picked in chosen if picked]
     for result in results:
         if result["folder"] not in kept:
             _strip(Path(result["folder"]))
@@ -32,19 +33,23 @@ def drop_losers(job: Job, results: list[Result]) -> None:
 
 def lost_best(job: Job, results: list[Result]) -> int | None:
     """Index of the chosen run if its weights are gone, because an earlier command with fewer runs chose another one."""
-    best, _ = choose(results, job.task.greater_is_better)
+    if not (chosen := choose(results, job.task.greater_is_better)):
+        return None
+    best = chosen[0]
     kept = _folder(job, best)
     is_kept = _weights(kept) and read_run(kept).items() >= {**best, "folder": str(kept)}.items()
     return None if _weights(Path(best["folder"])) or is_kept else results.index(best)
 
 
-def keep_best(job: Job, results: list[Result]) -> Path:
+def keep_best(job: Job, results: list[Result]) -> Path | None:
     """Bring the chosen model to `best/<model>/`, with a card that states from how many runs it was picked.
 
     Returns:
-        The folder with the model: that of the run itself if it is the only one.
+        The folder with the model: that of the run itself if it is the only one. `None` if every run diverged.
     """
-    best, setting = choose(results, job.task.greater_is_better)
+    if not (chosen := choose(results, job.task.greater_is_better)):
+        return None
+    best, setting = chosen
     source = Path(best["folder"])
     if len(results) == 1:
         return source

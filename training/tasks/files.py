@@ -89,13 +89,28 @@ def load_splits(
             raise UserError(f"There is neither a folder nor a Hub data set {name!r} ({reason(error)}).") from error
         found = {split: found[split] for split in splits if split in found}
     else:
-        own = folder / (config or "")
-        for place in (own, own / "data", folder, folder / "data"):
+        for place in _places(folder, config):
             if found := {split: read_files(files) for split in splits if (files := _split_files(place, split))}:
                 break
     if not found:
         raise UserError(f"{name} has none of the splits {', '.join(splits)} ({', '.join(READERS)}).")
     return found
+
+
+def split_names(name: str, config: str | None = None) -> list[str]:
+    """All splits of a data set that `load_splits` can load."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return sorted(load_dataset(name, config))
+    for place in _places(folder, config):
+        if found := {re.sub(r"-\d+-of-\d+$", "", path.stem) for path in place.glob("*") if path.suffix in READERS}:
+            return sorted(found)
+    return []
+
+
+def _places(folder: Path, config: str | None) -> list[Path]:
+    """Where the files of a data set may be."""
+    return [place for own in dict.fromkeys((folder / (config or ""), folder)) for place in (own, own / "data")]
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:

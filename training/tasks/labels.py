@@ -4,12 +4,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from datasets import ClassLabel, Dataset, Value
 
 from luna_hf.scripting import UserError
 
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 _MANY = 20  # classes that even a small data set may have
+_LARGEST = torch.finfo(torch.float32).max  # a larger label is infinite in the loss
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Labels:
         Raises:
             ValueError: There is no such class.
         """
+        value = _whole(value)
         place = self.feature.encode_example(str(value) if self.by_name else value)
         if place < 0:  # the Hub's mark for a missing label
             raise ValueError(value)
@@ -64,12 +67,13 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
     """Find out what a column holds in the training split, and check that every split fits.
 
     Texts, whole numbers and `ClassLabel` are classes; other numbers a regression; lists of either several labels per
-    row.
+    row. Whole numbers with a decimal point (1.0), as pandas writes a column of integers that has lost a value, are
+    classes, too, except in lists.
 
     Args:
         splits: labelled rows by the name that messages use; the first is the training split.
         column: of the labels.
-        names: of the classes by index, where the task is known; an empty one makes whole numbers a regression.
+        names: of the classes by index, where the task is known; an empty one makes all numbers a regression.
 
     Raises:
         UserError: A value is missing or of another type, a split has a class that training lacks, or the values do not
@@ -80,6 +84,9 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
     feature = rows.features[column]
     inner = getattr(feature, "feature", feature)
     several, values = inner is not feature, found[source]
+    pointed = any(isinstance(value, float) for value in values)
+    if not several and names != () and all(isinstance(_whole(value), int) for value in values):
+        values = set(map(_whole, values))
     if odd := [other for other in splits if hasattr(splits[other].features[column], "feature") != several]:
         raise UserError(f"`{column}` holds lists in only one of {source} and {odd[0]}.")
     kinds = {type(value) for value in values}
@@ -96,28 +103,45 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
     else:
         classes = ClassLabel(names=list(names or map(str, sorted(values))))
         labels = Labels(classes, several, len(classes.names), by_name=str in kinds or not names)
-        if not several and (len(values) < 2 or len(classes.names) > max(_MANY, len(rows) / 2)):
+        most = _MANY if pointed else max(_MANY, len(rows) / 2)
+        if not several and (len(values) < 2 or len(classes.names) > most):
             raise UserError(
-                f"`{column}` of {source} has {len(values):,} different values in {len(rows):,} rows. For a regression "
-                "write them with decimal points (2.0); for classes name another --label_column."
+                f"`{column}` of {source} has {len(values):,} different values in {len(rows):,} rows, which do not "
+                "look like classes. For a regression set --regression true; for classes name another --label_column."
             )
     for source, values in found.items():
         for value in sorted(values, key=str):
             try:
                 float(value) if labels.problem_type == REGRESSION else labels.index(value)
             except (ValueError, TypeError) as error:
-                known = ", ".join(labels.names[:12]) or "numbers"
                 raise UserError(
-                    f"`{column}` of {source} holds {value!r}, but the labels of the training data are {known}."
+                    f"`{column}` of {source} holds {shorten(repr(value))}, but the labels of the training data are "
+                    f"{listed(labels.names) or 'numbers'}. Remove these rows, or add such rows to the training data."
                 ) from error
     return labels
+
+
+def shorten(text: str, width: int = 40) -> str:
+    """The beginning of a text, in one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names of classes for a message, without most of them if they are many or long."""
+    return ", ".join(map(shorten, names[:12])) + ", ..." * (len(names) > 12)
+
+
+def _whole(value: Any) -> Any:
+    """1.0 as 1; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _distinct(rows: Dataset, column: str, source: str) -> set[Any]:
     """The different labels, those in lists included.
 
     Raises:
-        UserError: A row has none.
+        UserError: A row has none, or a number that is infinite in float32.
     """
     found = set()
     for row, value in enumerate(rows[column]):
@@ -125,6 +149,12 @@ def _distinct(rows: Dataset, column: str, source: str) -> set[Any]:
             if item is None or item != item or (isinstance(item, str) and not item.strip()):
                 raise UserError(f"Row {row} of {source} has no value in the column `{column}`.")
             if isinstance(item, list | dict):
-                raise UserError(f"Row {row} of {source} holds {item!r} in the column `{column}`, which is not a label.")
+                raise UserError(
+                    f"Row {row} of {source} holds {shorten(repr(item))} in the column `{column}`, which is not a label."
+                )
+            if isinstance(item, int | float) and abs(item) > _LARGEST:
+                raise UserError(
+                    f"Row {row} of {source} holds {item} in the column `{column}`, which is infinite in float32."
+                )
             found.add(item)
     return found

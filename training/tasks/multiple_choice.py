@@ -164,6 +164,7 @@ class ChoiceTask(Task):
                 raise UserError(f"{arguments.dataset_name} has no split `{split}`; it has {', '.join(splits)}.")
             if splits[split][0]["label"] == UNKNOWN:
                 raise UserError(f"The split `{split}` of {arguments.dataset_name} has no answers.")
+        self.sources = {split: f"{arguments.dataset_name} ({split})" for split in splits}
         self.train, self.evaluation = splits["train"], {"validation": splits["validation"]}
         self.tests = {"test": splits["test"]} if "test" in splits else {}
         if not Path(arguments.dataset_name).exists():

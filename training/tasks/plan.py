@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.fingerprint import changed_files
+from datasets import Dataset
+
 from luna_hf.scripting import UserError
 from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments
+from tasks.task import Job
 from tasks.trainer import checkpoints
 
 SETTINGS_FILE = "settings.json"
@@ -18,7 +22,7 @@ RUN_FILE = "run.json"
 # Options that change nothing about what a run computes: another value may continue it.
 _FREE = {
     *("model_name_or_path", "sweep", "sweep_batch_sizes", "sweep_learning_rates", "sweep_dropouts", "dropout"),
-    *("seeds", "output_dir"),
+    *("seeds", "output_dir", "accept_changed_data"),
     *("language", "license", "model_name", "push_to_hub", "resume_from_checkpoint", "report_to", "run_name"),
     *("use_cpu", "local_rank", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
     *("disable_tqdm", "dataloader_num_workers", "per_device_eval_batch_size", "save_total_limit", "project"),
@@ -129,9 +133,9 @@ def check_output(folder: Path, models: list[str]) -> None:
         )
 
 
-def run_settings(run: Run, arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> dict[str, Any]:
+def run_settings(run: Run, job: Job) -> dict[str, Any]:
     """Everything that decides what a run computes."""
-    values = {**dataclasses.asdict(arguments), **training.to_dict()}
+    values = {**dataclasses.asdict(job.arguments), **job.training.to_dict(), "data": job.task.digests}
     kept = {name: value for name, value in values.items() if name not in _FREE and not name.startswith(_FREE_PREFIXES)}
     own = {name: value for name, value in dataclasses.asdict(run).items() if name not in ("label", "folder")}
     return json.loads(json.dumps({**own, "weights": weights_digest(run.model), **kept}, default=str))
@@ -149,17 +153,34 @@ def weights_digest(model: str) -> str | None:
     return digest.hexdigest() if files else None
 
 
-def check_settings(run: Run, settings: dict[str, Any]) -> None:
-    """Compare with the run that the folder holds. A folder with nothing but settings holds no run.
+def data_digest(rows: Dataset) -> str:
+    """Hash of the rows of a split, whatever file, version or cache they come from; a second for 400,000 sentences."""
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in rows.with_format("arrow").iter(10_000):
+        digest.update(json.dumps(batch.to_pydict(), default=repr).encode())
+    return digest.hexdigest()
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a folder holds a run, and not only its settings."""
+    return bool((folder / RUN_FILE).is_file() or checkpoints(folder) or any(folder.glob("*.safetensors")))
+
+
+def check_settings(run: Run, job: Job) -> None:
+    """Compare with the run that the folder holds. One that diverged gives way to other settings, for it left nothing.
 
     Raises:
-        UserError: It holds a run with other settings.
+        UserError: It holds a run with other settings or, unless they are accepted, other data.
     """
-    path = run.folder / SETTINGS_FILE
-    begun = (run.folder / RUN_FILE).is_file() or checkpoints(run.folder) or any(run.folder.glob("*.safetensors"))
-    if not path.is_file() or not begun:
+    path, settings = run.folder / SETTINGS_FILE, run_settings(run, job)
+    if not path.is_file() or not is_begun(run.folder):
         return
     before = json.loads(path.read_text(encoding="utf-8"))
+    if read_run(run.folder).get("diverged"):
+        if before != settings and job.is_main:
+            (run.folder / RUN_FILE).unlink()
+        return
+    data, earlier = settings.pop("data"), before.get("data", {})
     changed = [
         f"the weights of {run.model} have changed"
         if name == "weights"
@@ -171,3 +192,12 @@ def check_settings(run: Run, settings: dict[str, Any]) -> None:
         raise UserError(
             f"{run.folder} holds a run with other settings: {', '.join(changed[:5])}. Choose another --output_dir."
         )
+    if splits := changed_files(earlier, data):
+        names = ", ".join(job.task.sources.get(split, split) for split in splits)
+        if not job.arguments.accept_changed_data:
+            raise UserError(
+                f"{run.folder} holds a run with other data: {names} changed since. Restore the data, choose another "
+                "--output_dir, or set --accept_changed_data true."
+            )
+        if (note := f"{names} changed after the first run had begun, which was accepted.") not in job.task.notes:
+            job.task.notes.append(note)

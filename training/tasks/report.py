@@ -25,9 +25,9 @@ _FORMATS = {
 # ---- settings and models ----
 
 
-def headline(result: Result) -> float:
-    """The score that a run is judged by."""
-    return result["scores"][result["development"]][result["main_metric"]]
+def headline(result: Result) -> float | None:
+    """The score that a run is judged by; `None` if it diverged."""
+    return None if result.get("diverged") else result["scores"][result["development"]][result["main_metric"]]
 
 
 def setting_of(row: dict[str, Any]) -> tuple:
@@ -36,16 +36,18 @@ def setting_of(row: dict[str, Any]) -> tuple:
 
 
 def group_runs(results: list[Result], greater_is_better: bool) -> list[dict[str, Any]]:
-    """Median, best and worst over the seeds, for each model and setting."""
+    """Median, best and worst over the seeds, for each model and setting; a run that diverged is the worst (`None`)."""
     groups = []
     for setting in dict.fromkeys(map(setting_of, results)):
         runs = [result for result in results if setting_of(result) == setting]
-        values = sorted(map(headline, runs), reverse=greater_is_better)
+        values = sorted((value for value in map(headline, runs) if value is not None), reverse=greater_is_better)
+        values += [None] * (len(runs) - len(values))
+        middle = values[(len(runs) - 1) // 2 : len(runs) // 2 + 1]
         groups.append(
             {
                 **dict(zip(("model", "batch_size", "learning_rate", "dropout"), setting, strict=True)),
                 "seeds": [run["seed"] for run in runs],
-                "median": statistics.median(values),
+                "median": None if None in middle else statistics.median(middle),
                 "best": values[0],
                 "worst": values[-1],
             }
@@ -53,30 +55,39 @@ def group_runs(results: list[Result], greater_is_better: bool) -> list[dict[str,
     return groups
 
 
-def choose(results: list[Result], greater_is_better: bool) -> tuple[Result, dict[str, Any]]:
-    """Of one model's runs the best of the setting with the best median, and that setting; of equal ones the first."""
+def choose(results: list[Result], greater_is_better: bool) -> tuple[Result, dict[str, Any]] | None:
+    """Of one model's runs the best of the setting with the best median, and that setting; of equal ones the first.
+
+    A setting has no median if half of its runs diverged. It is chosen, by its best run, only if no setting has one.
+
+    Returns:
+        `None` if every run diverged.
+    """
     sign = 1 if greater_is_better else -1
-    setting = max(group_runs(results, greater_is_better), key=lambda group: sign * group["median"])
-    own = [result for result in results if setting_of(result) == setting_of(setting)]
-    return max(own, key=lambda result: sign * headline(result)), setting
+    groups = group_runs(results, greater_is_better)
+    for value in ("median", "best"):
+        if ranked := [group for group in groups if group[value] is not None]:
+            setting = max(ranked, key=lambda group: sign * group[value])
+            own = [row for row in results if setting_of(row) == setting_of(setting) and not row.get("diverged")]
+            return max(own, key=lambda result: sign * headline(result)), setting
+    return None
 
 
 def compare_models(results: list[Result], greater_is_better: bool, folders: dict[str, str]) -> list[dict[str, Any]]:
-    """A row per model: its setting with the best median, the run that was kept (in `folders`), and what it cost."""
+    """A row per model: its setting with the best median, the run that was kept (in `folders`), and what it cost.
+
+    The former two are `None` if every run diverged.
+    """
     rows = []
-    for model in folders:
+    for model in dict.fromkeys(result["model"] for result in results):
         own = [result for result in results if result["model"] == model]
-        best, setting = choose(own, greater_is_better)
+        row = {"model": model, **dict.fromkeys(("setting", "median", "best", "worst", "best_seed", "best_folder"))}
+        if chosen := choose(own, greater_is_better):
+            best, setting = chosen
+            row |= {**setting, "best_seed": best["seed"], "best_folder": folders[model]}
         costs = ("training_seconds", "samples_per_second", "tokens_per_second")
-        rows.append(
-            {
-                **setting,
-                "best_seed": best["seed"],
-                "best_folder": folders[model],
-                "parameters": best["parameters"],
-                **{name: statistics.median(result[name] for result in own) for name in costs},
-            }
-        )
+        row |= {name: statistics.median(result[name] for result in own) for name in costs}
+        rows.append({**row, "parameters": own[0]["parameters"]})
     return rows
 
 
@@ -109,8 +120,11 @@ def write_report(job: Job, results: list[Result], folders: dict[str, Path]) -> N
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
-    """A Markdown table of some keys of the rows; `setting` is what a run was trained with, seed aside."""
-    cells = [{**row, "setting": _setting_text(row)} for row in rows]
+    """A Markdown table of some keys of the rows; `setting` is what a run was trained with, seed aside.
+
+    A score or choice that is `None` or missing is that of a run that diverged.
+    """
+    cells = [{**row, "setting": _setting_text(row) if "batch_size" in row else None} for row in rows]
     return cards.table(
         [name.replace("_", " ") for name in columns], [_formatted(row, columns).values() for row in cells]
     )
@@ -118,7 +132,11 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
 
 def _formatted(row: dict[str, Any], names: list[str]) -> dict[str, str]:
     scores = {f"{split} {metric}": f"{value:.4f}" for split, metric, value in measured(row)} if "scores" in row else {}
-    return {name: scores.get(name) or format(row[name], _FORMATS.get(name, "")) for name in names}
+    found = {name: scores.get(name, row.get(name)) for name in names}
+    return {
+        name: "diverged" if value is None else value if name in scores else format(value, _FORMATS.get(name, ""))
+        for name, value in found.items()
+    }
 
 
 def _setting_text(row: dict[str, Any]) -> str:
@@ -141,7 +159,8 @@ def report_text(summary: dict[str, Any]) -> str:
             table(seeds, ["model", "setting", "seeds", "median", "best", "worst"]),
             "Runs:",
         ]
-    scores = [f"{split} {metric}" for split, metric, _ in measured(runs[0])]
+    scores = list(dict.fromkeys(f"{split} {metric}" for run in runs for split, metric, _ in measured(run)))
+    scores = scores or [summary["main_metric"]]
     costs = ["epochs", "training_seconds", "samples_per_second"]
     parts.append(table(runs, ["model", "setting", "seed", *scores, *costs]))
     for model, notes in {run["model"]: run["notes"] for run in runs}.items():
@@ -149,6 +168,13 @@ def report_text(summary: dict[str, Any]) -> str:
     command, machine = f"Command: `{summary['command']}`", runs[0]
     parts.append(f"{command}\nMachine: {machine['hardware']}.\nVersions: {machine['versions']}.")
     return "\n\n".join(parts) + "\n"
+
+
+def outcome_text(result: Result) -> str:
+    """The scores of a run, or why it has none."""
+    if result.get("diverged"):
+        return f"Diverged: {result['diverged']}."
+    return ", ".join(f"{split} {metric} {value:.4f}" for split, metric, value in measured(result))
 
 
 def measured(result: Result) -> list[tuple[str, str, float]]:
@@ -219,9 +245,12 @@ def picked_text(result: Result, picked: dict[str, Any] | None) -> str:
     count, metric, split = picked["settings"], result["main_metric"], result["development"]
     chosen = f"among {count} settings the one with the best median, and of its runs" if count > 1 else "of one setting"
     seeds = ", ".join(map(str, picked["seeds"]))
+    found = f"The model was picked from {picked['runs']} runs: {chosen} (seeds {seeds}) the best."
+    if picked["worst"] is None:
+        return f"{found} With other seeds, runs of that setting diverged."
     low, high = sorted((picked["worst"], picked["best"]))
     return (
-        f"The model was picked from {picked['runs']} runs: {chosen} (seeds {seeds}) the best. That setting's {metric} "
+        f"{found} That setting's {metric} "
         f"on {split} has the median {picked['median']:.4f} ({low:.4f} to {high:.4f}): expect that of another seed."
     )
 

@@ -20,6 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,29 @@ from common.machine import machine
 from common.models import load_config, load_encoder, load_tokenizer, longest_input
 from common.options import parse
 from datasets import Dataset, disable_progress_bars
-from transformers import EvalPrediction, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
-from luna_hf.scripting import UserError, run_script, write_json
+from luna_hf.scripting import UserError, locked, run_script, write_json
 from tasks.arguments import REFUSED, FinetuneArguments, FinetuneTrainingArguments
 from tasks.best import drop_losers, keep_best, lost_best
 from tasks.files import Encoded
 from tasks.labels import SINGLE_LABEL
-from tasks.plan import RUN_FILE, SETTINGS_FILE, Run, check_output, check_settings, plan, read_run, run_settings
-from tasks.report import Result, write_card, write_report
+from tasks.plan import (
+    RUN_FILE,
+    SETTINGS_FILE,
+    Run,
+    check_output,
+    check_settings,
+    data_digest,
+    is_begun,
+    plan,
+    read_run,
+    run_settings,
+)
+from tasks.report import Result, outcome_text, write_card, write_report
 from tasks.task import Job, Task
 from tasks.trainer import (
+    Diverged,
     FinetuneTrainer,
     checkpoints,
     damage,
@@ -74,8 +87,10 @@ class Command:
 
         def script() -> None:
             arguments, training = self.parse(words)
-            check_output(Path(training.output_dir), arguments.model_name_or_path)
-            run_all(Job(self.make_task(arguments), arguments, training, [f"training/{self.name}.py", *words]))
+            folder = Path(training.output_dir)
+            check_output(folder, arguments.model_name_or_path)
+            with locked(folder / ".lock") if training.process_index == 0 else nullcontext():
+                run_all(Job(self.make_task(arguments), arguments, training, [f"training/{self.name}.py", *words]))
 
         disable_progress_bars()  # of `datasets`
         return run_script(script, "the same command continues from the last checkpoint", clean_on_sigterm=False)
@@ -103,9 +118,11 @@ def run_all(job: Job) -> None:
         raise UserError(f"--label_smoothing_factor needs single-label classification, not {task.problem_type}.")
     if training.push_to_hub and len(models) > 1:
         raise UserError("--push_to_hub publishes one model: give one --model_name_or_path.")
-    sample(job)
+    task.digests = {split: data_digest(rows) for split, rows in task.splits.items()}
     for run in runs:
-        check_settings(run, run_settings(run, job.arguments, training))
+        check_settings(run, job)
+    training.distributed_state.wait_for_everyone()  # it may remove a file
+    sample(job)
     for note in task.notes:
         job.print(note)
     push = training.push_to_hub and job.is_main
@@ -117,6 +134,9 @@ def run_all(job: Job) -> None:
         encode(job, name, part)
     results, folders = train_all(job, runs, prepared)
     write_report(job, results, folders)
+    for model in dict.fromkeys(run.label for run in runs):
+        if model not in folders:
+            raise UserError(f"Every run of {model} diverged, so none is kept: lower --learning_rate.")
     if push:
         (model,) = folders.values()
         # Settings and the run's file name folders of this machine; card and table have the figures.
@@ -127,7 +147,7 @@ def run_all(job: Job) -> None:
 
 
 def train_all(job: Job, runs: list[Run], prepared: dict[str, Prepared]) -> tuple[list[Result], dict[str, Path]]:
-    """Train the runs; their results, and the folder of each model's chosen weights."""
+    """Train the runs; their results, and the folder of each model's chosen weights, unless all its runs diverged."""
     finished: dict[str, list[Result]] = {name: [] for name in prepared}
     for index, run in enumerate(runs, 1):
         job.print(f"\n[{index}/{len(runs)}] {run.name}")
@@ -139,7 +159,8 @@ def train_all(job: Job, runs: list[Run], prepared: dict[str, Prepared]) -> tuple
         while (index := lost_best(job, results)) is not None:
             job.print(f"\nAn earlier command removed the weights of {own[index].name}: training it again.")
             results[index] = one_run(job, own[index], prepared[name], again=True)
-        folders[own[0].label] = keep_best(job, results)
+        if kept := keep_best(job, results):
+            folders[own[0].label] = kept
     return [result for results in finished.values() for result in results], folders
 
 
@@ -185,7 +206,7 @@ def open_model(job: Job, name: str) -> Prepared:
 
 def encode(job: Job, name: str, prepared: Prepared) -> None:
     """Tokenize the data for a model, and print the notes on it."""
-    splits = {"train": job.task.train, **job.task.evaluation, **job.task.tests}
+    splits = job.task.splits
     job.print(f"\n{name}: tokenizing {', '.join(splits)}")
     for split, rows in splits.items():
         prepared.encoded[split] = job.task.encode(rows, prepared.tokenizer, prepared.max_length)
@@ -213,40 +234,49 @@ def one_run(job: Job, run: Run, prepared: Prepared, again: bool = False) -> Resu
     """
     if (finished := read_run(run.folder)) and not again:
         job.print(f"  Finished before: {run.folder / RUN_FILE}.")
+        job.print("  " + outcome_text(finished))
         remove_checkpoints(job, run.folder)
         return finished
     if job.is_main:
         run.folder.mkdir(parents=True, exist_ok=True)
-        write_json(run.folder / SETTINGS_FILE, run_settings(run, job.arguments, job.training))
+        if again or not is_begun(run.folder):
+            write_json(run.folder / SETTINGS_FILE, run_settings(run, job))
     set_seed(run.seed)
     model, _ = load_model(job, run.model, prepared.extended, run.dropout)
     trainer = make_trainer(job, run, model, prepared)
     start = find_checkpoint(job, run)
     resumed_from = read_state(start)["global_step"] if start else 0  # `train` may delete it
-    began = time.perf_counter()
-    train(trainer, start, job.arguments.early_stopping_patience)
-    wall = time.perf_counter() - began
-    scores, predictions = evaluate(job, trainer, prepared, run.folder)
-    result = describe(job, run, prepared, trainer)
-    result |= {
-        "scores": scores,
-        "seconds": round(wall, 2),
-        "resumed_from_step": resumed_from,
-        "predictions": [path.name for path in predictions],
-    }
-    trainer.save_model(str(run.folder))
-    trainer.accelerator.wait_for_everyone()
+    outcome = attempt(job, trainer, prepared, start, run.folder)
+    result = {**describe(job, run, prepared, trainer), **outcome, "resumed_from_step": resumed_from}
+    if not result["diverged"]:
+        trainer.save_model(str(run.folder))
+        trainer.accelerator.wait_for_everyone()
     if job.is_main:
-        write_card(job, result, run.folder)
+        if not result["diverged"]:
+            write_card(job, result, run.folder)
         (run.folder / "training_args.bin").unlink(missing_ok=True)  # a pickle of this machine's paths
         write_json(run.folder / RUN_FILE, result)
     remove_checkpoints(job, run.folder)
     trainer.accelerator.wait_for_everyone()
-    values = [f"{split} {name} {value:.4f}" for split, part in scores.items() for name, value in part.items()]
-    job.print("  " + ", ".join(values))
-    for path in predictions:
-        job.print(f"  Predictions: {path}")
+    job.print("  " + outcome_text(result))
+    for name in result["predictions"]:
+        job.print(f"  Predictions: {run.folder / 'predictions' / name}")
     return read_run(run.folder)
+
+
+def attempt(job: Job, trainer: FinetuneTrainer, prepared: Prepared, start: Path | None, folder: Path) -> Result:
+    """Train from a checkpoint or the beginning, and evaluate: `scores`, or the reason why the run `diverged`."""
+    began = time.perf_counter()
+    outcome: Result = {"scores": {}, "predictions": [], "diverged": None}
+    try:
+        train(trainer, start, job.arguments.early_stopping_patience)
+        outcome["seconds"] = round(time.perf_counter() - began, 2)
+        trainer.require_finite(dict(trainer.model.named_parameters()))
+        scores, files = evaluate(job, trainer, prepared, folder)
+        outcome |= {"scores": scores, "predictions": [path.name for path in files]}
+    except Diverged as error:
+        outcome = {"seconds": round(time.perf_counter() - began, 2), **outcome, "diverged": str(error)}
+    return outcome
 
 
 def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -> Result:
@@ -276,6 +306,7 @@ def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -
         "train_rows": len(train.rows),
         "drawn": task.drawn,
         "cut": {"train": {"rows": train.cut_rows, "tokens": train.cut_tokens}},
+        "data": task.digests,
         "notes": task.notes + prepared.notes,
         "processes": job.training.world_size,
         **machine("evaluate"),
@@ -307,8 +338,8 @@ def make_trainer(job: Job, run: Run, model: Any, prepared: Prepared) -> Finetune
     train = prepared.encoded["train"].rows
     rows, places = longest_first(prepared.encoded[job.development])
 
-    def metrics(prediction: EvalPrediction) -> dict[str, float]:
-        return task.scores(job.development, prediction.predictions[places], prediction.label_ids[places])
+    def scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        return task.scores(job.development, logits[places], labels[places])
 
     # Tensor cores like multiples of 8; an input must not outgrow the model's positions.
     multiple = 8 if (own.bf16 or own.fp16) and prepared.max_length % 8 == 0 else None
@@ -322,7 +353,7 @@ def make_trainer(job: Job, run: Run, model: Any, prepared: Prepared) -> Finetune
         eval_dataset=rows,
         data_collator=task.collator(prepared.tokenizer, multiple),
         processing_class=prepared.tokenizer,
-        compute_metrics=metrics,
+        scores=scores,
     )
 
 
@@ -360,15 +391,17 @@ def evaluate(
     job: Job, trainer: FinetuneTrainer, prepared: Prepared, folder: Path
 ) -> tuple[dict[str, dict[str, float]], list[Path]]:
     """Scores of every labelled split, and the files of answers for the test splits."""
-    scores, files = {}, []
+    scores, logits = {}, {}
     trainer.compute_metrics = None  # it knows the order of one split
     for split in [*job.task.evaluation, *job.task.tests]:
         rows, places = longest_first(prepared.encoded[split])
         output = trainer.predict(rows)
-        logits = output.predictions[places]
+        logits[split] = output.predictions[places]
         if "labels" in rows.column_names:
-            scores[split] = job.task.scores(split, logits, output.label_ids[places])
-        if split in job.task.tests and trainer.is_world_process_zero():
-            (folder / "predictions").mkdir(exist_ok=True)
-            files.append(job.task.write_predictions(folder / "predictions", split, logits))
-    return scores, files
+            scores[split] = job.task.scores(split, logits[split], output.label_ids[places])
+            trainer.require_finite({f"{split} {name}": value for name, value in scores[split].items()})
+    if not trainer.is_world_process_zero() or not job.task.tests:
+        return scores, []
+    place = folder / "predictions"
+    place.mkdir(exist_ok=True)
+    return scores, [job.task.write_predictions(place, split, logits[split]) for split in job.task.tests]

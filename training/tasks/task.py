@@ -36,6 +36,8 @@ class Task:
         dataset: a sentence on the data for the card.
         dataset_name, dataset_config: its name on the Hub, if it came from there.
         notes: what was done to the data, printed at the start and kept with the results.
+        sources: what messages call a split: a file, or a data set and its split.
+        digests: hash of the rows of every split, before any are drawn.
         drawn: by split, the numbers of rows used and available, where `--max_*_samples` left some out.
     """
 
@@ -55,7 +57,14 @@ class Task:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.sources: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
         self.drawn: dict[str, tuple[int, int]] = {}
+
+    @property
+    def splits(self) -> dict[str, Dataset]:
+        """All splits by name."""
+        return {"train": self.train, **self.evaluation, **self.tests}
 
     def model_fields(self) -> dict[str, Any]:
         """Fields of the model's config: labels and the type of the problem."""

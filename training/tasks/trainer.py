@@ -1,34 +1,42 @@
 """The Trainer of the finetuning commands: one loss and one order for every model, and checkpoints that are whole.
 
-It differs from transformers' Trainer in three points:
+It differs from transformers' Trainer in four points:
 
 - The loss is computed here from the logits, divided by the labels of the whole update. transformers' own heads ignore
   `num_items_in_batch`, so with gradient accumulation they train on a sum of means.
 - The order of the rows depends on the seed and the epoch alone. The Trainer's length-grouped sampler draws from the
   global generator, which dropout advances differently in every model, and it shuffles evaluation sets, too.
 - A clock counts the seconds of training without evaluation and saving; it continues after a resume.
+- A loss, prediction, metric or weight that is not finite ends the run with `Diverged`. The Trainer would filter NaN out
+  of its log and train on.
 """
 
 import json
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, EvalPrediction, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import EvalLoopOutput
 
 from tasks.labels import REGRESSION, SINGLE_LABEL
 
 # Batches that are sorted together: enough for little padding, few enough that epochs differ.
 _POOL = 50
+
+
+class Diverged(ArithmeticError):
+    """A run has a loss, prediction, metric or weight that is not finite: it has no score."""
 
 
 def task_loss(
@@ -112,7 +120,7 @@ class Clock(TrainerCallback, ExportableState):
 
     on_step_begin = on_epoch_begin
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def stop(self) -> None:
         """Stop, if it runs."""
         if self._since is not None:
             if torch.cuda.is_available():
@@ -120,10 +128,14 @@ class Clock(TrainerCallback, ExportableState):
             self.seconds += time.perf_counter() - self._since
             self._since = None
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop."""
+        self.stop()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop before evaluation and saving."""
         if control.should_evaluate or control.should_save:
-            self.on_epoch_end(args, state, control)
+            self.stop()
 
 
 class FinetuneTrainer(Trainer):
@@ -133,15 +145,31 @@ class FinetuneTrainer(Trainer):
         problem_type: see `task_loss`.
         lengths: a length per training row, not in tokens of one tokenizer, so that all models see one order.
         patience: evaluations without a better metric until the run stops; 0 never stops it.
+        scores: metrics of the evaluation rows, from finite logits and labels.
         keywords: of `Trainer`.
+
+    Raises:
+        Diverged: In training, evaluation and prediction, on every process.
     """
 
     def __init__(
-        self, *, problem_type: str, lengths: list[int] | None = None, patience: int = 0, **keywords: Any
+        self,
+        *,
+        problem_type: str,
+        lengths: list[int] | None = None,
+        patience: int = 0,
+        scores: Callable[[np.ndarray, np.ndarray], dict[str, float]] | None = None,
+        **keywords: Any,
     ) -> None:
         smoothing = keywords["args"].label_smoothing_factor
         loss = partial(task_loss, problem_type=problem_type, label_smoothing=smoothing)
-        super().__init__(compute_loss_func=loss, preprocess_logits_for_metrics=_only_logits, **keywords)
+        super().__init__(
+            compute_loss_func=loss,
+            preprocess_logits_for_metrics=_only_logits,
+            compute_metrics=scores and self._metrics,
+            **keywords,
+        )
+        self.scores = scores
         self.model_accepts_loss_kwargs = False  # `task_loss` divides; heads need not know
         self.lengths = lengths
         self.add_callback(Clock())
@@ -151,7 +179,38 @@ class FinetuneTrainer(Trainer):
     @property
     def seconds(self) -> float:
         """Seconds of training, those before a resume included."""
-        return next(part for part in self.callback_handler.callbacks if isinstance(part, Clock)).seconds
+        clock = next(part for part in self.callback_handler.callbacks if isinstance(part, Clock))
+        clock.stop()  # it runs if the run diverged within an epoch
+        return clock.seconds
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
+        """One micro batch; its loss must be finite."""
+        loss = super().training_step(*arguments, **keywords)
+        self.require_finite({"training loss": loss})
+        return loss
+
+    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> EvalLoopOutput:
+        """Evaluate or predict; predictions must be finite, and in training also loss and metrics."""
+        output = super().evaluation_loop(*arguments, **keywords)
+        # Without metrics the rows may have no labels, and then no loss.
+        self.require_finite({"predictions": output.predictions, **(output.metrics if self.compute_metrics else {})})
+        return output
+
+    def _metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        """`scores`, which are defined for finite numbers only."""
+        self.require_finite({"predictions": prediction.predictions})
+        return self.scores(prediction.predictions, prediction.label_ids)
+
+    def require_finite(self, values: Mapping[str, Any]) -> None:
+        """Check numbers, arrays or tensors by name.
+
+        Raises:
+            Diverged: On every process, if one of them has a value that is not finite.
+        """
+        for name, value in values.items():
+            finite = value is None or bool(torch.isfinite(torch.as_tensor(value)).all())
+            if not self.accelerator.gather(torch.tensor(float(finite), device=self.args.device)).all():
+                raise Diverged(f"{name.removeprefix('eval_')} not finite after {self.state.global_step:,} updates")
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         """The order of this module, unless a sequential one is requested."""

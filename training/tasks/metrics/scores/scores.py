@@ -3,7 +3,7 @@
     evaluate.load("training/tasks/metrics/scores", "mrpc").compute(predictions=[1, 0], references=[1, 1])
 
 The configuration is a task of GLUE, with the metrics of its leaderboard, or a kind of problem. A correlation is 0 where
-it is undefined: for one row, or if a side is constant.
+it is undefined: for one row, or if a side is constant. All numbers must be finite.
 """
 
 import warnings
@@ -21,8 +21,8 @@ _ACCURACY = {"accuracy": accuracy_score}
 _BOTH = {"accuracy": accuracy_score, "f1": _f1}
 _MATTHEWS = {"matthews_correlation": matthews_corrcoef}
 _CORRELATIONS = {
-    "pearson": lambda *sides: stats.pearsonr(*sides).statistic if len(sides[0]) > 1 else 0.0,
-    "spearmanr": lambda *sides: stats.spearmanr(*sides).statistic,
+    "pearson": lambda *sides: np.nan_to_num(stats.pearsonr(*sides).statistic) if len(sides[0]) > 1 else 0.0,
+    "spearmanr": lambda *sides: np.nan_to_num(stats.spearmanr(*sides).statistic),
 }
 _ERROR = {"mse": mean_squared_error}
 _MACRO = {"macro_f1": partial(_f1, average="macro")}
@@ -58,6 +58,8 @@ class Scores(evaluate.Metric):
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         sides = np.asarray(references), np.asarray(predictions)
+        if not all(np.isfinite(side).all() for side in sides):
+            raise ValueError("A reference or a prediction is not finite.")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # constants and classes that are missing: the values above are meant
-            return {name: float(np.nan_to_num(metric(*sides))) for name, metric in METRICS[self.config_name].items()}
+            return {name: float(metric(*sides)) for name, metric in METRICS[self.config_name].items()}

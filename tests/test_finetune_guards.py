@@ -1,0 +1,212 @@
+"""Finetuning disqualifies what diverges, notices changed data, locks its folder, and survives a full disk."""
+
+import json
+import resource
+
+import finetune_csqa
+import finetune_glue
+import pytest
+import torch
+from safetensors.torch import load_file
+from tasks import runs
+from tasks.plan import data_digest
+from tasks.trainer import FinetuneTrainer, checkpoints
+from tiny_finetuning import PLAIN, checkpoint, command, csqa_rows, refused, run, topics, write_rows, write_split
+
+from luna_hf.scripting import locked
+
+RATES = {"sweep": True, "sweep_batch_sizes": [8], "learning_rate": None, "num_train_epochs": 1}
+
+
+@pytest.fixture(scope="module")
+def luna(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("models") / "luna")
+
+
+def read(folder, name="run"):
+    """A JSON file without NaN and infinities, which JSON does not have."""
+    return json.loads((folder / f"{name}.json").read_text(), parse_constant=pytest.fail)
+
+
+def labelled(folder, kind="classes"):
+    """Files with classes, numbers or pairs of numbers."""
+    texts, labels = topics(32)
+    values = {"classes": labels, "numbers": [label + 0.5 for label in labels], "pairs": [[x, 0.5] for x in labels]}
+    path = write_rows(folder / "train.jsonl", {"text": texts, "label": values[kind]})
+    dev = write_rows(folder / "dev.jsonl", {"text": texts[:9], "label": values[kind][:9]})
+    return {"train_file": path, "validation_file": dev}
+
+
+# ---- runs that diverge ----
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers", "pairs"])
+def test_a_sweep_chooses_none_of_its_diverged_runs(kind, luna, tmp_path, capsys):
+    options = {**labelled(tmp_path, kind), **RATES, "sweep_learning_rates": [1e12, 1e-3, 1e6]}
+    summary = run(luna, tmp_path / "out", **options)
+    assert read(tmp_path / "out", "results") == summary
+    medians = {row["learning_rate"]: row["median"] for row in summary["settings"]}
+    assert medians[1e12] is medians[1e6] is None and summary["models"][0]["median"] == medians[1e-3] is not None
+    assert read(tmp_path / "out" / "best" / "luna")["learning_rate"] == 1e-3
+    assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "out/best/luna/model.safetensors").values())
+    table = (tmp_path / "out" / "results.md").read_text()
+    assert "| luna | batch 8, learning rate 1e+06 | 42 | diverged | diverged | diverged |" in table
+    assert capsys.readouterr().out.count("not finite") == 2
+    assert [row["steps"] < row["planned_steps"] == 4 for row in summary["runs"]] == [True, False, True]
+
+
+def break_weight(monkeypatch):
+    train = runs.train
+
+    def wrapped(trainer, *arguments):
+        train(trainer, *arguments)
+        trainer.model.classifier.out_proj.bias.data[0] = torch.inf
+
+    monkeypatch.setattr(runs, "train", wrapped)
+
+
+def break_prediction(monkeypatch):
+    step = FinetuneTrainer.prediction_step
+
+    def wrapped(*arguments, **keywords):
+        loss, logits, labels = step(*arguments, **keywords)
+        logits[0] = torch.nan
+        return loss, logits, labels
+
+    monkeypatch.setattr(FinetuneTrainer, "prediction_step", wrapped)
+
+
+def break_metric(monkeypatch):
+    monkeypatch.setattr(finetune_glue.TextClassification, "scores", lambda *_: {"accuracy": float("nan")})
+
+
+BREAKS = {"out_proj.bias": break_weight, "predictions": break_prediction, "accuracy": break_metric}
+
+
+@pytest.mark.parametrize("more", [{}, PLAIN], ids=["evaluated", "plain"])
+@pytest.mark.parametrize("name", list(BREAKS))
+def test_what_is_not_finite_ends_the_run_and_keeps_nothing(name, more, luna, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    words = command(luna, out, **labelled(tmp_path), num_train_epochs=1, **more)
+    with monkeypatch.context() as patch:
+        BREAKS[name](patch)
+        assert "luna" in refused(capsys, words)
+        result = read(out)
+        assert name in result["diverged"] and result["scores"] == {} and "diverged" in (out / "results.md").read_text()
+        kept = {"run.json", "settings.json", "results.md", "results.json"}
+        assert {path.name for path in out.iterdir()} == kept
+        patch.setattr(FinetuneTrainer, "train", None)  # the same command does not repeat it
+        assert "luna" in refused(capsys, words)
+    # It holds nothing that another setting could overwrite.
+    assert finetune_glue.main([*words, "--learning_rate", "1e-4"]) == 0 and not read(out)["diverged"]
+
+
+# ---- data that change ----
+
+
+def csqa(folder):
+    write_split(folder / "train.jsonl", csqa_rows(16, 1))
+    write_split(folder / "validation.jsonl", csqa_rows(8, 2))
+    return {"dataset_name": folder}
+
+
+@pytest.mark.parametrize("script", [finetune_glue, finetune_csqa], ids=["glue", "csqa"])
+def test_changed_data_are_named_or_accepted(script, luna, tmp_path, monkeypatch, capsys):
+    glue = script is finetune_glue
+    options = labelled(tmp_path / "data") if glue else csqa(tmp_path / "data")
+    words = command(luna, tmp_path / "out", **options, num_train_epochs=2)
+    name = str(options["validation_file"]) if glue else f"{tmp_path / 'data'} (validation)"
+    changed = tmp_path / "data" / ("dev.jsonl" if glue else "validation.jsonl")
+    before = changed.read_text()
+    after = "dog".join(before.rsplit("fox", 1))  # the same size
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "write_card", None)
+        with pytest.raises(TypeError):  # killed at the end
+            script.main(words)
+    for finished in (False, True):
+        changed.write_text(after)
+        message = refused(capsys, words, script)
+        assert name in message and "train" not in message and "--accept_changed_data" in message
+        changed.write_text(before)
+        assert finished or script.main(words) == 0
+    assert set(read(tmp_path / "out")["data"]) == {"train", "validation"}
+    changed.write_text(after)
+    monkeypatch.setattr(FinetuneTrainer, "train", None)
+    assert script.main([*words, "--accept_changed_data"]) == 0
+    assert f"{name} changed" in capsys.readouterr().out
+
+
+def test_accepted_data_are_noted_until_the_run_is_finished(luna, tmp_path, monkeypatch, capsys):
+    options = labelled(tmp_path)
+    words = command(luna, tmp_path / "out", **options, num_train_epochs=1)
+    for accepted in ([], ["--accept_changed_data"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "write_card", None)
+            with pytest.raises(TypeError):
+                finetune_glue.main([*words, *accepted])
+        texts, labels = topics(30, seed=5)
+        write_rows(options["train_file"], {"text": texts, "label": labels})
+        assert str(options["train_file"]) in refused(capsys, words)
+    assert finetune_glue.main([*words, "--accept_changed_data"]) == 0
+    assert f"{options['train_file']} changed" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_digest_of_a_split_is_that_of_its_rows(tmp_path):
+    columns = {"text": ["a", "b"], "label": [0, 1]}
+    digests = [
+        data_digest(finetune_glue.read_files([write_rows(tmp_path / f"x.{kind}", rows)]))
+        for kind, rows in [
+            *[("csv", columns), ("jsonl", columns), ("parquet", columns)],
+            *[("json", {**columns, "label": [1, 0]}), ("tsv", {"text": ["b", "a"], "label": [1, 0]})],
+        ]
+    ]
+    assert digests[0] == digests[1] == digests[2] and len(set(digests)) == 3
+
+
+# ---- folders and disks ----
+
+
+def test_a_second_command_on_the_folder_is_refused(luna, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    words = command(luna, out, **labelled(tmp_path))
+    with locked(out / ".lock"):
+        assert f"{out} is in use" in refused(capsys, words)
+    assert not list(out.iterdir())
+
+
+def test_a_half_removed_checkpoint_beside_a_finished_model_is_cleared(luna, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    words = command(luna, out, **labelled(tmp_path), num_train_epochs=1)
+    assert finetune_glue.main(words) == 0
+    (out / "checkpoint-4").mkdir()
+    (out / "checkpoint-4" / "optimizer.pt").write_bytes(b"half")
+    monkeypatch.setattr(FinetuneTrainer, "train", None)
+    assert finetune_glue.main(words) == 0 and not checkpoints(out)
+
+
+FULL = {"a checkpoint": (FinetuneTrainer, "_save_checkpoint"), "the model": (FinetuneTrainer, "save_model")}
+
+
+@pytest.mark.parametrize("what", list(FULL))
+def test_a_full_disk_takes_one_line_and_the_run_continues(what, luna, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    words = command(luna, out, **labelled(tmp_path), num_train_epochs=2)
+    owner, name = FULL[what]
+    save, calls, limits = getattr(owner, name), [], resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(*arguments, **keywords):
+        calls.append(1)
+        if len(calls) == (2 if what == "a checkpoint" else 3):  # checkpoints save the model, too
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        return save(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        try:
+            message = refused(capsys, words)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert message.count("\n") == 1 and checkpoints(out) and not (out / "run.json").exists()
+    assert finetune_glue.main(words) == 0
+    assert "Continuing from checkpoint-" in capsys.readouterr().out and read(out)["resumed_from_step"] > 0
