@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from luna_hf import FAMILIES
-from luna_hf.memory_control import CONTROLS
+from luna_hf.configuration_abc import CONTROLS
 
 # roberta-eager computes its softmax step by step, as models did before fused kernels.
 PEERS = ("roberta", "roberta-eager", "modernbert")

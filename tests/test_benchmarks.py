@@ -20,7 +20,7 @@ import torch
 from helpers import ROOT
 from measuring import growth_exponent, ratios, summary, win_length
 
-from luna_hf.memory_control import CONTROLS
+from luna_hf.configuration_abc import CONTROLS
 
 BENCHMARKS = ROOT / "benchmarks"
 TINY = ["--lengths", "16", "32", "--layers", "2", "--width", "32", "--heads", "4", "--slots", "8"]

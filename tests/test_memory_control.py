@@ -9,16 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from luna_hf import memory_control
+from luna_hf.abc_control import random_slots
 from luna_hf.attention_abc import _WRITERS
+from luna_hf.configuration_abc import ACTIVATIONS, CONTROLS
 from luna_hf.functional import move_to_ranks, row_lengths, token_ranks, write_to_slots
 from luna_hf.memory_control import (
-    ACTIVATIONS,
-    CONTROLS,
     cluster_slots,
     compressive_slots,
     control_weights,
     global_slots,
-    random_slots,
     slot_counts,
 )
 from luna_hf.windows import (

@@ -13,8 +13,9 @@ from helpers import tiny_model
 from torch import nn
 
 from luna_hf.attention_abc import _WRITERS
+from luna_hf.configuration_abc import ACTIVATIONS, CONTROLS
 from luna_hf.functional import split_heads
-from luna_hf.memory_control import ACTIVATIONS, CONTROLS, control_weights
+from luna_hf.memory_control import control_weights
 
 LARGE = 1000.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

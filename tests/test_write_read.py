@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from luna_hf import FAMILIES, AbcConfig, read_memory, write_memory
 from luna_hf.attention_abc import AbcAttention
-from luna_hf.memory_control import CONTROLS
+from luna_hf.configuration_abc import CONTROLS
 from luna_hf.memory_read import SlotMemory, WindowMemory, read_memories
 
 WINDOWS = ("sliding_window", "dilated")

@@ -15,7 +15,8 @@ from typing import Any
 from reference import causal as reference
 from transformers import PreTrainedConfig
 
-from luna_hf.memory_control import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS, random_slots
+from luna_hf.abc_control import random_slots
+from luna_hf.configuration_abc import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS
 
 Options = dict[str, Any]  # fields of a config
 

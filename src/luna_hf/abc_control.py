@@ -1,4 +1,4 @@
-"""The learned control matrix of ABC (Peng et al., ACL 2022), one per layer or shared by all layers."""
+"""What ABC's encoders and decoders share (Peng et al., ACL 2022): the learned control matrix, and random slots."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,28 @@ from transformers import initialization as init
 
 from .configuration_abc import AbcConfig
 from .memory_attention import MemoryAttention
-from .memory_control import random_slots
+
+
+def random_slots(ranks: Tensor, num_slots: int, seed: int) -> Tensor:
+    """ABC-Random (appendix A.2): phi_i = e_j with j uniform in {1..m}, here a hash of rank and seed.
+
+    The hash gives the same draw on every machine, in every batch and at every length.
+
+    Args:
+        ranks: (b, n).
+        num_slots: m.
+        seed: seed of the draw.
+
+    Returns:
+        (b, n) long in [0, m).
+    """
+    # Two rounds of xor-shift and multiplication modulo 2^32, in int64 to avoid overflow.
+    mask = 0xFFFFFFFF
+    hashed = (ranks + (seed * 0x9E3779B1 & mask) + 0x7F4A7C15) & mask
+    for _ in range(2):
+        hashed = ((hashed ^ (hashed >> 16)) * 0x045D9F3B) & mask
+    hashed = hashed ^ (hashed >> 16)
+    return hashed * num_slots >> 32  # scaled instead of taken modulo m, which would favour the first slots
 
 
 class AbcControl(nn.Module):

@@ -3,7 +3,21 @@
 from huggingface_hub.dataclasses import strict
 
 from .configuration_base import BoundedMemoryConfig
-from .memory_control import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS
+
+CONTROLS = (
+    "mlp",
+    "linformer",
+    "random",
+    "cluster",
+    "sliding_window",
+    "dilated",
+    "local_to_global",
+    "compressive",
+    "full",
+)
+# Strategies that also have a causal form, with a decoding state of constant size.
+CAUSAL_CONTROLS = ("mlp", "linformer", "random", "sliding_window")
+ACTIVATIONS = ("exp", "relu", "sigmoid")
 
 
 @strict

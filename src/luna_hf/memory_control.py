@@ -24,21 +24,6 @@ from .functional import masked_softmax, write_to_slots
 # Number of tokens compared with the centroids at a time on a CPU, small enough for the products to stay in cache.
 _NEAREST_TOKENS = 1024
 
-CONTROLS = (
-    "mlp",
-    "linformer",
-    "random",
-    "cluster",
-    "sliding_window",
-    "dilated",
-    "local_to_global",
-    "compressive",
-    "full",
-)
-# Strategies that also have a causal form, with a decoding state of constant size.
-CAUSAL_CONTROLS = ("mlp", "linformer", "random", "sliding_window")
-ACTIVATIONS = ("exp", "relu", "sigmoid")
-
 
 # ---- dense controls: weights over the tokens ----
 
@@ -69,28 +54,6 @@ def control_weights(logits: Tensor, keep: Tensor | None = None, activation: str 
 
 
 # ---- controls that assign each token to one slot ----
-
-
-def random_slots(ranks: Tensor, num_slots: int, seed: int) -> Tensor:
-    """ABC-Random (appendix A.2): phi_i = e_j with j uniform in {1..m}, here a hash of rank and seed.
-
-    The hash gives the same draw on every machine, in every batch and at every length.
-
-    Args:
-        ranks: (b, n).
-        num_slots: m.
-        seed: seed of the draw.
-
-    Returns:
-        (b, n) long in [0, m).
-    """
-    # Two rounds of xor-shift and multiplication modulo 2^32, in int64 to avoid overflow.
-    mask = 0xFFFFFFFF
-    hashed = (ranks + (seed * 0x9E3779B1 & mask) + 0x7F4A7C15) & mask
-    for _ in range(2):
-        hashed = ((hashed ^ (hashed >> 16)) * 0x045D9F3B) & mask
-    hashed = hashed ^ (hashed >> 16)
-    return hashed * num_slots >> 32  # scaled instead of taken modulo m, which would favour the first slots
 
 
 def compressive_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
-from .memory_control import CONTROLS
+from .configuration_abc import CONTROLS
 from .warm_start_rules import (
     ATTENTION,
     HEAD_NAMES,
