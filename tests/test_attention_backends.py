@@ -166,9 +166,9 @@ def test_flash_attention_under_padding(flash_attention, model_type, variant, sid
 @pytest.mark.parametrize(("model_type", "variant"), FLASH_CASES)
 @torch.no_grad()
 def test_flash_attention_without_padding(flash_attention, model_type, variant):
-    """The dense kernel; `position_ids` that restart within a row do not mean packed documents."""
+    """The dense kernel; `position_ids` that leave out positions do not mean packed documents."""
     model = tiny_model(model_type, attn_implementation="eager", **variants_of(model_type)[variant])
-    inputs = {"input_ids": padded_batch([20])["input_ids"], "position_ids": torch.arange(2, 12).repeat(2)[None]}
+    inputs = {"input_ids": padded_batch([20])["input_ids"], "position_ids": torch.arange(2, 42, 2)[None]}
     expected = model(**inputs).last_hidden_state
     torch.testing.assert_close(use_flash(model)(**inputs).last_hidden_state, expected, rtol=0, atol=1e-5)
     assert set(flash_attention) == ({"flash_dense"} if variant in ROWS[model_type].flash else set())

@@ -79,9 +79,9 @@ def test_one_graph_serves_all_lengths(family, kind, variant):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("given", ["no-mask", "padded-ids-only"])
+@pytest.mark.parametrize("given", ["no-mask", "padded-ids-only", "positions"])
 @torch.no_grad()
-def test_one_graph_for_every_form_of_mask(given):
+def test_one_graph_for_every_form_of_input(given):
     model = tiny_model("luna", "base", num_hidden_layers=1)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
@@ -89,6 +89,8 @@ def test_one_graph_for_every_form_of_mask(given):
         inputs = uneven("base", *shape)
         if given == "no-mask":
             inputs = {"input_ids": random_ids(*shape)}
+        elif given == "positions":
+            inputs["position_ids"] = torch.arange(2, 2 + shape[1]).repeat(shape[0], 1)
         else:
             del inputs["attention_mask"]
         assert_equal_outputs(compiled(**inputs), model(**inputs))

@@ -225,6 +225,49 @@ def test_a_second_turn_of_padded_rows(family, variant):
 
 
 @families
+@pytest.mark.parametrize("form", ["ids", "embeds"])
+@torch.no_grad()
+def test_a_prompt_that_does_not_continue_the_state_is_refused(family, form):
+    """Transformers would read a text twice, or drop the first new tokens."""
+    model, rows = wordy_model(family), prompts(7, 4)
+    inputs, new, other = left_padded(rows), random_ids(2, 3, seed=1), random_ids(2, 10, seed=2)
+    table = model.get_input_embeddings()
+
+    def begin():
+        return model(**inputs, past_key_values=MemoryCache(model.config)).past_key_values
+
+    def ones(columns):
+        return torch.ones(2, columns, dtype=torch.long)
+
+    for ids, mask in ((inputs["input_ids"], inputs["attention_mask"]), (new, ones(3)), (new, ones(8))):
+        given = {"input_ids": ids} if form == "ids" else {"inputs_embeds": table(ids)}
+        with refused("past_key_values", 7, ids.shape[1], 7 + ids.shape[1]):
+            model.generate(**given, attention_mask=mask, past_key_values=begin(), max_new_tokens=2)
+    whole, mask = torch.cat([inputs["input_ids"], new], 1), torch.cat([inputs["attention_mask"], ones(3)], 1)
+    expected = model.generate(whole, attention_mask=mask, max_new_tokens=4)[:, 10:]
+    given = {"input_ids": whole} if form == "ids" else {"inputs_embeds": table(whole)}
+    out = model.generate(**given, attention_mask=mask, past_key_values=begin(), max_new_tokens=4)
+    assert torch.equal(out[:, -4:], expected)
+    if form == "ids":  # more new tokens than the state holds, or one row of another text
+        for ids in (other, torch.cat([whole[:1], other[1:]])):
+            with refused("past_key_values", 7, 10, 17):
+                model.generate(ids, attention_mask=mask, past_key_values=begin(), max_new_tokens=2)
+
+
+@families
+@torch.no_grad()
+def test_a_state_of_embeddings_is_continued_with_any_ids(family):
+    model, ids = wordy_model(family), random_ids(2, 9)
+    embeds = model.get_input_embeddings()(ids[:, :4])
+    for parts in (({"inputs_embeds": embeds},), ({"input_ids": ids[:, :2]}, {"inputs_embeds": embeds[:, 2:]})):
+        cache = MemoryCache(model.config)
+        for part in (*parts, {"input_ids": ids[:, 4:6]}):
+            model(**part, past_key_values=cache)
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=4)
+        assert torch.equal(out, model.generate(ids, max_new_tokens=4))
+
+
+@families
 @torch.no_grad()
 def test_tokens_in_the_state_cannot_be_masked_later(family):
     model, ids = wordy_model(family), random_ids(2, 7)

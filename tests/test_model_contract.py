@@ -14,6 +14,7 @@ from helpers import (
     causal_variants_of,
     inputs_for,
     model_class,
+    padded_batch,
     random_ids,
     refused,
     slots_of,
@@ -28,6 +29,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
+    DataCollatorWithFlattening,
     DynamicCache,
     RobertaTokenizer,
 )
@@ -84,6 +86,11 @@ REFUSED = {
     "misspelt-output": ({**IDS, "output_hiden_states": True}, ["output_hiden_states", "output_hidden_states"]),
     "packed": ({**IDS, "seq_idx": torch.tensor([[0, 0, 1, 1]] * 2)}, ["seq_idx"]),
     "unpadded": ({**IDS, "cu_seq_lens_q": torch.tensor([0, 2, 4])}, ["cu_seq_lens_q"]),
+    "fallen-positions": ({**IDS, "position_ids": torch.tensor([[2, 3, 4, 5], [2, 3, 3, 2]])}, ["position_ids", 3, 1]),
+    "misspelt-cache": ({**IDS, "past_key_value": 1}, ["past_key_value", "past_key_values"]),
+    "misspelt-option": ({**IDS, "use_caches": False}, ["use_caches", "use_cache"]),
+    "misspelt-head-input": ({**IDS, "logit_to_keep": 1}, ["logit_to_keep", "logits_to_keep"]),
+    "unknown": ({**IDS, "nonsense": 1}, ["nonsense"]),
     "head-mask": ({**IDS, "head_mask": torch.ones(3, 4)}, ["head_mask"]),
     "cache": ({**IDS, "past_key_values": DynamicCache()}, ["past_key_values"]),
 }
@@ -96,6 +103,37 @@ def test_wrong_inputs_are_refused_by_name(model_type, case):
     for make in (tiny_model, tiny_causal_model):
         with refused(*named):
             make(model_type)(**inputs)
+
+
+@families
+@pytest.mark.parametrize("kind", [*MODELS, "causal"])
+@torch.no_grad()
+def test_packed_texts_are_refused_and_padded_ones_are_not(model_type, kind):
+    """The default `DataCollatorWithFlattening` marks its texts only by positions; those of padding may have any."""
+    model = tiny_causal_model(model_type) if kind == "causal" else tiny_model(model_type, kind)
+    packed = DataCollatorWithFlattening()([{"input_ids": row.tolist()} for row in random_ids(3, 4)])
+    padded = padded_batch([6, 3])
+    mask = padded["attention_mask"].flip(1)
+    padded = {"input_ids": padded["input_ids"].flip(1), "attention_mask": mask}
+    counted = mask.cumsum(1) - 1 + (0 if kind == "causal" else 2)
+    packed, padded, counted = (
+        {name: tensor.unsqueeze(1) for name, tensor in inputs.items()} if kind == "choice" else inputs
+        for inputs in (packed, padded, {"counted": counted.masked_fill(mask == 0, 1), "mask": mask})
+    )
+    with refused("position_ids", 4):
+        model(packed["input_ids"], position_ids=packed["position_ids"])
+    given, default = model(**padded, position_ids=counted["counted"]), model(**padded)
+    kept = counted["mask"].bool() if given[0].shape[1] == 6 else slice(None)
+    torch.testing.assert_close(given[0][kept], default[0][kept], atol=1e-6, rtol=1e-5)
+
+
+@families
+@torch.no_grad()
+def test_keywords_of_every_transformers_model_are_accepted(model_type):
+    for model in (tiny_model(model_type, "mlm"), tiny_causal_model(model_type)):
+        expected = model(**IDS)[0]
+        for extra in ({"num_items_in_batch": 3}, {"is_causal": True}, {"use_cache": False}, {"nonsense": None}):
+            assert torch.equal(model(**IDS, **extra)[0], expected)
 
 
 @families

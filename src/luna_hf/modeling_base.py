@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
-from transformers.utils import is_tracing
+from transformers.utils import TransformersKwargs, is_tracing
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_base import BoundedMemoryConfig
@@ -18,24 +18,28 @@ from .context import drop_if_full
 from .memory_attention import MemoryAttention
 from .modeling_layers import DepthwiseConvolution, LayerStack, TokenEmbeddings, TransformerLayer
 
-_INPUT_NAMES = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels"]
+# Inputs of some model here, in the order in which a misspelt one is compared with them.
+_INPUT_NAMES = (
+    *("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels", "past_key_values"),
+    *("use_cache", "logits_to_keep", "shift_labels", "start_positions", "end_positions", "num_items_in_batch"),
+)
+# Keywords of every transformers model, the option of flex attention, and what `generate` passes on for stop strings.
+_OPTIONS = (*TransformersKwargs.__optional_keys__, "kernel_options", "tokenizer")
+_PACKED = "texts packed into one row would share its memory. Pad them instead (DataCollatorWithPadding)."
+_NO_CACHE = "the model is an encoder and has no cache."
 _REFUSED_KEYWORDS = {
     "head_mask": "transformers 5 has no head masks.",
     "encoder_hidden_states": "the model has no cross-attention.",
-    "past_key_values": "the model is an encoder and has no cache.",
-    **dict.fromkeys(
-        ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-        "texts packed into one row would share its memory. Pad them instead (DataCollatorWithPadding).",
-    ),
+    **dict.fromkeys(("past_key_values", "use_cache"), _NO_CACHE),
+    **dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"), _PACKED),
 }
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace difflib
-def _closest_input(name: str, outputs: tuple[str, ...]) -> str | None:
-    if name in outputs:
-        return None
-    close = difflib.get_close_matches(name, [*_INPUT_NAMES, *outputs], n=1, cutoff=0.85)
-    return close[0] if close else None
+def _closest_input(name: str, outputs: tuple[str, ...]) -> str:
+    known = [known for known in (*_INPUT_NAMES, *outputs) if known != name]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean `{close[0]}`?" if close else ""
 
 
 class BoundedMemoryPreTrainedModel(PreTrainedModel):
@@ -132,18 +136,38 @@ class BaseModelMixin:
         self.embeddings.word_embeddings = value
 
     def check_keywords(self, keywords: dict[str, Any]) -> None:
-        """Reject misspelt and unsupported keywords.
+        """Reject unknown and unsupported keywords; those that every transformers model accepts pass.
 
         Raises:
-            ValueError: A keyword is misspelt or not supported.
+            ValueError: A keyword is unknown or not supported.
         """
         outputs = ("return_dict", *(f"output_{name}" for name in self._can_record_outputs))
         for name, value in keywords.items():
-            if name in _REFUSED_KEYWORDS and value is not None:
+            if value is None or (name in _REFUSED_KEYWORDS and value is False):
+                continue
+            if name in _REFUSED_KEYWORDS:
                 raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
-            meant = _closest_input(name, outputs)
-            if meant:
-                raise ValueError(f"The model has no input `{name}`. Did you mean `{meant}`?")
+            if name not in (*outputs, *_OPTIONS):
+                raise ValueError(f"The model has no input `{name}`.{_closest_input(name, outputs)}")
+
+    def check_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> None:
+        """Reject positions that fall from one real token to the next, as in packed texts; skipped while tracing.
+
+        Args:
+            position_ids: (b or 1, n), or `None`.
+            keep: (b, n) padding mask; `None` if nothing is padded.
+
+        Raises:
+            ValueError: The positions of a row fall.
+        """
+        if position_ids is None or position_ids.shape[-1] == 1 or is_tracing(position_ids) or position_ids.is_meta:
+            return
+        real = position_ids if keep is None else position_ids.masked_fill(~keep, position_ids.min())
+        falls = position_ids < real.cummax(-1).values
+        falls = falls if keep is None else falls & keep
+        if falls.any():
+            row, column = falls.reshape(-1, falls.shape[-1]).nonzero()[0].tolist()
+            raise ValueError(f"`position_ids` fall at token {column} of row {row}, as in packed texts, but {_PACKED}")
 
     def check_shapes(
         self,
@@ -163,8 +187,7 @@ class BaseModelMixin:
         if len(shape) != 2:
             raise ValueError(f"`input_ids` must have shape (batch, length), but has shape {tuple(shape)}.")
         if shape[1] == 0:
-            with_state = " To continue from a state, pass `generate` the earlier tokens, too." if with_past else ""
-            raise ValueError(f"The input has no tokens (length 0).{with_state}")
+            raise ValueError("The input has no tokens (length 0).")
         fits = attention_mask is None or attention_mask.shape == shape
         if with_past and not fits:
             fits = (

@@ -79,7 +79,7 @@ class DecoderModelMixin(BaseModelMixin):
 
         Raises:
             ValueError: A shape is wrong, the input is empty, the cache belongs to another model or batch, the mask
-                contradicts the tokens in the state, or a keyword is misspelt or not supported.
+                contradicts the tokens in the state, `position_ids` fall within a row, or a keyword is unknown.
         """
         self.check_keywords(kwargs)
         self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=past_key_values is not None)
@@ -96,13 +96,15 @@ class DecoderModelMixin(BaseModelMixin):
             check_mask_of_past(attention_mask, length, cache)
             attention_mask = attention_mask[:, -length:]
         keep = self.given_mask(attention_mask)
+        self.check_positions(position_ids, keep)
         context = make_context(keep, length, first.device, cache, kwargs)
         positions = context.ranks if position_ids is None else position_ids
         context = context._replace(angles=self.rotary_angles(positions))
         hidden_states = self.embeddings(input_ids, inputs_embeds, positions, token_type_ids, keep)
         hidden_states, _ = self.encoder(hidden_states, self.first_carried(), context)
         if cache is not None:
-            cache.count(context.lengths[:, 0].expand(batch), length)
+            checksum = -1 if input_ids is None else text_checksum(input_ids, context.ranks, keep)
+            cache.count(context.lengths[:, 0].expand(batch), length, checksum)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache if use_cache else None)
 
     def rotary_angles(self, positions: Tensor) -> Tensor | None:
@@ -245,6 +247,17 @@ class CausalLMMixin(HeadMixin):
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = MemoryCache(self.config, compileable=asked == "static")
 
+    def _prefill(
+        self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], **others: Any
+    ) -> CausalLMOutputWithPast:
+        """Check that the prompt continues a given state, before transformers leaves out what the state contains."""
+        cache = self.base_model.open_cache(model_kwargs.get("past_key_values"), False, input_ids.shape[0])
+        if cache is not None and cache.is_initialized:
+            mask, embeds = (model_kwargs.get(name) for name in ("attention_mask", "inputs_embeds"))
+            columns = generation_config._mask_length if mask is None else mask.shape[1]  # of a mask that was dropped
+            check_prompt(input_ids, embeds, mask, columns, cache)
+        return super()._prefill(input_ids, generation_config, model_kwargs, **others)
+
     @staticmethod
     def create_masks_for_generate(
         config: BoundedMemoryConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -256,6 +269,35 @@ class CausalLMMixin(HeadMixin):
         if kwargs.get("is_first_iteration"):
             check_mask_of_past(attention_mask, length, kwargs.get("past_key_values"))
         return attention_mask[:, -length:]
+
+
+def text_checksum(input_ids: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
+    """Sum each row's ids, weighted with their ranks, to tell texts apart: (b, n) to (b,); additive over parts."""
+    weighted = input_ids * (ranks + 1)
+    return (weighted if keep is None else weighted.masked_fill(~keep, 0)).sum(1)
+
+
+def check_prompt(
+    input_ids: Tensor, inputs_embeds: Tensor | None, attention_mask: Tensor | None, columns: int, cache: MemoryCache
+) -> None:
+    """Check that a prompt (b, n) of `generate`, with a mask of so many columns, continues a state.
+
+    Raises:
+        ValueError: It is neither the state's text with more tokens, nor new tokens with a mask over all tokens.
+    """
+    seen, length = cache.get_seq_length(), (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+    continues = length > seen if columns == length else inputs_embeds is None and columns == seen + length
+    if continues and input_ids.shape[1] == columns:
+        keep = None if attention_mask is None else attention_mask[:, :seen] != 0
+        given = text_checksum(input_ids[:, :seen], token_ranks(keep, seen, input_ids.device), keep)
+        read = cache.rows.states["checksum"].to(given.device)
+        continues = ((given == read) | (read < 0)).all()
+    if not continues:
+        raise ValueError(
+            f"The state in `past_key_values` contains {seen} tokens, and the given {length} do not continue it. Pass "
+            f"the whole text, the same {seen} tokens and at least one more; or only new tokens, with an "
+            f"`attention_mask` of {seen + length} columns."
+        )
 
 
 def check_mask_of_past(attention_mask: Tensor, length: int, cache: MemoryCache | None) -> None:

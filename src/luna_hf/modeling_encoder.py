@@ -84,11 +84,12 @@ class EncoderModelMixin(BaseModelMixin):
                 record more.
 
         Raises:
-            ValueError: A shape is wrong, the input is empty or longer than `max_position_embeddings`, or a keyword is
-                misspelt or not supported.
+            ValueError: A shape is wrong, the input is empty or longer than `max_position_embeddings`, `position_ids`
+                fall within a row, or a keyword is unknown or not supported.
         """
         self.check_inputs(input_ids, inputs_embeds, attention_mask, kwargs)
         keep = self.tokens_to_keep(input_ids, attention_mask)
+        self.check_positions(position_ids, keep)
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
         carried, context = self.begin(hidden_states, keep, **kwargs)
         hidden_states, carried = self.encoder(hidden_states, carried, context)
@@ -119,7 +120,7 @@ class EncoderModelMixin(BaseModelMixin):
 
         Raises:
             ValueError: Not exactly one kind of input is given, it is empty or too long, the mask does not match it, or
-                a keyword is misspelt or not supported.
+                a keyword is unknown or not supported.
         """
         self.check_keywords(keywords)
         length, limit = self.check_shapes(input_ids, inputs_embeds, attention_mask), self.config.max_position_embeddings

@@ -123,7 +123,7 @@ class MemoryCache(Cache):
         super().__init__(layers=[MemoryCacheLayer() for _ in range(config.num_hidden_layers)])
         self.compileable = compileable
         self.made_for = state_fields(config)
-        # Counts of input columns and real tokens so far, per row; they belong to no layer.
+        # Input columns and real tokens so far, and a checksum of their ids, per row; they belong to no layer.
         self.rows = MemoryCacheLayer()
 
     @property
@@ -157,15 +157,18 @@ class MemoryCache(Cache):
         """Return the number of input columns so far, padding included."""
         return int(self.rows.states["columns"][0]) if self.is_initialized else 0
 
-    def count(self, tokens: Tensor, columns: int) -> None:
+    def count(self, tokens: Tensor, columns: int, checksum: Tensor | int) -> None:
         """Record a forward pass.
 
         Args:
             tokens: (b,) real tokens of each row so far, including this pass.
             columns: number of input columns of this pass.
+            checksum: (b,) checksum of the ids in this pass; negative if unknown.
         """
-        before = self.rows.states.get("columns", torch.zeros_like(tokens))
-        self.rows.write(tokens=tokens, columns=before + columns)
+        none = torch.zeros_like(tokens)
+        seen, before = (self.rows.states.get(name, none) for name in ("columns", "checksum"))
+        checksum = (before + checksum).masked_fill((before < 0) | (checksum < 0), -1)
+        self.rows.write(tokens=tokens, columns=seen + columns, checksum=checksum)
 
     def reset(self) -> None:
         """Discard the state."""
