@@ -251,9 +251,16 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> str:
-    """Change the type of a model, and say what that changed."""
+    """Change the type of a model, and say what that changed.
+
+    Raises:
+        UserError: A number is too large for the type.
+    """
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     model.to(dtype)
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise UserError(f"`{name}` has numbers that {name_of(dtype)} cannot hold. Choose another --dtype.")
     changed = sum(not torch.equal(before[name].double(), new.double()) for name, new in model.named_parameters())
     return f"Stored in {name_of(dtype)}: {changed} of {len(before)} tensors were rounded."
 

@@ -279,25 +279,25 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
         UserError: The user can fix the options, the source or the target.
     """
     check_target(options.target, options.source, options.overwrite)
-    try:
-        source_config = read_config(options.source)
-        tokenizer = load_tokenizer(options.source)
-        given = conversion.given(options, tokenizer)
-        model, made = warm_start(
-            conversion.model_class, options.source, max_length=options.max_length, seed=options.seed, **given
-        )
-    except (ValueError, StrictDataclassError) as error:
-        raise UserError(str(error)) from error
-    for name in given:
-        if users := conversion.rules.without_effect(name, model.config):
-            raise UserError(f"{conversion.flag(name)} only applies to {users}. Leave it out.")
-    if tokenizer is not None:
-        check_tokenizer(tokenizer, model.config, options.source)
-        tokenizer.model_max_length = model.config.max_position_embeddings
-    alike, notes = conversion.is_alike(source_config, model, made), make_notes(conversion, model, made, tokenizer)
-    note = describe(source_config, model.config, f"`{portable(options.source)}`", alike)
-    card = make_card(options, model, made, note, notes)
-    with writing(options.target) as folder:
+    with writing(options.target) as folder:  # first, because only one process may
+        try:
+            source_config = read_config(options.source)
+            tokenizer = load_tokenizer(options.source)
+            given = conversion.given(options, tokenizer)
+            model, made = warm_start(
+                conversion.model_class, options.source, max_length=options.max_length, seed=options.seed, **given
+            )
+        except (ValueError, StrictDataclassError) as error:
+            raise UserError(str(error)) from error
+        for name in given:
+            if users := conversion.rules.without_effect(name, model.config):
+                raise UserError(f"{conversion.flag(name)} only applies to {users}. Leave it out.")
+        if tokenizer is not None:
+            check_tokenizer(tokenizer, model.config, options.source)
+            tokenizer.model_max_length = model.config.max_position_embeddings
+        alike, notes = conversion.is_alike(source_config, model, made), make_notes(conversion, model, made, tokenizer)
+        note = describe(source_config, model.config, f"`{portable(options.source)}`", alike)
+        card = make_card(options, model, made, note, notes)
         save(folder, model, tokenizer, card)
     print("\n".join([*made.lines(), "", *(f"Note: {note}" for note in notes)]))
     longest = model.config.max_position_embeddings

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fairseq_format.checkpoint import DICTIONARY, HEADS, LABELS, LM_HEAD
+from fairseq_format.checkpoint import DICTIONARY, HEADS, LABELS, LM_HEAD, check_finite
 from fairseq_format.config import (
     CHOICES,
     DEFAULT_HEAD,
@@ -54,7 +54,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--head",
         metavar="NAME",
         help="name of the classification head in the checkpoint (default: pooling_classification_head for packed_max, "
-        f"attention_classification_head for packed_attention, {DEFAULT_HEAD} for cls)",
+        "attention_classification_head for packed_attention; for cls the name that the model was converted from, or "
+        f"{DEFAULT_HEAD})",
     )
     parser.add_argument(
         "--layer-norm",
@@ -73,7 +74,8 @@ def to_state(model: PreTrainedModel, head: str | None = None, norm_offset: float
 
     Args:
         model: a Luna.
-        head: name of the classification head; by default the authors' name for the pooling.
+        head: name of the classification head; by default that before an earlier conversion, or the authors' name for
+            the pooling.
         norm_offset: subtracted from every LayerNorm weight: 0, or 1 for the authors' code of 2023 and later.
 
     Raises:
@@ -103,12 +105,14 @@ def load_source(source: str) -> PreTrainedModel:
     """The model of a folder or Hub repository, in the type of its weights.
 
     Raises:
-        UserError: It cannot be read, is incomplete or of several types, or the authors have no such model.
+        UserError: It cannot be read, is incomplete or of several types, has weights that are not finite, or the authors
+            have no such model.
     """
     check_config(read_config(source))
     model, problems = load(source)
     if problems:
         raise UserError(f"The weights of {source} do not fit its config.json: {'; '.join(problems[:5])}.")
+    check_finite(model.state_dict(), source)
     kinds = set()
     for path in Path(find(source, "config.json")).parent.glob("model*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -226,16 +230,16 @@ def convert(options: argparse.Namespace) -> None:
         UserError: The user can fix the source, the options or the target.
     """
     check_target(options.target, options.source, options.overwrite)
-    model = load_source(options.source)
-    tokenizer = load_tokenizer(options.source)
-    if tokenizer is not None and len(tokenizer) != model.config.vocab_size:
-        raise UserError(
-            f"The tokenizer has {len(tokenizer):,} tokens, but `vocab_size` is {model.config.vocab_size:,}, and "
-            "fairseq needs one row for every token. Save the right tokenizer with the model, or remove its files."
-        )
-    state, labels = to_state(model, options.head, float(options.layer_norm == "offset")), label_names(model)
-    notes = make_notes(model, state, tokenizer, labels)
-    with writing(options.target) as folder:
+    with writing(options.target) as folder:  # first, because only one process may
+        model = load_source(options.source)
+        tokenizer = load_tokenizer(options.source)
+        if tokenizer is not None and len(tokenizer) != model.config.vocab_size:
+            raise UserError(
+                f"The tokenizer has {len(tokenizer):,} tokens, but `vocab_size` is {model.config.vocab_size:,}, and "
+                "fairseq needs one row for every token. Save the right tokenizer with the model, or remove its files."
+            )
+        state, labels = to_state(model, options.head, float(options.layer_norm == "offset")), label_names(model)
+        notes = make_notes(model, state, tokenizer, labels)
         files = write(folder, state, tokenizer, labels)
         (folder / "README.md").write_text(make_readme(options, files, notes), encoding="utf-8")
     print(

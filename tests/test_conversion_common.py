@@ -6,7 +6,10 @@ import subprocess
 import sys
 
 import fairseq_luna
+import from_roberta
+import luna_to_fairseq
 import pytest
+import roberta_to_luna
 from helpers import ROOT
 from tiny_fairseq import write_archive, write_tiny
 
@@ -44,7 +47,7 @@ def test_a_killed_run_leaves_nothing(source, tmp_path):
     environment = {**os.environ, "TMPDIR": str(temporary)}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert any(line == "writing\n" for line in process.stdout)
-    assert list(temporary.glob("luna-*")) and list(tmp_path.glob(".out.unfinished-*"))
+    assert list(temporary.glob("luna-*")) and (tmp_path / ".out.unfinished").is_dir()
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
@@ -78,6 +81,30 @@ def test_two_runs_with_one_target(tmp_path):
         (tmp_path / "out" / "model").write_text("fast")
     assert (tmp_path / "out" / "model").read_text() == "fast"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("module", [fairseq_luna, from_roberta, luna_to_fairseq])
+def test_a_second_conversion_is_refused_at_once(module, source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(module, "load_tokenizer", lambda *_: pytest.fail("it has read the source"), raising=False)
+    monkeypatch.setattr(fairseq_luna, "make_model", lambda *_: pytest.fail("it has converted the checkpoint"))
+    script = roberta_to_luna if module is from_roberta else module
+    with writing(tmp_path / "out"):
+        assert script.main([str(source), str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err
+    assert str(tmp_path / "out") in message and str(os.getpid()) in message and message.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_a_killed_process_left_is_removed_or_put_back(moved, tmp_path):
+    for name in (".out.unfinished", ".out.earlier", *([] if moved else ["out"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    with writing(tmp_path / "out") as folder:
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".out.earlier" if moved else "out"]
+        (folder / "new").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
 
 
 def test_targets_that_are_refused(source, tmp_path, capsys, monkeypatch):

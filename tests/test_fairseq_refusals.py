@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 import pickle
 import shutil
 import tarfile
@@ -213,6 +214,8 @@ def put(name, tensor):
         (put("decoder.lm_head.bias", torch.zeros(60)), "decoder.lm_head.bias"),
         (lambda w: w.pop(f"classification_heads.{HEAD}.dense.weight"), "`dense.weight`"),
         (put(f"classification_heads.{HEAD}.out_proj.weight", torch.tensor(1.0)), "`out_proj.weight`"),
+        (put(f"{LAYER}fc1.bias", torch.full((24,), torch.nan)), f"{LAYER}fc1.bias"),
+        (put(f"{LAYER}self_attn_layer_norm.weight", torch.full((16,), torch.inf)), "self_attn_layer_norm.weight"),
     ],
 )
 def test_tensors_that_do_not_fit(change, named, tmp_path, refused):
@@ -220,6 +223,24 @@ def test_tensors_that_do_not_fit(change, named, tmp_path, refused):
     weights = random_weights(arguments, heads={HEAD: 2})
     change(weights)
     refused(write_fairseq(tmp_path / "source", weights, arguments), named)
+
+
+def test_a_position_table_without_the_rows_of_the_padding_id(tmp_path, refused):
+    """It would otherwise give a model with two positions fewer."""
+    arguments = tiny_arguments()
+    source = write_fairseq(tmp_path / "source", random_weights({**arguments, "max_positions": 18}), arguments)
+    refused(source, "embed_positions.weight", "20 rows", "`max_positions` is 20", "22")
+    words = [str(source), str(tmp_path / "out"), "--override", "max_positions=18"]
+    assert fairseq_luna.main(words) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 18
+
+
+def test_numbers_too_large_for_the_type(tmp_path, refused):
+    arguments = tiny_arguments()
+    weights = random_weights(arguments)
+    weights[f"{LAYER}fc1.bias"][3] = 1e5
+    source = write_fairseq(tmp_path / "source", weights, arguments)
+    refused(source, "luna.encoder.layer.1.intermediate.dense.bias", "float16", words=["--dtype", "float16"])
 
 
 def test_a_result_that_differs_is_not_written(tiny, refused, monkeypatch):

@@ -282,7 +282,7 @@ def test_a_kill_while_the_chosen_model_is_moved_loses_nothing(owner, name, call,
     with monkeypatch.context() as patch:
         interrupt(patch, owner, name, call)
         assert again() == 130
-    stale = out / "best" / ".luna.unfinished-1"  # left by a harder kill
+    stale = out / "best" / ".luna.unfinished"  # left by a harder kill
     stale.mkdir(parents=True)
     monkeypatch.setattr(FinetuneTrainer, "train", None)
     assert again() == 0 and best_of(out) == (8, 1, 4)

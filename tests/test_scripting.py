@@ -75,6 +75,15 @@ def test_full_disk_takes_one_line(tmp_path, capsys, fill):
     assert "earlier checkpoints are whole" in error
 
 
+def test_output_that_its_reader_has_closed_is_no_traceback():
+    script = "import luna_hf.scripting as s, sys; sys.exit(s.run_script(lambda: print('x')))"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()  # as `| head` does
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
 def test_other_errors_keep_their_traceback():
     with pytest.raises(RuntimeError):
         run_script(lambda: torch.zeros(2) @ torch.zeros(3))

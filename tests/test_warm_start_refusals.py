@@ -96,6 +96,17 @@ def test_damaged_weights(file, tmp_path):
         assert str(tmp_path) in str(raised.value) and "weights_only" not in str(raised.value)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite(value, tmp_path):
+    source = make_source()
+    with torch.no_grad():
+        source.roberta.encoder.layer[1].output.dense.weight[2, 3] = value
+    source.save_pretrained(tmp_path)
+    for given in (source, tmp_path):
+        with refused("roberta.encoder.layer.1.output.dense.weight"):
+            warm_start(LunaForMaskedLM, given)
+
+
 def test_folders_that_are_incomplete(tmp_path):
     make_source().save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "model.safetensors"

@@ -59,6 +59,7 @@ class Options:
     fix_projection_length: bool = False
     untie_weights_luna: bool = False
     regression_target: bool = False
+    max_positions: int = 0  # unknown; else checked against the position table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +322,19 @@ def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Tensor]:
         is_weight = isinstance(value, Tensor) and value.dtype in DTYPES and value.layout == torch.strided
         if not (isinstance(key, str) and is_weight):
             raise UserError(f"{name} holds `{key}` under `model`, which is not a dense floating-point tensor.")
+    check_finite(model, name)
     return model
+
+
+def check_finite(weights: Mapping[str, Tensor], name: str) -> None:
+    """Refuse weights from training that diverged.
+
+    Raises:
+        UserError: A tensor holds NaN or infinity.
+    """
+    for key, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"`{key}` of {name} holds NaN or infinity. Convert one from before the divergence.")
 
 
 def official_names(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -401,7 +414,7 @@ def _norm_offset(weights: Mapping[str, Tensor], layer_norm: str | None) -> tuple
     if not means:
         raise UserError("The checkpoint has no LayerNorm, so it is not a masked language model of Luna.")
     median = torch.stack(means).median().item()
-    if layer_norm is None and not abs(median - 0.5) > 0.1:  # NaN included
+    if layer_norm is None and abs(median - 0.5) <= 0.1:
         raise UserError(
             f"The LayerNorm weights have a median mean of {median:.2f}, which suits neither weights nor weights less "
             "1. Choose --layer-norm plain for files from before 2023, else --layer-norm offset."

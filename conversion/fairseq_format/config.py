@@ -119,6 +119,13 @@ def make_config(original: Original, head: Head) -> LunaConfig:
             f"{original.name} has width {width}, which {count} attention heads{_assumed(original)} do not divide. Give "
             "the right number: --override encoder_attention_heads=N."
         )
+    rows, positions = encoder["embed_positions.weight"].shape[0], options.max_positions
+    if positions and rows != positions + PAD + 1:
+        raise UserError(
+            f"{original.name} has {rows:,} rows in `embed_positions.weight`, but `max_positions` is {positions:,}, "
+            f"which needs {positions + PAD + 1:,}: fairseq puts {PAD + 1} before the first position. If the rows are "
+            f"right: --override max_positions={rows - PAD - 1}."
+        )
     fields: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": width,
@@ -126,7 +133,7 @@ def make_config(original: Original, head: Head) -> LunaConfig:
         "num_attention_heads": count,
         "intermediate_size": encoder["layers.0.fc1.weight"].shape[0],
         "projection_length": encoder["projected_embeddings"].shape[0],
-        "max_position_embeddings": encoder["embed_positions.weight"].shape[0] - PAD - 1,
+        "max_position_embeddings": rows - PAD - 1,
         "tie_kv": "layers.0.self_attn.c_proj.weight" in encoder,
         "dynamic_projection": not options.fix_projection_length,
         "tie_word_embeddings": original.is_tied(),
@@ -143,6 +150,8 @@ def make_config(original: Original, head: Head) -> LunaConfig:
             "classifier_pooling": POOLINGS.get(head.part, "cls"),
             "classifier_hidden_size": weights[f"{HEADS}{head.part}.dense.weight"].shape[0],
         }
+        if head.part not in (DEFAULT_HEAD, *POOLINGS):
+            fields["fairseq_head"] = head.part  # for the way back
         if head.kind == "regression":
             fields |= {"num_labels": 1, "problem_type": "regression"}
         elif head.kind == "classification":
@@ -220,6 +229,9 @@ def head_name(model: PreTrainedModel, given: str | None = None) -> str | None:
     if pooling not in names:
         raise UserError(f"`classifier_pooling` is {pooling!r}, but the authors' heads have {', '.join(names)}.")
     name = names[pooling] if given is None else given
+    converted = getattr(model.config, "fairseq_head", None)
+    if given is None and converted is not None and pooling == "cls":
+        name = converted
     if not re.fullmatch(r"[^.\s]+", name):
         raise UserError(f"--head {name!r} is not a valid name: leave out dots and spaces.")
     if POOLINGS.get(name, "cls") != pooling:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import date
 from pathlib import Path
 from string import Template
@@ -71,11 +71,15 @@ def run_script(
             command installs its own handler, or where processes may block inside a collective operation.
 
     Returns:
-        The script's status, or 0; 2 for a `UserError`, a missing permission or a full disk; 130 after Ctrl-C.
+        The script's status, or 0; 2 for a `UserError`, a missing permission or a full disk; 130 after Ctrl-C; 141 if
+        the reader of the output has closed it.
     """
     try:
         with _without_progress_bars(), _sigterm_unwinds(stopped) if clean_on_sigterm else nullcontext():
-            return script() or 0
+            try:
+                return script() or 0
+            finally:
+                sys.stdout.flush()  # at exit, a closed output would be a traceback
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -85,6 +89,13 @@ def run_script(
     except KeyboardInterrupt:
         print(f"interrupted: {stopped}", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:  # the output is closed, by `head` for example
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        raise
     except Exception as error:
         if not is_disk_full(error):
             raise
@@ -146,22 +157,26 @@ def progress(message: str) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, folder: Path | None = None) -> Iterator[None]:
     """Hold a lock file. The operating system frees it when the process ends, also after a kill.
+
+    Args:
+        path: the lock file.
+        folder: what it protects, for the error; by default the folder that holds it.
 
     Raises:
         UserError: Another process holds it.
     """
-    lock = FileLock(path)
+    lock, folder = FileLock(path), folder or path.parent
     try:
         lock.acquire(blocking=False)
     except Timeout as error:
         with suppress(OSError, UnicodeDecodeError):  # Windows does not let others read a locked file
             process, host = path.read_text(encoding="utf-8").split()
             raise UserError(
-                f"{path.parent} is in use by process {process} on {host}. Wait for it, or name another folder."
+                f"{folder} is in use by process {process} on {host}. Wait for it, or name another folder."
             ) from error
-        raise UserError(f"{path.parent} is in use by another process. Wait for it, or name another folder.") from error
+        raise UserError(f"{folder} is in use by another process. Wait for it, or name another folder.") from error
     try:
         with suppress(PermissionError):
             path.write_text(f"{os.getpid()}\n{platform.node()}\n", encoding="utf-8")
@@ -191,33 +206,42 @@ def write_json(path: Path, content: Any) -> None:
 def writing(target: Path) -> Iterator[Path]:
     """Replace a folder atomically: yields a folder beside it, which takes its place if no error occurs.
 
-    A target that was empty or missing at the start must still be so at the end.
+    One process at a time may write. What a killed one has left is removed, or put back if it was the earlier target. A
+    target that was empty or missing at the start must still be so at the end.
 
     Raises:
-        UserError: The disk refuses, or another run has filled the target meanwhile.
+        UserError: The disk refuses, another process is writing, or the target has been filled meanwhile.
     """
     target = target.resolve()  # replaces what a link points to, not the link
-    unfinished, earlier = (target.parent / f".{target.name}.{word}-{os.getpid()}" for word in ("unfinished", "earlier"))
-    was_free = _is_free(target)
+    lock, unfinished, earlier = (target.parent / f".{target.name}.{word}" for word in ("lock", "unfinished", "earlier"))
     made = [parent for parent in target.parents if not parent.exists()]
-    try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        if was_free and not _is_free(target):
-            raise UserError(f"Another run has written to {target} in the meantime. Name another folder.")
-        if target.exists():
-            target.rename(earlier)
-        unfinished.rename(target)
-    except Exception as error:
-        # Libraries written in Rust report a full disk in words only.
-        if isinstance(error, UserError) or not (isinstance(error, OSError) or "(os error" in str(error)):
-            raise
-        raise UserError(f"{target} cannot be written ({getattr(error, 'strerror', None) or error}).") from error
-    finally:
+
+    def tidy() -> None:
         if earlier.exists() and not target.exists():
             earlier.rename(target)
         for leftover in (unfinished, earlier):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(lock, target), ExitStack() as stack:
+            tidy()
+            stack.callback(tidy)
+            was_free = _is_free(target)
+            unfinished.mkdir()
+            yield unfinished
+            if was_free and not _is_free(target):
+                raise UserError(f"Another run has written to {target} in the meantime. Name another folder.")
+            if target.exists():
+                target.rename(earlier)
+            unfinished.rename(target)
+    except Exception as error:
+        # Libraries written in Rust report a full disk in words only.
+        is_disk = isinstance(error, OSError) or "(os error" in str(error)
+        if isinstance(error, UserError | BrokenPipeError) or not is_disk:
+            raise
+        raise UserError(f"{target} cannot be written ({getattr(error, 'strerror', None) or error}).") from error
+    finally:
         for parent in made if not target.exists() else ():
             with suppress(OSError):  # not empty
                 parent.rmdir()

@@ -148,7 +148,7 @@ def _take_apart(model: PreTrainedModel, name: str, missing: set[str], ignored: l
     """The parameters of a model, without those missing from its files.
 
     Raises:
-        ValueError: Parts of the encoder or head are missing, or there are more layers than in the config.
+        ValueError: Parts of the encoder or head are missing or not finite, or there are more layers than in the config.
     """
     _check_layers(model.config.num_hidden_layers, [*dict(model.named_parameters()), *ignored], name)
     layout, prefix = layouts()[model.config.model_type], model.base_model_prefix + "."
@@ -158,6 +158,8 @@ def _take_apart(model: PreTrainedModel, name: str, missing: set[str], ignored: l
             continue
         if tensor.is_meta or not tensor.is_floating_point():
             raise ValueError(f"{name}: {own} is not a floating-point tensor in memory. Load it without quantization.")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name}: {own} holds NaN or infinity. Choose a checkpoint from before the divergence.")
         tensors[own.removeprefix(prefix)] = tensor.detach()
         names[own.removeprefix(prefix)] = own
     head = {own for owns in layout.head.values() for own in owns}

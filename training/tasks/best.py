@@ -58,7 +58,7 @@ def keep_best(job: Job, results: list[Result]) -> Path | None:
         counts = {"runs": len(results), "settings": len(set(map(setting_of, results)))}
         picked = {**counts, **{name: setting[name] for name in ("seeds", "median", "best", "worst")}}
         for stale in target.parent.glob(f".{target.name}.*"):  # left by a kill
-            shutil.rmtree(stale)
+            shutil.rmtree(stale, ignore_errors=True)  # a lock file is none
         if _weights(source):
             with writing(target) as place:
                 left_out = shutil.ignore_patterns(SETTINGS_FILE, "runs", "checkpoint-*", ".*")
