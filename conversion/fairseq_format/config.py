@@ -150,8 +150,6 @@ def make_config(original: Original, head: Head) -> LunaConfig:
             "classifier_pooling": POOLINGS.get(head.part, "cls"),
             "classifier_hidden_size": weights[f"{HEADS}{head.part}.dense.weight"].shape[0],
         }
-        if head.part not in (DEFAULT_HEAD, *POOLINGS):
-            fields["fairseq_head"] = head.part  # for the way back
         if head.kind == "regression":
             fields |= {"num_labels": 1, "problem_type": "regression"}
         elif head.kind == "classification":
@@ -159,9 +157,12 @@ def make_config(original: Original, head: Head) -> LunaConfig:
             label2id = {name: index for index, name in id2label.items()}
             fields |= {"id2label": id2label, "label2id": label2id, "problem_type": "single_label_classification"}
     try:
-        return LunaConfig(**fields)
+        config = LunaConfig(**fields)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if head.classifier and head.part not in (DEFAULT_HEAD, *POOLINGS):
+        config.fairseq_head = head.part  # for the way back
+    return config
 
 
 def _assumed(original: Original) -> str:
