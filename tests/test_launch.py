@@ -14,12 +14,13 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from common.machine import plural
 from engine import sharding
 from helpers import ROOT
-from processes import run_pair
+from processes import exit_code, run_pair, started
 from tiny_training import DEMO, arguments, start, write_corpus
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, locked
 
 CONFIGS = {path.stem: path for path in (ROOT / "training" / "accelerate").glob("*.yaml")}
 SCRIPT = ROOT / "training" / "pretrain_mlm.py"
@@ -87,6 +88,16 @@ def test_two_processes_do_what_one_does(corpus, tmp_path):
     assert json.loads((tmp_path / "two" / "metrics.json").read_text())["processes"] == 2
 
 
+def test_every_process_is_refused_a_folder_in_use(corpus, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "out").mkdir()
+    with locked(tmp_path / "out" / ".lock"):
+        pair = [started(pretrain_as, rank, port, arguments(DEMO, tmp_path / "out", data=corpus)) for rank in range(2)]
+        assert [exit_code(process) for process in pair] == [2, 2]
+
+
 def parsed(name, *words):
     """What the launcher makes of a config."""
     args = launch_command_parser().parse_args(["--config_file", str(CONFIGS[name]), *words, "script.py", "recipe.yaml"])
@@ -137,7 +148,7 @@ def test_the_cpu_configs_start_one_and_two_processes(corpus, tmp_path):
     for name, processes in (("cpu", 1), ("multi_cpu", 2)):
         result = launch(name, SCRIPT, arguments(DEMO, tmp_path / name, data=corpus, **OPTIONS))
         assert result.returncode == 0, result.stderr
-        assert f"on each of {processes} process(es)" in result.stdout
+        assert f"on each of {plural(processes, 'process', 'processes')}" in result.stdout
     assert_same(losses(tmp_path / "cpu"), losses(tmp_path / "multi_cpu"))
 
 
@@ -176,7 +187,7 @@ def test_sharded_training_is_that_of_one_process(posing, corpus, tmp_path, name,
     alone = launch("cpu", SCRIPT, arguments(DEMO, tmp_path / "alone", data=corpus, **options))
     sharded = launch(name, posing, arguments(DEMO, tmp_path / "sharded", data=corpus, **options))
     assert alone.returncode == sharded.returncode == 0, alone.stderr + sharded.stderr
-    assert "on each of 2 process(es)" in sharded.stdout
+    assert "on each of 2 processes" in sharded.stdout
     assert_same(losses(tmp_path / "sharded"), losses(tmp_path / "alone"))
 
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine import checkpoint, log, loop
-from tiny_training import SETTINGS, batch_of, make_run, masked_rows, small_model
+from helpers import refused
+from tiny_training import SETTINGS, Killed, batch_of, make_run, masked_rows, small_model
 from torch import nn
 
 from luna_hf.scripting import UserError
@@ -133,6 +134,20 @@ def test_a_step_that_is_not_finite_stops_the_run_with_a_message(tmp_path):
     assert torch.isfinite(run.module.weight).all()
 
 
+def test_a_run_in_which_every_step_is_skipped_stops_with_a_message(tmp_path):
+    with refused("All 4", "`learning_rate`", error=UserError):
+        train(broken_run(tmp_path, {1, 2, 3, 4}, allowed=4))
+
+
+@pytest.mark.parametrize("size", [math.nan, math.inf, 1e6])
+def test_a_held_out_loss_without_a_perplexity_is_refused(size):
+    model = small_model("luna")
+    with torch.no_grad():
+        model.lm_head.bias[5] = size
+    with refused("held-out loss", error=UserError):
+        loop.evaluate(loop.make_accelerator(SimpleNamespace(**SETTINGS)), model, masked_rows(2), 2)
+
+
 # ---- evaluation and log ----
 
 
@@ -220,6 +235,28 @@ def test_a_truncated_checkpoint_is_named_and_an_older_one_taken(tmp_path):
     (tmp_path / "checkpoints" / "step-00000001" / "optimizer.bin").unlink()
     with pytest.raises(UserError, match="checkpoints"):
         checkpoint.newest_complete(tmp_path, logged.append)
+
+
+def test_a_damaged_newer_checkpoint_does_not_count_as_kept(tmp_path):
+    run = written(tmp_path, (3,))
+    (tmp_path / "checkpoints" / "step-00000003" / "optimizer.bin").unlink()
+    checkpoint.save_checkpoint(run.accelerator, tmp_path, counters_at(2), {}, {}, keep=1)
+    assert checkpoint.newest_complete(tmp_path, print).name == "step-00000002"
+
+
+def test_a_kill_leaves_all_checkpoints_or_none(tmp_path, monkeypatch):
+    def dies(path, ignore_errors):
+        if path.exists():
+            (path / "step-00000001" / "model.safetensors").unlink()
+            raise Killed
+
+    written(tmp_path, (1,))
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(checkpoint.shutil, "rmtree", dies)
+        checkpoint.remove_all(tmp_path)
+    assert checkpoint.newest_complete(tmp_path, print) is None
+    checkpoint.remove_all(tmp_path)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_checkpoint_of_another_number_of_processes_is_refused(tmp_path):

@@ -1,7 +1,9 @@
 """Attention transfer: the error is the literal one, only new parameters change, and the result is the student."""
 
 import json
+import math
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from objectives import transfer as objective
 from objectives.transfer import AttentionTransfer
 from reference import abc as abc_reference
 from reference import luna as luna_reference
+from safetensors.torch import save_file
 from tiny_training import (
     TRANSFERS,
     Killed,
@@ -287,6 +290,28 @@ def test_killed_and_resumed_is_uninterrupted(corpus, teacher, starts, tmp_path, 
     before, after = weights(starts["luna"]), weights(tmp_path / "out")
     name = "luna.encoder.layer.0.attention.output.dense.weight"
     assert not torch.equal(before[name], after[name])  # it is frozen no longer
+
+
+def test_a_teacher_that_changes_is_refused_on_resume(corpus, teacher, starts, tmp_path, monkeypatch, capsys):
+    guide = tmp_path / "guide"
+    shutil.copytree(teacher, guide)
+    own = words(corpus, guide, starts["abc"], tmp_path / "out", save_steps=1)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        dies_at_call(patched, pretraining, "save_checkpoint", 1)
+        transfer_attention.main(own)
+    changed = weights(guide)
+    changed["lm_head.bias"] += 1
+    save_file(changed, guide / "model.safetensors", metadata={"format": "pt"})
+    assert transfer_attention.main(own) == 2
+    assert str(guide / "model.safetensors") in capsys.readouterr().err
+
+
+def test_a_run_with_every_update_skipped_ends_in_one_line(corpus, teacher, starts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(objective, "relative_errors", lambda sums: sums[:, 0] * math.nan)
+    own = words(corpus, teacher, starts["abc"], tmp_path / "out", max_skipped_steps=9)
+    assert start(transfer_attention, own) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and "`learning_rate`" in error
 
 
 def test_passes_of_an_update_count_by_their_tokens(corpus, teacher, starts, tmp_path):

@@ -8,6 +8,10 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+import torch
+from data.corpus import open_corpus
+from data.prepare import PreparedText, masked_rows, prepare_text
+from torch import Tensor
 
 TEXTS = [f"text {number}: the packed sequence reads {number * 37} tokens in turn." for number in range(23)]
 
@@ -49,3 +53,17 @@ def write_texts(path: Path, texts: list[str] = TEXTS, column: str = "text") -> P
         table = pyarrow.table({"number": list(range(len(texts))), column: pyarrow.array(texts, pyarrow.string())})
         pyarrow.parquet.write_table(table, path, row_group_size=5)
     return path
+
+
+def prepared(folder: Path, tokenizer: Any, index: int = 0, processes: int = 1, **changes: Any) -> PreparedText:
+    """The text of a recipe, as the process with this index sees it."""
+    recipe = settings(folder, **changes)
+    process = SimpleNamespace(is_local_main_process=index == 0, process_index=index, num_processes=processes)
+    process.wait_for_everyone = lambda: None
+    row_format = masked_rows(recipe, tokenizer)
+    return prepare_text(recipe, open_corpus(recipe), tokenizer, process, row_format)
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Whether two batches are equal."""
+    return all(torch.equal(first[name], second[name]) for name in ("input_ids", "attention_mask", "labels"))

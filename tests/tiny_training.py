@@ -1,8 +1,11 @@
 """What the tests of `training/` share: a small corpus, and runs that take less than a second."""
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,6 +28,7 @@ RECIPES = sorted((ROOT / "training" / "recipes" / "pretrain_mlm").glob("*.yaml")
 CAUSAL = sorted((ROOT / "training" / "recipes" / "pretrain_clm").glob("*.yaml"))
 TRANSFERS = sorted((ROOT / "training" / "recipes" / "transfer_attention").glob("*.yaml"))
 DEMO = ROOT / "training" / "recipes" / "pretrain_mlm" / "demo.yaml"
+SCRIPT = "training/pretrain_mlm.py"
 WORDS = ["the", "token", "reads", "every", "packed", "sequence", "of", "fixed", "length", "in", "its", "layer"]
 SHRINK = {
     "vocab_size": 300,
@@ -72,6 +76,18 @@ def run(output_dir: Path, recipe_file: Path = DEMO, **overrides: Any) -> dict[st
     """A shrunk run of `pretrain_mlm.py` in this process; its figures."""
     assert start(pretrain_mlm, arguments(recipe_file, output_dir, **overrides)) == 0
     return json.loads((output_dir / "metrics.json").read_text())
+
+
+def environment() -> dict[str, str]:
+    """Variables for a command on the CPU in a new process."""
+    values = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **values, "ACCELERATE_USE_CPU": "true"}
+
+
+def script(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """The script as a user starts it, from the repository root."""
+    command = [sys.executable, *launcher, SCRIPT, *words]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
 
 
 def write_teacher(folder: Path, texts: Path, **overrides: Any) -> Path:

@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 
-_NEEDED = ("accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tqdm", "yaml")
+_NEEDED = ("accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tqdm", "xxhash", "yaml")
 
 _missing = [name for name in _NEEDED if find_spec(name) is None]
 if _missing:

@@ -14,9 +14,14 @@ _PACKAGES = ("luna-hf", "torch", "transformers", "tokenizers", "accelerate", "da
 def machine(*packages: str) -> dict[str, str]:
     """`hardware` and `versions` (also of `packages`) in one line each, without names of hosts or users."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-    threads = f"{torch.get_num_threads()} thread(s), {os.cpu_count()} core(s)"
+    threads = f"{plural(torch.get_num_threads(), 'thread')}, {plural(os.cpu_count(), 'core')}"
     versions = ", ".join(f"{package} {version(package)}" for package in (*_PACKAGES, *packages))
     return {
         "hardware": f"{device}, {threads}, {platform.system()} {platform.machine()}",
         "versions": f"Python {platform.python_version()}, {versions}",
     }
+
+
+def plural(number: int, one: str, several: str = "") -> str:
+    """A number and its noun: "1 pass", "2 passes"."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"

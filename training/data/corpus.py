@@ -5,6 +5,7 @@ folder of one kind of them, or a dataset on the Hub. Opening one reads its first
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from common.fingerprint import fingerprint
 from common.options import did_you_mean
 from datasets import IterableDataset, load_dataset_builder
 from pyarrow.parquet import read_schema
@@ -72,6 +74,11 @@ class Corpus:
     def evaluation_shares(self) -> tuple[float, ...]:
         """The share of the evaluated rows from each source of evaluation text."""
         return tuple(1 / len(self.validation) for _ in self.validation) or self.weights
+
+    def fingerprint(self) -> dict[str, str]:
+        """The content of every file, or the version of what is no file, by name."""
+        sources = self.sources + self.validation
+        return {name: content for source in sources for name, content in source.fingerprint().items()}
 
     def is_held_out(self, document: str) -> bool:
         """Whether a document is for evaluation.
@@ -139,7 +146,7 @@ def open_source(section: dict[str, Any], key: str, default_split: str, text_colu
             raise UserError(f"`cpython` (`{key}`) has no split {split!r}.")
         documents, description, identity = read_cpython()
         read = partial(IterableDataset.from_dict, {"text": documents})
-        return Source(description, identity, ((read, "text"),))
+        return Source(description, identity, ((read, "text"),), lambda: {path: json.dumps(identity)})
     if Path(path).exists():
         source = _open_files(Path(path), split, default_split, column, where)
         _look(source, where, _LOOK_CHARACTERS)
@@ -201,6 +208,7 @@ def _joined(sources: list[Source]) -> Source:
         "; ".join(source.description for source in sources),
         ["joined", *(source.identity for source in sources)],
         tuple(part for source in sources for part in source.parts),
+        lambda: {name: content for source in sources for name, content in source.fingerprint().items()},
     )
 
 
@@ -223,7 +231,7 @@ def _open_files(path: Path, split: str | None, default_split: str, column: str, 
     if kind == "text":
         # One tuple of files, not a list, so that processes share the documents instead of the files.
         read = partial(IterableDataset.from_generator, read_text_documents, gen_kwargs={"files": tuple(files)})
-        return Source(description, ["text", *status], ((read, "text"),))
+        return Source(description, ["text", *status], ((read, "text"),), partial(fingerprint, files))
     names = [re.sub(r"([*?\[])", r"[\1]", str(file.resolve())) for file in files]  # no patterns
     read = partial(_TABLES[kind], names)
     with reading(where):
@@ -233,7 +241,7 @@ def _open_files(path: Path, split: str | None, default_split: str, column: str, 
             read = partial(read, columns=[column])
         else:
             _check_column(_columns(read()), column, where)
-    return Source(description, [kind, column, *status], ((read, column),))
+    return Source(description, [kind, column, *status], ((read, column),), partial(fingerprint, files))
 
 
 def _files_by_split(path: Path, where: str) -> dict[str, list[Path]]:
@@ -276,7 +284,7 @@ def _open_hub(name: str, config: str | None, split: str, column: str, where: str
         _check_column(_columns(first()), column, where)
     description = f"{name}{f' ({config})' if config else ''}, split {split}"
     identity = ["hub", *Path(builder.cache_dir).parts[-4:], split, column]  # name, configuration, version, hash
-    source = Source(description, identity, ((read, column),))
+    source = Source(description, identity, ((read, column),), lambda: {description: json.dumps(identity)})
     _look(replace(source, parts=((first, column),)), where, 1)
     return source
 

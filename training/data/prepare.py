@@ -9,6 +9,7 @@ for micro_batches in text.rows.updates(plan, first_update=0): ...
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from data.masking import IGNORED, RowFormat, Targets, collate, make_masking
 from data.rows import HELD_OUT_MASKS, Blocks, Frame, Mixture, Rows, TrainingRows, quotas
 from data.sources import Source
 from data.streaming import StreamingRows
-from data.token_store import Limits, TokenStore, build_stores, open_store, store_folder
+from data.token_store import Limits, TokenStore, build_stores, open_store, remove_damaged, store_folder
 from data.tokenizer import borders
 from luna_hf.scripting import UserError
 
@@ -108,17 +109,22 @@ def open_stores(
         wanted = [(source, dict.fromkeys(("training", side))) for source in corpus.sources]
         wanted += [(source, {side: None}) for source in corpus.validation]
 
-    def opened(source: Source, limits: Limits) -> dict[str, TokenStore]:
-        folder = store_folder(settings.cache_dir, source, corpus, limits, tokenizer)
-        # The first process of every machine builds, as machines may not share a disk. The others look for the folder;
-        # a collective operation would time out while a large corpus is tokenized.
+    folders = [store_folder(settings.cache_dir, source, corpus, limits, tokenizer) for source, limits in wanted]
+    # The first process of every machine checks and builds, as machines may not share a disk. The others look for the
+    # folders; a collective operation would time out while a large corpus is tokenized.
+    if accelerator.is_local_main_process:
+        for folder in folders:
+            remove_damaged(folder)
+    accelerator.wait_for_everyone()
+
+    def opened(folder: Path, source: Source, limits: Limits) -> dict[str, TokenStore]:
         if accelerator.is_local_main_process:
             build_stores(folder, source, corpus, limits, tokenizer)
         while not folder.is_dir():
             time.sleep(0.2)
         return {name: open_store(folder, name) for name in limits}
 
-    stores = [opened(source, limits) for source, limits in wanted]
+    stores = [opened(folder, *each) for folder, each in zip(folders, wanted, strict=True)]
     accelerator.wait_for_everyone()
     training = [] if corpus.streaming else [store["training"] for store in stores[: len(corpus.sources)]]
     held_out = [store[side] for store in stores[-len(evaluated) :]]

@@ -66,11 +66,13 @@ class Source:
         description: for people.
         identity: JSON values that change whenever the documents do.
         parts: datasets, one after the other.
+        fingerprint: reads the content of every file, or the version of what is no file, by name.
     """
 
     description: str
     identity: list[Any]
     parts: tuple[Part, ...]
+    fingerprint: Callable[[], dict[str, str]]
 
     def stream(self, process_index: int = 0, processes: int = 1) -> DocumentStream:
         """The documents of one process; those of all processes together are the source.

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from common.seal import damage, seal, sync
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.corpus import Corpus
 from data.sources import Source
 from data.tokenizer import borders, encode
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, reason
 
 # Part of a store's name; raise it when the files change.
-_FORMAT = 1
+_FORMAT = 2
 _BUILDING = ".building"  # suffix of an unfinished folder
 # Characters of the documents that are tokenized together: enough to keep every core busy, little memory.
 _BATCH_CHARACTERS = 2_000_000
@@ -69,7 +70,7 @@ class StoreWriter:
         self.tokens += len(ids)
 
     def close(self) -> None:
-        """Finish; the description is written last."""
+        """Finish, with a description."""
         self.file.close()
         np.save(self.folder / f"{self.name}_counts.npy", self.counts)
         description = {"documents": self.documents, "dtype": self.dtype.name}
@@ -94,6 +95,13 @@ def store_folder(
     rules.update(truncation=None, padding=None)  # left over from the last call, and not used here
     parts = [_FORMAT, source.identity, corpus.split_rule, limits, rules, borders(tokenizer), len(tokenizer)]
     return Path(cache_dir) / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def remove_damaged(folder: Path) -> None:
+    """Remove the folder of `build_stores`, with a message, if its files are not those that were written."""
+    if folder.is_dir() and (wrong := damage(folder)):
+        print(f"Tokenizing again, since the cache {folder} is damaged: {wrong}.")
+        shutil.rmtree(folder)
 
 
 def build_stores(
@@ -129,11 +137,15 @@ def build_stores(
                     break
         for writer in writers.values():
             writer.close()
+        seal(building)
         try:
             building.replace(folder)
+            sync(folder.parent)
         except OSError:
             if not folder.is_dir():  # else another process has just written the same
                 raise
+    except OSError as error:
+        raise UserError(f"`cache_dir` {folder.parent} cannot be written: {reason(error)}. Name another.") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
 

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 import yaml
 from common import cards
+from common.machine import plural
 from huggingface_hub import EvalResult
 
 from engine.log import RunLog
@@ -117,7 +118,7 @@ def _training_fields(recipe: RunRecipe, figures: dict[str, Any]) -> dict[str, st
         "mfu": f"{figures['mfu']:.0%}",
         "hardware": figures["hardware"],
         "precision": "float32" if recipe.mixed_precision == "no" else f"{recipe.mixed_precision} mixed precision",
-        "processes": figures["processes"],
+        "processes": plural(figures["processes"], "process", "processes"),
         "versions": figures["versions"],
         "recipe": yaml.safe_dump(values, sort_keys=False, width=110).strip(),
     }

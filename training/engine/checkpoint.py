@@ -1,7 +1,7 @@
 """Checkpoints of a run: written atomically, verified before they are read, rotated; and requests to stop.
 
     OUTPUT/checkpoints/step-00000300/     model, optimizer, schedule, random states, data position, counters
-    OUTPUT/checkpoints/step-00000300/files.json     names and sizes of these files, written last
+    OUTPUT/checkpoints/step-00000300/files.json     names, sizes and checksums of these files, written last
 
 A checkpoint is written to a folder with another name, which is renamed when all of it is on disk. So a kill at any
 moment leaves the earlier checkpoints intact.
@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from common.machine import plural
+from common.seal import damage, seal, sync
 from safetensors import SafetensorError
 
-from luna_hf.scripting import UserError, write_json
+from luna_hf.scripting import UserError, is_disk_full, write_json
 
 _FOLDER = "checkpoints"
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished"
-_MANIFEST = "files.json"
 _STATE = "state.json"
 
 
@@ -52,26 +53,11 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return sorted(path for path in found if path.suffix != _UNFINISHED)
 
 
-def damage(checkpoint: Path) -> str | None:
-    """The first fault in a checkpoint's files, or `None`."""
-    try:
-        sizes = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return f"{_MANIFEST} is missing or unreadable"
-    for name, size in sizes.items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
-    return None
-
-
-def newest_complete(output_dir: Path, log: Callable[[str], None]) -> Path | None:
+def newest_complete(output_dir: Path, log: Callable[[str], None], needed: bool = True) -> Path | None:
     """The newest intact checkpoint; damaged ones are logged and ignored.
 
     Raises:
-        UserError: There are checkpoints, but every one is damaged.
+        UserError: A checkpoint is `needed` and there are some, but every one is damaged.
     """
     found = checkpoints(output_dir)
     for checkpoint in reversed(found):
@@ -79,7 +65,7 @@ def newest_complete(output_dir: Path, log: Callable[[str], None]) -> Path | None
         if wrong is None:
             return checkpoint
         log(f"Ignoring the damaged checkpoint {checkpoint.name}: {wrong}.")
-    if found:
+    if found and needed:
         raise UserError(f"Every checkpoint in {output_dir / _FOLDER} is damaged: remove that folder to start again.")
     return None
 
@@ -88,14 +74,14 @@ def save_checkpoint(
     accelerator: Accelerator,
     output_dir: Path,
     counters: Counters,
-    recipe: dict[str, Any],
+    record: dict[str, Any],
     data_state: dict[str, Any],
     keep: int,
 ) -> Path:
     """Write a checkpoint of everything that `accelerator` has prepared, and of this process's `data_state`.
 
-    Called by every process. Once it is complete, only the newest `keep` checkpoints stay. The recipe is compared with
-    that of the run that resumes.
+    Called by every process. Once it is complete, only the newest `keep` checkpoints stay; if it fails, what was written
+    is removed. `record` is compared with that of the run that resumes.
     """
     final = output_dir / _FOLDER / f"{_PREFIX}{counters.step:08d}"
     unfinished = final.with_name(final.name + _UNFINISHED)
@@ -103,28 +89,42 @@ def save_checkpoint(
         remove_unfinished(output_dir)
         unfinished.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns about tied weights at every save
-    accelerator.save_state(str(unfinished))
-    torch.save({"data": data_state, "random": torch.get_rng_state()}, unfinished / _data_file(accelerator))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        write_json(unfinished / _STATE, {"counters": asdict(counters), "recipe": recipe})
-        _seal(unfinished)
-        if final.exists():  # from before the run was resumed at an older one
-            shutil.rmtree(final)
-        os.replace(unfinished, final)
-        _sync(final.parent)
-        for old in checkpoints(output_dir)[:-keep]:
-            shutil.rmtree(old)
+    try:
+        logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # it warns about tied weights at every save
+        accelerator.save_state(str(unfinished))
+        torch.save({"data": data_state, "random": torch.get_rng_state()}, unfinished / _data_file(accelerator))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            write_json(unfinished / _STATE, {"counters": asdict(counters), "record": record})
+            seal(unfinished)
+            _put_in_place(unfinished, final, keep)
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has room again
+        if not is_disk_full(error):
+            raise
+        raise UserError(
+            f"The disk is full: {final} cannot be written. Earlier checkpoints are intact; make room, and start again."
+        ) from error
     accelerator.wait_for_everyone()
     return final
 
 
+def _put_in_place(unfinished: Path, final: Path, keep: int) -> None:
+    if final.exists():  # from before the run was resumed at an older one
+        shutil.rmtree(final)
+    os.replace(unfinished, final)
+    sync(final.parent)
+    # Newer ones are damaged, or the run would not be here: they do not count as kept.
+    earlier = [path for path in checkpoints(final.parents[1]) if path <= final]
+    for old in earlier[:-keep]:
+        shutil.rmtree(old)
+
+
 def read_state(checkpoint: Path) -> tuple[Counters, dict[str, Any]]:
-    """Counters and recipe of a checkpoint."""
+    """Counters of a checkpoint, and the `record` of its run."""
     state = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     known = {entry.name for entry in fields(Counters)}
-    return Counters(**{name: value for name, value in state["counters"].items() if name in known}), state["recipe"]
+    return Counters(**{name: value for name, value in state["counters"].items() if name in known}), state["record"]
 
 
 def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any
     counters, _ = read_state(checkpoint)
     if counters.processes != accelerator.num_processes:
         raise UserError(
-            f"{checkpoint.name} was written by {counters.processes} process(es), but this run has "
+            f"{checkpoint.name} was written by {plural(counters.processes, 'process', 'processes')}, but this run has "
             f"{accelerator.num_processes}: start as many as before."
         )
     try:
@@ -158,8 +158,12 @@ def remove_unfinished(output_dir: Path) -> None:
 
 
 def remove_all(output_dir: Path) -> None:
-    """Remove the checkpoints of a run that is finished or starts again."""
-    shutil.rmtree(output_dir / _FOLDER, ignore_errors=True)
+    """Remove the checkpoints of a run that is finished or starts again; a kill leaves all of them or none."""
+    removed = output_dir / f".{_FOLDER}.removed"
+    shutil.rmtree(removed, ignore_errors=True)  # left by a kill
+    with suppress(FileNotFoundError):
+        (output_dir / _FOLDER).rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 class StopRequest:
@@ -187,21 +191,3 @@ class StopRequest:
 
 def _data_file(accelerator: Accelerator) -> str:
     return f"data_{accelerator.process_index}.pt"
-
-
-def _seal(folder: Path) -> None:
-    """Flush every file to disk and list names and sizes in the manifest."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    for path in paths:
-        _sync(path)
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
-    write_json(folder / _MANIFEST, sizes)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,10 +1,11 @@
 """The log of a run: `log.jsonl`, one JSON object a line."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from luna_hf.scripting import write_text
+from luna_hf.scripting import progress, write_text
 
 
 class RunLog:
@@ -12,7 +13,8 @@ class RunLog:
 
     def __init__(self, path: Path, is_main_process: bool, resume_step: int | None = None) -> None:
         """Start a log, or resume one: entries after `resume_step` are dropped, since they are made again."""
-        self.entries = [] if resume_step is None else [e for e in read_log(path) if e["step"] <= resume_step]
+        found = [] if resume_step is None else read_log(path, progress if is_main_process else None)
+        self.entries = [entry for entry in found if entry["step"] <= resume_step]
         self.path = path if is_main_process else None
         if self.path:
             write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
@@ -31,12 +33,15 @@ class RunLog:
         return [entry[against] for entry in entries], [entry[value] for entry in entries]
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Entries of a log, without a last line that a kill has cut short."""
+def read_log(path: Path, report: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+    """Entries of a log without damaged lines, which are reported, and without a last line that a kill has cut short."""
     entries = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    for number, line in enumerate(lines, 1):
         try:
-            entries.append(json.loads(line))
-        except ValueError:
-            break
+            entry = json.loads(line.decode("utf-8"))
+            entries.append({"kind": entry["kind"], "step": int(entry["step"]), **entry})
+        except (ValueError, TypeError, LookupError):
+            if report and line.endswith(b"\n"):
+                report(f"Leaving out line {number} of {path}, which is damaged.")
     return entries

@@ -27,6 +27,8 @@ from luna_hf.scripting import UserError
 
 # Held-out rows for the probe of attention.
 _PROBED = 8
+# In nats; the perplexity of any larger one overflows.
+_LARGEST_LOSS = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,9 @@ def evaluate(
     """Loss and accuracy at the labels of held-out rows, each counted once on any number of processes.
 
     With `next_token`, the logits at a position are for the label of the next one.
+
+    Raises:
+        UserError: The loss is not finite.
     """
     was_training, no_state = model.training, {"use_cache": False} if next_token else {}
     model.eval()
@@ -125,6 +130,8 @@ def evaluate(
     model.train(was_training)
     totals = accelerator.gather(totals.to(accelerator.device).unsqueeze(0)).sum(0)
     loss, hits, count = totals.tolist()
+    if not loss / count < _LARGEST_LOSS:
+        raise UserError(f"The held-out loss is {loss / count:.4g}: training diverged. Lower `learning_rate`.")
     return Evaluation(loss / count, math.exp(loss / count), hits / count, round(count))
 
 
@@ -184,17 +191,30 @@ def train(run: Run, counters: Counters) -> Evaluation | None:
     processes.
 
     Raises:
-        UserError: The loss or the gradient is not finite more often than the recipe allows.
+        UserError: The loss or the gradient is not finite more often than the recipe allows, or in every update; or the
+            held-out loss is not finite.
     """
-    recipe, accelerator = run.recipe, run.accelerator
-    progress = tqdm(
+    recipe = run.recipe
+    bar = tqdm(
         total=recipe.max_steps,
         initial=counters.step,
         unit="step",
-        disable=not accelerator.is_main_process,
+        disable=not run.accelerator.is_main_process,
         dynamic_ncols=True,
         mininterval=0.5 if sys.stderr.isatty() else 30.0,  # keeps log files short
     )
+    with bar as progress:  # closed before an error is printed
+        result = _train(run, counters, progress)
+    if counters.skipped >= counters.step:
+        raise UserError(
+            f"All {counters.step:,} updates were skipped, since loss or gradient was not finite. Check the model that "
+            "the run starts from, or lower `learning_rate`; then start again (--no_resume --overwrite_output_dir)."
+        )
+    return result
+
+
+def _train(run: Run, counters: Counters, progress: tqdm) -> Evaluation | None:
+    recipe = run.recipe
     run.module.train()
     tokens, seconds, result = 0, 0.0, None
     if recipe.model_name_or_path and counters.step == 0:
@@ -218,9 +238,7 @@ def train(run: Run, counters: Counters) -> Evaluation | None:
         if counters.step % recipe.save_steps == 0 or last or update.stop:
             run.save(counters)
         if update.stop and not last:
-            progress.close()
             return None
-    progress.close()
     return result or run.evaluate()
 
 
@@ -273,6 +291,11 @@ def skip(run: Run, counters: Counters, loss: float, norm: float) -> None:
     run.accelerator.print(f"Skipped {what} ({counters.skipped} of at most {run.recipe.max_skipped_steps}).")
 
 
+def utilisation(run: Run, speed: float) -> float:
+    """Model FLOPs utilisation: the share of all processes' peak rate that `speed`, in tokens per second, takes."""
+    return speed * run.flops_per_token / (run.peak_flops * run.accelerator.num_processes)
+
+
 def log_window(run: Run, counters: Counters, update: Update, speed: float, progress: tqdm) -> None:
     """Log the mean loss since the last entry to file, trackers and progress bar."""
     loss = sum(counters.window) / len(counters.window)
@@ -283,7 +306,7 @@ def log_window(run: Run, counters: Counters, update: Update, speed: float, progr
         "grad_norm": update.grad_norm,
         "seen_tokens": counters.seen_tokens,
         "tokens_per_second": speed,
-        "mfu": speed * run.flops_per_token / (run.peak_flops * run.accelerator.num_processes),
+        "mfu": utilisation(run, speed),
         "seconds": counters.seconds,
     }
     run.log.add("train", counters.step, **values)

@@ -1,18 +1,62 @@
 """The output folder of a pretraining run."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from common.fingerprint import changed_files, fingerprint
+from data.corpus import Corpus
 
 from engine.card import PLOT
-from engine.checkpoint import newest_complete, read_state, remove_all
+from engine.checkpoint import checkpoints, newest_complete, read_state, remove_all
 from engine.recipe import RunRecipe
-from luna_hf.scripting import TOKENIZER_FILES, UserError
+from luna_hf.scripting import TOKENIZER_FILES, UserError, locked
 
 _RESULTS = ("model.safetensors", "metrics.json", "README.md", PLOT)
+T = TypeVar("T")
+
+
+def on_main(accelerator: Accelerator, task: Callable[[], T]) -> T:
+    """Run a task on the main process only, and return its result on every process.
+
+    Raises:
+        UserError, OSError: The task raises it; all processes do, so that none waits for the main process.
+    """
+    outcome: list[T | Exception | None] = [None]
+    if accelerator.is_main_process:
+        try:
+            outcome = [task()]
+        except (UserError, OSError) as error:
+            outcome = [error]
+    (result,) = broadcast_object_list(outcome)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+@contextmanager
+def held(accelerator: Accelerator, folder: Path) -> Iterator[None]:
+    """Hold the output folder for this run; if nothing is written to a new one, it is removed again.
+
+    Raises:
+        UserError: It cannot be written, or another run holds it.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with ExitStack() as stack:
+
+        def hold() -> None:
+            for path in reversed(made):  # a stack: the folder itself is removed first
+                stack.callback(_remove_empty, path)
+            check_writable(folder)
+            stack.enter_context(locked(folder / ".lock"))
+
+        on_main(accelerator, hold)
+        yield
 
 
 def find_checkpoint(recipe: RunRecipe, log: Callable[[str], None]) -> Path | None:
@@ -27,30 +71,58 @@ def find_checkpoint(recipe: RunRecipe, log: Callable[[str], None]) -> Path | Non
         source = getattr(recipe, key, "")
         if source and Path(source).resolve() == folder.resolve():
             raise UserError(f"`output_dir` {folder} is also `{key}` and would be overwritten. Name another folder.")
-    check_writable(folder)
-    if recipe.resume and (found := newest_complete(folder, log)):
-        other = recipe.differences(read_state(found)[1])
+    # A kill may have stopped the removal of a finished run's checkpoints, which are of no use any more.
+    finished = (folder / "metrics.json").is_file()
+    if recipe.resume and (found := newest_complete(folder, log, needed=not finished)):
+        other = recipe.differences(read_state(found)[1]["recipe"])
         if other:
             raise UserError(
                 f"`output_dir` {folder} holds checkpoints of a run with other values of {', '.join(other)}. Name "
                 "another folder, restore the values, or start again (--no_resume --overwrite_output_dir)."
             )
         return found
-    # Hidden files are those that a kill left half written, and the trial files of other processes. A run that stopped
-    # before its first log line has left its tokenizer only.
+    if recipe.resume and finished:
+        remove_all(folder)
+    # Hidden files are those that a kill left half written, and the lock. A run that stopped before its first checkpoint
+    # has left no more than its tokenizer, its log and those of its trackers.
     present = {path.name for path in folder.iterdir() if not path.name.startswith(".")} - set(TOKENIZER_FILES)
     if present and "log.jsonl" not in present:
         raise UserError(
             f"`output_dir` {folder} holds files but no log.jsonl of an earlier run. Name another folder "
             "(--output_dir FOLDER)."
         )
-    if present and not recipe.overwrite_output_dir:
-        state = "a finished run" if "metrics.json" in present else "a run without checkpoints"
+    begun = {"log.jsonl", recipe.model_name} | ({"checkpoints"} if not checkpoints(folder) else set())
+    if present - begun and not recipe.overwrite_output_dir:
+        state = "a finished run" if finished else f"an earlier run ({min(present - begun)})"
         raise UserError(
             f"`output_dir` {folder} holds {state}. Name another folder (--output_dir FOLDER), or overwrite it "
             "(--overwrite_output_dir)."
         )
     return None
+
+
+def fingerprint_inputs(recipe: RunRecipe, corpus: Corpus) -> dict[str, str]:
+    """The content of what a run reads again when it resumes: text, the tokenizer in its folder, and the teacher."""
+    names, teacher = [Path(recipe.output_dir, name) for name in TOKENIZER_FILES], getattr(recipe, "teacher", "")
+    if teacher and Path(teacher).is_dir():
+        names += [*sorted(Path(teacher).glob("*.safetensors")), Path(teacher, "config.json")]
+    return {**corpus.fingerprint(), **fingerprint(path for path in names if path.is_file())}
+
+
+def changed_inputs(recipe: RunRecipe, found: Path, inputs: dict[str, str]) -> list[str]:
+    """The names of inputs that have changed since a checkpoint, if the recipe accepts it.
+
+    Raises:
+        UserError: It does not.
+    """
+    changed = changed_files(read_state(found)[1]["inputs"], inputs)
+    if changed and not recipe.accept_changed_data:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise UserError(
+            f"Data have changed since {found} was written: {', '.join(changed[:3])}{more}. Restore them, continue with "
+            "the changed data (--accept_changed_data), or start again (--no_resume --overwrite_output_dir)."
+        )
+    return changed
 
 
 def check_writable(folder: Path) -> None:
@@ -75,6 +147,11 @@ def clear_output(folder: Path) -> None:
     remove_all(folder)
     for result in _RESULTS:
         (folder / result).unlink(missing_ok=True)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # it holds something, or was not made
+        folder.rmdir()
 
 
 def save_model(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:

@@ -1,17 +1,18 @@
 """A pretraining run: from a recipe and an objective to a folder that is ready for the Hub."""
 
 import dataclasses
+import hashlib
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from common.hub import push_folder, reserve_repository
-from common.machine import machine
+from common.machine import machine, plural
 from common.models import load_tokenizer, longest_input
-from data.corpus import open_corpus
+from data.corpus import Corpus, open_corpus
 from data.prepare import PreparedText, prepare_text
 from data.rows import Plan
 from transformers import AutoTokenizer
@@ -29,14 +30,22 @@ from engine.checkpoint import (
 )
 from engine.groups import parameter_groups
 from engine.log import RunLog
-from engine.loop import Evaluation, Run, evaluate, make_accelerator, split_update, train, warmup_then_decay
+from engine.loop import Evaluation, Run, evaluate, make_accelerator, split_update, train, utilisation, warmup_then_decay
 from engine.objective import Objective
-from engine.output import clear_output, find_checkpoint, save_model
+from engine.output import (
+    changed_inputs,
+    clear_output,
+    find_checkpoint,
+    fingerprint_inputs,
+    held,
+    on_main,
+    save_model,
+)
 from engine.recipe import RunRecipe
 from engine.sharding import prepare_model
-from engine.start import Start, choose, make_start, write_tokenizer
+from engine.start import Choice, Start, choose, make_start, write_tokenizer
 from engine.throughput import peak_flops
-from luna_hf.scripting import write_json, write_text
+from luna_hf.scripting import portable, write_json, write_text
 
 
 def pretrain(recipe: RunRecipe, command: str, objective: Objective) -> dict[str, Any] | None:
@@ -52,45 +61,69 @@ def pretrain(recipe: RunRecipe, command: str, objective: Objective) -> dict[str,
     micro_batch, passes = split_update(recipe.update_rows, recipe.batch_size, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = passes
     plan = Plan(micro_batch, passes, accelerator.num_processes, accelerator.process_index)
-    # Whatever can be wrong is checked before the folder, which may hold an earlier model, is touched.
+    # Whatever can be wrong is checked before the folder, which may hold an earlier model, is changed.
     objective.check(recipe)
-    choice = choose(recipe, objective)
-    corpus = open_corpus(recipe)
-    accelerator.print(f"Read {corpus.description}.")
-    # Loading finds damaged files. A new model needs the tokenizer first.
-    start = make_start(recipe, objective, accelerator) if recipe.model_name_or_path else None
-    found, folder = find_checkpoint(recipe, accelerator.print), Path(recipe.output_dir)
-    repository = ""
-    if recipe.push_to_hub and accelerator.is_main_process:
-        repository = reserve_repository(recipe.hub_model_id or recipe.model_name, recipe.hub_private)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process and found:
+    choice, folder = choose(recipe, objective), Path(recipe.output_dir)
+    with held(accelerator, folder):
+        found = on_main(accelerator, lambda: find_checkpoint(recipe, print))
+        corpus = open_corpus(recipe)
+        accelerator.print(f"Read {corpus.description}.")
+        # Loading finds damaged files. A new model needs the tokenizer first.
+        start = make_start(recipe, objective, accelerator) if recipe.model_name_or_path else None
+        repository = on_main(accelerator, lambda: reserve(recipe))
+        opened = on_main(accelerator, lambda: open_folder(recipe, objective, choice, corpus, found))
+        tokenizer = load_tokenizer(str(folder))
+        objective.check_tokenizer(recipe, tokenizer, tokenizer.model_max_length)  # it may have just been trained
+        text = prepare_text(recipe, corpus, tokenizer, accelerator, objective.row_format(recipe, tokenizer))
+        start = start or make_start(recipe, objective, accelerator, text.tokenizer)
+        start.notes[:0] = choice.notes
+        run, counters = prepare_run(recipe, objective, accelerator, plan, text, start, opened)
+        with run.stop:  # before and after training nothing can be lost, and signals have their usual effect
+            last = train(run, counters)
+        if last is None:
+            accelerator.print(
+                f"Stopped by {run.stop.name or 'request'} after step {counters.step:,} of {recipe.max_steps:,}, saved "
+                f"in {checkpoints(folder)[-1]}. The same command resumes from there."
+            )
+            accelerator.end_training()
+            return None
+        figures = finish(run, text, counters, last, command)
+        accelerator.end_training()
+        if repository and accelerator.is_main_process:
+            push_folder(folder, repository, "Pretrained model", ignore=["checkpoints/**", f"{recipe.model_name}/**"])
+            print(f"Pushed to {repository}.")
+    return figures
+
+
+class Opened(NamedTuple):
+    """An output folder in use: the checkpoint to resume from, the run's inputs, and which have changed since."""
+
+    found: Path | None
+    inputs: dict[str, str]
+    changed: list[str]
+
+
+def open_folder(recipe: RunRecipe, objective: Objective, choice: Choice, corpus: Corpus, found: Path | None) -> Opened:
+    """Clean the output folder, and give a run that starts its tokenizer.
+
+    Raises:
+        UserError: Inputs have changed since the checkpoint `found`, or a text cannot be read.
+    """
+    folder = Path(recipe.output_dir)
+    if found:
         remove_unfinished(folder)
-    elif accelerator.is_main_process:
+    else:
         clear_output(folder)
         write_tokenizer(recipe, objective, choice, corpus.training_documents(), folder)
-    accelerator.wait_for_everyone()
-    tokenizer = load_tokenizer(str(folder))
-    objective.check_tokenizer(recipe, tokenizer, tokenizer.model_max_length)  # it may have just been trained
-    text = prepare_text(recipe, corpus, tokenizer, accelerator, objective.row_format(recipe, tokenizer))
-    start = start or make_start(recipe, objective, accelerator, text.tokenizer)
-    start.notes[:0] = choice.notes
-    run, counters = prepare_run(recipe, objective, accelerator, plan, text, start, found)
-    with run.stop:  # before and after training nothing can be lost, and signals have their usual effect
-        last = train(run, counters)
-    if last is None:
-        accelerator.print(
-            f"Stopped by {run.stop.name or 'request'} after step {counters.step:,} of {recipe.max_steps:,}, saved in "
-            f"{checkpoints(folder)[-1]}. The same command resumes from there."
-        )
-        accelerator.end_training()
-        return None
-    figures = finish(run, text, counters, last, command)
-    accelerator.end_training()
-    if repository:
-        push_folder(folder, repository, "Pretrained model", ignore=["checkpoints/**", f"{recipe.model_name}/**"])
-        print(f"Pushed to {repository}.")
-    return figures
+    inputs = fingerprint_inputs(recipe, corpus)
+    return Opened(found, inputs, changed_inputs(recipe, found, inputs) if found else [])
+
+
+def reserve(recipe: RunRecipe) -> str:
+    """The repository that the run will be pushed to, or "" if it will not be."""
+    return (
+        reserve_repository(recipe.hub_model_id or recipe.model_name, recipe.hub_private) if recipe.push_to_hub else ""
+    )
 
 
 def prepare_run(
@@ -100,9 +133,9 @@ def prepare_run(
     plan: Plan,
     text: PreparedText,
     start: Start,
-    found: Path | None,
+    opened: Opened,
 ) -> tuple[Run, Counters]:
-    """Model, optimizer and schedule, new or from the checkpoint `found`, and the run's progress.
+    """Model, optimizer and schedule, new or from a checkpoint, and the run's progress.
 
     Raises:
         UserError: The checkpoint cannot be loaded, or the backend cannot follow the recipe.
@@ -133,20 +166,24 @@ def prepare_run(
     set_seed(recipe.seed, device_specific=True)
 
     counters, folder = Counters(processes=accelerator.num_processes), Path(recipe.output_dir)
-    if found:
+    if found := opened.found:
         text.rows.load_state_dict(load_checkpoint(accelerator, found))
         counters = read_state(found)[0]
     log = RunLog(folder / "log.jsonl", accelerator.is_main_process, counters.step if found else None)
     if found:
-        log.add("resumed", counters.step)
+        log.add("resumed", counters.step, **({"changed": opened.changed} if opened.changed else {}))
         accelerator.print(f"Resuming from {found}: step {counters.step:,} of {recipe.max_steps:,}.")
     if recipe.trackers:
         flat = {key: value for key, value in dataclasses.asdict(recipe).items() if isinstance(value, int | float | str)}
         accelerator.init_trackers(recipe.model_name, config=flat)
 
+    record = {"recipe": dataclasses.asdict(recipe), "inputs": opened.inputs}
+    text.facts["inputs_fingerprint"] = hashlib.blake2b(
+        " ".join(sorted(opened.inputs.values())).encode(), digest_size=16
+    ).hexdigest()
+
     def save(counters: Counters) -> None:
-        state = text.rows.state_dict()
-        save_checkpoint(accelerator, folder, counters, dataclasses.asdict(recipe), state, recipe.save_total_limit)
+        save_checkpoint(accelerator, folder, counters, record, text.rows.state_dict(), recipe.save_total_limit)
 
     run = Run(
         recipe=recipe,
@@ -180,10 +217,10 @@ def announce(run: Run, text: PreparedText, plan: Plan, counters: Counters, param
         "evaluated.\n"
         f"Model: {recipe.model_name_or_path or recipe.model['model_type']}, {parameters:,} parameters.\n"
         f"Steps: {recipe.max_steps - counters.step:,} to go, each of {recipe.update_rows} blocks "
-        f"({recipe.global_batch_tokens:,} tokens): {plan.accumulation} pass(es) of {plan.micro_batch} on each of "
-        f"{plan.processes} process(es).\n"
-        f"Device: {run.accelerator.device}, {torch.get_num_threads()} thread(s); "
-        f"peak for the MFU: {peak} per process.\n"
+        f"({recipe.global_batch_tokens:,} tokens): {plural(plan.accumulation, 'pass', 'passes')} of {plan.micro_batch} "
+        f"on each of {plural(plan.processes, 'process', 'processes')}.\n"
+        f"Device: {run.accelerator.device}, {plural(torch.get_num_threads(), 'thread')}; peak {peak} per process. "
+        'Below, "mfu" (model FLOPs utilisation) is the share of the peak that the model uses.\n'
         f"Unigram baseline on {text.unigram['targets']:,} held-out {run.objective.targets_name}: "
         f"{text.unigram['loss']:.3f} nats."
     )
@@ -203,6 +240,11 @@ def finish(run: Run, text: PreparedText, counters: Counters, last: Evaluation, c
     if not math.isclose(result.loss, last.loss, rel_tol=1e-2):  # allows for mixed precision, which the files lack
         raise RuntimeError(f"The saved model has a loss of {result.loss:.4f}, but the trained one had {last.loss:.4f}.")
     longest = longest_input(reloaded.config)
+    changes = [
+        f"Continued from step {entry['step']:,} on data that had changed: {', '.join(map(portable, entry['changed']))}."
+        for entry in run.log.entries
+        if entry.get("changed")
+    ]
     figures = {
         **{f"held_out_{name}": value for name, value in dataclasses.asdict(result).items()},
         "unigram_loss": text.unigram["loss"],
@@ -215,10 +257,10 @@ def finish(run: Run, text: PreparedText, counters: Counters, last: Evaluation, c
         "model_type": reloaded.config.model_type,
         "seen_tokens": counters.seen_tokens,
         "skipped_updates": counters.skipped,
-        "mfu": run.log.series("train", "mfu")[1][-1],
+        "mfu": utilisation(run, counters.seen_tokens / counters.seconds),
         "processes": accelerator.num_processes,
         "start": objective.start(recipe),
-        "notes": run.notes,
+        "notes": [*run.notes, *changes],
         "command": command,
         **machine(),
     }

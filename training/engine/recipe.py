@@ -13,7 +13,7 @@ _FREE_TO_CHANGE = {
     *("model_name", "language", "license", "output_dir", "overwrite_output_dir", "resume", "cache_dir"),
     *("push_to_hub", "hub_model_id", "hub_private", "batch_size", "max_skipped_steps", "save_steps"),
     *("save_total_limit", "log_steps", "eval_steps", "trackers", "min_gain_nats", "fill_mask", "prompts"),
-    "sample_tokens",
+    *("sample_tokens", "accept_changed_data"),
 }
 
 
@@ -32,6 +32,7 @@ class RunRecipe:
     output_dir: str
     overwrite_output_dir: bool
     resume: bool
+    accept_changed_data: bool
     push_to_hub: bool
     hub_model_id: str
     hub_private: bool
