@@ -142,13 +142,28 @@ def test_a_misspelt_field_is_refused(model_type):
         ("d_model", "`hidden_size`"),
         ("dropout", "`hidden_dropout_prob`"),
         ("max_length", "`max_position_embeddings`"),
-        ("temperature", ""),
     ],
 )
 def test_names_of_other_libraries_are_refused(model_type, name, field):
     for make in (FAMILIES[model_type].config, partial(AutoConfig.for_model, model_type)):
         with refused(f"`{name}`", field):
             make(**{name: 2})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_other_keywords_become_attributes(model_type):
+    """As in every config of Transformers: some are the library's, and users keep their own values there."""
+    config = FAMILIES[model_type].config(tokenizer_class="RobertaTokenizer", finetuning_task="sst2", note="mine")
+    assert (config.tokenizer_class, config.finetuning_task, config.note) == ("RobertaTokenizer", "sst2", "mine")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_fields_of_another_family_are_refused(model_type):
+    own = FAMILIES[model_type].config
+    for other in {family.config for family in FAMILIES.values()} - {own}:
+        (name, *_) = sorted(other.__dataclass_fields__.keys() - own.__dataclass_fields__.keys() - {other.slots_field})
+        with refused(f"`{name}`", other.__name__):
+            own(**{name: 2})
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

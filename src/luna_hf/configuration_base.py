@@ -100,7 +100,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
             and in inference in blocks small enough to save memory.
 
     Raises:
-        ValueError: A value is out of range, or a keyword is not a field. Set other values as attributes of the config.
+        ValueError: A value is out of range, or a keyword resembles a field, is the name of one in another library, or
+            belongs to another family. Other keywords become attributes, as in every config of Transformers.
     """
 
     model_type = "bounded_memory"
@@ -145,7 +146,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if not kwargs.pop("_from_file", False):
-            self._refuse_unknown(kwargs)
+            self._refuse_foreign(kwargs)
         if self.position_embedding_type is None:
             self.position_embedding_type = "rotary" if self.is_decoder else "learned"
         self.validate_values()
@@ -255,30 +256,36 @@ class BoundedMemoryConfig(PreTrainedConfig):
 
         Transformers saves every attribute ever set on a config, and the saved file must load again.
         """
-        misspelt = cls._unknown(config_dict, other_names=False)
-        for name, field in [*misspelt.items(), *cls._unknown(kwargs).items()]:
-            if field:
-                logger.warning(f"{cls.__name__} has no field `{name}`: its value is ignored. Did you mean `{field}`?")
-        kept = {name: value for name, value in config_dict.items() if not misspelt.get(name)}
+        misspelt = cls._misspelt(config_dict)
+        for name, field in {**misspelt, **cls._misspelt(kwargs), **cls._foreign(kwargs)}.items():
+            logger.warning(f"{cls.__name__} has no field `{name}`: its value is ignored. Did you mean `{field}`?")
+        kept = {name: value for name, value in config_dict.items() if name not in misspelt}
         return super().from_dict({**kept, "_from_file": True}, **kwargs)
 
     @classmethod
-    def _refuse_unknown(cls, keywords: dict[str, Any]) -> None:
-        """Raise for a keyword that is not a field; transformers would silently keep it as an attribute."""
-        for name, field in cls._unknown(keywords).items():
-            own = sorted(cls.__dataclass_fields__.keys() - BoundedMemoryConfig.__dataclass_fields__.keys())
-            hint = f"Did you mean `{field}`?" if field else f"Its own fields are {', '.join(own)}."
-            raise ValueError(f"{cls.__name__} has no field `{name}`. {hint}")
+    def _refuse_foreign(cls, keywords: dict[str, Any]) -> None:
+        """Raise for a keyword that resembles or means a field; transformers would silently keep it as an attribute."""
+        for name, field in {**cls._misspelt(keywords), **cls._foreign(keywords)}.items():
+            raise ValueError(f"{cls.__name__} has no field `{name}`. Did you mean `{field}`?")
+        for sibling in BoundedMemoryConfig.__subclasses__():
+            for name in cls._unknown(keywords) & sibling.__dataclass_fields__.keys():
+                raise ValueError(f"{cls.__name__} has no field `{name}`: it is one of {sibling.__name__}.")
 
     @classmethod
-    def _unknown(cls, keywords: dict[str, Any], other_names: bool = True) -> dict[str, str | None]:
-        """Map each name that is not a field to the field that it resembles or, with `other_names`, means elsewhere."""
+    def _misspelt(cls, keywords: dict[str, Any]) -> dict[str, str]:
+        """Map each unknown name that closely resembles a field to that field."""
         known = [*cls.__dataclass_fields__, "num_labels"]
+        close = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in cls._unknown(keywords)}
+        return {name: match[0] for name, match in sorted(close.items()) if match}
+
+    @classmethod
+    def _foreign(cls, keywords: dict[str, Any]) -> dict[str, str]:
+        """Map each name that another library or family gives to a field to that field."""
         elsewhere = {name: field for field, names in _OTHER_NAMES.items() for name in names.split()}
         elsewhere |= {sibling.slots_field: cls.slots_field for sibling in BoundedMemoryConfig.__subclasses__()}
-        unknown = {}
-        for name in sorted(keywords.keys() - _LIBRARY_KEYWORDS - set(known)):
-            if not name.startswith("_"):
-                close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-                unknown[name] = close[0] if close else elsewhere.get(name) if other_names else None
-        return unknown
+        return {name: elsewhere[name] for name in sorted(cls._unknown(keywords)) if elsewhere.get(name)}
+
+    @classmethod
+    def _unknown(cls, keywords: dict[str, Any]) -> set[str]:
+        unknown = keywords.keys() - _LIBRARY_KEYWORDS - cls.__dataclass_fields__.keys()
+        return {name for name in unknown if not name.startswith("_")}
