@@ -7,7 +7,6 @@ parameters except the control's have RoBERTa's names and shapes.
 from .abc_control import SharedControl
 from .attention_abc import AbcAttention
 from .configuration_abc import AbcConfig
-from .modeling_base import BoundedMemoryPreTrainedModel
 from .modeling_encoder import (
     EncoderModelMixin,
     MaskedLMMixin,
@@ -16,9 +15,10 @@ from .modeling_encoder import (
     SequenceClassificationMixin,
     TokenClassificationMixin,
 )
+from .positions import EncoderPreTrainedModel
 
 
-class AbcPreTrainedModel(BoundedMemoryPreTrainedModel):
+class AbcPreTrainedModel(EncoderPreTrainedModel):
     """Base class of the ABC encoders."""
 
     config: AbcConfig
@@ -28,7 +28,7 @@ class AbcPreTrainedModel(BoundedMemoryPreTrainedModel):
 class AbcModel(SharedControl, EncoderModelMixin, AbcPreTrainedModel):
     """The ABC encoder without a head."""
 
-    _no_split_modules = [*BoundedMemoryPreTrainedModel._no_split_modules, "AbcControl"]
+    _no_split_modules = [*EncoderPreTrainedModel._no_split_modules, "AbcControl"]
     attention_class = AbcAttention
 
 

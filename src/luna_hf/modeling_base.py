@@ -80,6 +80,22 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
         classes = {"AutoConfig": self.config_class, **classes}
         return {auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in classes.items()}
 
+    def get_position_embeddings(self) -> nn.Module | None:
+        """The position table; `None` if positions are rotary."""
+        return self.base_model.embeddings.position_embeddings
+
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """Set `config.max_position_embeddings`, which limits no decoder; encoders also resize their table.
+
+        Raises:
+            ValueError: The number is below 1, or the attention has weights for each position.
+        """
+        trained, length = self.config.max_position_embeddings, new_num_position_embeddings
+        reason = "a model needs at least 1" if length < 1 else length != trained and self.config.fixed_length()
+        if reason:
+            raise ValueError(f"The model cannot be resized from {trained} to {length} positions, since {reason}.")
+        self.config.max_position_embeddings = length
+
     @classmethod
     def from_roberta(
         cls, source: str | os.PathLike | PreTrainedModel, **options: Any

@@ -67,7 +67,6 @@ class TokenEmbeddings(nn.Module):
         width, padding_idx = config.hidden_size, config.pad_token_id
         num_positions = config.max_position_embeddings + padding_idx + 1
         self.padding_idx = padding_idx
-        self.max_position_embeddings = config.max_position_embeddings
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_idx)
         self.scale = math.sqrt(width) if config.position_embedding_type == "sinusoidal" else 1.0
         if config.position_embedding_type == "learned":

@@ -29,7 +29,6 @@ from .configuration_luna import LunaConfig
 from .context import ForwardContext, drop_if_full, make_context
 from .dispatch import choose
 from .functional import first_kept, masked_mean
-from .modeling_base import BoundedMemoryPreTrainedModel
 from .modeling_encoder import (
     EncoderModelMixin,
     MaskedLMMixin,
@@ -40,6 +39,7 @@ from .modeling_encoder import (
     TokenPooling,
 )
 from .modeling_layers import SinusoidalPositions, TransformerLayer
+from .positions import EncoderPreTrainedModel
 
 
 @dataclass
@@ -155,14 +155,14 @@ def join_streams(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return _JoinStreams.apply(first, second) if torch.is_grad_enabled() else (first, second)
 
 
-class LunaPreTrainedModel(BoundedMemoryPreTrainedModel):
+class LunaPreTrainedModel(EncoderPreTrainedModel):
     """Base class of the Luna encoders."""
 
     config: LunaConfig
     base_model_prefix = "luna"
-    _no_split_modules = [*BoundedMemoryPreTrainedModel._no_split_modules, "LunaPackedEmbeddings"]
+    _no_split_modules = [*EncoderPreTrainedModel._no_split_modules, "LunaPackedEmbeddings"]
     _can_record_outputs = {
-        **BoundedMemoryPreTrainedModel._can_record_outputs,
+        **EncoderPreTrainedModel._can_record_outputs,
         "packed_hidden_states": [OutputRecorder(LunaPackedEmbeddings), OutputRecorder(TransformerLayer, index=1)],
         "pack_attentions": OutputRecorder(LunaPackAttention, index=1),
     }

@@ -71,7 +71,7 @@ EXPECTED_SKIPS: dict[str, str] = {
     # Parameters have the same names in files and in models.
     "test_can_load_from_already_mapped_keys": "No conversion found",
     "test_reverse_loading_mapping": "No conversion found",
-    # There is no `resize_position_embeddings`.
+    # Sinusoidal and rotary positions have no matrix to resize.
     "test_resize_position_vector_embeddings": "does not have position embeddings",
 }
 # Skips of encoders only.
@@ -174,6 +174,8 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
         fields = {**self.common_fields, **(self.opposite_fields if self.variant.opposite else {})}
         self.model_tester = TinyModelTester(self.family_name, self.variant, fields, self.special_ids)
         self.training_overfit_steps = self.variant.overfit_steps
+        positions = self.model_tester.get_config().position_embedding_type
+        self.test_resize_position_embeddings = positions == "learned"
 
     @property
     def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:

@@ -151,28 +151,29 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
     config, trained = model.config, longest_input(model.config)
     if length <= trained:
         return None
-    if isinstance(config, BoundedMemoryConfig) and (reason := config.fixed_length()):
-        raise UserError(
-            f"The model cannot be extended from {trained:,} to {length:,} tokens, since {reason}. Shorten the inputs, "
-            f"or convert the original model with `--max-length {length}` (docs/warm-start.md)."
-        )
     added = length - trained
     embeddings = getattr(model.base_model, "embeddings", None)
     table = getattr(embeddings, "position_embeddings", None)
+    learned = isinstance(table, nn.Embedding)
+    rule = f"the {trained:,} learned positions are repeated" if learned else "the sinusoids continue"
+    note = f"Positions extended from {trained:,} to {length:,} tokens: {rule}."
+    if isinstance(config, BoundedMemoryConfig):
+        try:
+            model.resize_position_embeddings(length)
+        except ValueError as error:
+            raise UserError(
+                f"{error} Shorten the inputs, or convert the original model with `--max-length {length}` "
+                "(docs/warm-start.md)."
+            ) from error
+        return note
     if table is None and hasattr(config, "rope_parameters"):
         config.max_position_embeddings += added
         return f"Rotary positions: the model accepts {length:,} tokens; it was trained on at most {trained:,}."
-    if isinstance(table, nn.Embedding):
-        first = table.num_embeddings - trained  # rows before the first position
-        rows = repeat_positions(table.weight.detach(), first, length)
-        embeddings.position_embeddings = nn.Embedding(*rows.shape, padding_idx=table.padding_idx, _weight=rows)
-        rule = f"the {trained:,} learned positions are repeated"
-    elif hasattr(table, "make_table"):  # luna_hf's sinusoids
-        remade = type(table)(table.num_positions + added, table.dim, table.padding_idx)
-        embeddings.position_embeddings = remade.to(table.table.device, table.table.dtype)
-        rule = "the sinusoids continue"
-    else:
+    if not learned:
         raise UserError(f"A {config.model_type} model cannot be extended: where it keeps its positions is unknown.")
+    first = table.num_embeddings - trained  # rows before the first position
+    rows = repeat_positions(table.weight.detach(), first, length)
+    embeddings.position_embeddings = nn.Embedding(*rows.shape, padding_idx=table.padding_idx, _weight=rows)
     config.max_position_embeddings += added
     if hasattr(embeddings, "max_position_embeddings"):
         embeddings.max_position_embeddings += added
@@ -181,7 +182,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
         if isinstance(buffer, torch.Tensor):
             longer = torch.arange(buffer.shape[1] + added, device=buffer.device).expand(1, -1)
             embeddings.register_buffer(name, longer if name == "position_ids" else longer * 0, persistent=False)
-    return f"Positions extended from {trained:,} to {length:,} tokens: {rule}."
+    return note
 
 
 def load_encoder(

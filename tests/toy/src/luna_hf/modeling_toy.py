@@ -2,7 +2,6 @@
 
 from .attention_toy import ToyAttention
 from .configuration_toy import ToyConfig
-from .modeling_base import BoundedMemoryPreTrainedModel
 from .modeling_encoder import (
     EncoderModelMixin,
     MaskedLMMixin,
@@ -11,9 +10,10 @@ from .modeling_encoder import (
     SequenceClassificationMixin,
     TokenClassificationMixin,
 )
+from .positions import EncoderPreTrainedModel
 
 
-class ToyPreTrainedModel(BoundedMemoryPreTrainedModel):
+class ToyPreTrainedModel(EncoderPreTrainedModel):
     """Base class of the toy encoders."""
 
     config: ToyConfig
