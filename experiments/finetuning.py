@@ -100,11 +100,17 @@ def report(options: argparse.Namespace, subject: str, shared: dict[str, Any]) ->
 
 
 def condense(result: dict[str, Any]) -> dict[str, Any]:
-    """A task's entry in the result file: every score of every seed, cost, and what was cut."""
+    """A task's entry in the result file: every score of every seed, cost, and what was cut.
+
+    Raises:
+        UserError: A run diverged.
+    """
     models: dict[str, dict[str, Any]] = {}
     split = result["development"]
     for run in result["runs"]:
         system = run["model"].rpartition("-seed")[0] or run["model"]
+        if run.get("diverged"):
+            raise UserError(f"{run['model']} diverged with seed {run['seed']}: there is no mean over the seeds.")
         own = models.setdefault(system, {})
         figures = {"seeds": run["seed"], "scores": run["scores"][split]}
         figures |= {name: run[name] for name in ("training_seconds", "tokens_per_second")}

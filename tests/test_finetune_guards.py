@@ -185,6 +185,17 @@ def test_a_half_removed_checkpoint_beside_a_finished_model_is_cleared(luna, tmp_
     assert finetune_glue.main(words) == 0 and not checkpoints(out)
 
 
+@pytest.mark.parametrize("name", ["run.json", "settings.json"])
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"7"])
+def test_a_damaged_file_of_a_finished_run_is_named(name, content, luna, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    for file in ("run.json", "settings.json"):
+        (out / file).write_bytes(content if file == name else b"{}")
+    message = refused(capsys, command(luna, out, **labelled(tmp_path)))
+    assert str(out / name) in message and message.count("\n") == 1
+
+
 FULL = {"a checkpoint": (FinetuneTrainer, "_save_checkpoint"), "the model": (FinetuneTrainer, "save_model")}
 
 

@@ -206,3 +206,9 @@ def test_committed_results():
     for name, text in (("pretrain", learning_report.text), ("finetune", finetuning.table)):
         (path,) = RESULTS.glob(f"learning-{name}-*.json")
         check(path, text)
+
+
+def test_a_study_has_no_mean_over_runs_that_diverged():
+    run = {"model": "luna-seed0", "seed": 1, "diverged": "loss", "notes": []}
+    with pytest.raises(UserError, match=r"luna-seed0 .*1"):
+        finetuning.condense({"development": "validation", "runs": [run]})

@@ -12,7 +12,7 @@ from typing import Any
 from common.fingerprint import changed_files
 from datasets import Dataset
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, reason
 from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments
 from tasks.task import Job
 from tasks.trainer import checkpoints
@@ -97,9 +97,22 @@ def unique_labels(models: list[str]) -> dict[str, str]:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The content of `run.json`, with its `folder`; empty if the folder holds no finished run."""
+    """The content of `run.json`, with its `folder`; empty if the folder holds no finished run.
+
+    Raises:
+        UserError: The file is damaged.
+    """
     path = folder / RUN_FILE
-    return {**json.loads(path.read_text(encoding="utf-8")), "folder": str(folder)} if path.is_file() else {}
+    return {**_read(path), "folder": str(folder)} if path.is_file() else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{path} is damaged ({reason(error)}). Name another --output_dir, or remove {path.parent}."
+        ) from error
 
 
 def check_output(folder: Path, models: list[str]) -> None:
@@ -170,12 +183,12 @@ def check_settings(run: Run, job: Job) -> None:
     """Compare with the run that the folder holds. One that diverged gives way to other settings, for it left nothing.
 
     Raises:
-        UserError: It holds a run with other settings or, unless they are accepted, other data.
+        UserError: It holds a run with other settings or, unless they are accepted, other data; or a damaged file.
     """
     path, settings = run.folder / SETTINGS_FILE, run_settings(run, job)
     if not path.is_file() or not is_begun(run.folder):
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = _read(path)
     if read_run(run.folder).get("diverged"):
         if before != settings and job.is_main:
             (run.folder / RUN_FILE).unlink()
