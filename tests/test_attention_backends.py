@@ -14,15 +14,18 @@ from helpers import (
     inputs_for,
     padded_batch,
     refused,
+    tiny_causal_model,
     tiny_config,
     tiny_model,
     variants_of,
 )
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from variants import ROWS
 
 from luna_hf import dispatch
-from luna_hf.attention_base import Linear, attend, make_key_mask
+from luna_hf.attention_base import attend, linear, make_key_mask
 from luna_hf.functional import masked_softmax
 
 
@@ -235,10 +238,14 @@ def test_half_precision_on_cpu(monkeypatch, model_type, slow):
     """Native and emulated bfloat16 both equal float32 within rounding, on any CPU."""
     monkeypatch.setattr(dispatch, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16] if slow else []))
     torch.manual_seed(0)
-    layer, states = Linear(32, 16), torch.randn(5, 32)
+    layer, states = nn.Linear(32, 16), torch.randn(5, 32)
     expected = layer(states)
-    actual = layer.to(torch.bfloat16)(states.bfloat16())
+    layer, states = layer.bfloat16(), states.bfloat16()
+    actual = linear(layer, states)
     assert actual.dtype == torch.bfloat16
+    # The product of float32 numbers rounds once, at the end.
+    in_float32 = layer.float()(states.float()).bfloat16()
+    assert not slow or torch.equal(actual, in_float32)
     torch.testing.assert_close(actual.float(), expected, rtol=0.03, atol=0.03)
 
     inputs = padded_batch([20, 3])
@@ -249,3 +256,27 @@ def test_half_precision_on_cpu(monkeypatch, model_type, slow):
         actual = model.to(torch.bfloat16)(**inputs).last_hidden_state[real]
     # Three layers of normed states of size 1 to 4, each rounded to 8 bits.
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=0.1)
+
+
+class LinearDtypes(TorchFunctionMode):
+    """Records the dtypes in which linear layers compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear:
+            self.seen.add(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["mlm", "token", "span", "causal"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_linear_layer_avoids_emulation(monkeypatch, model_type, kind):
+    model = (tiny_causal_model(model_type) if kind == "causal" else tiny_model(model_type, kind)).bfloat16()
+    for slow, computes_in in ((True, torch.float32), (False, torch.bfloat16)):
+        monkeypatch.setattr(dispatch, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16] if slow else []))
+        with torch.no_grad(), LinearDtypes() as dtypes:
+            assert model(**padded_batch([20, 3]))[0].dtype == torch.bfloat16
+        assert dtypes.seen == {computes_in}

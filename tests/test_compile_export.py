@@ -12,10 +12,13 @@ from helpers import (
     inputs_for,
     padded_batch,
     random_ids,
+    tiny_causal_model,
     tiny_model,
     variants_of,
 )
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.ao.nn.quantized.dynamic import Linear as QuantizedLinear
 from variants import COMMON, ROWS
 
 from luna_hf import FAMILIES
@@ -226,3 +229,22 @@ def test_a_converted_model_stays_near_float32(family, variant, precision):
     assert relative_error(states.detach(), expected) < bound
     states.float().pow(2).mean().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+# ---- quantization ----
+
+
+@families
+@pytest.mark.parametrize("kind", ["mlm", "sequence", "causal"])
+@torch.no_grad()
+def test_dynamic_quantization_replaces_every_linear_layer(family, kind):
+    model = tiny_causal_model(family) if kind == "causal" else tiny_model(family, kind)
+    inputs = uneven(kind, 3, 31)
+    expected = model(**inputs).logits
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    replaced = {name for name, module in quantized.named_modules() if isinstance(module, QuantizedLinear)}
+    assert replaced == linear
+    # A weight is rounded by up to half a step, 1/255 of its tensor's range.
+    error = relative_error(quantized(**inputs).logits, expected)
+    assert 0 < error < 0.1

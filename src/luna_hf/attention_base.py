@@ -1,11 +1,13 @@
-"""Attention through transformers' backends with any numbers of queries and keys, the backends' padding masks, and a
-linear layer that is fast in half precision on every CPU."""
+"""Attention through transformers' backends with any numbers of queries and keys, the backends' padding masks, and
+products that are fast in half precision on every CPU."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,19 +19,35 @@ from .functional import softmax_attention, split_heads
 _FLEX_BLOCK = 128
 
 
-class Linear(nn.Linear):
-    """`nn.Linear` that computes in float32 on CPUs without instructions for the half-precision dtype.
+class _LinearInFloat32(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.linear and multiplies_in_float32(*args[:2]):
+            states, *parameters = args
+            parameters = (None if tensor is None else tensor.float() for tensor in parameters)
+            return F.linear(states.float(), *parameters).to(states.dtype)
+        return function(*args, **(kwargs or {}))
 
-    On those CPUs (AVX2, for example) PyTorch's emulation reaches only a few per cent of float32 throughput, while the
-    conversion is cheap and loses no precision. Everywhere else this is plain `nn.Linear`.
+
+def linear(layer: nn.Module, states: Tensor) -> Tensor:
+    """`layer(states)` for a linear layer, computed in float32 where the CPU would have to emulate the states' dtype.
+
+    On CPUs without instructions for it (AVX2 and bfloat16, for example), PyTorch's emulation reaches only a few per
+    cent of float32 throughput, while the conversion is cheap and loses no precision. A call and not a subclass of
+    `nn.Linear`, because quantization replaces modules by their exact type; a mode, because `layer` may be an adapter.
+
+    Args:
+        layer: a linear layer, or what a library has put in its place.
+        states: (..., in_features).
+
+    Returns:
+        (..., out_features) in the dtype of `states`.
     """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features)."""
-        if multiplies_in_float32(input, self.weight):
-            bias = None if self.bias is None else self.bias.float()
-            return F.linear(input.float(), self.weight.float(), bias).to(input.dtype)
-        return super().forward(input)
+    if not multiplies_in_float32(states, states):
+        return layer(states)
+    with _LinearInFloat32():
+        return layer(states)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

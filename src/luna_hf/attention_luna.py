@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .attention_base import KeyMask, Linear, attend_heads, make_key_mask
+from .attention_base import KeyMask, attend_heads, linear, make_key_mask
 from .configuration_luna import LunaConfig
 from .context import ForwardContext, drop_if_full
 from .functional import split_heads
@@ -47,18 +47,19 @@ class LunaProjections:
     def add_projections(self, config: LunaConfig) -> None:
         """Create the query, key and value projections."""
         width = config.hidden_size
-        self.query = Linear(width, width)
+        self.query = nn.Linear(width, width)
         if config.tie_kv:
-            self.key_value = Linear(width, width)
+            self.key_value = nn.Linear(width, width)
         else:
-            self.key, self.value = Linear(width, width), Linear(width, width)
+            self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
 
     def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
         if self.config.tie_kv:
-            both = split_heads(self.key_value(states), self.num_heads)
+            both = split_heads(linear(self.key_value, states), self.num_heads)
             return both, both
-        return split_heads(self.key(states), self.num_heads), split_heads(self.value(states), self.num_heads)
+        key, value = linear(self.key, states), linear(self.value, states)
+        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
 
 class LunaPackAttention(LunaProjections, nn.Module):
@@ -75,7 +76,7 @@ class LunaPackAttention(LunaProjections, nn.Module):
 
     def forward(self, packed_query: Tensor, states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Compute Y_P (b, l, d) from P (b, l, d) and (b, n, d) states; if eager, also the weights (b, h_p, l, n)."""
-        query = split_heads(self.query(packed_query), self.num_heads)
+        query = split_heads(linear(self.query, packed_query), self.num_heads)
         return attend_heads(self, query, *self.key_and_value(states), context.masks.tokens, **context.options)
 
 

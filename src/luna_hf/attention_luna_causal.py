@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.utils import is_torchdynamo_compiling
 
-from .attention_base import Linear, product
+from .attention_base import linear, product
 from .attention_luna import LunaProjections
 from .causal_attention import CausalMemoryAttention
 from .configuration_luna import LunaConfig
@@ -52,7 +52,7 @@ class LunaCausalPack(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.slots = nn.Parameter(torch.empty(config.projection_length, width))
-        self.query, self.key = Linear(width, width), Linear(width, width)
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
 
     def initialise(self, config: LunaConfig) -> None:
         """Initialise P at the scale of normed token states: it has no LayerNorm, and near zero all slots coincide."""
@@ -68,7 +68,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
 
     def write_weights(self, hidden_states: Tensor, carried: None, context: ForwardContext) -> tuple[Tensor, str]:
         """Return A_pack (b, h, n, l); the sums become means over the steps so far."""
-        pack_key = split_heads(self.pack.key(hidden_states), self.num_heads)
+        pack_key = split_heads(linear(self.pack.key, hidden_states), self.num_heads)
         pack_query = self.pack_query(context.layer_cache(self.layer_idx))
         weights = pack_weights(pack_query, pack_key, self.config.pack_activation)
         dropout = self.attention_dropout if self.training else 0.0
@@ -77,7 +77,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
     def pack_query(self, cache: MemoryCacheLayer | None) -> Tensor:
         """Return P W_pq, (1, h, l, c); cached while decoding, where it would cost more than the rest of the layer."""
         if cache is None or torch.is_grad_enabled():
-            return split_heads(self.pack.query(self.pack.slots).unsqueeze(0), self.num_heads)
+            return split_heads(linear(self.pack.query, self.pack.slots).unsqueeze(0), self.num_heads)
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
             return cache.constants["pack_query"]
         key = self.pack_query_key()

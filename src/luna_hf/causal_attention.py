@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from .attention_base import linear
 from .causal_memory import attend_causal_memory
 from .context import ForwardContext
 from .functional import rotate, split_heads
@@ -31,7 +32,7 @@ class CausalMemoryAttention(MemoryAttention):
 
     def project(self, hidden_states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Project to queries, keys and values (b, h, n, c), and rotate queries and keys if positions are rotary."""
-        query = split_heads(self.query(hidden_states), self.num_heads)
+        query = split_heads(linear(self.query, hidden_states), self.num_heads)
         key, value = self.key_and_value(hidden_states)
         if context.angles is not None:
             query, key = rotate(query, context.angles), rotate(key, context.angles)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .attention_base import Linear
+from .attention_base import linear
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext, make_context
 from .functional import split_heads
@@ -43,11 +43,12 @@ class MemoryAttention(nn.Module):
     def add_projections(self, config: BoundedMemoryConfig) -> None:
         """Create the query, key and value projections."""
         width = config.hidden_size
-        self.query, self.key, self.value = (Linear(width, width) for _ in range(3))
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
 
     def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
-        return split_heads(self.key(states), self.num_heads), split_heads(self.value(states), self.num_heads)
+        key, value = linear(self.key, states), linear(self.value, states)
+        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     @staticmethod
     def prepare(
@@ -77,7 +78,7 @@ class MemoryAttention(nn.Module):
         self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Read a memory with (b, n, d) states: (b, n, d) before the output projection, and the weights if eager."""
-        query = split_heads(self.query(hidden_states), self.num_heads)
+        query = split_heads(linear(self.query, hidden_states), self.num_heads)
         return read_memories(self, query, memory.parts, None if context is None else context.options)
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:

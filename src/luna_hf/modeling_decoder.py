@@ -13,7 +13,7 @@ from transformers.utils import TransformersKwargs, is_tracing
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_base import Linear
+from .attention_base import linear
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext, make_context
 from .functional import causal_convolution, move_to_ranks, rotary_angles, token_ranks
@@ -161,7 +161,7 @@ class CausalLMMixin(HeadMixin):
 
     def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @can_return_tuple
     def forward(
@@ -203,7 +203,7 @@ class CausalLMMixin(HeadMixin):
             return_dict=True,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        logits = linear(self.lm_head, slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None or shift_labels is not None:
             loss = self.loss_function(

@@ -31,7 +31,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_base import Linear
+from .attention_base import linear
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext, make_context
 from .functional import first_kept, masked_mean
@@ -142,10 +142,10 @@ class MaskedLMHead(nn.Module):
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
-        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.activation = ACT2FN[config.hidden_act]
         self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.decoder = Linear(config.hidden_size, config.vocab_size)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def initialise(self, config: BoundedMemoryConfig) -> None:
@@ -154,7 +154,8 @@ class MaskedLMHead(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Compute logits: (..., d) to (..., vocab_size)."""
-        return self.decoder(self.layer_norm(self.activation(self.dense(states))))
+        states = self.layer_norm(self.activation(linear(self.dense, states)))
+        return linear(self.decoder, states)
 
 
 class TokenPooling(nn.Module):
@@ -176,9 +177,9 @@ class ClassificationHead(nn.Module):
         super().__init__()
         inner = config.classifier_hidden_size or config.hidden_size
         self.dropout = classifier_dropout(config)
-        self.dense = Linear(config.hidden_size, inner)
+        self.dense = nn.Linear(config.hidden_size, inner)
         self.activation = ACT2FN[config.classifier_activation]
-        self.out_proj = Linear(inner, num_labels)
+        self.out_proj = nn.Linear(inner, num_labels)
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Compute logits: (b, d) to (b, num_labels)."""
@@ -418,7 +419,7 @@ class TokenClassificationMixin(EncoderHeadMixin):
         """Create the head's modules."""
         self.num_labels = config.num_labels
         self.dropout = classifier_dropout(config)
-        self.classifier = Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
     @can_return_tuple
     def forward(
@@ -443,7 +444,7 @@ class TokenClassificationMixin(EncoderHeadMixin):
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(*inputs, return_dict=True, **kwargs)
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        logits = linear(self.classifier, self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
         return self.make_output(outputs, loss=loss, logits=logits)
 
@@ -457,7 +458,7 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
     def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
         self.num_labels = 2
-        self.qa_outputs = Linear(config.hidden_size, 2)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
 
     @can_return_tuple
     def forward(
@@ -484,7 +485,7 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(*inputs, return_dict=True, **kwargs)
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
+        start_logits, end_logits = linear(self.qa_outputs, outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(

@@ -14,7 +14,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention_base import Linear
+from .attention_base import linear
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext
 from .dispatch import choose
@@ -141,7 +141,7 @@ class SubLayerOutput(nn.Module):
 
     def __init__(self, config: BoundedMemoryConfig, in_features: int) -> None:
         super().__init__()
-        self.dense = Linear(in_features, config.hidden_size)
+        self.dense = nn.Linear(in_features, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -151,13 +151,13 @@ class FeedForwardInput(nn.Module):
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
-        self.dense = Linear(config.hidden_size, config.intermediate_size)
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
         self.activation = ACT2FN[config.hidden_act]
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, states: Tensor) -> Tensor:
         """Map (..., d) to (..., intermediate_size)."""
-        return self.dropout(self.activation(self.dense(states)))
+        return self.dropout(self.activation(linear(self.dense, states)))
 
 
 class AttentionBlock(nn.Module):
@@ -190,7 +190,7 @@ class AttentionBlock(nn.Module):
         """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
         mixed, carried, _ = self.self(states, carried, context)
-        mixed = self.output.dense(mixed)
+        mixed = linear(self.output.dense, mixed)
         if self.convolution is not None:
             mixed = mixed + self.convolution(states, context)
         return mixed, carried
@@ -226,7 +226,7 @@ class TransformerLayer(GradientCheckpointingLayer):
 
     def _feed_forward(self, states: Tensor) -> Tensor:
         inner = self.intermediate(self.output.LayerNorm(states) if self.norm_first else states)
-        states = states + self.output.dropout(self.output.dense(inner))
+        states = states + self.output.dropout(linear(self.output.dense, inner))
         return states if self.norm_first else self.output.LayerNorm(states)
 
 

@@ -23,7 +23,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder
 
-from .attention_base import Linear, attend, make_key_mask
+from .attention_base import attend, make_key_mask
 from .attention_luna import LunaAttention, LunaPackAttention, valid_slots
 from .configuration_luna import LunaConfig
 from .context import ForwardContext, drop_if_full, make_context
@@ -253,11 +253,11 @@ class LunaPooling(nn.Module):
         if self.kind in ("cls", "mean"):
             self.tokens = TokenPooling(config)
         elif self.kind == "packed_max":
-            self.in_proj = Linear(width, width)
+            self.in_proj = nn.Linear(width, width)
         elif self.kind == "packed_attention":
             self.attention_dropout = config.attention_probs_dropout_prob
-            self.query, self.key, self.value = (Linear(width, width) for _ in range(3))
-            self.output = Linear(width, width)
+            self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+            self.output = nn.Linear(width, width)
             self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
 
     def forward(self, outputs: LunaModelOutput, keep: Tensor | None) -> Tensor:
