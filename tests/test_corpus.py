@@ -5,6 +5,7 @@ from itertools import islice
 
 import datasets
 import pytest
+from common.fingerprint import changed_files
 from data import corpus as corpora
 from data import cpython_docs
 from data.corpus import open_corpus
@@ -188,6 +189,17 @@ def test_a_dataset_of_the_hub_is_downloaded_once_or_streamed(tmp_path, hub, stre
     (again,) = opened(tmp_path, data=[section], streaming=streaming).sources
     assert again.identity == source.identity and list(again.stream()) == TEXTS
     assert [list(source.stream(index, 2)) for index in range(2)] == [TEXTS[::2], TEXTS[1::2]]
+
+
+def test_the_fingerprint_names_the_sources_that_change(tmp_path, hub):
+    first, second, validation = (write_texts(tmp_path / name) for name in ("a.txt", "b.csv", "c.txt"))
+    names = {"data": [str(first), str(second), "org/texts"], "validation": str(validation)}
+    before = opened(tmp_path, **names).fingerprint()
+    assert changed_files(before, opened(tmp_path, **names).fingerprint()) == []
+    for path in (second, validation, tmp_path / "hub" / "t.jsonl"):
+        write_texts(path, TEXTS[:5])
+    changed = changed_files(before, opened(tmp_path, **names).fingerprint())
+    assert set(changed) == {str(second), str(validation), "org/texts, split train"}
 
 
 # ---- errors ----

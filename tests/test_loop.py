@@ -144,7 +144,7 @@ def test_a_held_out_loss_without_a_perplexity_is_refused(size):
     model = small_model("luna")
     with torch.no_grad():
         model.lm_head.bias[5] = size
-    with refused("held-out loss", error=UserError):
+    with refused("held-out text", error=UserError):
         loop.evaluate(loop.make_accelerator(SimpleNamespace(**SETTINGS)), model, masked_rows(2), 2)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 
 import evaluate_perplexity
@@ -12,6 +13,8 @@ from engine.perplexity import Settings, load, read_tokens, score
 from helpers import FAMILIES, SENTENCES, tiny_causal_model, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
+
+from luna_hf.scripting import locked
 
 SMALL = {"models": [], "data": "", "lengths": [16, 64], "tokens": 128, "part": 16, "stride": 4, "rows": 32}
 SETTINGS = Settings(**SMALL)
@@ -109,6 +112,18 @@ def test_the_script_writes_figures_table_and_plot(folders, text, tmp_path, capsy
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 5000
 
 
+def test_a_short_text_is_scored_as_far_as_it_goes(folders, text, tmp_path, capsys):
+    options = ["--lengths", "64", "--tokens", "100000", "--part", "16", "--rows", "32", "--output", str(tmp_path)]
+    with locked(tmp_path / ".lock"):
+        assert evaluate_perplexity.main([str(folders["luna"]), "--data", str(text), *options]) == 2
+    assert str(os.getpid()) in capsys.readouterr().err
+    assert evaluate_perplexity.main([str(folders["luna"]), "--data", str(text), *options]) == 0
+    found = len(read_tokens(tiny_tokenizer(), str(text), "text", 100000))
+    assert f"{found:,} of the 100,000" in capsys.readouterr().err
+    (model,) = json.loads((tmp_path / "perplexity.json").read_text())["models"]
+    assert model["tokens"] == found // 64 * 64
+
+
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
@@ -116,7 +131,8 @@ def test_the_script_writes_figures_table_and_plot(folders, text, tmp_path, capsy
         ("luna", ["--lengths", "1", "64"], "below 2"),
         ("luna", ["--tokens", "20"], "`--tokens` is 20"),
         ("luna", ["--stride", "99"], "`--stride` is 99"),
-        ("luna", ["--tokens", "100000"], "`--tokens`"),
+        ("luna", ["--tokens", "100000", "--lengths", "4096"], "4,096"),
+        ("diverged", [], "diverged"),
         ("luna", ["--rows", "0"], "`--rows` (0)"),
         ("luna", ["--mode", "held"], "`mode` is 'held'"),
         ("luna", ["--output", "taken"], "is a file"),
@@ -136,6 +152,12 @@ def test_mistakes_are_reported(folders, text, capsys, model, options, words):
     elif model == "damaged":
         shutil.copytree(folders["luna"], folder)
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:2000])
+    elif model == "diverged":
+        broken, tokenizer = load(str(folders["luna"]), torch.float32)
+        with torch.no_grad():
+            next(broken.parameters()).fill_(math.nan)
+        broken.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     if "taken" in options:
         (text.parent / "taken").touch()
         options = [option.replace("taken", str(text.parent / "taken")) for option in options]

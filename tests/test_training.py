@@ -191,8 +191,9 @@ def test_mistakes_leave_earlier_results_alone(corpus, base, tmp_path, capsys):
     assert files_of(base) == before and not (tmp_path / "new").exists()
 
 
-def test_files_of_something_else_are_never_overwritten(corpus, tmp_path, capsys):
+def test_files_of_something_else_are_never_overwritten(corpus, tmp_path, monkeypatch, capsys):
     (tmp_path / "README.md").write_text("somebody's own")
+    monkeypatch.setattr(pretraining, "open_corpus", None)  # the folder is refused before the data are read
     assert pretrain_mlm.main(arguments(DEMO, tmp_path, data=corpus, cache_dir=tmp_path.parent / "cache")) == 2
     assert "--output_dir" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]

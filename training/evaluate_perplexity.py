@@ -15,6 +15,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from engine.card import drawing
 from engine.output import check_writable
 from engine.perplexity import Settings, evaluate
 
-from luna_hf.scripting import portable_command, run_script, write_json, write_text
+from luna_hf.scripting import locked, portable_command, run_script, write_json, write_text
 
 
 def run(settings: Settings, command: str) -> dict[str, Any]:
@@ -34,8 +35,6 @@ def run(settings: Settings, command: str) -> dict[str, Any]:
     Raises:
         UserError: See `perplexity.evaluate`.
     """
-    if settings.output:
-        check_writable(Path(settings.output))
     models = []
     for word in settings.models:
         label, equals, folder = word.partition("=")
@@ -100,7 +99,10 @@ def main(words: Sequence[str] | None = None) -> int:
     def script() -> None:
         options = {"command": "evaluate_perplexity", "recipe": "none", "positional": "models"}
         (settings,) = parse([Settings], words, __doc__, **options)
-        run(settings, portable_command(["python", "training/evaluate_perplexity.py", *words]))
+        if settings.output:
+            check_writable(Path(settings.output))
+        with locked(Path(settings.output, ".lock")) if settings.output else nullcontext():
+            run(settings, portable_command(["python", "training/evaluate_perplexity.py", *words]))
 
     return run_script(script, "no file was written", clean_on_sigterm=False)
 

@@ -93,7 +93,8 @@ def store_folder(
     """The folder for `build_stores`; its name changes with the text, its split and the tokenizer."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     rules.update(truncation=None, padding=None)  # left over from the last call, and not used here
-    parts = [_FORMAT, source.identity, corpus.split_rule, limits, rules, borders(tokenizer), len(tokenizer)]
+    text = [source.identity, source.fingerprint(), corpus.split_rule]
+    parts = [_FORMAT, text, limits, rules, borders(tokenizer), len(tokenizer)]
     return Path(cache_dir) / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 

@@ -27,8 +27,6 @@ from luna_hf.scripting import UserError
 
 # Held-out rows for the probe of attention.
 _PROBED = 8
-# In nats; the perplexity of any larger one overflows.
-_LARGEST_LOSS = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -130,9 +128,18 @@ def evaluate(
     model.train(was_training)
     totals = accelerator.gather(totals.to(accelerator.device).unsqueeze(0)).sum(0)
     loss, hits, count = totals.tolist()
-    if not loss / count < _LARGEST_LOSS:
-        raise UserError(f"The held-out loss is {loss / count:.4g}: training diverged. Lower `learning_rate`.")
-    return Evaluation(loss / count, math.exp(loss / count), hits / count, round(count))
+    return Evaluation(loss / count, perplexity(loss / count, "held-out text"), hits / count, round(count))
+
+
+def perplexity(loss: float, what: str) -> float:
+    """The exponential of a loss in nats.
+
+    Raises:
+        UserError: The loss on `what` is not finite, or the result would not be.
+    """
+    if not loss < math.log(sys.float_info.max):
+        raise UserError(f"The loss on {what} is {loss:.4g}: the model has diverged, or its weights are damaged.")
+    return math.exp(loss)
 
 
 @dataclass

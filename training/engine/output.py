@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from common.fingerprint import changed_files, fingerprint
+from common.seal import sync
 from data.corpus import Corpus
 
 from engine.card import PLOT
@@ -155,9 +156,12 @@ def _remove_empty(folder: Path) -> None:
 
 
 def save_model(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
-    """Write config, weights and code; the tokenizer is there already."""
+    """Write config, weights and code, and flush them to disk; the tokenizer is there already."""
     accelerator.wait_for_everyone()
     accelerator.unwrap_model(model).save_pretrained(
         folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
     )
+    if accelerator.is_main_process:
+        for path in filter(Path.is_file, folder.iterdir()):
+            sync(path)
     accelerator.wait_for_everyone()

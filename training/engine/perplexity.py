@@ -10,7 +10,6 @@ two modes:
 """
 
 import itertools
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,9 +26,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.loop import perplexity
 from luna_hf import MemoryCache
 from luna_hf.configuration_base import BoundedMemoryConfig
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, progress
 
 # Characters of the documents that are tokenized together.
 _BATCH_CHARACTERS = 100_000
@@ -49,7 +49,7 @@ class Settings:
     lengths: Annotated[list[int], "Context lengths in tokens; each divides the longest."] = field(
         default_factory=lambda: [512, 2048, 8192, 16384]
     )
-    tokens: Annotated[int, "Tokens to score, the same at every length; rounded down to whole sequences."] = 262144
+    tokens: Annotated[int, "Most tokens to score, the same at every length; rounded down to whole sequences."] = 262144
     part: Annotated[int, "Tokens in a forward pass with a carried state, and in a sliding window."] = 512
     stride: Annotated[int | None, "Tokens that each sliding window scores; half of --part by default."] = None
     rows: Annotated[int, "Most tokens in a forward pass, over all its rows."] = 8192
@@ -110,10 +110,10 @@ def load(folder: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTo
 
 
 def read_tokens(tokenizer: PreTrainedTokenizerBase, data: str, text_column: str, count: int) -> np.ndarray:
-    """The first `count` tokens of a text, with an end token after each document: int64 [count].
+    """The first `count` tokens of a text, or all, with an end token after each document: int64 [at most count].
 
     Raises:
-        UserError: No such text, or it is too short.
+        UserError: There is no such text.
     """
     source = open_source({"path": data}, "--data", "validation", text_column, streaming=False)
     tokens: list[int] = []
@@ -121,8 +121,8 @@ def read_tokens(tokenizer: PreTrainedTokenizerBase, data: str, text_column: str,
         for ids in encode(tokenizer, batch):
             tokens += [*ids, tokenizer.eos_token_id]
         if len(tokens) >= count:
-            return np.array(tokens[:count], dtype=np.int64)
-    raise UserError(f"{source.description} has {len(tokens):,} tokens, fewer than the {count:,} of `--tokens`.")
+            break
+    return np.array(tokens[:count], dtype=np.int64)
 
 
 @torch.no_grad()
@@ -186,12 +186,20 @@ def evaluate(folder: str, settings: Settings) -> dict[str, Any]:
     if mode == "carried" and not bounded:
         raise UserError(f"{folder} has no state of constant size to carry: use `--mode sliding`.")
     longest = max(settings.lengths)
-    tokens = read_tokens(tokenizer, settings.data, settings.text_column, settings.tokens // longest * longest)
+    tokens = read_tokens(tokenizer, settings.data, settings.text_column, settings.tokens)
+    if len(tokens) < longest:
+        raise UserError(
+            f"{settings.data} has {len(tokens):,} tokens, but a sequence has {longest:,}. Name a longer text, or "
+            "shorter `--lengths`."
+        )
+    if len(tokens) < settings.tokens:
+        progress(f"{settings.data} has only {len(tokens):,} of the {settings.tokens:,} tokens to score.")
+    tokens = tokens[: len(tokens) // longest * longest]
     lengths = {}
     for length in sorted(settings.lengths):
         scores = score(model, tokens, length, mode, settings)
-        figures = {"loss": scores.loss, "perplexity": math.exp(scores.loss), "state_bytes": scores.state_bytes}
-        lengths[str(length)] = figures
+        value = perplexity(scores.loss, f"{settings.data} ({folder} at {length:,} tokens)")
+        lengths[str(length)] = {"loss": scores.loss, "perplexity": value, "state_bytes": scores.state_bytes}
     borders = [0, *sorted(settings.lengths)]
     by_position = [float(scores.losses[:, first:end].mean()) for first, end in itertools.pairwise(borders)]
     return {
