@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 import luna_hf
 from luna_hf import FAMILIES
 from luna_hf.configuration_abc import CONTROLS
-from luna_hf.scripting import describe_run, write_json
+from luna_hf.scripting import Parser, describe_run, run_script, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
@@ -149,7 +149,7 @@ def compare(pair: Pair, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """See the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="the earlier version")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with names that contain TEXT")
     parser.add_argument("--rounds", type=int, default=9, help="rounds of each case (default: 9)")
@@ -174,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

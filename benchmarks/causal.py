@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from luna_hf.causal_memory import attend_causal_memory
 from luna_hf.functional import causal_scan
-from luna_hf.scripting import describe_run, markdown_table, progress
+from luna_hf.scripting import describe_run, markdown_table, progress, run_script
 
 PROTOCOL = (
     "One sequence, random normal queries, keys and values; Luna's pack weights are softplus of normal numbers, ABC's "
@@ -363,10 +363,14 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and write; 1 if floors are checked and one is missed."""
-    options = parse(arguments)
-    measuring.require_device(options.device)
-    return measuring.publish(options, "causal-attention", run(options, arguments), markdown, plot)
+    """Measure, print and write; 1 if floors are checked and one is missed, 2 after a mistake in the command."""
+
+    def script() -> int:
+        options = parse(arguments)
+        measuring.require_device(options.device)
+        return measuring.publish(options, "causal-attention", run(options, arguments), markdown, plot)
+
+    return run_script(script)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models of the encoder benchmark, all of one size, and their timed actions: a forward or a training step."""
+"""The models of the encoder benchmark in their published shapes, and what is timed: a forward or a training step."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from measuring import extra_memory, slots_of
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_hf import FAMILIES
 from luna_hf.configuration_abc import CONTROLS
@@ -39,13 +39,16 @@ MODEL_SETS: dict[str, tuple[str, ...]] = {
         *("roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64"),
         *(family for family in FAMILIES if family not in VARIANTS),
     ),
+    "luna": ("roberta", "modernbert", "luna-untied", "luna-tied"),
     "abc": ("roberta", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "eager": ("roberta", "roberta-eager", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "controls": ("roberta", "abc-mlp-64", *(name for name in VARIANTS["abc_memory"] if "mlp" not in name)),
 }
 
+BASE = "base"  # number of layers: that of the published base model
+CYCLE = hf.ModernBertConfig().layer_types.index("full_attention", 1)  # ModernBERT's layers from one global to the next
 PAD, WARM_UP_LENGTH = 1, 16
-VOCAB_SIZE = {"mlm_step": 50265, "forward": 1000}  # RoBERTa's for training; small where only the encoder is measured
+ENCODER_VOCABULARY = 1000  # where only layers are measured
 LABELLED = 0.15  # share of the positions with a label, as in BERT
 PADDED_ROWS, PADDED_TOKENS = 0.5, 0.25  # a padded batch: this share of the rows lacks this share of its tokens
 
@@ -64,42 +67,65 @@ def contender_names(chosen: Sequence[str] = ("standard",)) -> list[str]:
     return [name for name in every if name in wanted]
 
 
+def configure(name: str, setting: argparse.Namespace) -> PreTrainedConfig:
+    """The config of a model without dropout: its family's published base shape, scaled to the width of the setting."""
+    family, fields = OWN.get(name, ("", {}))
+    peer = hf.ModernBertConfig if name == "modernbert" else hf.RobertaConfig
+    config_class = FAMILIES[family].config if family else peer
+    published = config_class()
+    fields = {
+        "hidden_size": setting.width,
+        "num_hidden_layers": published.num_hidden_layers if setting.layers == BASE else setting.layers,
+        "num_attention_heads": setting.heads,
+        "intermediate_size": published.intermediate_size * setting.width // published.hidden_size,
+        "max_position_embeddings": setting.max_length + (2 if peer is hf.RobertaConfig and not family else 0),
+        **(slots_of(family, setting.slots) if family else {}),
+        **fields,
+    }
+    if not full_vocabulary(setting):
+        fields["vocab_size"] = ENCODER_VOCABULARY
+    if name == "modernbert":
+        fields |= {"pad_token_id": PAD, "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
+    else:
+        fields |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if name not in PEERS or name == "modernbert":
+        fields["sparse_prediction"] = True
+    if name == "roberta-eager":
+        fields["attn_implementation"] = "eager"
+    return config_class(**fields)
+
+
+def full_vocabulary(setting: argparse.Namespace) -> bool:
+    """Whether the models have their published vocabularies: in training, and as whole models."""
+    return setting.mode == "mlm_step" or setting.layers == BASE
+
+
 def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
     """A randomly initialised model without dropout, on the device, in training mode for a training step."""
     torch.manual_seed(0)
-    common = {
-        "vocab_size": VOCAB_SIZE[setting.mode],
-        "hidden_size": setting.width,
-        "num_hidden_layers": setting.layers,
-        "num_attention_heads": setting.heads,
-        "intermediate_size": 4 * setting.width,
-        "max_position_embeddings": setting.max_length,
-        "attn_implementation": "eager" if name == "roberta-eager" else "sdpa",
-    }
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if name == "modernbert":
-        tokens = {"pad_token_id": PAD, "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
-        common["intermediate_size"] = setting.modernbert_intermediate
-        config = hf.ModernBertConfig(**common, **tokens, sparse_prediction=True)
         base, masked_lm = hf.ModernBertModel, hf.ModernBertForMaskedLM
     elif name in PEERS:
-        common["max_position_embeddings"] += 2
-        config = hf.RobertaConfig(**common, **no_dropout)
         base, masked_lm = partial(hf.RobertaModel, add_pooling_layer=False), hf.RobertaForMaskedLM
     else:
-        family, fields = OWN[name]
-        own = {**slots_of(family, setting.slots), **fields}
-        config = FAMILIES[family].config(**common, **no_dropout, **own, sparse_prediction=True)
+        family, _ = OWN[name]
         base, masked_lm = FAMILIES[family].base_model, FAMILIES[family].masked_lm
     training = setting.mode == "mlm_step"
-    model = (masked_lm if training else base)(config)
+    model = (masked_lm if training else base)(configure(name, setting))
     return model.to(device=setting.device, dtype=getattr(torch, setting.dtype)).train(training)
+
+
+def held_bytes(model: PreTrainedModel, setting: argparse.Namespace) -> int:
+    """What a model holds between two calls: its weights, and in training as much for gradients and each Adam moment."""
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    return weights * (4 if setting.mode == "mlm_step" else 1)
 
 
 def make_batch(setting: argparse.Namespace, rows: int, length: int, padded: bool = False) -> dict[str, Tensor]:
     """Random ids, an attention mask only if rows are padded (on the right), and labels for a training step."""
     generator = torch.Generator().manual_seed(length)
-    ids = torch.randint(3, VOCAB_SIZE[setting.mode], (rows, length), generator=generator)
+    words = hf.RobertaConfig().vocab_size if full_vocabulary(setting) else ENCODER_VOCABULARY
+    ids = torch.randint(3, words, (rows, length), generator=generator)
     batch = {"input_ids": ids}
     keep = torch.ones(rows, length, dtype=torch.bool)
     if padded:

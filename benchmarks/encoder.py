@@ -1,6 +1,7 @@
 """Speed and memory of this package's encoders, against transformers' RobertaModel and ModernBertModel.
 
-    python benchmarks/encoder.py --lengths 512 2048 4096 8192 16384 --layers 1 --check-floors
+    python benchmarks/encoder.py --check-floors
+    python benchmarks/encoder.py --models roberta modernbert luna-tied --layers base --lengths 512 2048 4096 8192
 
 One interleaved run: every round times every model once at every length, in an order that rotates from round to round.
 Results are medians over the rounds of the ratios within a round, so that a machine that slows down for a minute slows
@@ -18,39 +19,46 @@ import floors
 import measuring
 import torch
 from contenders import (
+    BASE,
+    CYCLE,
     MODEL_SETS,
     PEERS,
     WARM_UP_LENGTH,
     build,
     contender_names,
+    held_bytes,
     make_action,
     make_batch,
     peak_memory,
     rows_for,
 )
 from plots import Panel, machine_name, plot_panels
-from torch import nn
+from transformers import PreTrainedModel
 
-from luna_hf.scripting import describe_run, markdown_table, progress
+from luna_hf.scripting import describe_run, markdown_table, progress, run_script
 
 PROTOCOL = (
     "Time: wall clock of one call per model, length and round, models interleaved within a round in an order that "
     "rotates from round to round; ratios are taken within a round, medians over rounds. Memory: peak resident size "
     "(on an accelerator: peak allocated) of one call minus the size before it, each model and length in its own "
     "process, after building the model and one call on a tiny input; freed blocks of 1 MiB and more go back to the "
-    "system. Random weights, random tokens, no dropout, attention through sdpa (roberta-eager: products and softmax "
-    "one after the other). forward: eval, no gradients, base models without pooler, vocabulary of 1000. mlm_step: "
-    "forward, backward and fused AdamW of the masked-LM models, vocabulary of 50265, 15 % of the positions labelled; "
-    "the models of this package and ModernBERT apply the head only there (sparse_prediction), which RoBERTa cannot."
+    "system. held_bytes: what the model holds between calls, its weights, and in training gradients and both moments. "
+    "Random weights, random tokens, no dropout, each model's default attention, which is sdpa (roberta-eager: products "
+    "and softmax one after the other). forward: eval, no gradients, base models without pooler. mlm_step: forward, "
+    "backward and fused AdamW of the masked-LM models, 15 % of the positions labelled; the models of this package and "
+    "ModernBERT apply the head only there (sparse_prediction), which RoBERTa cannot. Vocabularies are the published "
+    "ones in training and with --layers base, else 1000."
 )
 DIFFERENCES = (
-    "All models have the same width, heads, layers and positions. ModernBERT differs in kind: gated feed-forward "
-    "(three matrices instead of two, so 1.5 times the weights at the same intermediate size), pre-norm, no biases, "
-    "rotary positions, full attention in the first layer and every third one after it, and windows of 128 in the "
-    "others, which its sdpa path computes as a masked full attention."
+    "All models have the same width and heads, and as many positions as the longest input needs. Each has its "
+    "published intermediate size: 3072 at width 768, ModernBERT 1152. With --layers base each has its published number "
+    "of layers: 12, ModernBERT 22. ModernBERT differs in kind: gated feed-forward (three matrices instead of two), "
+    "pre-norm, no biases, rotary positions, full attention in the first layer and every third one after it, and "
+    "windows of 128 in the others, which its sdpa path computes as a masked full attention. It is measured over whole "
+    "cycles of three layers only."
 )
 SETTINGS = (
-    *("mode", "layers", "width", "heads", "modernbert_intermediate", "slots", "max_length", "dtype", "device"),
+    *("mode", "layers", "width", "heads", "slots", "max_length", "dtype", "device"),
     *("threads", "tokens_per_batch", "rounds"),
 )
 
@@ -59,27 +67,33 @@ Times = dict[int, dict[str, dict[str, list[float]]]]  # length, model, "unpadded
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line, with the models' names and the longest input derived from it."""
-    sizes = {"tokens_per_batch": 4096, "layers": 1, "width": 768, "heads": 12, "slots": 128, "rounds": 5}
+    sizes = {"tokens_per_batch": 4096, "width": 768, "heads": 12, "slots": 128, "rounds": 5}
     parser = measuring.make_parser(__doc__, lengths=[512, 2048, 4096, 8192, 16384], **sizes)
     add = parser.add_argument
+    layers = f"layers of each model, or {BASE}: as many as published (default: {CYCLE}, one cycle of ModernBERT)"
+    add("--layers", type=lambda text: text if text == BASE else measuring.positive(text), default=CYCLE, help=layers)
     add("--mode", choices=["forward", "mlm_step"], default="forward", help="default: %(default)s")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
     sets = ", ".join(MODEL_SETS)
     add("--models", nargs="+", default=["standard"], metavar="MODEL", help=f"models, or one of the sets {sets}")
-    add("--modernbert-intermediate", type=int, help="inner width of ModernBERT (default: 4 * width)")
     add("--padding", action="store_true", help="also time batches where half of the rows lack a quarter of the tokens")
     options = parser.parse_args(arguments)
     try:
         options.names = contender_names(options.models)
     except ValueError as error:
         parser.error(str(error))
+    if options.layers != BASE and options.layers % CYCLE and "modernbert" in options.names:
+        why = f"--layers {options.layers} is no whole cycle of modernbert, which has one global layer in {CYCLE}"
+        if "modernbert" in options.models:
+            parser.error(f"{why}: choose a multiple of {CYCLE}")
+        progress(f"{why}: left out")
+        options.names.remove("modernbert")
     options.lengths = sorted(set(options.lengths))
     options.max_length = options.lengths[-1]
-    options.modernbert_intermediate = options.modernbert_intermediate or 4 * options.width
     return options
 
 
-def measure_time(models: dict[str, nn.Module], options: argparse.Namespace) -> Times:
+def measure_time(models: dict[str, PreTrainedModel], options: argparse.Namespace) -> Times:
     """Seconds of every call; each round starts with another model, and with the other batch."""
     actions = {name: make_action(model, options) for name, model in models.items()}
     kinds = ["unpadded", "padded"] if options.padding else ["unpadded"]
@@ -100,6 +114,12 @@ def measure_time(models: dict[str, nn.Module], options: argparse.Namespace) -> T
     return times
 
 
+def describe_model(model: PreTrainedModel, options: argparse.Namespace) -> dict[str, int]:
+    """Size of a model and the memory that it holds between calls."""
+    layers, parameters = model.config.num_hidden_layers, model.num_parameters()
+    return {"layers": layers, "parameters": parameters, "held_bytes": held_bytes(model, options)}
+
+
 def describe_length(
     length: int, rows: int, times: dict[str, dict[str, list[float]]], memory: dict[str, int]
 ) -> dict[str, Any]:
@@ -109,9 +129,9 @@ def describe_length(
         taken = measuring.summary(kinds["unpadded"])
         speed = rows * length / taken["median"]
         models[name] = {"seconds": taken, "tokens_per_second": speed, "peak_memory_bytes": memory[name]}
-        if name not in PEERS:
-            peers = [peer for peer in PEERS if peer in times]
-            over = {peer: measuring.compare(times[peer]["unpadded"], kinds["unpadded"]) for peer in peers}
+        # Peers are compared with the first of them only.
+        if rivals := [peer for peer in PEERS[: 1 if name in PEERS else None] if peer in times and peer != name]:
+            over = {peer: measuring.compare(times[peer]["unpadded"], kinds["unpadded"]) for peer in rivals}
             models[name]["speed_over"] = over
         if "padded" in kinds:
             models[name]["padded_over_unpadded"] = measuring.compare(kinds["padded"], kinds["unpadded"])
@@ -173,18 +193,20 @@ def conclusions(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Time per token and memory against length."""
+    """Time per token, and per layer unless the models are whole, and memory against length."""
     rows, settings = result["lengths"], result["settings"]
     what = "training step" if settings["mode"] == "mlm_step" else "forward"
+    whole = settings["layers"] == BASE
     times, memory = {}, {}
     for name in result["models"]:
-        times[name] = {row["length"]: 1e6 / row["models"][name]["tokens_per_second"] for row in rows}
+        parts = 1 if whole else settings["layers"]
+        times[name] = {row["length"]: 1e6 / row["models"][name]["tokens_per_second"] / parts for row in rows}
         memory[name] = {row["length"]: row["models"][name]["peak_memory_bytes"] / 2**20 for row in rows}
     title = (
-        f"{settings['layers']} layer(s) of width {settings['width']}, batches of {settings['tokens_per_batch']} tokens "
+        f"{settings['layers']} layers of width {settings['width']}, batches of {settings['tokens_per_batch']} tokens "
         f"(at least one row), {settings['dtype']}, {machine_name(result['machine'])}"
     )
-    speed = Panel(f"time of a {what} per token (microseconds)", times)
+    speed = Panel(f"time of a {what} per token{'' if whole else ' and layer'} (microseconds)", times)
     plot_panels([speed, Panel(f"peak memory of a {what} (MiB)", memory)], title, path, peers=result["peers"])
 
 
@@ -192,7 +214,8 @@ def subject(options: argparse.Namespace) -> str:
     """First part of the file name."""
     chosen = options.models[0] if len(options.models) == 1 and options.models[0] in MODEL_SETS else "chosen"
     suffix = "" if chosen == "standard" else f"-{chosen}"
-    return f"encoder-{options.mode}-{options.layers}-layer" + ("-padding" if options.padding else "") + suffix
+    layers = BASE if options.layers == BASE else f"{options.layers}-layer"
+    return f"encoder-{options.mode}-{layers}" + ("-padding" if options.padding else "") + suffix
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
@@ -209,7 +232,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
         "differences": DIFFERENCES,
         "settings": {name: getattr(options, name) for name in SETTINGS},
         "peers": [name for name in models if name in PEERS],
-        "models": {name: {"parameters": model.num_parameters()} for name, model in models.items()},
+        "models": {name: describe_model(model, options) for name, model in models.items()},
         "wins": describe_wins(lengths),
         "growth": describe_growth(lengths),
         "lengths": lengths,
@@ -223,10 +246,14 @@ def report(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and write; 1 if floors are checked and one is missed."""
-    options = parse(arguments)
-    measuring.require_device(options.device)
-    return measuring.publish(options, subject(options), run(options, arguments), report, plot, markdown=False)
+    """Measure, print and write; 1 if floors are checked and one is missed, 2 after a mistake in the command."""
+
+    def script() -> int:
+        options = parse(arguments)
+        measuring.require_device(options.device)
+        return measuring.publish(options, subject(options), run(options, arguments), report, plot, markdown=False)
+
+    return run_script(script)
 
 
 if __name__ == "__main__":

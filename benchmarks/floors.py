@@ -4,7 +4,7 @@ from typing import Any
 
 # Speed relative to RobertaModel by (mode, dtype, layers or None for any number), model and length.
 # They hold for base width, 128 slots of Luna and one CPU thread, and leave room for a noisy machine.
-SPEED: dict[tuple[str, str, int | None], dict[str, dict[int, float]]] = {
+SPEED: dict[tuple[str, str, int | str | None], dict[str, dict[int, float]]] = {
     ("forward", "float32", None): {
         "luna-untied": {512: 0.97, 2048: 1.28, 4096: 1.75, 8192: 2.5, 16384: 4.0},
         "luna-tied": {512: 1.07, 2048: 1.40, 4096: 1.88, 8192: 2.65, 16384: 4.4},
@@ -12,8 +12,9 @@ SPEED: dict[tuple[str, str, int | None], dict[str, dict[int, float]]] = {
         "abc-mlp-64": {512: 0.95, 2048: 1.25, 4096: 1.75},
     },
     ("forward", "bfloat16", None): {"luna-untied": {4096: 3.6}, "luna-tied": {4096: 4.0}},
-    ("mlm_step", "float32", 4): {"luna-untied": {512: 1.75}, "luna-tied": {512: 1.75}},
-    ("mlm_step", "float32", 12): {"luna-untied": {512: 1.3}, "luna-tied": {512: 1.3}},
+    ("mlm_step", "float32", 4): {"luna-untied": {512: 1.75}},
+    ("mlm_step", "float32", 3): {"luna-untied": {512: 1.75}, "luna-tied": {512: 1.75}},
+    ("mlm_step", "float32", "base"): {"luna-tied": {512: 1.3}},
 }
 BASE = {"width": 768, "heads": 12, "slots": 128, "threads": 1, "device": "cpu"}
 

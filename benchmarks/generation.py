@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from luna_hf import FAMILIES, MemoryCache
-from luna_hf.scripting import describe_run, markdown_table, progress
+from luna_hf.scripting import describe_run, markdown_table, progress, run_script
 
 PROTOCOL = (
     "One decoding step: the model's forward of one token of every row, with the cache, an attention mask of ones and "
@@ -67,7 +67,7 @@ Times = dict[int, dict[str, list[float]]]  # length, model: seconds of every rou
 
 
 def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
-    """A randomly initialised model in eval mode, without an end token for `generate`."""
+    """A randomly initialised model in eval mode, without dropout, and without an end token for `generate`."""
     torch.manual_seed(0)
     if name in PEERS:
         config = GPT2Config(
@@ -78,6 +78,7 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
             n_positions=setting.longest + setting.room,
             bos_token_id=None,
             eos_token_id=None,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         )
         model = GPT2LMHeadModel(config)
     else:
@@ -88,6 +89,8 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
             num_hidden_layers=setting.layers,
             num_attention_heads=setting.heads,
             intermediate_size=4 * setting.width,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
             **fields,
         )
         model = FAMILIES[family].causal_lm(config)
@@ -339,11 +342,15 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and write; 1 if floors are checked and one is missed."""
-    options = parse(arguments)
-    measuring.require_device(options.device)
-    subject = f"generation-{options.layers}-layer" + ("" if options.rows == 1 else f"-{options.rows}-rows")
-    return measuring.publish(options, subject, run(options, arguments), markdown, plot)
+    """Measure, print and write; 1 if floors are checked and one is missed, 2 after a mistake in the command."""
+
+    def script() -> int:
+        options = parse(arguments)
+        measuring.require_device(options.device)
+        subject = f"generation-{options.layers}-layer" + ("" if options.rows == 1 else f"-{options.rows}-rows")
+        return measuring.publish(options, subject, run(options, arguments), markdown, plot)
+
+    return run_script(script)
 
 
 if __name__ == "__main__":

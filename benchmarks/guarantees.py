@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, growth_exponent, seconds
+from measuring import RESULTS, growth_exponent, positive, seconds
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 from zoo import FIRST_TOKEN, NOTES, PAD, SUBJECTS, VOCAB_SIZE, Subject, randomised
 
-from luna_hf.scripting import describe_run, markdown_table, progress, write_result
+from luna_hf.scripting import Parser, describe_run, markdown_table, progress, run_script, write_result
 
 TOLERANCE = 1e-4
 LONGEST = 256  # the batch's length
@@ -182,8 +182,7 @@ def cell(name: str, result: dict[str, Any] | None) -> str:
     if result is None:
         return "not run"
     if "error" in result:
-        line = result["error"].splitlines()[0].replace("|", "/")
-        return "error: " + (line if len(line) <= 48 else line[:45] + "...")
+        return "no: raises an error"
     if name == "cost":
         return f"{result['documented']} / {result['exponent']:.2f}"
     if name == "any_length":
@@ -209,31 +208,38 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help="only models with names that begin with one of these")
     parser.add_argument("--no-cost", action="store_true", help="skip the timing")
-    parser.add_argument("--threads", type=int, default=1, help="default: 1")
+    parser.add_argument("--threads", type=positive, default=1, help="default: 1")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file and the table")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    begins = tuple(options.models or [""])
+    options.subjects = [subject for subject in SUBJECTS if subject.name.startswith(begins)]
+    if not options.subjects:
+        parser.error(f"no model begins with {' or '.join(begins)}")
+    return options
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and write."""
-    options = parse(arguments)
+    """Measure, print and write; 2 after a mistake in the command."""
+    return run_script(lambda: run(parse(arguments), arguments))
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Measure, print and write what the options ask for."""
     torch.set_num_threads(options.threads)
     hf_logging.set_verbosity(logging.ERROR)  # models announce every internal padding
     results = {}
-    for subject in SUBJECTS:
-        if not options.models or subject.name.startswith(tuple(options.models)):
-            progress(subject.name)
-            results[subject.name] = check(subject, with_cost=not options.no_cost)
+    for subject in options.subjects:
+        progress(subject.name)
+        results[subject.name] = check(subject, with_cost=not options.no_cost)
     notes = {name: note for name, note in NOTES.items() if name in results}
     result = {**describe_run(__file__, arguments, "cpu"), "protocol": PROTOCOL, "notes": notes, "results": results}
     path, result = write_result(options.output, "guarantees", "cpu", "float32", result)
     text = markdown(result["results"])
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     print(text)
-    return 0
 
 
 if __name__ == "__main__":

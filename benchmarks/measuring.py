@@ -17,7 +17,7 @@ import floors
 import torch
 
 from luna_hf import FAMILIES
-from luna_hf.scripting import progress, write_result
+from luna_hf.scripting import Parser, UserError, progress, reason, write_result
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -26,26 +26,40 @@ RESULTS = Path(__file__).resolve().parent / "results"
 # ---- command line and results ----
 
 
-def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
+def make_parser(description: str, **defaults: Any) -> Parser:
     """The options of a speed benchmark: its own, by name and default, and those that all have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {**defaults, "device": "cpu", "threads": 1}.items():
         many = isinstance(default, list)
         shown = " ".join(map(str, default)) if many else default
-        kind = {"type": type(default[0]), "nargs": "+"} if many else {"type": type(default)}
+        kind = {"type": str if isinstance(default, str) else positive, "nargs": "+" if many else None}
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=f"default: {shown}", **kind)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the result and its plot")
     parser.add_argument("--check-floors", action="store_true", help="exit with status 1 if a floor is missed")
     return parser
 
 
+def positive(text: str) -> int:
+    """A whole number from 1, as an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: It is something else.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
+    return int(text)
+
+
 def require_device(device: str) -> None:
-    """Exit with status 2 if this machine lacks the device, before minutes of measurements."""
+    """Find a missing device before minutes of measurements.
+
+    Raises:
+        UserError: This machine lacks the device.
+    """
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
-        print(f"error: --device {device} cannot be used ({str(error).splitlines()[0]}).", file=sys.stderr)
-        raise SystemExit(2) from error
+        raise UserError(f"--device {device} cannot be used ({reason(error)}).") from error
 
 
 def publish(

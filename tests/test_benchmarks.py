@@ -10,6 +10,8 @@ import subprocess
 import sys
 
 import causal
+import causal_training
+import contenders
 import encoder
 import floors
 import generation
@@ -17,17 +19,21 @@ import guarantees
 import measuring
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, refused
 from measuring import growth_exponent, ratios, summary, win_length
+from transformers import ModernBertConfig, RobertaConfig
 
+from luna_hf import LunaConfig
 from luna_hf.configuration_abc import CONTROLS
+from luna_hf.scripting import UserError
 
 BENCHMARKS = ROOT / "benchmarks"
-TINY = ["--lengths", "16", "32", "--layers", "2", "--width", "32", "--heads", "4", "--slots", "8"]
+TINY = ["--lengths", "16", "32", "--layers", "3", "--width", "32", "--heads", "4", "--slots", "8"]
 TINY += ["--tokens-per-batch", "64", "--rounds", "2"]
 CAUSAL = ["--lengths", "64", "96", "--heads", "2", "--size", "8", "--slots", "8", "--rounds", "2"]
 GENERATION = ["--lengths", "16", "64", "--heads", "2", "--width", "32", "--layers", "2", "--vocab-size", "99"]
 GENERATION += ["--rounds", "2"]
+
 COMMITTED = sorted((BENCHMARKS / "results").glob("*.json"))
 
 
@@ -60,17 +66,18 @@ def test_forward_with_padding(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(floors, "check", lambda result: [])  # of noise at this size
     models = ["roberta-eager", "modernbert", "luna-tied", "abc-mlp-64"]
     path, result = run_here(encoder, [*TINY, "--padding", "--models", *models], tmp_path, monkeypatch)
-    assert path.name.startswith("encoder-forward-2-layer-padding-chosen-cpu-float32-torch")
+    assert path.name.startswith("encoder-forward-3-layer-padding-chosen-cpu-float32-torch")
     assert "luna-tied against roberta" in capsys.readouterr().out
     assert list(result["models"]) == ["roberta", *models]  # roberta always takes part
     assert result["peers"] == ["roberta", "roberta-eager", "modernbert"]
-    assert all(set(wins) == set(result["peers"]) for wins in result["wins"].values())
+    rivals = {name: {"roberta"} if name in result["peers"] else set(result["peers"]) for name in models}
+    assert {name: set(wins) for name, wins in result["wins"].items()} == rivals
     assert [(row["length"], row["rows"]) for row in result["lengths"]] == [(16, 4), (32, 2)]
     for row in result["lengths"]:
         for name, model in row["models"].items():
             assert len(model["seconds"]["rounds"]) == 2 and model["seconds"]["median"] > 0
             assert model["peak_memory_bytes"] >= 0 and len(model["padded_over_unpadded"]["rounds"]) == 2
-            assert ("speed_over" in model) == name.startswith(("luna", "abc"))
+            assert set(model.get("speed_over", ())) == rivals.get(name, set())
         tied, roberta = row["models"]["luna-tied"], row["models"]["roberta"]
         assert_ratios(tied["speed_over"]["roberta"], roberta, tied)
 
@@ -106,23 +113,71 @@ def test_a_training_step_of_every_kind_learns(name):
     assert model.training and model(**batch).loss.item() < before
 
 
-def test_models_are_chosen_by_name_or_set(capsys):
+def test_models_are_chosen_by_name_or_set():
     standard = ["roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64"]
     options = encoder.parse(TINY)
-    assert options.names == standard and encoder.subject(options) == "encoder-forward-2-layer"
+    assert options.names == standard and encoder.subject(options) == "encoder-forward-3-layer"
     controls = encoder.parse([*TINY, "--models", "controls"])
     strategies = {name.removeprefix("abc-").removesuffix("-64") for name in controls.names if name.startswith("abc-")}
     assert strategies == {control.replace("_", "-") for control in CONTROLS}
-    assert encoder.subject(controls) == "encoder-forward-2-layer-controls"
-    with pytest.raises(SystemExit):
-        encoder.parse([*TINY, "--models", "abc-mlp-65"])
-    assert "abc-mlp-65" in capsys.readouterr().err
+    assert encoder.subject(controls) == "encoder-forward-3-layer-controls"
 
 
-def test_a_device_that_the_machine_lacks(capsys):
-    with pytest.raises(SystemExit) as stop:
-        encoder.main([*TINY, "--device", "cuda:99"])
-    assert stop.value.code == 2 and "--device cuda:99" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("script", "words", "named"),
+    [
+        (encoder, ["--models", "abc-mlp-65"], "abc-mlp-65"),
+        (encoder, ["--layers", "0"], "0"),
+        (encoder, ["--device", "cuda:99"], "cuda:99"),
+        (causal, ["--rounds", "0"], "--rounds"),
+        (causal_training, ["--lengths", "x"], "--lengths"),
+        (generation, ["--speed"], "--speed"),
+        (guarantees, ["--models", "NoModel"], "NoModel"),
+    ],
+)
+def test_a_mistake_is_one_line(script, words, named, tmp_path, capsys):
+    assert script.main([*words, "--output", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layers", ["3", "base"])
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("roberta", RobertaConfig()), ("modernbert", ModernBertConfig()), ("luna-tied", LunaConfig())],
+)
+def test_models_have_their_published_shape(name, published, layers):
+    config = contenders.configure(name, encoder.parse(["--layers", layers]))
+    shape = ["hidden_size", "intermediate_size", "num_attention_heads"]
+    shape += ["local_attention"] if name == "modernbert" else []
+    shape += ["projection_length", "tie_kv"] if name == "luna-tied" else []
+    shape += ["num_hidden_layers", "vocab_size"] if layers == "base" else []
+    assert {part: getattr(config, part) for part in shape} == {part: getattr(published, part) for part in shape}
+    if name == "modernbert":
+        assert config.layer_types == published.layer_types[: config.num_hidden_layers]
+    if layers == "3":
+        assert config.num_hidden_layers == 3
+        step = contenders.configure(name, encoder.parse(["--mode", "mlm_step"]))
+        assert step.vocab_size == published.vocab_size
+
+
+def test_modernbert_runs_in_whole_cycles(capsys):
+    with refused("--layers 4", 3, error=UserError):
+        encoder.parse(["--layers", "4", "--models", "modernbert"])
+    assert encoder.parse(["--layers", "4", "--models", "luna"]).names == ["roberta", "luna-untied", "luna-tied"]
+    assert "modernbert" in capsys.readouterr().err
+    assert "modernbert" in encoder.parse(["--layers", "6"]).names
+
+
+@pytest.mark.parametrize(("mode", "copies"), [("forward", 1), ("mlm_step", 4)])  # + gradients and two moments
+@pytest.mark.parametrize(("name", "layers"), [("roberta", 12), ("modernbert", 22), ("luna-tied", 12)])
+def test_whole_models_hold_their_weights(name, layers, mode, copies):
+    options = encoder.parse([*TINY, "--layers", "base", "--mode", mode])
+    assert encoder.subject(options) == f"encoder-{mode}-base"
+    model = encoder.build(name, options)
+    described = encoder.describe_model(model, options)
+    assert described["layers"] == layers and described["held_bytes"] == copies * 4 * model.num_parameters()
+    encoder.make_action(model, options)(encoder.make_batch(options, rows=1, length=16))
 
 
 def test_names_of_contenders_match_their_configs():
@@ -158,6 +213,8 @@ def test_guarantees(tmp_path, capsys):
     assert mra == {}
     table = path.with_suffix(".md").read_text()
     assert "| no attention |" in table and table == capsys.readouterr().out
+    failed = guarantees.attempt(lambda: [].pop())
+    assert "IndexError" in failed["error"] and "Error" not in guarantees.cell("right_padding", failed)
 
 
 # ---- arithmetic ----
@@ -233,7 +290,8 @@ def test_a_missed_floor_fails_alone(name, place, value):
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_results_name_their_origin(path):
     result, name = json.loads(path.read_text()), path.name.split("-")[0]
-    script = {module.__name__: module for module in (causal, encoder, generation, guarantees)}[name]
+    scripts = (causal, causal_training, encoder, generation, guarantees)
+    script = {module.__name__: module for module in scripts}[name]
     check_header(result, name)
     script.parse(result["command"].split()[2:])
     assert not re.search(r"(?<![\w.])/(work|tmp|home|root)/", path.read_text())

@@ -1,6 +1,7 @@
 """The benchmarks of the causal models run at tiny size and compare equal computations."""
 
 import causal
+import causal_training
 import generation
 import pytest
 import torch
@@ -55,6 +56,34 @@ def test_generation(tmp_path, monkeypatch):
     assert long["gpt2-static"]["state_bytes"] == (64 + result["settings"]["room"]) * 2 * 2 * 32 * 2 * 4
     assert set(result["generate"]) == {*generation.OWN, "gpt2"}
     assert len(result["floors"]) == len(generation.OWN)
+
+
+def test_causal_training(tmp_path, monkeypatch, capsys):
+    path, result = run_here(causal_training, [*GENERATION, "--lengths", "32", "64"], tmp_path, monkeypatch)
+    assert path.name.startswith("causal_training-2-layer-cpu-float32-torch")
+    assert path.with_suffix(".md").read_text().strip() in capsys.readouterr().out
+    for row in result["lengths"]:
+        peer = row["models"]["gpt2"]
+        assert list(row["models"]) == [*generation.OWN, "gpt2"]
+        for own in generation.OWN:
+            model = row["models"][own]
+            assert_ratios(model["speed_over"]["gpt2"], peer, model)
+            share = model["peak_memory_bytes"] / peer["peak_memory_bytes"]
+            assert model["memory_over"]["gpt2"] == pytest.approx(share, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", causal_training.NAMES)
+def test_a_causal_training_step_learns(name, monkeypatch):
+    setting = causal_training.parse(GENERATION)
+    model = generation.build(name, setting)
+    monkeypatch.setattr(causal_training, "build", lambda *_: model)
+    ids = generation.random_tokens(64, setting)
+    before = model(ids, labels=ids).loss.item()
+    step, held = causal_training.make_step(name, setting)
+    for _ in range(3):
+        step(64)
+    assert model.training and model(ids, labels=ids).loss.item() < before
+    assert held == 4 * 4 * model.num_parameters()
 
 
 @pytest.fixture(scope="module")
