@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
+    AutoModelForTextEncoding,
     AutoTokenizer,
 )
 from variants import ROWS
@@ -44,8 +45,8 @@ import torch, transformers
 root, families, kinds = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 results = {}
 
-def load(auto_class, folder):
-    return getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True)
+def load(auto_class, folder, **fields):
+    return getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True, **fields)
 
 def run(family, source, target):
     for kind, auto_class in kinds.items():
@@ -87,6 +88,7 @@ for family in families:
     # One checkpoint, every class that its configuration offers.
     mlm = f"{root}/{family}/saved/mlm"
     results[family, "auto_map"] = {name: type(load(name, mlm)).__name__ for name in load("AutoConfig", mlm).auto_map}
+    results[family, "longer"] = load("AutoModel", mlm, max_position_embeddings=99).config.max_position_embeddings
     run(family, "saved", "again")
     run(family, "again", "third")
 assert sys.modules["luna_hf"] is None
@@ -135,8 +137,10 @@ def test_equal_outputs_without_the_package(saved, family):
 def test_one_checkpoint_loads_into_every_class_of_its_auto_map(saved, family):
     root, results = saved
     auto_map = json.loads((root / family / "saved" / "mlm" / "config.json").read_text())["auto_map"]
-    assert set(auto_map) == {"AutoConfig", *(auto_class.__name__ for auto_class in AUTO_CLASSES.values())}
+    more = ("AutoConfig", "AutoModelForPreTraining", "AutoModelForTextEncoding")
+    assert set(auto_map) == {*more, *(auto_class.__name__ for auto_class in AUTO_CLASSES.values())}
     assert results[family, "auto_map"] == {name: reference.split(".")[-1] for name, reference in auto_map.items()}
+    assert results[family, "longer"] == 99
 
 
 @families
@@ -163,6 +167,7 @@ def test_with_the_package_no_flag_is_needed(saved, family):
         folder = saved[0] / family / source / "mlm"
         assert type(AutoConfig.from_pretrained(folder)) is FAMILIES[family].config
         assert type(AutoModelForPreTraining.from_pretrained(folder)) is FAMILIES[family].masked_lm
+        assert type(AutoModelForTextEncoding.from_pretrained(folder)) is FAMILIES[family].base_model
         for kind, auto_class in AUTO_CLASSES.items():
             assert type(auto_class.from_pretrained(folder)) is model_class(family, kind)
 

@@ -81,7 +81,7 @@ REFUSED = {
     "mask-length": ({**IDS, "attention_mask": torch.ones(2, 5)}, ["attention_mask", "(2, 4)", "(2, 5)"]),
     "mask-4d": ({**IDS, "attention_mask": torch.ones(2, 1, 4, 4)}, ["attention_mask", "(2, 4)", "(2, 1, 4, 4)"]),
     "additive": ({**IDS, "attention_mask": torch.tensor([[0.0, 0, -1e9, -1e9]] * 2)}, ["attention_mask", 1, 0]),
-    "segments": ({**IDS, "token_type_ids": torch.zeros(2, 4).long()}, ["token_type_ids", "type_vocab_size"]),
+    "segments": ({**IDS, "token_type_ids": torch.tensor([[0, 0, 0, 0], [0, 0, 2, 2]])}, ["token_type_ids", 2]),
     "misspelt": ({**IDS, "atention_mask": torch.ones(2, 4)}, ["atention_mask", "attention_mask"]),
     "misspelt-output": ({**IDS, "output_hiden_states": True}, ["output_hiden_states", "output_hidden_states"]),
     "packed": ({**IDS, "seq_idx": torch.tensor([[0, 0, 1, 1]] * 2)}, ["seq_idx"]),
@@ -125,6 +125,18 @@ def test_packed_texts_are_refused_and_padded_ones_are_not(model_type, kind):
     given, default = model(**padded, position_ids=counted["counted"]), model(**padded)
     kept = counted["mask"].bool() if given[0].shape[1] == 6 else slice(None)
     torch.testing.assert_close(given[0][kept], default[0][kept], atol=1e-6, rtol=1e-5)
+
+
+@families
+@torch.no_grad()
+def test_token_types_of_zero_change_nothing(model_type):
+    """As in RoBERTa, also compiled, where their values cannot be read."""
+    zeros = torch.zeros_like(IDS["input_ids"])
+    for model in (tiny_model(model_type), tiny_causal_model(model_type)):
+        expected = model(**IDS)[0]
+        assert torch.equal(model(**IDS, token_type_ids=zeros)[0], expected)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(**IDS, token_type_ids=zeros)[0], expected, atol=1e-6, rtol=1e-5)
 
 
 @families

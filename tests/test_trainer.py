@@ -283,3 +283,22 @@ def test_lora_trains_merges_and_comes_back(family, targets, tmp_path):
         merged.save_pretrained(tmp_path / "merged")
         again = type(base).from_pretrained(tmp_path / "merged")
         torch.testing.assert_close(again(**batch).logits, merged(**batch).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_default_targets_of_adapters_are_those_of_roberta(family):
+    """Where keys and values share a matrix, it stands for both."""
+    peft = pytest.importorskip("peft")
+    configs = [
+        (peft.LoraConfig(task_type="SEQ_CLS"), ("query", "value", "key_value")),
+        (peft.IA3Config(task_type="SEQ_CLS"), ("key", "value", "key_value", "output.dense")),
+    ]
+    for options in (lora.options for lora in ROWS[family].lora.values()):
+        for config, names in configs:
+            base = tiny_model(family, "sequence", **options)
+            wanted = {name for name, _ in base.named_modules() if name.endswith(tuple(f".{end}" for end in names))}
+            model = peft.get_peft_model(base, copy.deepcopy(config)).base_model.model
+            adapted = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
+            assert adapted == wanted and len(adapted) >= 2 * base.config.num_hidden_layers
+        causal = peft.get_peft_model(tiny_causal_model(family, **options), peft.LoraConfig(task_type="CAUSAL_LM"))
+        assert any("query.lora_A" in name for name, _ in causal.named_parameters())

@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -230,6 +231,18 @@ class BoundedMemoryConfig(PreTrainedConfig):
         if name not in cls.presets:
             raise ValueError(f"{cls.__name__} has no preset {name!r}. Choose one of {', '.join(cls.presets)}.")
         return cls(**{**cls.presets[name], **overrides})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Like `PreTrainedConfig.to_dict`. PEFT calls it right before it looks up what its methods adapt by default.
+
+        Each method has a table by `model_type`. Ours gets RoBERTa's entry; `value` may be a matrix shared with keys.
+        """
+        constants = sys.modules.get("peft.utils.constants")
+        for table in vars(constants).values() if constants else ():
+            if isinstance(table, dict) and "roberta" in table:
+                names = table["roberta"]
+                table.setdefault(self.model_type, [*names, *("key_value" for name in names if name == "value")])
+        return super().to_dict()
 
     @classmethod
     def get_config_dict(

@@ -7,7 +7,6 @@ import transformers
 from transformers import (
     AutoConfig,
     AutoModelForMultipleChoice,
-    AutoModelForPreTraining,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -103,8 +102,8 @@ class Family:
             AutoTokenizer.register(self.config, tokenizer_class, exist_ok=True)
         self.base_model.causal_model_class = self.causal_model
         for model_class in (*self.models, self.causal_lm):
-            getattr(transformers, model_class._auto_class).register(self.config, model_class, exist_ok=True)
-        AutoModelForPreTraining.register(self.config, self.masked_lm, exist_ok=True)
+            for auto_class in model_class.auto_classes:
+                getattr(transformers, auto_class).register(self.config, model_class, exist_ok=True)
 
 
 FAMILIES: dict[str, Family] = {

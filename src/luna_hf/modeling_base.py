@@ -57,6 +57,14 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
         "attentions": OutputRecorder(MemoryAttention, index=2),
     }
 
+    # The Auto classes that load the model. Transformers copies the code of models with an `_auto_class`, and sets it to
+    # the one that loaded a checkpoint's code.
+    auto_classes: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._auto_class = next(iter(cls.auto_classes), None)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -76,8 +84,8 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
         models = [
             value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__
         ]
-        classes = {model._auto_class: model for model in models if getattr(model, "_auto_class", None)}
-        classes = {"AutoConfig": self.config_class, **classes}
+        classes = {"AutoConfig": self.config_class}
+        classes |= {auto_class: model for model in models for auto_class in getattr(model, "auto_classes", ())}
         return {auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in classes.items()}
 
     def get_position_embeddings(self) -> nn.Module | None:
@@ -124,7 +132,7 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
 class BaseModelMixin:
     """Shared by a family's encoder and decoder: embeddings, layers and input validation."""
 
-    _auto_class = "AutoModel"
+    auto_classes = ("AutoModel",)
     attention_class: type[MemoryAttention]
     convolution_class: type[DepthwiseConvolution]
 

@@ -149,7 +149,7 @@ class DecoderModelMixin(BaseModelMixin):
 class CausalLMMixin(HeadMixin):
     """Causal language modelling, with an output layer tied to the token embedding, and `generate`."""
 
-    _auto_class = "AutoModelForCausalLM"
+    auto_classes = ("AutoModelForCausalLM",)
     _is_stateful = True  # the state cannot be rolled back, which rules out assisted generation
     _supports_flash_attn = False
     _supports_flex_attn = False

@@ -42,6 +42,7 @@ from .modeling_layers import DepthwiseConvolution
 class EncoderModelMixin(BaseModelMixin):
     """The encoder without a head, the base model of a family's task models."""
 
+    auto_classes = ("AutoModel", "AutoModelForTextEncoding")
     convolution_class = DepthwiseConvolution
     # AutoModel maps a config class to one model class, so the encoder also creates decoders; `families.py` sets this.
     causal_model_class: type[PreTrainedModel] | None = None
@@ -251,7 +252,7 @@ class EncoderHeadMixin(HeadMixin):
 class MaskedLMMixin(EncoderHeadMixin):
     """Masked language modelling; in training with `sparse_prediction`, the head runs only on labelled positions."""
 
-    _auto_class = "AutoModelForMaskedLM"
+    auto_classes = ("AutoModelForMaskedLM", "AutoModelForPreTraining")
     output_class = MaskedLMOutput
     tied_weights = {
         "lm_head.decoder.weight": "{}.embeddings.word_embeddings.weight",
@@ -324,7 +325,7 @@ class PooledHeadMixin(EncoderHeadMixin):
 class SequenceClassificationMixin(PooledHeadMixin):
     """Classification of, or regression on, a whole sequence or pair of sequences."""
 
-    _auto_class = "AutoModelForSequenceClassification"
+    auto_classes = ("AutoModelForSequenceClassification",)
     output_class = SequenceClassifierOutput
 
     def add_head(self, config: BoundedMemoryConfig) -> None:
@@ -364,7 +365,7 @@ class SequenceClassificationMixin(PooledHeadMixin):
 class MultipleChoiceMixin(PooledHeadMixin):
     """Multiple choice: one score per choice, with a softmax over the choices."""
 
-    _auto_class = "AutoModelForMultipleChoice"
+    auto_classes = ("AutoModelForMultipleChoice",)
     output_class = MultipleChoiceModelOutput
 
     def add_head(self, config: BoundedMemoryConfig) -> None:
@@ -412,7 +413,7 @@ class MultipleChoiceMixin(PooledHeadMixin):
 class TokenClassificationMixin(EncoderHeadMixin):
     """Token classification: one label per token."""
 
-    _auto_class = "AutoModelForTokenClassification"
+    auto_classes = ("AutoModelForTokenClassification",)
     output_class = TokenClassifierOutput
 
     def add_head(self, config: BoundedMemoryConfig) -> None:
@@ -452,7 +453,7 @@ class TokenClassificationMixin(EncoderHeadMixin):
 class QuestionAnsweringMixin(EncoderHeadMixin):
     """Extractive question answering: start and end of the answer span."""
 
-    _auto_class = "AutoModelForQuestionAnswering"
+    auto_classes = ("AutoModelForQuestionAnswering",)
     output_class = QuestionAnsweringModelOutput
 
     def add_head(self, config: BoundedMemoryConfig) -> None:

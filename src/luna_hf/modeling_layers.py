@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_tracing
 
 from .attention_base import linear
 from .configuration_base import BoundedMemoryConfig
@@ -104,10 +105,11 @@ class TokenEmbeddings(nn.Module):
             if token_type_ids is None:
                 token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
             states = states + self.token_type_embeddings(token_type_ids)
-        elif token_type_ids is not None:
+        # All-zero ids, as many tokenizers return, are the same as none; traced, they cannot be read.
+        elif token_type_ids is not None and not is_tracing(token_type_ids) and token_type_ids.any():
             raise ValueError(
-                "`token_type_ids` were given, but the model has no segment embeddings (`type_vocab_size` is 0). "
-                "Leave them out, or use a model with `type_vocab_size` above 0."
+                f"`token_type_ids` contain {token_type_ids.max()}, but the model has no segment embeddings "
+                "(`type_vocab_size` is 0). Leave them out, or use a model with `type_vocab_size` above 0."
             )
         if keep is None:
             return self.dropout(self.LayerNorm(states))
