@@ -9,9 +9,10 @@ Importing the package registers every model family with the Auto classes:
 
 from . import families
 from .families import *
-from .memory_attention import Memory, read_memory, write_memory
+from .memory_attention import Memory
 from .state import MemoryCache
 from .tokenization_fairseq import FairseqBpeTokenizer
+from .write_read import read_memory, write_memory
 
 __version__ = "0.1.0"
 

@@ -1,0 +1,53 @@
+"""Attention in two steps, called by hand: write a context to a memory once, then read it with any queries."""
+
+from torch import Tensor
+
+from .context import make_context
+from .memory_attention import Memory, MemoryAttention
+
+
+def write_memory(
+    attention: MemoryAttention,
+    states: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    carried: Tensor | None = None,
+    carried_mask: Tensor | None = None,
+) -> Memory:
+    """Write a context once, for any number of reads with `read_memory`.
+
+    Writing takes time linear in the length of the context. The memory does not grow with it: a read costs the same
+    after 500 tokens as after 50,000 (except with ABC's `full` and its windows, which keep every token).
+
+    Args:
+        attention: attention module of an encoder layer, such as `model.encoder.layer[0].attention.self`.
+        states: (b, n, d) the context, already normed in a pre-norm model.
+        attention_mask: (b, n) padding mask, 1 for tokens and 0 for padding; no padding by default.
+        carried: the layer's other input: Luna's packed states (b, l, d), or the control matrix shared by the layers of
+            an ABC model (`model.control()`).
+        carried_mask: (b, l), 1 for the packed states in use; by default derived from the config and the padding mask.
+
+    Raises:
+        ValueError: The family needs `carried`, but it is `None`.
+    """
+    keep, carried_keep = (None if mask is None else mask != 0 for mask in (attention_mask, carried_mask))
+    context = make_context(keep, states.shape[1], states.device)._replace(carried_keep=carried_keep)
+    return attention.write(states, carried, attention.prepare(attention.config, states, carried, context))
+
+
+def read_memory(attention: MemoryAttention, hidden_states: Tensor, memory: Memory) -> tuple[Tensor, Tensor | None]:
+    """Read a context written with `write_memory`, as in cross-attention.
+
+    Args:
+        attention: the module that wrote the memory.
+        hidden_states: (b, n, d) queries, of any length.
+        memory: the result of `write_memory`.
+
+    Returns:
+        The concatenated heads (b, n, d), before the output projection (`layer.attention.output.dense`), and with eager
+        attention the weights (b, h, n, slots).
+
+    Raises:
+        ValueError: The memory is a window, which can be read only by the tokens it was written from.
+    """
+    return attention.read(hidden_states, memory)
