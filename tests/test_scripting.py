@@ -57,11 +57,15 @@ def _fill_torch(path):
     torch.save(torch.zeros(10_000), path)
 
 
+def _fill_torch_at_once(path):
+    torch.save([0.0] * 30, path)  # above the limit, and written when the file is closed
+
+
 def _fill_safetensors(path):
     save_file({"x": torch.zeros(10_000)}, path)
 
 
-@pytest.mark.parametrize("fill", [_fill_text, _fill_torch, _fill_safetensors])
+@pytest.mark.parametrize("fill", [_fill_text, _fill_torch, _fill_torch_at_once, _fill_safetensors])
 def test_full_disk_takes_one_line(tmp_path, capsys, fill):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))

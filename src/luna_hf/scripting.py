@@ -105,7 +105,9 @@ def run_script(
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Writers in Rust and C++ report a full disk in words only.
-_DISK_FULL_WORDS = re.compile(rf"\(os error ({'|'.join(map(str, _DISK_FULL))})\)|PytorchStreamWriter|unexpected pos")
+_DISK_FULL_WORDS = re.compile(
+    rf"\(os error ({'|'.join(map(str, _DISK_FULL))})\)|PytorchStreamWriter|unexpected pos|iostream error"
+)
 
 
 def is_disk_full(error: BaseException) -> bool:
