@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses auto --dist worksteal
 
-.PHONY: demo test lint test-all test-gpu clean
+.PHONY: demo test lint test-all test-faults test-gpu clean
 
 $(VENV)/.train: pyproject.toml src/luna_hf/__init__.py
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"luna_hf needs Python 3.10 or newer, but $(PYTHON) is {v[0]}.{v[1]}. Choose another: make PYTHON=python3.11")'
@@ -33,6 +33,10 @@ test: lint
 
 test-all: lint
 	$(PYTEST) -m "not gpu" $(PARALLEL)
+
+# The cases of a command run one after the other, in one process.
+test-faults: $(VENV)/.dev
+	$(PYTEST) -m faults --numprocesses auto --dist loadgroup --write-faults
 
 test-gpu: $(VENV)/.dev
 	$(PYTEST) -m gpu

@@ -129,6 +129,23 @@ def _report(name: str) -> str:
     return _with_source(_find(name, ".md").read_text(encoding="utf-8").strip(), name)
 
 
+# ---- faults ----
+
+
+def fault_tables(kinds: Iterable[dict[str, Any]]) -> str:
+    """The outcomes that `tests/test_faults.py` counts for every command and kind of fault, by kind and by command."""
+    kinds, outcomes = list(kinds), ("tried", "exact", "refused", "lost")
+    tables = []
+    for by, other in (("kind", "command"), ("command", "kind")):
+        rows = []
+        for name in dict.fromkeys(row[by] for row in kinds):
+            own = [row for row in kinds if row[by] == name and row["tried"]]
+            rows.append([name, len(own), *(sum(row[outcome] for row in own) for outcome in outcomes)])
+        rows.append(["all", len({row[other] for row in kinds}), *(sum(row[o] for row in kinds) for o in outcomes)])
+        tables.append(markdown_table([by, f"{other}s", *outcomes], rows))
+    return "\n\n".join(tables)
+
+
 # ---- encoders ----
 
 

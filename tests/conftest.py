@@ -1,6 +1,7 @@
 """Settings for all tests, made before any library reads them."""
 
 import os
+from pathlib import Path
 
 # No test uses the network: an unknown name fails at once instead of after retries. Processes that talk to the stand-in
 # for the Hub reset it (hub_stub.py).
@@ -20,3 +21,23 @@ def own_accelerator():
     """Reset accelerate's state, which holds the precision of the whole process."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-faults", action="store_true", help="write the outcomes of test_faults.py to faults.json")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print what became of the faulty runs of test_faults.py."""
+    reports = [report for word in ("passed", "failed") for report in terminalreporter.getreports(word)]
+    kinds = [content for report in reports for name, content in report.user_properties if name == "faults"]
+    if not kinds:
+        return
+    from update_docs import fault_tables
+
+    from luna_hf.scripting import describe_run, write_json
+
+    terminalreporter.write_line("\n" + fault_tables(kinds))
+    if config.getoption("write_faults"):
+        head = {**describe_run("", [], "cpu"), "command": "make test-faults"}
+        write_json(Path(__file__).with_name("faults.json"), {**head, "kinds": kinds})

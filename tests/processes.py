@@ -1,11 +1,17 @@
 """New processes for tests, from a server that has imported the libraries once."""
 
+import os
+import sys
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest.mock import patch
 
-_HEAVY = ["accelerate", "datasets", "luna_hf", "matplotlib.pyplot", "torch.distributed", "transformers.pipelines"]
+_HEAVY = [
+    *("finetune_csqa", "finetune_glue", "finetune_race", "pretrain_clm", "pretrain_mlm", "transfer_attention"),
+    *("accelerate", "datasets", "luna_hf", "matplotlib.pyplot", "torch.distributed", "transformers.pipelines"),
+]
 
 
 def started(target: Callable[..., None], *arguments: Any) -> BaseProcess:
@@ -13,7 +19,8 @@ def started(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     context = get_context("forkserver")
     context.set_forkserver_preload(_HEAVY)
     process = context.Process(target=target, args=arguments)
-    process.start()
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the server imports `_HEAVY` by these names
+        process.start()
     return process
 
 
