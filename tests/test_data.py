@@ -13,7 +13,7 @@ from data import prepare, rows, streaming, token_store
 from data.masking import Masking, make_masking, word_starts
 from data.rows import Blocks, Frame, Mixture, Plan
 from data.tokenizer import borders, encode, train_tokenizer
-from helpers import tiny_tokenizer
+from helpers import refused, tiny_tokenizer
 from tiny_data import TEXTS, prepared, same, settings, write_texts
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram, WordPiece
@@ -283,13 +283,17 @@ def test_a_mixture_is_prepared_with_its_weights(tmp_path, tokenizer):
     assert text.facts["training_blocks"] == sum(map(len, text.rows.blocks))
 
 
-def test_too_few_documents_to_train_or_to_evaluate_on_are_refused(tmp_path, tokenizer):
+def test_too_few_documents_to_train_or_to_evaluate_on_are_refused(tmp_path, tokenizer, monkeypatch):
     one = str(write_texts(tmp_path / "one.txt", TEXTS[:1]))
     for fraction in (0.999999, 1e-9):
         for streams in (False, True):
-            with pytest.raises(UserError, match="held_out_fraction"):
-                text = prepared(tmp_path, tokenizer, data=one, held_out_fraction=fraction, streaming=streams)
-                next(text.rows.updates(Plan(1, 1, 1, 0)))
+            changes = {"data": one, "held_out_fraction": fraction, "streaming": streams}
+            with monkeypatch.context() as patch:  # before the long work
+                patch.setattr(token_store, "encode", None)
+                with refused("one.txt", "`held_out_fraction`", error=UserError):
+                    next(corpora.open_corpus(settings(tmp_path, **changes)).training_documents())
+                with refused("one.txt", "`held_out_fraction`", error=UserError):
+                    prepared(tmp_path, tokenizer, **changes)
     few = {"data": str(write_texts(tmp_path / "a.txt", TEXTS[:6])), "held_out_fraction": 0.5, "streaming": True}
     prepared(tmp_path, tokenizer, 0, 9, **few)
     with pytest.raises(UserError, match="part 9 of 9"):

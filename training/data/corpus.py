@@ -16,6 +16,7 @@ from typing import Any
 
 from common.fingerprint import fingerprint
 from common.options import did_you_mean
+from common.tables import check_file, ending
 from datasets import IterableDataset, load_dataset_builder
 from pyarrow.parquet import read_schema
 
@@ -35,6 +36,8 @@ _SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?$")
 _SECTION_KEYS = {"path", "name", "split", "text_column", "weight"}
 # Local sources are read this far before a run starts: a moment, which finds most of their errors.
 _LOOK_CHARACTERS = 10_000_000
+# As the start of every file is.
+_LOOK_BYTES = 1 << 16
 # Most characters that a tokenizer learns its merges from: several times what its counts need to settle.
 TOKENIZER_CHARACTERS = 200_000_000
 
@@ -91,11 +94,41 @@ class Corpus:
         """The name of the token store for a document."""
         return "held_out" if self.is_held_out(document) else "training"
 
+    def check_split(self) -> None:
+        """Read documents until there are some to train on in every source, and some to evaluate on.
+
+        Raises:
+            UserError: All documents fall on one side.
+        """
+        held_out = bool(self.validation)
+        more = "add documents (blank lines separate those of a text file)"
+        for source in self.sources:
+            training = False
+            for document in source.stream():
+                if document.strip():
+                    training |= not self.is_held_out(document)
+                    held_out |= self.is_held_out(document)
+                if training and held_out:
+                    break
+            if not training:
+                raise UserError(
+                    f"Every document of {source.description} is held out. Lower `held_out_fraction` or {more}."
+                )
+        if not held_out:
+            raise UserError(
+                f"A `held_out_fraction` of {self.held_out_fraction} holds out no document of {self.description}. Raise "
+                f"it, {more}, or name a `validation` text."
+            )
+
     def training_documents(self, limit: int = TOKENIZER_CHARACTERS) -> Iterator[str]:
         """Training documents to train a tokenizer on: about `limit` characters at most, in proportion to the weights.
 
         They come from the whole corpus, which is read once; when streaming, from its start.
+
+        Raises:
+            UserError: See `check_split`.
         """
+        self.check_split()
         choose = first_documents if self.streaming else spread_documents
         for source, weight in zip(self.sources, self.weights, strict=True):
             documents = (document for document in source.stream() if not self.is_held_out(document))
@@ -151,7 +184,7 @@ def open_source(section: dict[str, Any], key: str, default_split: str, text_colu
         source = _open_files(Path(path), split, default_split, column, where)
         _look(source, where, _LOOK_CHARACTERS)
         return source
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith(".") or Path(path).suffix in _KINDS:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith(".") or ending(Path(path)) in _KINDS:
         raise UserError(f"`{key}`: there is no file or folder {path!r}.")
     return _open_hub(path, section.get("name"), split or default_split, column, where, streaming)
 
@@ -223,8 +256,10 @@ def _open_files(path: Path, split: str | None, default_split: str, column: str, 
     if wanted not in by_split:
         raise UserError(f"{where} has no split {wanted!r}, only: {', '.join(sorted(by_split))}.")
     files = by_split[wanted]
-    kind = _KINDS[files[0].suffix]
-    name = "text" if kind == "text" else files[0].suffix[1:]
+    for file in files:
+        check_file(file, _LOOK_BYTES)
+    kind = _KINDS[ending(files[0])]
+    name = "text" if kind == "text" else ending(files[0])[1:]
     plural, of_split = "s" * (len(files) > 1), f", split {wanted}" if len(by_split) > 1 else ""
     description = f"{path.name} ({len(files)} {name} file{plural}{of_split})"
     status = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -253,10 +288,10 @@ def _files_by_split(path: Path, where: str) -> dict[str, list[Path]]:
     if path.is_dir():
         files = {file: file.relative_to(path).parts for file in sorted(path.rglob("*")) if file.is_file()}
         files = {file: parts for file, parts in files.items() if not any(part.startswith(".") for part in parts)}
-    files = {file: parts for file, parts in files.items() if file.suffix in _KINDS}
+    files = {file: parts for file, parts in files.items() if ending(file) in _KINDS}
     if not files:
         raise UserError(f"{where} holds no file that can be read. Known endings: {', '.join(_KINDS)}.")
-    if len({_KINDS[file.suffix] for file in files}) > 1:
+    if len({_KINDS[ending(file)] for file in files}) > 1:
         suffixes = ", ".join(sorted({file.suffix for file in files}))
         raise UserError(f"{where} mixes {suffixes} files. Name one file, or list a folder for each kind.")
     names = [parts[0] if parts[0] in _SPLITS else _SHARD.sub("", file.stem) for file, parts in files.items()]

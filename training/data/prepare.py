@@ -24,7 +24,6 @@ from data.sources import Source
 from data.streaming import StreamingRows
 from data.token_store import Limits, TokenStore, build_stores, open_store, remove_damaged, store_folder
 from data.tokenizer import borders
-from luna_hf.scripting import UserError
 
 
 @dataclass(frozen=True)
@@ -128,15 +127,6 @@ def open_stores(
     accelerator.wait_for_everyone()
     training = [] if corpus.streaming else [store["training"] for store in stores[: len(corpus.sources)]]
     held_out = [store[side] for store in stores[-len(evaluated) :]]
-    more = "add documents (blank lines separate those of a text file)"
-    for source, store in zip(corpus.sources, training, strict=not corpus.streaming):
-        if not store.documents:
-            raise UserError(f"Every document of {source.description} is held out. Lower `held_out_fraction` or {more}.")
-    if not any(store.documents for store in held_out):
-        raise UserError(
-            f"A `held_out_fraction` of {corpus.held_out_fraction} holds out no document of {corpus.description}. Raise "
-            f"it, {more}, or name a `validation` text."
-        )
     return training, held_out
 
 

@@ -1,17 +1,20 @@
 """Sources of documents, and streams of them that resume where they stopped."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from common.tables import not_utf8, why_unreadable
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetsError
 from pyarrow import ArrowException
 
-from luna_hf.scripting import UserError, reason
+from luna_hf.scripting import UserError, progress
 
 # Opens a dataset, as often as needed; and the name of its text column.
 Part = tuple[Callable[[], IterableDataset], str]
@@ -26,12 +29,16 @@ class DocumentStream:
         datasets: read one after the other; each has one column, the text.
         current: index of the dataset being read.
         resumed: its loaded position, until a row is read (before that, `datasets` reports the start).
+        rows: rows read; `None` if the stream did not begin at the start.
+        blank: rows read that have no text.
     """
 
     description: str
     datasets: list[IterableDataset]
     current: int = 0
     resumed: dict[str, Any] | None = None
+    rows: int | None = 0
+    blank: int = 0
 
     def __iter__(self) -> Iterator[str]:
         with reading(self.description):
@@ -42,8 +49,14 @@ class DocumentStream:
                     if not isinstance(text, str | None):
                         kind = type(text).__name__
                         raise UserError(f"{self.description}: the column {column!r} has {kind}, but must have text.")
-                    yield text or ""  # a missing text counts as an empty one
+                    text = text or ""  # a missing text counts as an empty one
+                    if self.rows is not None:
+                        self.rows += 1
+                        self.blank += not text.strip()
+                    yield text
                 self.current += 1
+        if self.rows and self.blank:
+            _progress_once(f"{self.description}: {self.blank:,} of {self.rows:,} rows have no text and are skipped.")
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as JSON values."""
@@ -53,7 +66,7 @@ class DocumentStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to a position."""
-        self.current, self.resumed = state["current"], state["position"]
+        self.current, self.resumed, self.rows = state["current"], state["position"], None
         if self.resumed:
             self.datasets[self.current].load_state_dict(self.resumed)
 
@@ -100,10 +113,14 @@ def reading(description: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, LookupError, RuntimeError, ArrowException, DatasetsError) as error:
-        raise UserError(f"{description} cannot be read: {reason(error)}") from error
-    except StopIteration as error:  # the JSON reader of `datasets`
-        raise UserError(f"{description} is empty.") from error
+    except (OSError, ValueError, LookupError, RuntimeError, ArrowException, DatasetsError, StopIteration) as error:
+        raise UserError(f"{description} cannot be read: {why_unreadable(error)}.") from error
+
+
+@cache  # a source is read several times
+def _progress_once(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        progress(message)
 
 
 def read_text_documents(files: tuple[Path, ...]) -> Iterator[dict[str, str]]:
@@ -120,8 +137,7 @@ def read_text_documents(files: tuple[Path, ...]) -> Iterator[dict[str, str]]:
                 try:
                     line = raw.decode("utf-8").replace("\r\n", "\n")
                 except UnicodeDecodeError as error:
-                    byte = position + error.start
-                    raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {byte}). Convert it.") from error
+                    raise not_utf8(path, error, position + error.start) from error
                 position += len(raw)
                 if line.strip():
                     lines.append(line)

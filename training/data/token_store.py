@@ -114,10 +114,11 @@ def build_stores(
     tokens that suffices (None for all).
 
     Raises:
-        UserError: The source cannot be read, or the folder cannot be written.
+        UserError: The source cannot be read or divided, or the folder cannot be written.
     """
     if folder.is_dir():
         return
+    corpus.check_split()
     building = folder.with_name(f"{folder.name}.{platform.node()}.{os.getpid()}{_BUILDING}")
     try:
         remove_abandoned(folder.parent)

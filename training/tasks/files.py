@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
+from common.tables import SEPARATORS, check_file, ending, why_unreadable
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError, reason
+from tasks.labels import shorten
 
 _CSV = ("csv", {"keep_default_na": False})  # a text may be "None" or "NA"
 READERS = {
     **{".parquet": ("parquet", {}), ".jsonl": ("json", {}), ".json": ("json", {}), ".csv": _CSV},
-    ".tsv": ("csv", {"sep": "\t", **_CSV[1]}),
+    ".tsv": ("csv", {"sep": SEPARATORS[".tsv"], **_CSV[1]}),
 }
 
 
@@ -51,18 +54,20 @@ def read_files(paths: list[Path]) -> Dataset:
     """Read csv, tsv, jsonl, json or parquet files of one kind.
 
     Raises:
-        UserError: A file is missing, of another kind, empty or damaged.
+        UserError: A file is missing, of another kind, empty, damaged, not UTF-8, or has a column twice.
     """
     first = paths[0]
     if missing := [path for path in paths if not path.is_file()]:
         raise UserError(f"There is no file {missing[0]}.")
-    if first.suffix not in READERS:
+    if ending(first) not in READERS:
         raise UserError(f"{first} is not a {', '.join(READERS)} file.")
-    builder, options = READERS[first.suffix]
+    for path in paths:
+        check_file(path)
+    builder, options = READERS[ending(first)]
     try:
         return load_dataset(builder, data_files=[glob.escape(str(path)) for path in paths], split="train", **options)
     except Exception as error:  # readers raise a dozen types
-        raise UserError(f"{first} cannot be read as {first.suffix[1:]}: {reason(error.__cause__ or error)}.") from error
+        raise UserError(f"{first} cannot be read as {ending(first)[1:]}: {why_unreadable(error)}.") from error
 
 
 def load_splits(
@@ -103,7 +108,7 @@ def split_names(name: str, config: str | None = None) -> list[str]:
     if not folder.is_dir():
         return sorted(load_dataset(name, config))
     for place in _places(folder, config):
-        if found := {re.sub(r"-\d+-of-\d+$", "", path.stem) for path in place.glob("*") if path.suffix in READERS}:
+        if found := {re.sub(r"-\d+-of-\d+$", "", path.stem) for path in place.glob("*") if ending(path) in READERS}:
             return sorted(found)
     return []
 
@@ -116,8 +121,8 @@ def _places(folder: Path, config: str | None) -> list[Path]:
 def _split_files(folder: Path, split: str) -> list[Path]:
     """The file named after the split, or its numbered parts."""
     for suffix in READERS:
-        wanted = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?\{suffix}")
-        if files := sorted(path for path in folder.glob(f"*{suffix}") if wanted.fullmatch(path.name)):
+        wanted = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?(?i:\{suffix})")
+        if files := sorted(path for path in folder.glob("*") if wanted.fullmatch(path.name)):
             return files[:1] if files[0].stem == split else files
     return []
 
@@ -141,11 +146,18 @@ def require_text(rows: Dataset, column: str, source: str) -> None:
     Raises:
         UserError: It has another type, or a row lacks a value.
     """
-    feature = rows.features[column]
-    if getattr(feature, "dtype", "") not in ("string", "large_string"):
-        raise UserError(f"The column `{column}` of {source} holds {feature}, but must hold text.")
-    if rows.data.column(column).null_count:
-        raise UserError(f"Row {list(rows[column]).index(None)} of {source} has no value in the column `{column}`.")
+    values, is_csv = rows.data.column(column), rows.info.builder_name == "csv"
+    is_text = getattr(rows.features[column], "dtype", "") in ("string", "large_string")
+    # In a CSV file an empty text is a missing one.
+    if is_text and not values.null_count and not (is_csv and pc.any(pc.equal(values, "")).as_py()):
+        return
+    for row, value in enumerate(rows[column]):
+        if value is None or (is_csv and value == ""):
+            raise UserError(f"Row {row} of {source} has no value in the column `{column}`.")
+        if not isinstance(value, str):
+            raise UserError(
+                f"Row {row} of {source} holds {shorten(repr(value))} in the column `{column}`, which must hold text."
+            )
 
 
 def tokenize(

@@ -99,7 +99,8 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
         labels = Labels(Value("float64"), several, widths.pop())
     elif names == () or not kinds or not (kinds <= {str} or kinds <= {int, bool}):
         expected = "a number per row" if names == () else "texts, whole numbers, numbers, or lists of one of them"
-        raise UserError(f"`{column}` of {source} holds {feature}, but must hold {expected}.")
+        held = feature if len(kinds) < 2 else f"values of types {', '.join(sorted(kind.__name__ for kind in kinds))}"
+        raise UserError(f"`{column}` of {source} holds {held}, but must hold {expected}.")
     else:
         classes = ClassLabel(names=list(names or map(str, sorted(values))))
         labels = Labels(classes, several, len(classes.names), by_name=str in kinds or not names)
