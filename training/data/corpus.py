@@ -106,8 +106,8 @@ class Corpus:
             training = False
             for document in source.stream():
                 if document.strip():
-                    training |= not self.is_held_out(document)
-                    held_out |= self.is_held_out(document)
+                    is_held_out = self.is_held_out(document)
+                    training, held_out = training or not is_held_out, held_out or is_held_out
                 if training and held_out:
                     break
             if not training:
