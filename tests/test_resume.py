@@ -135,12 +135,15 @@ def test_a_damaged_log_loses_the_damaged_lines_only(corpus, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("log_is", ["kept", "removed"])
-def test_a_run_that_had_only_to_be_finished(corpus, tmp_path, monkeypatch, uninterrupted, log_is):
+def test_a_run_that_had_only_to_be_finished(corpus, tmp_path, monkeypatch, capsys, uninterrupted, log_is):
     folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT)
     kill(words, monkeypatch, pretraining, "save_model", 1)
+    entries = len((folder / "log.jsonl").read_text().splitlines())
     if log_is == "removed":
         (folder / "log.jsonl").unlink()
+    capsys.readouterr()
     assert start(pretrain_mlm, words) == 0
+    assert (f"log.jsonl lacks {entries} of" in capsys.readouterr().out) == (log_is == "removed")
     assert same_weights(folder, uninterrupted)
     assert 0 < json.loads((folder / "metrics.json").read_text())["mfu"] < 1.5
 

@@ -36,7 +36,7 @@ _STATE = "state.json"
 
 @dataclass
 class Counters:
-    """The progress of a run; `window` holds the losses since the last entry of the log."""
+    """The progress of a run; `window` holds the losses since the last of the `logged` entries of the log."""
 
     step: int = 0
     seen_tokens: int = 0
@@ -44,6 +44,7 @@ class Counters:
     skipped: int = 0
     window: list[float] = field(default_factory=list)
     processes: int = 1
+    logged: int = 0
 
 
 def checkpoints(output_dir: Path) -> list[Path]:

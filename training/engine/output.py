@@ -1,6 +1,6 @@
 """The output folder of a pretraining run."""
 
-import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -136,9 +136,7 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"`output_dir` {folder} is a file. Name a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        trial = folder / f".writable-{os.getpid()}"
-        trial.touch()
-        trial.unlink()
+        tempfile.TemporaryFile(dir=folder).close()  # without a name, so that a kill leaves nothing
     except OSError as error:
         raise UserError(f"`output_dir` {folder} cannot be written to ({error.strerror}). Name another.") from error
 

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,9 +136,7 @@ def check_output(folder: Path, models: list[str]) -> None:
         # Hidden files may be what a kill left half-written.
         files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
         foreign = None if ours else next(files, None)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another process of the same command may have been faster
+        tempfile.TemporaryFile(dir=folder).close()  # without a name, so that a kill leaves nothing
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be written to ({error.strerror or error}).") from error
     if foreign:
