@@ -121,9 +121,9 @@ def open_folder(recipe: RunRecipe, objective: Objective, choice: Choice, corpus:
 
 def reserve(recipe: RunRecipe) -> str:
     """The repository that the run will be pushed to, or "" if it will not be."""
-    return (
-        reserve_repository(recipe.hub_model_id or recipe.model_name, recipe.hub_private) if recipe.push_to_hub else ""
-    )
+    if not recipe.push_to_hub:
+        return ""
+    return reserve_repository(recipe.hub_model_id or recipe.model_name, recipe.hub_private)
 
 
 def prepare_run(
