@@ -339,9 +339,11 @@ def test_tokenizers_that_are_missing_broken_or_of_another_model(tmp_path):
         with pytest.raises(UserError, match=missing):
             load_tokenizer(missing)
     (tmp_path / "good" / "broken").mkdir()
-    (tmp_path / "good" / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer\.json"):
-        load_tokenizer(str(tmp_path / "good" / "broken"))
+    whole = (tmp_path / "good" / "tokenizer.json").read_text()
+    for content in ("", "{", whole[: len(whole) // 2]):
+        (tmp_path / "good" / "broken" / "tokenizer.json").write_text(content)
+        with pytest.raises(UserError, match=r"broken \(tokenizer\.json\) cannot be read"):
+            load_tokenizer(str(tmp_path / "good" / "broken"))
 
     unpadded = tiny_tokenizer()
     unpadded.pad_token = None

@@ -30,6 +30,7 @@ LONG = b"".join(b'{"text": "%d", "number": 1}\n' % number for number in range(9_
 BAD = {
     "twice.csv": (b"text,number,text\na,1,b\n", ["'text' twice"]),
     "twice.tsv": (b"\xef\xbb\xbftext\ttext\na\tb\n", ["'text' twice"]),
+    "ragged.csv": (b"text,number\na,1,x\nb,2,y\n", ["2 columns", "3 values"]),
     "latin.csv": ("text,number\nfür,1\n".encode("latin-1"), ["UTF-8", "byte 13", "iconv"]),
     "latin.jsonl": ('{"text": "für"}\n'.encode("latin-1"), ["UTF-8", "byte 11", "iconv"]),
     "latin.json": ('[{"text": "für"}]'.encode("latin-1"), ["UTF-8", "byte 12", "iconv"]),

@@ -24,7 +24,7 @@ def check_file(path: Path, limit: int | None = None) -> None:
         limit: bytes to read for the check of the encoding; by default all.
 
     Raises:
-        UserError: It is empty, not UTF-8, or has a column twice.
+        UserError: It is empty, not UTF-8, has a column twice, or values without a column.
     """
     if path.stat().st_size <= _BLOCK and not path.read_bytes().strip():
         raise UserError(f"{path} is empty: it holds no text.")
@@ -33,7 +33,10 @@ def check_file(path: Path, limit: int | None = None) -> None:
     _check_encoding(path, limit)
     if separator := SEPARATORS.get(ending(path)):
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            columns = next(csv.reader(file, delimiter=separator), [])
+            records = csv.reader(file, delimiter=separator)
+            columns, first = next(records, []), next(records, [])
+        if len(first) > len(columns):  # pandas would shift the columns
+            raise UserError(f"{path} names {len(columns)} columns, but its first row has {len(first)} values.")
         if twice := [name for name in columns if name and columns.count(name) > 1]:
             raise UserError(f"{path} has the column {twice[0]!r} twice. Rename or remove one.")
 
