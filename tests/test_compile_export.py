@@ -6,9 +6,11 @@ One variant per kind runs in every suite, the others in the slow one.
 import pytest
 import torch
 from helpers import (
+    FAMILY_CAUSAL_VARIANTS,
     FAMILY_KINDS,
     FAMILY_VARIANTS,
     MODELS,
+    causal_variants_of,
     inputs_for,
     padded_batch,
     random_ids,
@@ -45,6 +47,13 @@ CASES = [
 ]
 CASES += [slow_unless((family, variant) in FAST, family, "mlm", variant) for family, variant in FAMILY_VARIANTS]
 cases = pytest.mark.parametrize(("family", "kind", "variant"), CASES)
+# One variant of each kind of causal memory, which is all that depends on the length.
+CAUSAL = [("luna", "default"), ("abc_memory", "default"), ("abc_memory", "linformer")]
+causal = pytest.mark.parametrize(
+    ("family", "variant"), [slow_unless(case in CAUSAL, *case) for case in FAMILY_CAUSAL_VARIANTS]
+)
+# Around the chunks of 64 tokens, and one or several of them.
+CAUSAL_LENGTHS = (5, 64, 65, 130, 300)
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +107,29 @@ def test_one_graph_for_every_form_of_input(given):
             del inputs["attention_mask"]
         assert_equal_outputs(compiled(**inputs), model(**inputs))
     assert counter.frame_count == 1
+
+
+@causal
+@torch.no_grad()
+def test_one_causal_graph_serves_all_lengths(family, variant):
+    model = tiny_causal_model(family, num_hidden_layers=1, use_cache=False, **causal_variants_of(family)[variant])
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for length in CAUSAL_LENGTHS:
+        inputs = uneven("causal", 3, length, seed=length)
+        assert_equal_outputs(compiled(**inputs), model(**inputs))
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_a_window_compiles_for_every_length():
+    """A length that divides by the window needs no padding, which would change the layout."""
+    options = causal_variants_of("abc_memory")["sliding-window"]
+    model = tiny_causal_model("abc_memory", num_hidden_layers=1, use_cache=False, **options)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (12, 16, 31):
+        ids = random_ids(2, length)
+        assert_equal_outputs(compiled(ids), model(ids))
 
 
 def assert_equal_steps(compiled, model, batches):
@@ -172,6 +204,18 @@ def test_one_export_serves_every_batch_and_length(family, kind, variant, tmp_pat
     for shape in [*SHAPES, (1, 2)]:
         inputs = uneven(kind, *shape, seed=shape[1])
         assert_equal_outputs(loaded(**inputs), model(**inputs))
+
+
+@causal
+@torch.no_grad()
+def test_one_causal_export_serves_every_batch_and_length(family, variant):
+    model = tiny_causal_model(family, num_hidden_layers=1, use_cache=False, **causal_variants_of(family)[variant])
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=4096)
+    shapes = {"input_ids": {0: batch, 1: length}, "attention_mask": {0: batch, 1: length}}
+    program = torch.export.export(model, (), uneven("causal", 3, 12), dynamic_shapes=shapes, strict=False).module()
+    for rows, tokens in zip((2, 1, 3, 5, 2, 1), (2, *CAUSAL_LENGTHS), strict=False):
+        inputs = uneven("causal", rows, tokens, seed=tokens)
+        assert_equal_outputs(program(**inputs), model(**inputs))
 
 
 # ---- precision ----

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
 from .dispatch import choose
-from .functional import SCAN_CHUNK, causal_scan, masked_softmax, scan_chunk
+from .functional import SCAN_CHUNK, causal_scan, first_places, masked_softmax, scan_chunk, to_chunks
 
 # The divisor N_t of a slot's sums, and the slots that can be read:
 #   "steps"    the number of tokens so far, a causal mean (Luna, section 3.3)
@@ -34,8 +34,10 @@ NORMALISERS = ("steps", "none", "written", "total", "softmax")
 _LARGEST_RISE = 40.0
 # The running maximum before the first token. Finite, because the difference of two infinities is NaN.
 _LOWEST = -1e30
-# Block size at the leaves of the tree.
-_LEAF = 8
+# Block size at the leaves of a tree, its levels above them, and its number of tokens. The table over pairs of trees has
+# fewer entries than the leaves up to a length of 8 * 64 * 64.
+_LEAF, _LEVELS = 8, 3
+_TREE = _LEAF << _LEVELS
 
 
 class CausalMemory(NamedTuple):
@@ -274,24 +276,25 @@ def _attend_in_a_tree(
     keep: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, CausalMemory]:
-    """The normaliser "softmax" without data-dependent control flow, in O(n log n).
+    """The normaliser "softmax" without control flow that depends on data or length.
 
     Token j enters what token t reads with weight exp(s_j - z_t), where z is the logarithm of the running sum. Split at
-    a position between the two, it is a product of two factors of at most 1, whose underflow is harmless. This is how
-    the second half of each block of 16, 32, ... tokens reads the first; blocks of 8 are computed directly.
+    positions between the two, it is a product of factors of at most 1, whose underflow is harmless. This is how the
+    second half of each block of 16, 32 and 64 tokens reads the first, and how each block of 64 reads all earlier ones;
+    blocks of 8 are computed directly.
     """
     (batch, heads, length), precise = query.shape[:3], memory.key.dtype
-    levels = max(0, (-(-length // _LEAF) - 1).bit_length())
     query, key, value, weights = (
-        F.pad(states.to(precise), (0, 0, 0, (_LEAF << levels) - length), value=fill)
+        to_chunks(states.to(precise), _TREE, fill).flatten(2, 3)
         for states, fill in ((query, 0.0), (key, 0.0), (value, 0.0), (weights, -torch.inf))
     )
     query = query * query.shape[-1] ** -0.5
     # Differences of large logarithms need float64, which MPS lacks.
     weights = weights.to(torch.float32 if query.device.type == "mps" else torch.float64)
     before = memory.peak + memory.total.clamp(min=torch.finfo(precise).tiny).to(weights.dtype).log()
-    log_totals = torch.cat([before, weights], dim=2).logcumsumexp(2)[:, :, 1:]
-    blocks = [_Block(weights, log_totals, size, precise) for size in (_LEAF << level for level in range(levels))]
+    log_totals = torch.cat([before, weights], dim=2).logcumsumexp(2)
+    blocks, log_totals = [_Trees(weights, log_totals, precise)], log_totals[:, :, 1:]
+    blocks += [_Block(weights, log_totals, _LEAF << level, precise) for level in range(_LEVELS)]
     since = (memory.peak - log_totals).to(precise).exp()
     leaves = _Leaves(weights, log_totals, precise)
 
@@ -312,7 +315,7 @@ def _attend_in_a_tree(
         total=memory.total * growth + written.sum(2, keepdim=True),
         peak=peak,
     )
-    return out[:, :, :length], read[:, :, :length], memory
+    return first_places(out, length, dim=2), first_places(read, length, dim=2), memory
 
 
 class _Leaves:
@@ -365,6 +368,35 @@ class _Block:
         """Like `_Leaves.sum_tokens`, for this level."""
         state = torch.matmul(self.writes.transpose(-1, -2), self.halves(value)[0])
         return self.join(torch.matmul(self.halves(read)[1] * self.reads, state))
+
+
+class _Trees:
+    """Above the levels: every block of `_TREE` tokens reads all earlier ones."""
+
+    def __init__(self, logits: Tensor, log_totals: Tensor, precise: torch.dtype) -> None:
+        ends = log_totals[:, :, ::_TREE].detach()  # (b, h, 1 + blocks, m); cancels like a block's middle
+        first, last = ends[:, :, :-1], ends[:, :, 1:]
+        earlier = torch.ones(first.shape[2], first.shape[2], dtype=torch.bool, device=ends.device).tril(-1)
+        between = (last.unsqueeze(2) - first.unsqueeze(3)).to(precise).masked_fill(~earlier.unsqueeze(-1), -torch.inf)
+        self.between = between.exp()  # (b, h, reading block, written block, m)
+        self.writes = (self.cut(logits) - last.unsqueeze(3)).to(precise).exp()
+        self.reads = (first.unsqueeze(3) - self.cut(log_totals[:, :, 1:])).to(precise).exp()
+
+    @staticmethod
+    def cut(states: Tensor) -> Tensor:
+        return states.unflatten(2, (-1, _TREE))
+
+    def sum_slots(self, query: Tensor, key: Tensor) -> Tensor:
+        """Like `_Leaves.sum_slots`, for earlier blocks."""
+        states = torch.matmul(self.cut(key).transpose(-1, -2), self.writes)
+        states = torch.einsum("bhrwm,bhwcm->bhrcm", self.between, states)
+        return (torch.matmul(self.cut(query), states) * self.reads).flatten(2, 3)
+
+    def sum_tokens(self, read: Tensor, value: Tensor) -> Tensor:
+        """Like `_Leaves.sum_tokens`, for earlier blocks."""
+        states = torch.matmul(self.writes.transpose(-1, -2), self.cut(value))
+        states = torch.einsum("bhrwm,bhwmc->bhrmc", self.between, states)
+        return torch.matmul(self.cut(read) * self.reads, states).flatten(2, 3)
 
 
 _ATTENTION = {"loop": _attend_in_a_loop, "at_once": _attend_at_once, "tree": _attend_in_a_tree}

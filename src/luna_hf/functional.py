@@ -7,6 +7,7 @@ mask is boolean with True = keep. Nothing here holds parameters or reads a confi
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils import is_tracing
 from transformers.utils.generic import maybe_autocast
 
 from .dispatch import choose
@@ -93,7 +94,8 @@ def causal_scan(
     if state is None:
         state = x.new_zeros(*x.shape[:2], x.shape[-1], z.shape[-1], dtype=precise)
     with maybe_autocast(x.device.type, enabled=False):
-        implementation = "loop" if x.shape[2] <= chunk_size else choose("causal_scan", x)
+        short = x.shape[2] == 1 or (not is_tracing(x) and x.shape[2] <= chunk_size)
+        implementation = "loop" if short else choose("causal_scan", x)
         out, state = _SCANS[implementation](x, y, z, state, chunk_size)
     return out.to(x.dtype), state
 
@@ -120,20 +122,26 @@ def scan_chunk(x: Tensor, y: Tensor, z: Tensor, state: Tensor) -> tuple[Tensor, 
 def _scan_at_once(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
     length = x.shape[2]
     x, y, z = (to_chunks(states.to(state.dtype), chunk_size) for states in (x, y, z))  # (b, h, chunks, chunk_size, ...)
-    sums = torch.matmul(y.transpose(-1, -2), z).cumsum(2)
-    before = torch.cat([state.unsqueeze(2), state.unsqueeze(2) + sums[:, :, :-1]], dim=2)
+    sums = torch.cat([state.unsqueeze(2), torch.matmul(y.transpose(-1, -2), z)], dim=2).cumsum(2)
     within = torch.matmul(x, y.transpose(-1, -2)).tril()
-    out = torch.matmul(within, z) + torch.matmul(x, before)
-    return out.flatten(2, 3)[:, :, :length], state + sums[:, :, -1]
+    out = torch.matmul(within, z) + torch.matmul(x, sums[:, :, :-1])
+    return first_places(out.flatten(2, 3), length, dim=2), sums[:, :, -1]
 
 
 _SCANS = {"loop": _scan_in_a_loop, "at_once": _scan_at_once}
 
 
-def to_chunks(states: Tensor, chunk_size: int) -> Tensor:
-    """Split (b, h, n, c) into chunks (b, h, chunks, chunk_size, c), padded with zeros at the end."""
-    padded = F.pad(states, (0, 0, 0, -states.shape[2] % chunk_size))
-    return padded.unflatten(2, (-1, chunk_size))
+def to_chunks(states: Tensor, chunk_size: int, fill: float = 0.0) -> Tensor:
+    """Split (b, h, n, c) into chunks (b, h, chunks, chunk_size, c), padded at the end."""
+    # In a graph at least two chunks, because it would be recompiled for a single one.
+    chunks = (states.shape[2] + (2 if is_tracing(states) else 1) * chunk_size - 1) // chunk_size
+    padded = F.pad(states, (0, 0, 0, chunks * chunk_size - states.shape[2]), value=fill)
+    return padded.unflatten(2, (chunks, chunk_size))
+
+
+def first_places(states: Tensor, length: int, dim: int = 1) -> Tensor:
+    """Copy the first `length` positions of (b, n, ...); a slice's layout would depend on whether it drops any."""
+    return states.index_select(dim, torch.arange(length, device=states.device))
 
 
 def rotary_angles(positions: Tensor, size: int, dtype: torch.dtype = torch.float32, base: float = 10000.0) -> Tensor:

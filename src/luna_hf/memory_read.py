@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 from .attention_base import KeyMask, attend_heads
 from .dispatch import choose
-from .functional import move_to_ranks
+from .functional import first_places, move_to_ranks
 from .windows import (
-    first_places,
     interleave,
     join_blocks,
     key_blocks,

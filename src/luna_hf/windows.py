@@ -10,6 +10,9 @@ with True = keep.
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils import is_tracing
+
+from .functional import first_places
 
 
 def window_reach(window: int, causal: bool = False) -> tuple[int, int]:
@@ -21,7 +24,10 @@ def query_blocks(query: Tensor, block: int) -> Tensor:
     """Split queries into blocks, zero-padded at the end: (b, h, n, c) to (b * blocks, h, s, c)."""
     rows, length = query.shape[0], query.shape[2]
     blocks = _number_of_blocks(length, block)
-    query = F.pad(query.transpose(1, 2), (0, 0, 0, 0, 0, blocks * block - length))
+    query = query.transpose(1, 2)
+    # In a graph contiguous: padding by nothing keeps the layout, which a graph of another length does not expect.
+    query = query.contiguous() if is_tracing(query) else query
+    query = F.pad(query, (0, 0, 0, 0, 0, blocks * block - length))
     return query.flatten(0, 1).unflatten(0, (rows * blocks, block)).transpose(1, 2)
 
 
@@ -53,11 +59,6 @@ def window_weights(weights: Tensor, window: int) -> Tensor:
     columns = torch.arange(weights.shape[2], device=weights.device)[:, None]
     columns = (columns + torch.arange(window, device=weights.device)).expand(*weights.shape[:3], window)
     return weights.gather(-1, columns)
-
-
-def first_places(states: Tensor, length: int) -> Tensor:
-    """Copy the first `length` positions of (b, n, ...); a slice's layout would depend on whether it drops any."""
-    return states.index_select(1, torch.arange(length, device=states.device))
 
 
 def interleave(states: Tensor) -> Tensor:
