@@ -132,6 +132,25 @@ def test_gradients_through_a_carried_state_are_those_of_the_whole_text(family, n
         assert_close(carried, whole, atol=1e-12 * scale, rtol=1e-9)
 
 
+@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_KINDS)
+def test_a_detached_state_keeps_its_numbers_and_no_gradients(family, name):
+    """Truncated back-propagation: each part has the gradients that it has after a state made without any."""
+    gradients, (first, second) = [], IDS.split(12, 1)
+    for detached in (True, False):
+        model = variant(family, name).double().train()
+        cache = MemoryCache(model.config)
+        with torch.set_grad_enabled(detached):
+            loss = model(first, past_key_values=cache, use_cache=True).logits.square().sum()
+        if detached:
+            loss.backward()
+            model.zero_grad()
+            cache.detach()
+            assert not any(state.requires_grad for layer in cache.layers for state in layer.states.values())
+        model(second, past_key_values=cache, use_cache=True).logits.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert_close(*gradients, atol=1e-12, rtol=1e-9)
+
+
 @FAMILY
 def test_gradient_checkpointing_with_a_state_is_refused(family):
     model = tiny_causal_model(family).train()

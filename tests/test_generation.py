@@ -15,6 +15,7 @@ from helpers import (
     tiny_causal_model,
 )
 from transformers import DynamicCache, set_seed
+from transformers.generation import stopping_criteria
 
 from luna_hf import FAMILIES, MemoryCache
 
@@ -148,6 +149,15 @@ def test_text_may_exceed_the_positions_of_training(family):
     expected = with_logits(model, inputs, tokens=40, use_cache=False)
     assert_same_generation(with_logits(model, inputs, tokens=40), expected)
     assert expected[1].isfinite().all()
+
+
+@families
+def test_a_default_call_may_exceed_the_positions_of_training(family, monkeypatch):
+    """Without a limit of new tokens, `generate` adds 20 to a text of any length, and warns of nothing."""
+    model, ids = wordy_model(family, max_position_embeddings=16), random_ids(2, 30)
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", pytest.fail)
+    for given in (ids[:, :10], ids):
+        assert model.generate(given).shape == (2, given.shape[1] + 20)
 
 
 # ---- inputs and outputs ----

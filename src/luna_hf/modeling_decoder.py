@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMode, MaxLengthCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
@@ -257,6 +257,24 @@ class CausalLMMixin(HeadMixin):
             columns = generation_config._mask_length if mask is None else mask.shape[1]  # of a mask that was dropped
             check_prompt(input_ids, embeds, mask, columns, cache)
         return super()._prefill(input_ids, generation_config, model_kwargs, **others)
+
+    def _prepare_generated_length(
+        self, generation_config: GenerationConfig, has_default_max_length: bool, **others: Any
+    ) -> GenerationConfig:
+        """Like transformers', which lets a default length end at `max_position_embeddings`."""
+        config, tokens = generation_config, generation_config.max_length
+        config = super()._prepare_generated_length(config, has_default_max_length=has_default_max_length, **others)
+        if has_default_max_length and config.max_new_tokens is None:
+            config.max_length = tokens + others["input_ids_length"]
+        return config
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        """Like transformers', which warns of texts beyond `max_position_embeddings`; these models have no end."""
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        for criterion in criteria:
+            if isinstance(criterion, MaxLengthCriteria):
+                criterion.max_position_embeddings = None
+        return criteria
 
     @staticmethod
     def create_masks_for_generate(

@@ -74,6 +74,10 @@ class MemoryCacheLayer(CacheLayerMixin):
         self.constant_keys.clear()
         self.is_initialized = False
 
+    def detach(self) -> None:
+        """Cut the state off from the graph of gradients, in place."""
+        self.states = {name: _own(state) for name, state in self.states.items()}
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, for beam search."""
         self.write(**{name: state.index_select(0, beam_idx.to(state.device)) for name, state in self.states.items()})
@@ -110,9 +114,12 @@ class MemoryCache(Cache):
 
     ```python
     >>> cache = MemoryCache(model.config)
-    >>> for part in input_ids.split(512, dim=1):
-    ...     logits = model(part, past_key_values=cache, use_cache=True).logits
+    >>> with torch.no_grad():
+    ...     for part in input_ids.split(512, dim=1):
+    ...         logits = model(part, past_key_values=cache).logits
     ```
+
+    With gradients, a backward pass reaches back to the first token. `detach` ends it at the last `detach`.
 
     Args:
         config: the model's configuration.
@@ -157,7 +164,7 @@ class MemoryCache(Cache):
         """Return the number of input columns so far, padding included."""
         return int(self.rows.states["columns"][0]) if self.is_initialized else 0
 
-    def count(self, tokens: Tensor, columns: int, checksum: Tensor | int) -> None:
+    def count(self, tokens: Tensor, columns: int, checksum: Tensor | int = -1) -> None:
         """Record a forward pass.
 
         Args:
@@ -183,6 +190,11 @@ class MemoryCache(Cache):
         """
         if tokens_to_remove:
             raise ValueError("Tokens cannot be removed from a MemoryCache; keep a copy from before they were added.")
+
+    def detach(self) -> None:
+        """Cut the state off from the graph of gradients, for truncated back-propagation through a long text."""
+        for layer in self.layers:
+            layer.detach()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, for beam search."""
