@@ -129,6 +129,10 @@ def _roberta(inputs: Path) -> None:
     checkpoint(inputs / "model", "roberta")
 
 
+def _theirs(inputs: Path) -> None:
+    write_tiny(inputs / "model")
+
+
 def _both(inputs: Path) -> None:
     import fairseq_luna
 
@@ -140,13 +144,15 @@ LENGTHS = "--lengths 16 64 --tokens 128 --part 16 --stride 4 --rows 32"
 SCORE = ["inputs/model", "--data", "inputs/text.txt", "--output", "disk/out", *LENGTHS.split()]
 EVALUATION = {"evaluate_perplexity": Row("evaluate_perplexity", _causal, SCORE, ("model",))}
 CONVERSION = {
-    "fairseq_luna": Row("fairseq_luna", lambda inputs: write_tiny(inputs / "model"), ["inputs/model", "disk/out"]),
+    "fairseq_luna": Row(
+        "fairseq_luna", lambda inputs: write_tiny(inputs / "model"), ["inputs/model", "disk/out"], ("model",)
+    ),
     "roberta_to_luna": Row(
         "roberta_to_luna", _roberta, ["inputs/model", "disk/out", "--projection-length", "8"], ("model",)
     ),
     "roberta_to_abc": Row("roberta_to_abc", _roberta, ["inputs/model", "disk/out", "--memory-size", "8"], ("model",)),
     "luna_to_fairseq": Row("luna_to_fairseq", _both, ["inputs/model", "disk/out"], ("model",)),
-    "verify": Row("verify", _both, ["inputs/model", "inputs/theirs"], ("model",)),
+    "verify": Row("verify", _both, ["inputs/model", "inputs/theirs"], ("model", "theirs")),
 }
 
 ROWS = {**PRETRAINING, **FINETUNING, **EVALUATION, **CONVERSION}

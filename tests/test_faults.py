@@ -29,8 +29,8 @@ from helpers import ROOT
 from processes import exit_code, started
 
 EXACT, REFUSED, LOST = "exact", "refused", "lost"
-KILLS, SIGNALS, TIMED, HELD = 10, 3, 2, 3  # cases of a kind for each command
-SIZES = (0.1, 0.3, 0.5, 0.7, 0.9, 1.2, 1.6)  # of a small disk, relative to what a finished run needs
+KILLS, SIGNALS, TIMED, HELD = 8, 3, 2, 3  # cases of a kind for each command
+SIZES = (0.1, 0.3, 0.6, 0.9, 1.3, 1.6)  # of a small disk, relative to what a finished run needs
 
 
 class Case(NamedTuple):
@@ -49,6 +49,7 @@ class Stage:
     row: Row
     place: Place
     expected: dict[str, Any]
+    printed: str
     changes: list[str]
     seconds: float
 
@@ -60,12 +61,16 @@ class Stage:
         found, detail = self.place.left(), before
         ended = self.place.run()
         left, told = self.place.left(), ended.told
-        if "log.jsonl" in named and "out/log.jsonl" in ended.out + ended.err:
+        if ended.code == 0 and "log.jsonl" in named and "out/log.jsonl" in ended.out + ended.err:
             left["out/log.jsonl"] = self.expected["out/log.jsonl"]
-        detail += f"\nexpected {allowed}, found {ended.short}"
-        if not differences(left, self.expected) and (ended.code == 0 or told):
+        harm = [name for name in differences(left, found) if not re.search(r"unfinished|building", name)]
+        detail += f"\nharm {harm[:8]}, expected {allowed}, found {ended.short}"
+        complete = not differences(left, self.expected)
+        if not self.expected:  # a command that only prints
+            complete = ended.out == self.printed
+        if complete and (ended.code == 0 or (told and self.expected)):  # a finished run may be refused
             outcome = EXACT
-        elif told and not differences(left, found) and (not named or any(word in told for word in named)):
+        elif told and not harm and (not named or any(word in told for word in named)):
             outcome = REFUSED
         else:
             outcome, detail = LOST, f"{detail}\ndifferent: {differences(left, self.expected)[:8]}\nnamed: {named}"
@@ -97,7 +102,7 @@ def stage(name: str, folder: Path) -> Stage:
     assert ended.code == 0, ended.short
     seconds = time.monotonic() - began
     place.snapshot("finished")
-    return Stage(name, row, place, place.left(), ended.changes, seconds)
+    return Stage(name, row, place, place.left(), ended.out, ended.changes, seconds)
 
 
 def moments(changes: list[str], count: int) -> list[int]:
@@ -106,7 +111,8 @@ def moments(changes: list[str], count: int) -> list[int]:
     for number, change in enumerate(changes, 1):
         kinds.setdefault(re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", re.sub(r"\w+\.py", ".py", change)), []).append(number)
     chosen = [numbers[index % len(numbers)] for index, numbers in enumerate(kinds.values())]
-    return [chosen[place] for place in sorted({round(p) for p in np.linspace(0, len(chosen) - 1, count)})]
+    places = sorted({round(place) for place in np.linspace(0, len(chosen) - 1, count)}) if chosen else []
+    return [chosen[place] for place in places]
 
 
 # ---- kinds of faults ----
@@ -210,7 +216,7 @@ def damaged_result(on: Stage) -> Iterator[Case]:
 
 
 def damaged_model(on: Stage) -> Iterator[Case]:
-    """A cut or empty file of a model that the command reads."""
+    """A cut or empty file of a model that the command reads; exact if it needs no such file."""
     for model in on.row.models:
         for path in sorted((on.place.folder / "inputs" / model).iterdir()):
             if path.suffix not in (".json", ".safetensors", ".pt"):
@@ -219,12 +225,14 @@ def damaged_model(on: Stage) -> Iterator[Case]:
             for way, part in (("cut in half", content[: len(content) // 2]), ("empty", b"")):
                 path.write_bytes(part)
                 on.place.reset()
-                yield on.again(f"{model}/{path.name}: {way}", path.name, f"inputs/{model}", allowed=(REFUSED,))
+                yield on.again(f"{model}/{path.name}: {way}", path.name, f"inputs/{model}")
             path.write_bytes(content)
 
 
 def full_disk(on: Stage) -> Iterator[Case]:
     """No space left, and the same command when there is space again."""
+    if not on.expected:
+        return
     need = sum(-(-path.stat().st_size // 4096) * 4096 for path in on.finished().rglob("*") if path.is_file())
     for share in SIZES:
         on.place.reset()
@@ -236,15 +244,18 @@ def full_disk(on: Stage) -> Iterator[Case]:
 
 
 def two_runs(on: Stage) -> Iterator[Case]:
-    """The same command while it runs: one of the two is refused, the other is exact."""
+    """The same command while it runs: one of the two is refused and the other exact, or both are."""
+    locks = (number for number, change in enumerate(on.changes, 1) if re.match(r"open .*\.lock$", change))
+    locked = next(locks, 0)
     for number in moments(on.changes, HELD + 2)[1:-1]:
         on.place.reset()
         first, second = on.place.run_held(Moment(number), on.place.run)
         both, different = [one for one in (first, second) if one], differences(on.place.left(), on.expected)
         refused = [one.told for one in both if one.code != 0]
-        fine = not different and len(refused) == 1 and "disk/out" in refused[0]
+        one_by_one = not refused and number <= locked  # the second ends before the first holds the folder
+        outcome = EXACT if one_by_one else REFUSED if len(refused) == 1 and "disk/out" in refused[0] else LOST
         detail = "\n".join([f"different: {different}", *(one.short for one in both)])
-        yield Case(f"change {number}, {on.changes[number - 1]}", REFUSED if fine else LOST, detail)
+        yield Case(f"change {number}, {on.changes[number - 1]}", LOST if different else outcome, detail)
 
 
 def one_cache(on: Stage) -> Iterator[Case]:
