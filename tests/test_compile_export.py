@@ -5,6 +5,7 @@ One variant per kind runs in every suite, the others in the slow one.
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers import (
     FAMILY_CAUSAL_VARIANTS,
     FAMILY_KINDS,
@@ -16,11 +17,14 @@ from helpers import (
     random_ids,
     tiny_causal_model,
     tiny_model,
+    tiny_tokenizer,
     variants_of,
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.ao.nn.quantized.dynamic import Linear as QuantizedLinear
+from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 from variants import COMMON, ROWS
 
 from luna_hf import FAMILIES
@@ -59,6 +63,7 @@ CAUSAL_LENGTHS = (5, 64, 65, 130, 300)
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
+    counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -173,9 +178,46 @@ def test_inductor_trains_with_the_same_numbers(family, kind):
 @pytest.mark.slow
 @families
 def test_inductor_trains_with_a_convolution(family):
-    """Inductor lays out a convolution by the sizes of its input."""
+    """Inductor lays out PyTorch's convolution for one length: two lengths make two graphs, and so would every other."""
     model = tiny_model(family, "mlm", num_hidden_layers=1, conv_kernel_size=3).train()
-    assert_equal_steps(torch.compile(model, fullgraph=True, dynamic=True), model, [inputs_for("mlm", labels=True)])
+    compiled = torch.compile(model, fullgraph=True)
+    first, *others = (inputs_for("mlm", length=n, seed=n, labels=True) for n in (12, 31, 20, 64, 5, 8))
+    assert_equal_steps(compiled, model, [first])
+    assert_equal_steps(compiled, model, others)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        slow_unless((family, backend) == ("luna", "aot_eager"), family, backend)
+        for family in FAMILIES
+        for backend in ("aot_eager", "inductor")
+    ],
+)
+def test_the_trainer_compiles_two_graphs(family, backend, tmp_path):
+    """One for the first length and one for all others, whether shorter or longer than the memory."""
+    lengths = [12, 5, 31, 8, 40, 7]
+    rows = [{"input_ids": random_ids(1, n, seed=n)[0].tolist(), "labels": n % 2} for n in lengths for _ in range(2)]
+    losses = []
+    for compiled in ({}, {"torch_compile": True, "torch_compile_backend": backend}):
+        model = tiny_model(family, "sequence", num_hidden_layers=1, conv_kernel_size=3)
+        quiet = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+        arguments = TrainingArguments(
+            tmp_path,
+            max_steps=len(lengths),
+            per_device_train_batch_size=2,
+            learning_rate=0.01,
+            logging_steps=1,
+            train_sampling_strategy="sequential",
+            **quiet,
+            **compiled,
+        )
+        collator = DataCollatorWithPadding(tiny_tokenizer())
+        trainer = Trainer(model, arguments, data_collator=collator, train_dataset=Dataset.from_list(rows))
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4) and len(set(losses[0])) == len(lengths)
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.slow

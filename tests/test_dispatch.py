@@ -42,6 +42,7 @@ def test_a_graph_has_its_own_implementations():
     torch.jit.trace(step, (CPU,), check_trace=False)
     assert chosen["causal_softmax_memory"] == "tree" and chosen["causal_scan"] == "at_once"
     assert chosen["feed_forward"] == "whole" and chosen["dynamic_slots"] == "mask"
+    assert chosen["convolution"] == "shifted"
 
 
 def test_the_table_is_what_runs(monkeypatch):

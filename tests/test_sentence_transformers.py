@@ -83,6 +83,12 @@ def test_cross_encoder(family, folders, tmp_path):
         with torch.no_grad():
             logits = encoder.model(**encoder.tokenizer(*pair, return_tensors="pt")).logits
         assert score == pytest.approx(logits.sigmoid().item(), abs=ATOL)
+    ranking = encoder.rank(SENTENCES[0], SENTENCES)
+    scores = torch.as_tensor(encoder.predict([(SENTENCES[0], text) for text in SENTENCES]))
+    assert [entry["corpus_id"] for entry in ranking] == scores.argsort(descending=True).tolist()
+    assert [entry["score"] for entry in ranking] == pytest.approx(
+        scores.sort(descending=True).values.tolist(), abs=ATOL
+    )
     first, second = zip(*PAIRS, strict=True)
     data = Dataset.from_dict({"query": first, "answer": second, "label": [float(a == b) for a, b in PAIRS]})
     trainer = CrossEncoderTrainer, CrossEncoderTrainingArguments

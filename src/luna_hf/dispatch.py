@@ -23,6 +23,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "dynamic_slots": {"graph": "mask", "default": "cut"},
     # A graph pads even and odd lengths alike, so that it is not recompiled.
     "dilation": {"graph": "uniform", "default": "least"},
+    # Inductor lays a convolution out for one length, and would compile the model again for every other.
+    "convolution": {"graph": "shifted", "default": "library"},
     # The feed-forward network's inner states are a model's largest tensors.
     "feed_forward": {"inference": "parts", "default": "whole"},
     "nearest_centroid": {"cpu": "parts", "default": "whole"},

@@ -269,11 +269,7 @@ def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = 
     """
     if keep is not None:
         states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
-    # As the input of a conv2d, (b, d, 1, n) is a channels-last view: 3 to 5 times faster than conv1d on CPU.
-    image = states.transpose(1, 2).unsqueeze(2)
-    padding = (0, weight.shape[-1] // 2)
-    out = F.conv2d(image, weight[:, None, None, :], padding=padding, groups=weight.shape[0])
-    return out.squeeze(2).transpose(1, 2)
+    return _convolve(states, weight, padding=weight.shape[-1] // 2)
 
 
 def causal_convolution(states: Tensor, weight: Tensor) -> Tensor:
@@ -286,8 +282,18 @@ def causal_convolution(states: Tensor, weight: Tensor) -> Tensor:
     Returns:
         (b, n, d).
     """
-    image = states.transpose(1, 2).unsqueeze(2)  # conv2d as in `depthwise_convolution`
-    return F.conv2d(image, weight[:, None, None, :], groups=weight.shape[0]).squeeze(2).transpose(1, 2)
+    return _convolve(states, weight)
+
+
+def _convolve(states: Tensor, weight: Tensor, padding: int = 0) -> Tensor:
+    if choose("convolution", states) == "shifted":
+        states = F.pad(states, (0, 0, padding, padding))
+        length, taps = states.shape[1] - weight.shape[-1] + 1, weight.unbind(-1)
+        return sum(states[:, start : start + length] * tap for start, tap in enumerate(taps))
+    # As the input of a conv2d, (b, d, 1, n) is a channels-last view: 3 to 5 times faster than conv1d on CPU.
+    image, filters = states.transpose(1, 2).unsqueeze(2), weight[:, None, None, :]
+    out = F.conv2d(image, filters, padding=(0, padding), groups=weight.shape[0])
+    return out.squeeze(2).transpose(1, 2)
 
 
 def first_kept(states: Tensor, keep: Tensor | None) -> Tensor:

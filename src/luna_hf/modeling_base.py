@@ -78,14 +78,15 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
         super().save_pretrained(*args, **kwargs)
 
     def auto_map(self) -> dict[str, str]:
-        """Map each Auto class to `module.Class`, for the model classes of this family's modeling file."""
-        parts = {"attention_class", "base_model_class"}  # attributes that a family's model class defines
-        module = sys.modules[next(cls for cls in type(self).__mro__ if parts & vars(cls).keys()).__module__]
-        models = [
-            value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__
-        ]
-        classes = {"AutoConfig": self.config_class}
-        classes |= {auto_class: model for model in models for auto_class in getattr(model, "auto_classes", ())}
+        """Map each Auto class to `module.Class`, for the model classes of the file that is saved beside the weights.
+
+        That is the file of the model's class. Transformers saves none for a class from `__main__`, or for a user's
+        class that is not registered with `register_for_auto_class`.
+        """
+        classes, module = {"AutoConfig": self.config_class}, type(self).__module__
+        if self.is_remote_code() and module != "__main__":
+            own = [cls for cls in vars(sys.modules[module]).values() if getattr(cls, "__module__", None) == module]
+            classes |= {auto_class: cls for cls in own for auto_class in getattr(cls, "auto_classes", ())}
         return {auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in classes.items()}
 
     def get_position_embeddings(self) -> nn.Module | None:
