@@ -123,8 +123,8 @@ def killed(on: Stage) -> Iterator[Case]:
     for number in moments(on.changes, KILLS):
         on.place.reset()
         ended = on.place.run(Moment(number, signal.SIGKILL))
-        before = f"killed before {ended.changes[-1:]}: {ended.code}"
-        yield on.again(f"change {number}, {on.changes[number - 1]}", allowed=(EXACT,), before=before)
+        assert ended.code == -signal.SIGKILL, f"change {number} did not come: {ended.short}"
+        yield on.again(f"change {number}, {on.changes[number - 1]}", allowed=(EXACT,), before=str(ended.changes[-1:]))
     for share in np.random.default_rng(0).uniform(0.2, 1, TIMED):
         on.place.reset()
         process = on.place.start()
@@ -138,8 +138,8 @@ def killed_twice(on: Stage) -> Iterator[Case]:
     numbers = moments(on.changes, 2 * HELD)[1::2]
     for number in numbers:
         on.place.reset()
-        on.place.run(Moment(number, signal.SIGKILL))
-        on.place.run(Moment(max(number // 3, 1), signal.SIGKILL))
+        assert on.place.run(Moment(number, signal.SIGKILL)).code == -signal.SIGKILL
+        on.place.run(Moment(max(number // 3, 1), signal.SIGKILL))  # which may end first
         yield on.again(f"changes {number} and {number // 3}", allowed=(EXACT,))
 
 
@@ -250,7 +250,8 @@ def two_runs(on: Stage) -> Iterator[Case]:
     for number in moments(on.changes, HELD + 2)[1:-1]:
         on.place.reset()
         first, second = on.place.run_held(Moment(number), on.place.run)
-        both, different = [one for one in (first, second) if one], differences(on.place.left(), on.expected)
+        assert second, f"change {number} did not come: {first.short}"
+        both, different = (first, second), differences(on.place.left(), on.expected)
         refused = [one.told for one in both if one.code != 0]
         one_by_one = not refused and number <= locked  # the second ends before the first holds the folder
         outcome = EXACT if one_by_one else REFUSED if len(refused) == 1 and "disk/out" in refused[0] else LOST
@@ -290,7 +291,7 @@ def changed_data(on: Stage) -> Iterator[Case]:
     for way, new in ways.items():
         on.place.reset(snapshot)
         path.write_bytes(new)
-        case = on.again(f"{name}: {way}", path.name, allowed=(REFUSED,))
+        case = on.again(f"{name}: {way}", path.name, f"inputs/data ({path.stem})", allowed=(REFUSED,))
         accepted = on.place.run(words=accept) if case.outcome == REFUSED else None
         path.write_bytes(content)
         os.utime(path, ns=(time_before, time_before))
