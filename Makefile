@@ -36,7 +36,7 @@ test-all: lint
 
 # The cases of a command run one after the other, in one process.
 test-faults: $(VENV)/.dev
-	$(PYTEST) -m faults --numprocesses auto --dist loadgroup --write-faults
+	$(PYTEST) tests/test_faults.py -m faults --numprocesses auto --dist loadgroup --write-faults
 
 test-gpu: $(VENV)/.dev
 	$(PYTEST) -m gpu

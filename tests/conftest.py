@@ -1,5 +1,6 @@
 """Settings for all tests, made before any library reads them."""
 
+import json
 import os
 from pathlib import Path
 
@@ -39,5 +40,9 @@ def pytest_terminal_summary(terminalreporter, config):
 
     terminalreporter.write_line("\n" + fault_tables(kinds))
     if config.getoption("write_faults"):
+        path = Path(__file__).with_name("faults.json")
+        before = json.loads(path.read_text(encoding="utf-8"))["kinds"] if path.exists() else []
+        # A run of some commands or kinds replaces their outcomes only.
+        merged = {(row["command"], row["kind"]): row for row in [*before, *kinds]}
         head = {**describe_run("", [], "cpu"), "command": "make test-faults"}
-        write_json(Path(__file__).with_name("faults.json"), {**head, "kinds": kinds})
+        write_json(path, {**head, "kinds": list(merged.values())})
