@@ -28,10 +28,15 @@ LABELS = {
     "abc-mlp-64": "ABC, 64 slots",
     "abc-mlp-128": "ABC, 128 slots",
 }
-FORWARD, ABC = "encoder-forward-1-layer-cpu-float32", "encoder-forward-1-layer-abc-cpu-float32"
+FORWARD, ABC = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-layer-abc-cpu-float32"
+WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
+CAUSAL, CAUSAL_LENGTH = "causal-attention-cpu-float32", 8192
+CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
 # What the command of a result took on its machine while that was quiet.
 MINUTES = {
-    FORWARD: 10,
+    FORWARD: 7,
+    WHOLE: 17,
+    STEP: 2,
     ABC: 5,
     "encoder-forward-1-layer-eager-cpu-float32": 1,
     "encoder-forward-1-layer-controls-cpu-float32": 8,
@@ -39,10 +44,10 @@ MINUTES = {
     "encoder-forward-1-layer-abc-cpu-bfloat16": 1,
     "encoder-forward-2-layer-padding-cpu-float32": 5,
     "encoder-forward-2-layer-padding-abc-cpu-float32": 2,
-    "encoder-mlm_step-4-layer-cpu-float32": 5,
-    "encoder-mlm_step-12-layer-cpu-float32": 7,
+    "encoder-mlm_step-3-layer-luna-cpu-float32": 1,
     "encoder-mlm_step-4-layer-abc-cpu-float32": 3,
-    "causal-attention-cpu-float32": 8,
+    CAUSAL: 8,
+    CAUSAL_TRAINING: 4,
     "generation-4-layer-cpu-float32": 6,
     "generation-4-layer-4-rows-cpu-float32": 8,
     "guarantees-cpu-float32": 1,
@@ -50,6 +55,7 @@ MINUTES = {
     "clm-demo-cpu-float32": 3,
     "perplexity-enwiki-cpu-float32": 7,
 }
+PEERS = ("roberta", "modernbert")
 Result = dict[str, Any]
 
 
@@ -170,32 +176,55 @@ def _by_length(name: str, speeds: Sequence[tuple[str, str]], memory: Sequence[st
     return markdown_table(header, rows)
 
 
-def _crossing(name: str, models: Sequence[str]) -> str:
+def _crossing(name: str, models: Sequence[str], peer: str = "roberta") -> str:
     wins = _load(name)["wins"]
-    return ", ".join(f"{wins[model]['roberta']:.0f} tokens ({LABELS[model]})" for model in models)
+    return ", ".join(f"{wins[model][peer]:,.0f} tokens ({LABELS[model]})" for model in models)
 
 
 def _growth(name: str, models: Sequence[str]) -> str:
+    short, long = _load(name)["growth"]["range"]
     found = {model: _load(name)["growth"]["exponents"][model] for model in models}
     powers = [f"{LABELS[model]} {one['median']:.2f} ({_span(one['rounds'], 2)})" for model, one in found.items()]
     return (
-        "From 2,048 to 16,384 tokens, time grows with this power of the length (1 is linear, 2 is quadratic; in "
+        f"From {short:,} to {long:,} tokens, time grows with this power of the length (1 is linear, 2 is quadratic; in "
         f"brackets the range over the rounds): {'; '.join(powers)}."
     )
 
 
+def _range(name: str, model: str, peer: str) -> str:
+    """The least and the greatest speed over a peer at any length."""
+    return _span((row["models"][model]["speed_over"][peer]["median"] for row in _load(name)["lengths"]), 1)
+
+
 def _front() -> str:
-    speed = _by_length(FORWARD, [("luna-tied", "roberta")], ["luna-tied", "roberta"], (128, 512, 2048, 8192, 16384))
-    speed = speed.replace(LABELS["luna-tied"], "Luna")
-    return f"{speed}\n\nMeasured on {_machine(_load(FORWARD))}: {_spread(FORWARD)}."
+    models = ["luna-tied", "roberta", "modernbert"]
+    speeds = [("luna-tied", peer) for peer in models[1:]]
+    layers = _by_length(FORWARD, speeds, models, (128, 512, 2048, 8192)).replace(LABELS["luna-tied"], "Luna")
+    return (
+        f"{layers}\n\nMeasured on {_machine(_load(FORWARD))}: {_spread(FORWARD)}.\n\n"
+        f"Layer for layer, {_losing()}. As a whole model from 512 to 8,192 tokens, Luna with 12 layers is "
+        f"{_range(WHOLE, 'luna-tied', 'roberta')} times as fast as RoBERTa-base (12 layers) and "
+        f"{_range(WHOLE, 'luna-tied', 'modernbert')} times as fast as ModernBERT-base (22 layers)."
+    )
+
+
+def _losing() -> str:
+    """Up to which length Luna's peers are faster, layer for layer."""
+    wins = _load(FORWARD)["wins"]["luna-tied"]
+    lengths = " and ".join(f"{LABELS[peer]} up to {wins[peer]:,.0f} tokens" for peer in ("roberta", "modernbert"))
+    return f"RoBERTa and ModernBERT are faster than Luna on short texts: {lengths}"
 
 
 def _summary() -> str:
-    exponents = _load(FORWARD)["growth"]["exponents"]
-    luna, roberta = (2 ** exponents[name]["median"] for name in ("luna-tied", "roberta"))
+    exponents = _load(ABC)["growth"]["exponents"]
+    luna, roberta = (2 ** exponents[name]["median"] for name in ("luna-untied", "roberta"))
     return (
-        f"- RoBERTa is faster on short texts, up to {_crossing(FORWARD, ['luna-untied', 'luna-tied'])} and "
-        f"{_crossing(ABC, ['abc-mlp-128'])}.\n"
+        f"- Layer for layer, RoBERTa is faster on short texts, up to "
+        f"{_crossing(FORWARD, ['luna-untied', 'luna-tied'])} and {_crossing(ABC, ['abc-mlp-128'])}. ModernBERT is "
+        f"faster up to {_crossing(FORWARD, ['luna-untied', 'luna-tied'], 'modernbert')}.\n"
+        f"- As a whole model from 512 to 8,192 tokens, Luna (12 layers, tied) is "
+        f"{_range(WHOLE, 'luna-tied', 'roberta')} times as fast as RoBERTa-base (12 layers) and "
+        f"{_range(WHOLE, 'luna-tied', 'modernbert')} times as fast as ModernBERT-base (22 layers).\n"
         f"- From 2,048 to 16,384 tokens, twice the tokens take Luna {luna:.1f} times as long and RoBERTa {roberta:.1f} "
         f"times.\n- {_decoding()}"
     )
@@ -203,9 +232,31 @@ def _summary() -> str:
 
 def _encoder() -> str:
     models = ["luna-untied", "luna-tied"]
-    speeds = [(model, peer) for peer in ("roberta", "modernbert") for model in models]
+    speeds = [(model, peer) for peer in ("roberta", "modernbert") for model in models] + [("modernbert", "roberta")]
     table = _by_length(FORWARD, speeds, ["luna-tied", "roberta", "modernbert"])
-    return _with_source(f"{table}\n\n{_growth(FORWARD, [*models, 'roberta'])}", FORWARD)
+    return _with_source(f"{table}\n\n{_growth(FORWARD, [*models, 'roberta', 'modernbert'])}", FORWARD)
+
+
+def _whole() -> str:
+    """Whole models: ratios of speed, and memory with what the models hold, of a forward and of a training step."""
+    models = ["luna-tied", "roberta", "modernbert"]
+    pairs = [("luna-tied", "roberta"), ("luna-tied", "modernbert"), ("modernbert", "roberta")]
+    header = ["", "tokens", *(f"{LABELS[model]} / {LABELS[peer]}" for model, peer in pairs)]
+    header += [f"{LABELS[model]}, MiB" for model in models]
+    rows = []
+    for name, label in ((WHOLE, "forward"), (STEP, "training step")):
+        result = _load(name)
+        for row in result["lengths"]:
+            cells = [_over(row["models"], *pair) for pair in pairs]
+            for model in models:
+                held = result["models"][model]["held_bytes"] + row["models"][model]["peak_memory_bytes"]
+                cells.append(f"{held / 2**20:,.0f}")
+            rows.append([label, f"{row['rows']} x {row['length']:,}", *cells])
+    sizes = ", ".join(
+        f"{LABELS[model]} {one['layers']} layers, {one['parameters'] / 1e6:.0f} M parameters"
+        for model, one in _load(STEP)["models"].items()
+    )
+    return _with_source(f"{markdown_table(header, rows)}\n\n{sizes}.", WHOLE, STEP)
 
 
 def _abc() -> str:
@@ -222,15 +273,14 @@ def _controls() -> str:
     return _table(["control", *(f"{row['length']:,} tokens" for row in rows)], cells, name)
 
 
-def _one_length(names: dict[str, str]) -> str:
+def _one_length(names: dict[str, str], peers: Sequence[str] = PEERS) -> str:
     """A row for every model of results that have one length each."""
-    peers = ("roberta", "modernbert")
     rows = [
         [label, LABELS[model], *(_over(row["models"], model, peer) for peer in peers)]
         for name, label in names.items()
         for row in _load(name)["lengths"]
         for model in row["models"]
-        if model not in peers
+        if model not in PEERS
     ]
     return _table(["setting", "model", *(f"speed over {LABELS[peer]}" for peer in peers)], rows, *names)
 
@@ -258,6 +308,40 @@ def _paper() -> str:
         rows.append([LABELS[model], speed, *(_over(models, model, peer) for peer in peers), memory, *shares])
     header = ["model", "speed over unfused, paper", "speed over unfused", "speed over fused"]
     return _table([*header, "memory / unfused, paper", "memory / unfused", "memory / fused"], rows, name)
+
+
+# ---- causal models ----
+
+
+def _causal_runs() -> str:
+    """How far the ratios of separate runs lie apart."""
+    paths = sorted((ROOT / "benchmarks" / "results").glob(f"**/{CAUSAL}-torch*.json"))
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    rows = [row["contenders"] for run in runs for row in run["lengths"] if row["length"] == CAUSAL_LENGTH]
+    spans = []
+    for name in ("luna", "abc"):
+        forward, backward = (
+            _span((row[name][mode]["speed_over"]["sdpa"]["median"] for row in rows), 1)
+            for mode in ("forward", "backward")
+        )
+        spans.append(f"`{name}` is {forward} times as fast as `sdpa` forward and {backward} times with backward")
+    return (
+        "These ratios vary from run to run and from machine to machine, and fall while other work shares the "
+        f"processor. Over {len(rows)} separate runs at {CAUSAL_LENGTH:,} tokens, the last beside other work, "
+        f"{'; '.join(spans)}."
+    )
+
+
+def _causal_training() -> str:
+    result = _load(CAUSAL_TRAINING)
+    last = result["lengths"][-1]
+    own = [model for name, model in last["models"].items() if name not in result["peers"]]
+    speed = _span((model["speed_over"]["gpt2"]["median"] for model in own), 1)
+    memory = _span((model["memory_over"]["gpt2"] for model in own), 2)
+    return (
+        f"Training saves time, but no memory: at {last['length']:,} tokens, a training step of Luna and ABC is {speed} "
+        f"times as fast as GPT-2's and takes {memory} times its memory."
+    )
 
 
 # ---- demos and generation ----
@@ -368,21 +452,25 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "clm-demo": _clm_demo,
     "summary": _summary,
     "encoder": _encoder,
+    "whole": _whole,
     "abc": _abc,
     "controls": _controls,
     "training-step": lambda: _one_length(
         {
-            "encoder-mlm_step-4-layer-cpu-float32": "4 layers",
-            "encoder-mlm_step-12-layer-cpu-float32": "12 layers",
-            "encoder-mlm_step-4-layer-abc-cpu-float32": "4 layers, AVX-512",
+            "encoder-mlm_step-3-layer-luna-cpu-float32": "3 layers",
+            "encoder-mlm_step-4-layer-abc-cpu-float32": "4 layers",
         }
     ),
     "bfloat16": lambda: _one_length(
-        {"encoder-forward-1-layer-cpu-bfloat16": "emulated", "encoder-forward-1-layer-abc-cpu-bfloat16": "native"}
+        {"encoder-forward-1-layer-cpu-bfloat16": "emulated", "encoder-forward-1-layer-abc-cpu-bfloat16": "native"},
+        ("roberta",),
     ),
     "padding": _padding,
     "abc-paper": _paper,
-    "causal": lambda: _report("causal-attention-cpu-float32"),
+    "causal": lambda: _report(CAUSAL),
+    "causal-runs": _causal_runs,
+    "causal-training": lambda: _report(CAUSAL_TRAINING),
+    "causal-training-short": _causal_training,
     "decoding": _decoding,
     "decoding-bound": _decoding_bound,
     "generation": lambda: _report("generation-4-layer-cpu-float32"),

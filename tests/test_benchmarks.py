@@ -34,7 +34,7 @@ CAUSAL = ["--lengths", "64", "96", "--heads", "2", "--size", "8", "--slots", "8"
 GENERATION = ["--lengths", "16", "64", "--heads", "2", "--width", "32", "--layers", "2", "--vocab-size", "99"]
 GENERATION += ["--rounds", "2"]
 
-COMMITTED = sorted((BENCHMARKS / "results").glob("*.json"))
+COMMITTED = sorted((BENCHMARKS / "results").rglob("*.json"))
 
 
 def check_header(result, script):
@@ -262,10 +262,10 @@ CHECKS = {"encoder": floors.check, "causal": causal.check, "generation": generat
         (ENCODER, "lengths 0 models luna-untied peak_memory_bytes", 2**40),
         (ENCODER, "growth exponents luna-untied median", 1.06),
         (PADDED, "lengths 0 models luna-untied padded_over_unpadded median", 1.06),
-        ("causal", "lengths 0 contenders abc forward speed_over abc-outer median", 19.9),
-        ("causal", "lengths 1 contenders abc forward speed_over sdpa median", 7.9),
-        ("causal", "growth abc forward median", 2.11),
-        ("causal", "errors 0 relative_rms", math.nan),
+        ("causal-attention", "lengths 0 contenders abc forward speed_over abc-outer median", 19.9),
+        ("causal-attention", "lengths 1 contenders abc forward speed_over sdpa median", 7.9),
+        ("causal-attention", "growth abc forward median", 2.11),
+        ("causal-attention", "errors 0 relative_rms", math.nan),
         ("generation-4-layer-cpu", "lengths 4 models luna-64 speed_over gpt2 median", 3.9),
         ("generation-4-layer-cpu", "lengths 4 models luna-64 state_bytes", 2**40),
         ("generation-4-layer-cpu", "growth luna-64 median", 1.06),
@@ -303,6 +303,7 @@ def test_committed_results_name_their_origin(path):
         text = script.markdown(result["results"] if name == "guarantees" else result)
         assert path.with_suffix(".md").read_text() == text + "\n"
     if name in ("causal", "generation"):
-        assert path.with_suffix(".png").exists()
-        assert result["floors"] and all(check["holds"] for check in result["floors"])
-        assert result["floors"] == script.check(result)
+        assert path.with_suffix(".png").exists() or len(result["lengths"]) == 1
+        assert result["floors"] and result["floors"] == script.check(result)
+        # A repeated run in a subfolder shows the spread, and may be one on a busy machine.
+        assert path.parent != BENCHMARKS / "results" or all(check["holds"] for check in result["floors"])
