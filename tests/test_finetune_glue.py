@@ -243,7 +243,10 @@ def test_the_kind_of_the_labels_follows_from_their_values(case):
         ([0, -1], [0], ("no", "yes"), "train holds -1"),
         (["no", "maybe"], ["no"], ("no", "yes"), "'maybe'"),
         ([0.5, 1.5], [0.5], ("no", "yes"), "float64"),
-        (["a", "b"], ["a"], (), "string"),
+        (["a", "b"], ["a"], (), "texts"),
+        (["1.0", "0", "NaN"], ["0"], None, "Row 2 of train holds 'NaN'"),
+        (["1", "0"], ["0", "n/a", "1"], None, "Row 1 of validation holds 'n/a'"),
+        (["0.5", "nan"], ["0.5"], (), "Row 1 of train holds 'nan'"),
         ([0.5, 1.5], ["a"], None, "validation holds 'a'"),
         ([0.5, 1.5], [[0.5]], None, "train and validation"),
         ([4, 4], [4], None, "1 different values in 2 rows"),
@@ -259,6 +262,10 @@ def test_the_kind_of_the_labels_follows_from_their_values(case):
 def test_labels_that_do_not_fit_are_refused(train, other, known, value):
     with pytest.raises(UserError, match=value):
         read_labels({"train": rows(train), "validation": rows(other)}, "label", known)
+
+
+def test_na_beside_other_texts_is_a_class():
+    assert read_labels({"train": rows(["NA", "EU", "1"])}, "label").names == ["1", "EU", "NA"]
 
 
 def test_messages_on_long_labels_are_short():

@@ -201,6 +201,13 @@ def test_changed_data_are_refused_or_accepted(tmp_path, monkeypatch, capsys, rol
         assert figures[name] != unchanged[name]
 
 
+def test_a_folder_that_was_moved_resumes(corpus, tmp_path, monkeypatch, uninterrupted):
+    kill(arguments(DEMO, tmp_path / "before", data=corpus, **DROPOUT), monkeypatch)
+    (tmp_path / "before").rename(tmp_path / "after")
+    assert start(pretrain_mlm, arguments(DEMO, tmp_path / "after", data=corpus, **DROPOUT)) == 0
+    assert losses(tmp_path / "after") == losses(uninterrupted)
+
+
 def test_a_file_that_is_added_is_a_change(tmp_path, monkeypatch, capsys):
     texts = write_corpus(tmp_path / "texts")
     words = arguments(DEMO, tmp_path / "out", data=texts, **DROPOUT)

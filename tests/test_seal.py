@@ -1,5 +1,6 @@
 """Sealed folders: any change of their files is found and named."""
 
+import json
 import os
 
 import pytest
@@ -35,3 +36,10 @@ def test_a_damaged_manifest_is_found(folder, content):
     manifest = folder / "files.json"
     manifest.unlink() if content is None else manifest.write_bytes(content)
     assert damage(folder).startswith("files.json ")
+
+
+def test_a_file_that_the_manifest_lacks_is_found(folder):
+    manifest = folder / "files.json"
+    listed = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({"a": listed["a"]}))
+    assert damage(folder).endswith(" inner/b")

@@ -41,6 +41,7 @@ BAD = {
     "late.csv": (b"text\n" + b"abc\n" * 30_000 + "für\n".encode("latin-1"), ["UTF-8"]),
     **{f"none.{kind}": (b"", ["empty"]) for kind in ("parquet", "csv", "tsv", "jsonl", "json")},
     "blank.jsonl": (b"\n", ["empty"]),
+    "header.csv": (b"text,label\n", ["holds no "]),
     "kinds.jsonl": (b'{"text": "a"}\n{"text": {"x": 1}}\n', []),
     "keys.jsonl": (b'{"text": "%s"}\n' % (b"a" * 1000) * 11_000 + b'{"other": 1}\n' * 1_000_000, ["other columns"]),
 }

@@ -43,7 +43,11 @@ def sync(path: Path) -> None:
 
 
 def _differences(folder: Path) -> Iterator[str]:
-    for name, (size, checksum) in json.loads((folder / _MANIFEST).read_text(encoding="utf-8")).items():
+    listed = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if (name := path.relative_to(folder).as_posix()) not in {*listed, _MANIFEST}:
+            yield f"{_MANIFEST} does not list {name}"
+    for name, (size, checksum) in listed.items():
         path = folder / name
         if not path.is_file():
             yield f"{name} is missing"

@@ -51,6 +51,8 @@ def why_unreadable(error: BaseException) -> str:
         return "it is empty"
     if "column names don't match" in text:
         return "a part of its rows has other columns than the first ones"
+    if "corresponds to no data" in text:
+        return "it holds no rows"
     return reason(error).replace("extension<arrow.json>", "values of several types")
 
 

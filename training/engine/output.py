@@ -104,10 +104,15 @@ def find_checkpoint(recipe: RunRecipe, log: Callable[[str], None]) -> Path | Non
 
 def fingerprint_inputs(recipe: RunRecipe, corpus: Corpus) -> dict[str, str]:
     """The content of what a run reads again when it resumes: text, the tokenizer in its folder, and the teacher."""
-    names, teacher = [Path(recipe.output_dir, name) for name in TOKENIZER_FILES], getattr(recipe, "teacher", "")
+    folder, names, teacher = Path(recipe.output_dir), [], getattr(recipe, "teacher", "")
     if teacher and Path(teacher).is_dir():
-        names += [*sorted(Path(teacher).glob("*.safetensors")), Path(teacher, "config.json")]
-    return {**corpus.fingerprint(), **fingerprint(path for path in names if path.is_file())}
+        names = [*sorted(Path(teacher).glob("*.safetensors")), Path(teacher, "config.json")]
+    tokenizer = fingerprint(path for name in TOKENIZER_FILES if (path := folder / name).is_file())
+    return {
+        **corpus.fingerprint(),
+        **{f"{Path(path).name} in output_dir": content for path, content in tokenizer.items()},  # it may be moved
+        **fingerprint(path for path in names if path.is_file()),
+    }
 
 
 def changed_inputs(recipe: RunRecipe, found: Path, inputs: dict[str, str]) -> list[str]:

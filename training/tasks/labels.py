@@ -11,6 +11,7 @@ from luna_hf.scripting import UserError
 
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 _MANY = 20  # classes that even a small data set may have
+_MISSING = {"nan", "na", "n/a", "null", "none", "inf", "-inf"}  # what programs write for a number that is none
 _LARGEST = torch.finfo(torch.float32).max  # a larger label is infinite in the loss
 
 
@@ -100,6 +101,7 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
     elif names == () or not kinds or not (kinds <= {str} or kinds <= {int, bool}):
         expected = "a number per row" if names == () else "texts, whole numbers, numbers, or lists of one of them"
         held = feature if len(kinds) < 2 else f"values of types {', '.join(sorted(kind.__name__ for kind in kinds))}"
+        held = "texts" if kinds == {str} else held
         raise UserError(f"`{column}` of {source} holds {held}, but must hold {expected}.")
     else:
         classes = ClassLabel(names=list(names or map(str, sorted(values))))
@@ -144,7 +146,7 @@ def _distinct(rows: Dataset, column: str, source: str) -> set[Any]:
     Raises:
         UserError: A row has none, or a number that is infinite in float32.
     """
-    found = set()
+    found, texts = set(), {}
     for row, value in enumerate(rows[column]):
         for item in value if isinstance(value, list) else [value]:
             if item is None or item != item or (isinstance(item, str) and not item.strip()):
@@ -158,4 +160,17 @@ def _distinct(rows: Dataset, column: str, source: str) -> set[Any]:
                     f"Row {row} of {source} holds {item} in the column `{column}`, which is infinite in float32."
                 )
             found.add(item)
+            if isinstance(item, str):
+                texts.setdefault(item.strip().lower(), (row, item))
+    missing = [texts.pop(name) for name in _MISSING & texts.keys()]
+    if missing and texts and all(map(_is_number, texts)):
+        row, item = min(missing)
+        raise UserError(f"Row {row} of {source} holds {item!r} in the column `{column}`; the other labels are numbers.")
     return found
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) is not None
+    except ValueError:
+        return False
