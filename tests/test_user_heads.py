@@ -13,7 +13,7 @@ from luna_hf import FAMILIES
 FILE = """
 import torch
 from torch import nn
-from luna_hf import {base_model}, {pretrained}, {sequence}
+from luna_hf import {base_model}, {config}, {pretrained}, {sequence}
 
 
 class OwnHead({pretrained}):
@@ -36,6 +36,14 @@ Registered.register_for_auto_class("AutoModelForSequenceClassification")
 
 class Derived({sequence}):
     pass
+
+
+class OwnConfig({config}):
+    model_type = "own"
+
+
+class WithConfig({sequence}):
+    config_class = OwnConfig
 """
 IDS = torch.tensor([[0, 5, 6, 2]])
 ATOL = 1e-6  # the order of additions depends on the alignment of weights mapped from a file
@@ -45,7 +53,8 @@ ATOL = 1e-6  # the order of additions depends on the alignment of weights mapped
 def user_module(family, tmp_path, monkeypatch):
     """The user's module, imported from its own folder."""
     base = model_class(family, "base")
-    names = {"base_model": base.__name__, "sequence": model_class(family, "sequence").__name__}
+    names = {"config": FAMILIES[family].config.__name__, "base_model": base.__name__}
+    names |= {"sequence": model_class(family, "sequence").__name__}
     pretrained = base.__name__.replace("Model", "PreTrainedModel")
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "own_heads.py").write_text(FILE.format(pretrained=pretrained, **names))
@@ -87,12 +96,14 @@ torch.save((type(model).__name__, model(torch.tensor([[0, 5, 6, 2]]))[0]), f"{sy
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["Registered", "Derived"])
+@pytest.mark.parametrize(("name", "first"), [("Registered", ""), ("Derived", ""), ("WithConfig", "import luna_hf")])
 @torch.no_grad()
-def test_its_code_loads_in_a_new_process(family, name, user_module, tmp_path):
-    model = getattr(user_module, name)(tiny_config_for(family)).eval()
+def test_its_code_loads_in_a_new_process(family, name, first, user_module, tmp_path):
+    head, fields = getattr(user_module, name), tiny_config_for(family).to_dict()
+    model = head(head.config_class(**{**fields, "model_type": head.config_class.model_type})).eval()
     model.save_pretrained(tmp_path / "saved")
-    run_python(LOAD, tmp_path / "saved", env={"HF_MODULES_CACHE": str(tmp_path / "modules")})
+    # While luna_hf is imported, the Auto classes load its own heads for its own configs.
+    run_python(first + LOAD, tmp_path / "saved", env={"HF_MODULES_CACHE": str(tmp_path / "modules")})
     loaded, outputs = torch.load(tmp_path / "saved" / "result.pt")
     assert loaded == name
     torch.testing.assert_close(outputs, model(IDS)[0], rtol=0, atol=ATOL)

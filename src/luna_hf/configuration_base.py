@@ -258,8 +258,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
         types = {found, *(part.get("model_type") for part in values.values() if isinstance(part, dict))}
         if not types & {parent.model_type for parent in cls.__mro__ if hasattr(parent, "model_type")}:
             raise ValueError(
-                f"{pretrained_model_name_or_path} is a {found} checkpoint, not {cls.model_type}: `from_pretrained` "
-                "cannot use its weights. `from_roberta` starts an encoder from a RoBERTa or BERT."
+                f"{pretrained_model_name_or_path} holds a model of type {found}, not {cls.model_type}: "
+                "`from_pretrained` cannot use its weights. `from_roberta` starts an encoder from a RoBERTa or BERT."
             )
         return values, kwargs
 
