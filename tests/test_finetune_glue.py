@@ -351,6 +351,7 @@ BAD = {
     "regression of a known task": ({**SST2, "regression": True}, "--regression.*sst2"),
     "infinite label": (own(train="infinite.csv"), r"Row 1 of infinite\.csv holds inf"),
     "three columns": (own(text_columns=["a", "b", "c"]), "--text_columns.*3"),
+    "labels as texts": (own(text_columns=["label"]), "--label_column label"),
     "missing column": (own(text_columns=["body"]), r"good\.csv.*`body`.*text, label"),
     "missing label": (own(label_column="y"), r"`y`.*text, label"),
     "missing file": (own(dev="none.csv"), r"none\.csv"),

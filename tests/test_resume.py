@@ -195,6 +195,7 @@ def test_changed_data_are_refused_or_accepted(tmp_path, monkeypatch, capsys, rol
     assert str(texts[role] / "b.txt") in error and "--accept_changed_data" in error and "a.txt" not in error
     assert files_of(folder) == before
     assert start(pretrain_mlm, [*words, "--accept-changed-data"]) == 0
+    assert str(texts[role] / "b.txt") in capsys.readouterr().out
     figures = json.loads((folder / "metrics.json").read_text())
     assert any("step 4" in note and "b.txt" in note for note in figures["notes"])
     for name in ("inputs_fingerprint", "held_out_loss"):

@@ -128,6 +128,7 @@ def test_the_dtype_of_the_new_model(family, dtype):
     source, wanted = make_source().half(), torch.float16 if dtype == "auto" else torch.bfloat16
     model = model_class(family, "sequence").from_roberta(source, dtype=dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {model.config.dtype} == {wanted}
+    assert model_class(family, "sequence").from_roberta(source, torch_dtype=dtype).dtype == wanted
     own = dict(model.base_model.named_parameters())
     assert all(torch.equal(own[name], expected.to(wanted)) for name, expected in body(source).items())
 

@@ -133,6 +133,8 @@ class GlueArguments(FinetuneArguments):
             raise UserError("Set --task_name, or for own data --train_file and --validation_file, or --dataset_name.")
         if len(self.text_columns) > 2:
             raise UserError(f"--text_columns takes one or two columns, not {len(self.text_columns)}.")
+        if self.label_column in self.text_columns:
+            raise UserError(f"--label_column {self.label_column} is also one of --text_columns. Name another column.")
 
 
 class TextClassification(Task):

@@ -334,7 +334,7 @@ def check_finite(weights: Mapping[str, Tensor], name: str) -> None:
     """
     for key, tensor in weights.items():
         if not tensor.isfinite().all():
-            raise UserError(f"`{key}` of {name} holds NaN or infinity. Convert one from before the divergence.")
+            raise UserError(f"`{key}` of {name} holds NaN or infinity. Convert an earlier checkpoint.")
 
 
 def official_names(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

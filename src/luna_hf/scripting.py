@@ -99,7 +99,8 @@ def run_script(
     except Exception as error:
         if not is_disk_full(error):
             raise
-        print(f"error: the disk is full ({reason(error)}): {stopped}", file=sys.stderr)
+        place = getattr(error, "filename", None)
+        print(f"error: the disk is full{f' ({place})' if place else ''}: {stopped}", file=sys.stderr)
         return 2
 
 

@@ -375,7 +375,8 @@ def warm_start(
             is unknown or decided by the source; there would be fewer positions than the source's, or far more slots
             than tokens; or the family's rules refuse.
     """
-    family, dtype = _find_family(model_class, given.pop("is_decoder", False)), _find_dtype(dtype)
+    family = _find_family(model_class, given.pop("is_decoder", False))
+    dtype = _find_dtype(given.pop("torch_dtype", dtype))  # the name before transformers 5
     options = {name: given.pop(name) for name in family.warm_start.options() if name in given}
     with torch.random.fork_rng(devices=[]):
         loaded = load_source(source)

@@ -159,7 +159,7 @@ def _take_apart(model: PreTrainedModel, name: str, missing: set[str], ignored: l
         if tensor.is_meta or not tensor.is_floating_point():
             raise ValueError(f"{name}: {own} is not a floating-point tensor in memory. Load it without quantization.")
         if not tensor.isfinite().all():
-            raise ValueError(f"{name}: {own} holds NaN or infinity. Choose a checkpoint from before the divergence.")
+            raise ValueError(f"{name}: {own} holds NaN or infinity. Use an earlier checkpoint.")
         tensors[own.removeprefix(prefix)] = tensor.detach()
         names[own.removeprefix(prefix)] = own
     head = {own for owns in layout.head.values() for own in owns}

@@ -177,6 +177,8 @@ def prepare_run(
     if found:
         log.add("resumed", counters.step, **({"changed": opened.changed} if opened.changed else {}))
         accelerator.print(f"Resuming from {found}: step {counters.step:,} of {recipe.max_steps:,}.")
+        if opened.changed:
+            accelerator.print(f"Data have changed since, which the recipe accepts: {', '.join(opened.changed)}.")
     if recipe.trackers:
         flat = {key: value for key, value in dataclasses.asdict(recipe).items() if isinstance(value, int | float | str)}
         accelerator.init_trackers(recipe.model_name, config=flat)

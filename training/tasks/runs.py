@@ -136,7 +136,7 @@ def run_all(job: Job) -> None:
     write_report(job, results, folders)
     for model in dict.fromkeys(run.label for run in runs):
         if model not in folders:
-            raise UserError(f"Every run of {model} diverged, so none is kept: lower --learning_rate.")
+            raise UserError(f"Every run of {model!r} diverged, so no model was saved. Lower --learning_rate.")
     if push:
         (model,) = folders.values()
         # Settings and the run's file name folders of this machine; card and table have the figures.
