@@ -152,6 +152,13 @@ def fault_tables(kinds: Iterable[dict[str, Any]]) -> str:
     return "\n\n".join(tables)
 
 
+def _faults() -> str:
+    result = json.loads((ROOT / "tests/faults.json").read_text(encoding="utf-8"))
+    source = f"- Command: `{result['command']}`\n- Machine: {_machine(result)}; {result['date']}"
+    text = fault_tables(result["kinds"])
+    return f"{text}\n\n<details><summary>How this was measured</summary>\n\n{source}\n\n</details>"
+
+
 # ---- encoders ----
 
 
@@ -476,6 +483,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "generation": lambda: _report("generation-4-layer-cpu-float32"),
     "generation-rows": lambda: _report("generation-4-layer-4-rows-cpu-float32"),
     "perplexity": lambda: _report("perplexity-enwiki-cpu-float32"),
+    "faults": _faults,
     "guarantees": lambda: _report("guarantees-cpu-float32"),
     "learning": _learning,
     "learning-finetune": lambda: _report("learning-finetune-cpu-bfloat16"),
