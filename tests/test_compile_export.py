@@ -126,6 +126,7 @@ def test_one_causal_graph_serves_all_lengths(family, variant):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_window_compiles_for_every_length():
     """A length that divides by the window needs no padding, which would change the layout."""
@@ -186,14 +187,9 @@ def test_inductor_trains_with_a_convolution(family):
     assert_equal_steps(compiled, model, others)
 
 
-@pytest.mark.parametrize(
-    ("family", "backend"),
-    [
-        slow_unless((family, backend) == ("luna", "aot_eager"), family, backend)
-        for family in FAMILIES
-        for backend in ("aot_eager", "inductor")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_trainer_compiles_two_graphs(family, backend, tmp_path):
     """One for the first length and one for all others, whether shorter or longer than the memory."""
     lengths = [12, 5, 31, 8, 40, 7]
