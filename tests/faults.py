@@ -1,4 +1,4 @@
-"""Runs of a command in a process of its own, disturbed at chosen moments, and what they leave (see test_faults.py).
+"""Runs of a command in a forked process, disturbed at chosen moments, and what they leave (see test_faults.py).
 
 Every case starts in one folder, so that paths are the same in every case:
 

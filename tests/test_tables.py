@@ -1,4 +1,4 @@
-"""Files that a reader would misread, or report in words of its own: refused alike in pretraining and finetuning."""
+"""Files that a library would misread or report obscurely: pretraining and finetuning refuse them alike."""
 
 import re
 
