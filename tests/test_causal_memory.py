@@ -236,7 +236,7 @@ def test_large_logits_in_float32(use, mechanism, form, shape, scale):
     keep[1, :90] = False
     ours = [tensor.clone().requires_grad_() for tensor in tensors]
     out, read, memory = attend(mechanism, *ours, keep=keep, need_weights=True)
-    assert all(torch.isfinite(part).all() for part in (out, read, *memory))
+    assert all(torch.isfinite(part).all() for part in (out, read, *(part for part in memory if part is not None)))
     for row, first in ((0, 0), (1, 90)):
         inside = (slice(row, row + 1), slice(None), slice(first, None))
         exact = [tensor[inside].double().requires_grad_() for tensor in tensors]

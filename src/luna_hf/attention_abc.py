@@ -13,16 +13,17 @@ from .abc_control import AbcControlled
 from .attention_base import make_key_mask, product
 from .configuration_abc import AbcConfig
 from .context import ForwardContext
-from .functional import move_to_ranks, write_to_slots
+from .functional import move_to_ranks, weight_shares, write_to_slots
 from .memory_attention import Memory
 from .memory_control import (
     cluster_slots,
     compressive_slots,
+    control_shares,
     control_weights,
     global_slots,
     slot_counts,
 )
-from .memory_read import AttentionMap, SlotMemory, Views, WindowMemory
+from .memory_read import AttentionMap, SlotMemory, Views, WindowMemory, tokens_in_window
 
 
 class AbcAttention(AbcControlled):
@@ -39,22 +40,26 @@ class AbcAttention(AbcControlled):
         """Write (b, n, d) states to a memory; `carried` is the control matrix if the layers share one."""
         key, value = self.key_and_value(states)
         writer = _WRITERS[self.config.memory_control]
-        return Memory([writer(self, states, key, value, self.control_weight(carried), context)], carried)
+        part = writer(self, states, key, value, self.control_weight(carried), context)
+        return Memory([part], carried, tokens=(key, value))
 
     def write_mlp(
         self, states: Tensor, key: Tensor, value: Tensor, weight: Tensor, context: ForwardContext
     ) -> SlotMemory:
         """Write with a learned attention over the tokens (equation 7)."""
-        phi = self.control_map(states, weight, context)
-        filled = (phi != 0).any(-1) if self.config.control_activation == "relu" else None
-        return SlotMemory(product(phi, key), product(phi, value), filled)
+        logits, activation = self.control_logits(states, weight), self.config.control_activation
+        phi = control_weights(logits, context.keep, activation)
+        filled = (phi != 0).any(-1) if activation == "relu" else None
+        counts = None
+        if self.slot_scale is not None:
+            counts = control_shares(logits, context.keep, activation).sum(-1)
+        return self.slot_memory(product(phi, key), product(phi, value), filled, context, counts)
 
-    def control_map(self, states: Tensor, weight: Tensor, context: ForwardContext) -> Tensor:
-        """Compute phi of equation 7, (b, h, m, n)."""
+    def control_logits(self, states: Tensor, weight: Tensor) -> Tensor:
+        """Compute W x of equation 7, (b, h, m, n)."""
         # Batched so that the tokens are the last dimension: the softmax then runs over contiguous memory.
         expanded = weight.expand(states.shape[0], -1, -1)
-        logits = product(expanded, states.transpose(1, 2)).unflatten(1, (self.num_heads, -1))
-        return control_weights(logits, context.keep, self.config.control_activation)
+        return product(expanded, states.transpose(1, 2)).unflatten(1, (self.num_heads, -1))
 
     def write_linformer(
         self, states: Tensor, key: Tensor, value: Tensor, weight: Tensor, context: ForwardContext
@@ -64,13 +69,17 @@ class AbcAttention(AbcControlled):
         columns = torch.arange(key.shape[2], device=key.device)
         phi = weight.index_select(1, columns).unflatten(0, (self.num_heads, -1))  # (h, m, n)
         key, value = (move_to_ranks(part, context.ranks, context.keep) for part in (key, value))
-        return SlotMemory(product(phi, key), product(phi, value))
+        counts = None
+        if self.slot_scale is not None:
+            real = columns < context.lengths  # (b or 1, n)
+            counts = torch.matmul(weight_shares(phi, dim=1), real[:, None, :, None].to(phi.dtype)).squeeze(-1)
+        return self.slot_memory(product(phi, key), product(phi, value), None, context, counts)
 
     def write_random(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
     ) -> SlotMemory:
         """Write each token to a random slot; a slot is the sum of its tokens (appendix A.2)."""
-        return self.write_slots(key, value, self.drawn_slots(context.ranks)[:, None], context.keep)
+        return self.write_slots(key, value, self.drawn_slots(context.ranks)[:, None], context)
 
     def write_cluster(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
@@ -78,14 +87,14 @@ class AbcAttention(AbcControlled):
         """Write the centroids of a k-means clustering of the keys (equation 6)."""
         m, iterations = self.config.memory_size, self.config.cluster_iterations
         slots = cluster_slots(key, context.ranks, context.lengths, context.keep, m, iterations)
-        return self.write_slots(key, value, slots, context.keep, mean=True)
+        return self.write_slots(key, value, slots, context, mean=True)
 
     def write_compressive(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
     ) -> SlotMemory:
         """Write the means of runs of neighbouring tokens (equation 8)."""
         slots = compressive_slots(context.ranks, context.lengths, self.config.memory_size)
-        return self.write_slots(key, value, slots[:, None], context.keep, mean=True)
+        return self.write_slots(key, value, slots[:, None], context, mean=True)
 
     def write_global(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
@@ -93,14 +102,14 @@ class AbcAttention(AbcControlled):
         """Write m evenly spaced tokens, one per slot (appendix A.1)."""
         slots, chosen = global_slots(context.ranks, context.lengths, self.config.memory_size)
         chosen = chosen if context.keep is None else chosen & context.keep
-        return self.write_slots(key, value, slots[:, None], chosen)
+        return self.write_slots(key, value, slots[:, None], context._replace(keep=chosen))
 
     def write_slots(
-        self, key: Tensor, value: Tensor, slots: Tensor, keep: Tensor | None, mean: bool = False
+        self, key: Tensor, value: Tensor, slots: Tensor, context: ForwardContext, mean: bool = False
     ) -> SlotMemory:
         """Write each slot as the sum, or the mean, of its tokens."""
         num_slots = self.config.memory_size
-        kept = None if keep is None else keep[:, None]
+        kept = None if context.keep is None else context.keep[:, None]
         counts = slot_counts(slots, num_slots, kept)  # (b, 1 or h, m)
         tokens = counts.clamp(min=1).unsqueeze(-1) if mean else 1
         # Accumulate in float32: a half-precision sum stops growing, or overflows although the mean would not.
@@ -109,18 +118,16 @@ class AbcAttention(AbcControlled):
             (write_to_slots(states.to(precise), slots, num_slots, kept) / tokens).to(states.dtype)
             for states in (key, value)
         )
-        return SlotMemory(key, value, counts > 0)
+        # A global token is a sample of the row: it stands for its stretch, not only for itself.
+        is_sample = self.config.memory_control == "local_to_global"
+        return self.slot_memory(key, value, counts > 0, context, None if is_sample else counts)
 
     def keep_window(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
     ) -> WindowMemory:
         """Keep all keys and values, to be read within a sliding or dilated window (section 3.3, appendix A.4)."""
-        keep, dilated = context.keep, self.config.memory_control == "dilated"
-        if keep is None:
-            return WindowMemory(key, value, None, self.config.memory_size, dilated=dilated)
-        real = torch.arange(key.shape[2], device=key.device) < context.lengths
-        window = self.config.memory_size
-        return WindowMemory(key, value, real, window, ranks=context.ranks, keep=keep, dilated=dilated)
+        dilated = self.config.memory_control == "dilated"
+        return tokens_in_window(key, value, self.config.memory_size, context, dilated)
 
     def keep_all(self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext) -> SlotMemory:
         """Keep one slot per token: ordinary softmax attention."""
@@ -132,7 +139,9 @@ class AbcAttention(AbcControlled):
         if control == "full":
             return {"attention_entropy": views["read_entropy"]}
         if control == "mlp":
-            phi, slots = self.control_map(states, self.control_weight(carried), context), views["slot_similarity"].used
+            logits = self.control_logits(states, self.control_weight(carried))
+            phi = control_weights(logits, context.keep, self.config.control_activation)
+            slots = views["slot_similarity"].used
             # Heads become batch rows, because each head fills different slots.
             tokens = context.tokens(states).repeat_interleave(self.num_heads, 0)
             views["write_entropy"] = AttentionMap(phi.flatten(0, 1).unsqueeze(1), slots.flatten(0, 1), tokens)

@@ -196,8 +196,8 @@ def attend_heads(
         module: see `attend`.
         query: (b, h, q, c).
         key, value: (b, h, k, c).
-        mask: from `make_key_mask`, or `None`; or a boolean tensor (True = may be attended to) that broadcasts to
-            (b, h, q, k). Only eager and sdpa accept a tensor, so any other backend falls back to sdpa.
+        mask: from `make_key_mask`, or `None`; or a tensor that broadcasts to (b, h, q, k), boolean (True = may be
+            attended to) or added to the logits. Only eager and sdpa accept a tensor; other backends fall back to sdpa.
 
     Returns:
         The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).

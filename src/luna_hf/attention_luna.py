@@ -18,7 +18,7 @@ from .configuration_luna import LunaConfig
 from .context import ForwardContext, drop_if_full
 from .functional import split_heads
 from .memory_attention import Memory, MemoryAttention
-from .memory_read import AttentionMap, SlotMemory, Slots, Views
+from .memory_read import AttentionMap, Slots, Views
 
 
 class LunaMasks(NamedTuple):
@@ -122,7 +122,7 @@ class LunaAttention(LunaProjections, MemoryAttention):
         """Pack (b, n, d) states into slots with the packed states (b, l, d), and update these for the next layer."""
         norm_first = self.config.norm_first
         packed_context, _ = self.pack_context(states, carried, context)
-        slots = SlotMemory(*self.key_and_value(packed_context), context.masks.slots)
+        slots = self.slot_memory(*self.key_and_value(packed_context), context.masks.slots, context)
         carried = carried + self.dropout(packed_context)
         return Memory([slots], carried if norm_first else self.packed_layer_norm(carried))
 
@@ -133,11 +133,10 @@ class LunaAttention(LunaProjections, MemoryAttention):
     def views(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Views:
         """Return the weights of both attentions, and the packed context that the tokens read."""
         packed_context, pack_weights = self.pack_context(states, carried, context)
-        _, unpack_weights = self.read(states, self.write(states, carried, context), context)
+        views = super().views(states, carried, context)
         tokens, slots = context.tokens(states), context.carried_keep
         slots = torch.ones_like(packed_context[..., 0], dtype=torch.bool) if slots is None else slots
-        return {
-            "pack_entropy": AttentionMap(pack_weights, slots, tokens),
-            "unpack_entropy": AttentionMap(unpack_weights, tokens, slots),
-            "slot_similarity": Slots(packed_context, slots),
-        }
+        views["pack_entropy"] = AttentionMap(pack_weights, slots, tokens)
+        if "read_entropy" in views:
+            views["unpack_entropy"] = views.pop("read_entropy")._replace(keys=slots)
+        return views | {"slot_similarity": Slots(packed_context, slots)}

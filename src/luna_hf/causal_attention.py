@@ -1,12 +1,15 @@
 """Causal attention: each token writes to the memory and then reads it, in one scan with a state of constant size."""
 
+import torch
 from torch import Tensor
 
 from .attention_base import linear
 from .causal_memory import attend_causal_memory
+from .causal_window import write_window
 from .context import ForwardContext
 from .functional import rotate, split_heads
 from .memory_attention import Memory, MemoryAttention
+from .memory_read import read_window, window_logits
 
 
 class CausalMemoryAttention(MemoryAttention):
@@ -41,10 +44,16 @@ class CausalMemoryAttention(MemoryAttention):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Like `MemoryAttention.forward`; the weights run over the slots, (b, h, n, m)."""
-        cache = context.layer_cache(self.layer_idx)
+        """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, m + w)."""
+        cache, own_window = context.layer_cache(self.layer_idx), self.config.local_window
         query, key, value = self.project(hidden_states, context)
         weights, normaliser = self.write_weights(hidden_states, carried, context)
+        window, beside = None, None
+        if own_window:
+            window = write_window(key, value, own_window, context, cache, prefix="window_")
+            beside = window_logits(query, window, context.window)
+        num_slots = weights.shape[-1]
+        unread = None if context.slots else torch.zeros(query.shape[0], num_slots, dtype=torch.bool, device=key.device)
         output, read, state = attend_causal_memory(
             query,
             key,
@@ -54,9 +63,14 @@ class CausalMemoryAttention(MemoryAttention):
             memory=None if cache is None else cache.sums(),
             keep=context.keep,
             steps=context.ranks + 1,
+            slots=unread,
             dropout=self.attention_dropout if self.training else 0.0,
             need_weights=self.config._attn_implementation == "eager",
+            count_scale=self.slot_scale,
+            beside=beside,
         )
+        if window is not None:
+            output = output + read_window(read[..., num_slots:], window)
         if cache is not None:
             cache.write(**state._asdict())
         return output.transpose(1, 2).flatten(2), carried, read

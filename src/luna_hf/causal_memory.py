@@ -19,7 +19,16 @@ from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
 from .dispatch import choose
-from .functional import SCAN_CHUNK, causal_scan, first_places, masked_softmax, scan_chunk, to_chunks
+from .functional import (
+    SCAN_CHUNK,
+    causal_scan,
+    count_bias,
+    first_places,
+    masked_softmax,
+    scan_chunk,
+    to_chunks,
+    weight_shares,
+)
 
 # The divisor N_t of a slot's sums, and the slots that can be read:
 #   "steps"    the number of tokens so far, a causal mean (Luna, section 3.3)
@@ -47,6 +56,7 @@ class CausalMemory(NamedTuple):
     value: Tensor  # (b, h, m, c) sum of w_j v_j
     total: Tensor | None = None  # (b, h, 1, m) sum of w_j, if the normaliser needs it
     peak: Tensor | None = None  # (b, h, 1, m) "softmax" only: the largest logit; all sums are divided by exp(peak)
+    count: Tensor | None = None  # (b, h, 1, m) number of tokens that a slot stands for, if reads depend on it
 
 
 def empty_memory(query: Tensor, value: Tensor, weights: Tensor, normaliser: str) -> CausalMemory:
@@ -68,6 +78,18 @@ class Reading(NamedTuple):
     slots: Tensor | None  # (b h, 1, m) slots that may be read
     dropout: float
     need_weights: bool
+    # For every token:
+    bias: Tensor | None = None  # (..., n, m) added to the logits of the slots
+    beside: Tensor | None = None  # (..., n, k) logits of other keys in the same softmax
+
+    def split(self, sizes: list[int]) -> list["Reading"]:
+        """Split what depends on the token into chunks (b h, n, ...)."""
+        parts = {name: getattr(self, name) for name in ("bias", "beside")}
+        chunks = {name: part.split(sizes, 2) for name, part in parts.items() if part is not None}
+        return [
+            self._replace(**{name: chunk[index].flatten(0, 1) for name, chunk in chunks.items()})
+            for index in range(len(sizes))
+        ]
 
 
 def attend_causal_memory(
@@ -83,6 +105,8 @@ def attend_causal_memory(
     dropout: float = 0.0,
     need_weights: bool = False,
     chunk_size: int = SCAN_CHUNK,
+    count_scale: Tensor | None = None,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, CausalMemory]:
     """Write to the memory and read it, from left to right.
 
@@ -97,10 +121,12 @@ def attend_causal_memory(
         dropout: dropout probability of the read weights.
         need_weights: whether to return the read weights.
         chunk_size: number of tokens per chunk; the result does not depend on it.
+        count_scale: (h,) scale of the logarithm of each slot's count, which is added to its logit; see `slot_counts`.
+        beside: (b, h, n, k) logits of k other keys that each token reads in the same softmax, such as a window's.
 
     Returns:
-        The outputs (b, h, n, c) in `query`'s dtype; the read weights (b, h, n, m) after dropout, or `None`; and the
-        state after the last token.
+        The outputs (b, h, n, c) in `query`'s dtype, without the values of the keys `beside`; the read weights
+        (b, h, n, m + k) after dropout, or `None` if neither needed nor of use; and the state after the last token.
 
     Raises:
         ValueError: `normaliser` is unknown.
@@ -118,13 +144,47 @@ def attend_causal_memory(
         weights = weights.to(precise).masked_fill(padding, -torch.inf if normaliser == "softmax" else 0.0)
     divisor = None if normaliser != "steps" else steps.to(precise)[:, None, :, None].expand(batch, heads, length, 1)
     slots = None if slots is None else slots[:, None, None, :].expand(-1, heads, 1, -1).flatten(0, 1)
-    reading = Reading(normaliser, slots, dropout, need_weights)
+    count, bias = None, None
+    if count_scale is not None:
+        counts, count = slot_counts(weights.to(precise), normaliser, steps, memory.count)
+        bias = count_bias(counts, count_scale).to(precise)
+    beside = None if beside is None else beside.to(precise)
+    need_weights = need_weights or beside is not None
+    reading = Reading(normaliser, slots, dropout, need_weights, bias, beside)
     tokens = (query, key, value, weights)
     with maybe_autocast(query.device.type, enabled=False):
         operation = "causal_softmax_memory" if normaliser == "softmax" else "causal_memory"
         implementation = choose(operation, query) if length > 1 else "loop"
         out, read, memory = _ATTENTION[implementation](*tokens, memory, divisor, reading, keep, chunk_size)
-    return out.to(query.dtype), read.to(query.dtype) if need_weights else None, memory
+    return out.to(query.dtype), read.to(query.dtype) if need_weights else None, memory._replace(count=count)
+
+
+def slot_counts(
+    weights: Tensor, normaliser: str, steps: Tensor | None, before: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Count the tokens that each slot stands for, at every token.
+
+    Every token counts once, divided among the slots in proportion to its write weights (their absolute values). With
+    the normaliser "steps", the slots share the tokens so far evenly.
+
+    Args:
+        weights, normaliser, steps: see `attend_causal_memory`; the weights of padding are zero, or minus infinity.
+        before: (b, h, 1, m) counts after earlier tokens; `None` for none.
+
+    Returns:
+        Counts (b, h, n, m), or (b or 1, 1, n, 1) if all are the same; and the counts after the last token, if they are
+        to be kept in the state.
+    """
+    if normaliser == "steps":
+        return steps[:, None, :, None].to(weights.dtype) / weights.shape[-1], None
+    if normaliser == "softmax":
+        lowest = torch.finfo(weights.dtype).min  # of padding, whose softmax would be NaN
+        shares = weights.clamp(min=lowest).softmax(-1).masked_fill(weights[..., :1] == -torch.inf, 0.0)
+    else:
+        shares = weight_shares(weights, dim=-1)
+    counts = shares.cumsum(2)
+    counts = counts if before is None else counts + before
+    return counts, counts[:, :, -1:]
 
 
 # ---- chunk by chunk ----
@@ -150,9 +210,9 @@ def _attend_in_a_loop(
     tokens = [states.split(sizes, 2) for states in (query, key, value, weights)]
     divisors = [None] * len(sizes) if divisor is None else [part.flatten(0, 1) for part in divisor.split(sizes, 2)]
     outputs, reads = [], []
-    for *chunk, divided_by in zip(*tokens, divisors, strict=True):
+    for *chunk, divided_by, chunk_reading in zip(*tokens, divisors, reading.split(sizes), strict=True):
         chunk = [states.flatten(0, 1).to(precise) for states in chunk]
-        out, read, state = _attend_chunk(*chunk, state, divided_by, reading)
+        out, read, state = _attend_chunk(*chunk, state, divided_by, chunk_reading)
         # (b, n, h, c) is the layout that the output projection needs.
         outputs.append(out.unflatten(0, rows).transpose(1, 2))
         reads += [read.unflatten(0, rows)] if reading.need_weights else []
@@ -182,7 +242,7 @@ def _attend_chunk(
         state = state._replace(total=totals[:, -1:])
         divisor, readable = _divisor(totals, reading)
     logits, keys = scan_chunk(query * query.shape[-1] ** -0.5, key, weights, state.key)
-    read, divided = _read_weights(logits, divisor, readable, reading.dropout)
+    read, divided = _read_weights(logits, divisor, readable, reading)
     out, values = scan_chunk(divided, weights, value, state.value)
     return out, read, state._replace(key=keys, value=values)
 
@@ -198,12 +258,19 @@ def _divisor(totals: Tensor, reading: Reading) -> tuple[Tensor | None, Tensor | 
 
 
 def _read_weights(
-    logits: Tensor, divisor: Tensor | None, readable: Tensor | None, dropout: float
+    logits: Tensor, divisor: Tensor | None, readable: Tensor | None, reading: Reading
 ) -> tuple[Tensor, Tensor]:
-    """Return the softmax over the slots, and the same divided by the divisor of the values' sums."""
-    read = masked_softmax(logits if divisor is None else logits / divisor, readable)
-    read = F.dropout(read, dropout) if dropout else read
-    return read, read if divisor is None else read / divisor
+    """Return the softmax over all keys, and that of the slots divided by the divisor of the values' sums."""
+    logits, num_slots = logits if divisor is None else logits / divisor, logits.shape[-1]
+    logits = logits if reading.bias is None else logits + reading.bias
+    if reading.beside is not None:
+        if readable is not None:
+            logits = logits.masked_fill(~readable, torch.finfo(logits.dtype).min)
+        logits, readable = torch.cat([logits, reading.beside], dim=-1), None
+    read = masked_softmax(logits, readable)
+    read = F.dropout(read, reading.dropout) if reading.dropout else read
+    of_slots = read[..., :num_slots]
+    return read, of_slots if divisor is None else of_slots / divisor
 
 
 def _split_at_rises(logits: Tensor, sizes: list[int], peak: Tensor, keep: Tensor | None) -> list[int]:
@@ -260,7 +327,7 @@ def _attend_at_once(
         memory = memory._replace(total=totals[:, :, -1:])
         divisor, readable = _divisor(totals, reading._replace(slots=readable))
     logits, keys = causal_scan(query * query.shape[-1] ** -0.5, key, weights, memory.key, chunk_size=chunk_size)
-    read, divided = _read_weights(logits, divisor, readable, reading.dropout)
+    read, divided = _read_weights(logits, divisor, readable, reading)
     out, values = causal_scan(divided, weights, value, memory.value, chunk_size=chunk_size)
     return out, read, memory._replace(key=keys, value=values)
 
@@ -302,10 +369,12 @@ def _attend_in_a_tree(
     for block in blocks:
         logits = logits + block.sum_slots(query, key)
     readable = None if reading.slots is None else reading.slots.unflatten(0, (batch, heads))
-    read, _ = _read_weights(logits, None, readable, reading.dropout)
-    out = torch.matmul(read * since, memory.value) + leaves.sum_tokens(read, value)
+    more = {name: getattr(reading, name) for name in ("bias", "beside")}
+    more = {name: None if part is None else to_chunks(part, _TREE).flatten(2, 3) for name, part in more.items()}
+    read, of_slots = _read_weights(logits, None, readable, reading._replace(**more))
+    out = torch.matmul(of_slots * since, memory.value) + leaves.sum_tokens(of_slots, value)
     for block in blocks:
-        out = out + block.sum_tokens(read, value)
+        out = out + block.sum_tokens(of_slots, value)
 
     peak = torch.maximum(memory.peak, weights.detach().amax(2, keepdim=True).to(precise))
     growth, written = (memory.peak - peak).exp(), (weights - peak).to(precise).exp()

@@ -10,7 +10,7 @@ from .state import MemoryCacheLayer
 
 
 def write_window(
-    key: Tensor, value: Tensor, window: int, context: ForwardContext, cache: MemoryCacheLayer | None
+    key: Tensor, value: Tensor, window: int, context: ForwardContext, cache: MemoryCacheLayer | None, prefix: str = ""
 ) -> SlotMemory | WindowMemory:
     """Return the window that the new tokens read, and update the cache with their keys and values.
 
@@ -19,14 +19,15 @@ def write_window(
         window: number of tokens that each token reads, including itself.
         context: context of the forward pass.
         cache: the layer's cache, if there is one.
+        prefix: of the names of the queue's tensors in the cache, beside other states.
 
     Returns:
         A window; or, for a single token with a cache, the queue as slots with that token last.
     """
-    queue = None if cache is None else _open_queue(key, window, cache)
+    queue = None if cache is None else _open_queue(key, window, cache, prefix)
     if queue is not None and key.shape[2] == 1:
         queue = _push(queue, key, value, context.keep)
-        cache.write(**queue)
+        cache.write(**{prefix + name: states for name, states in queue.items()})
         return SlotMemory(queue["key"], queue["value"], _filled(window, context.ranks + 1)[:, None])
     batch, length, keep = key.shape[0], key.shape[2], context.keep
     ranks = None if keep is None else token_ranks(keep, length, keep.device)
@@ -40,7 +41,7 @@ def write_window(
     key, value = (
         torch.cat([queue[name].to(states.dtype), states], dim=2) for name, states in (("key", key), ("value", value))
     )
-    cache.write(**_newest(key, value, real, window))
+    cache.write(**{prefix + name: states for name, states in _newest(key, value, real, window).items()})
     real = torch.cat([filled, real], dim=1)
     order = {"earlier": window, "ranks": ranks, "keep": keep, "ordered": True}
     return WindowMemory(key, value, real, window, **order, causal=True)
@@ -51,12 +52,11 @@ def _filled(window: int, tokens: Tensor) -> Tensor:
     return torch.arange(window, 0, -1, device=tokens.device) <= tokens
 
 
-def _open_queue(key: Tensor, window: int, cache: MemoryCacheLayer) -> dict[str, Tensor]:
+def _open_queue(key: Tensor, window: int, cache: MemoryCacheLayer, prefix: str) -> dict[str, Tensor]:
     """Return the cached keys and values, newest last; zeros where there were fewer tokens."""
-    if "value" in cache.states:
-        return cache.states
     batch, heads, _, size = key.shape
-    return dict.fromkeys(("key", "value"), key.new_zeros(batch, heads, window, size))
+    zeros = key.new_zeros(batch, heads, window, size)
+    return {name: cache.states.get(prefix + name, zeros) for name in ("key", "value")}
 
 
 def _push(queue: dict[str, Tensor], key: Tensor, value: Tensor, keep: Tensor | None) -> dict[str, Tensor]:

@@ -17,6 +17,8 @@ CONTROLS = (
 )
 # Strategies that also have a causal form, with a decoding state of constant size.
 CAUSAL_CONTROLS = ("mlp", "linformer", "random", "sliding_window")
+# Controls that keep every token, to which a local window adds nothing.
+WITHOUT_SLOTS = ("sliding_window", "dilated", "full")
 ACTIVATIONS = ("exp", "relu", "sigmoid")
 
 
@@ -84,6 +86,8 @@ class AbcConfig(BoundedMemoryConfig):
         if self.is_decoder:
             causal = f"one of {', '.join(CAUSAL_CONTROLS)} in a causal model"
             self._require("memory_control", lambda value: value in CAUSAL_CONTROLS, causal)
+        if self.memory_control in WITHOUT_SLOTS:
+            self._require("local_window", lambda w: w == 0, f"0 with memory_control={self.memory_control!r}")
         self._require("memory_size", lambda value: value >= 1, "at least 1 (64 or 128 in the paper)")
         self._require("control_activation", lambda value: value in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")
         self._require("control_seed", lambda value: value >= 0, "at least 0")

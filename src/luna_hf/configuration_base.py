@@ -76,6 +76,14 @@ class BoundedMemoryConfig(PreTrainedConfig):
         conv_kernel_size (`int`, defaults to 0):
             Kernel size of an optional depthwise convolution over the token states, added to the attention output of
             each layer: 0 for none, as in the papers, or an odd number. In a decoder it is causal.
+        local_window (`int`, defaults to 0):
+            Number of tokens, itself included, that each token reads in one softmax with the slots: the tokens around
+            it, or in a decoder the latest ones. 0 for none, as in the papers. Needs a mechanism that reads slots.
+        slot_count_bias (`bool`, defaults to `True`):
+            With `local_window` only: whether the logarithm of the number of tokens that a slot stands for is added to
+            its logit, with a learned scale per head. Without it, a slot weighs as much as a single token.
+        full_attention_layers (`list[int]`, *optional*):
+            Encoders only: indices (from 0) of the layers that keep RoBERTa's softmax attention, in quadratic time.
         sparse_prediction (`bool`, defaults to `False`):
             Whether to apply the masked-LM head only to labelled positions in training. Loss and gradients stay the
             same, but `logits` then has the shape `(number of labels, vocab_size)`.
@@ -111,6 +119,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     # Fields that a decoding state depends on: models that differ in one cannot share a state. Families add theirs.
     state_fields = (
         *("num_hidden_layers", "hidden_size", "num_attention_heads", "conv_kernel_size", "position_embedding_type"),
+        *("local_window", "slot_count_bias"),
     )
     # Name of the field that holds the family's number of slots, if it has any.
     slots_field: ClassVar[str | None] = None
@@ -133,6 +142,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
     layer_norm_eps: float | int = 1e-5
     initializer_range: float | int = 0.02
     conv_kernel_size: int = 0
+    local_window: int = 0
+    slot_count_bias: bool = True
+    full_attention_layers: list[int] | None = None
     sparse_prediction: bool = False
     classifier_pooling: str = "cls"
     classifier_dropout: float | int | None = None
@@ -169,6 +181,13 @@ class BoundedMemoryConfig(PreTrainedConfig):
         self._require("chunk_size_feed_forward", lambda value: value >= 0, "0 (automatic) or more")
         self._require("classifier_hidden_size", lambda value: value is None or value >= 1, "None or at least 1")
         self._require("conv_kernel_size", lambda k: k == 0 or (k > 0 and k % 2 == 1), "0 (none) or odd, for example 5")
+        self._require("local_window", lambda value: value >= 0, "0 (none) or more, for example 32")
+        layers = range(self.num_hidden_layers)
+        fits = f"None or different indices below num_hidden_layers={len(layers)}"
+        self._require("full_attention_layers", lambda v: not v or (set(v) <= {*layers} and len({*v}) == len(v)), fits)
+        if self.is_decoder:
+            constant = "None in a decoder, whose state has constant size"
+            self._require("full_attention_layers", lambda value: not value, constant)
         positions = ("rotary", "sinusoidal") if self.is_decoder else ("learned", "sinusoidal")
         kind = "a decoder" if self.is_decoder else "an encoder"
         self._require("position_embedding_type", lambda v: v in positions, f"{' or '.join(positions)} in {kind}")

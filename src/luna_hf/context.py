@@ -24,6 +24,8 @@ class ForwardContext(NamedTuple):
     cache: Cache | None = None  # decoders only: a `state.MemoryCache`
     carried_keep: Tensor | None = None  # (b, l) mask of the states carried alongside the tokens
     masks: Any = None  # the family's masks, in the attention backend's form
+    window: int = 0  # number of tokens that a token reads besides the slots
+    slots: bool = True  # whether the slots are read
     options: dict[str, Any] = {}  # keyword arguments for the attention backend
 
     def tokens(self, states: Tensor) -> Tensor:
@@ -41,6 +43,7 @@ def make_context(
     device: torch.device,
     cache: Cache | None = None,
     options: dict[str, Any] | None = None,
+    window: int = 0,
 ) -> ForwardContext:
     """Build the context of a pass over (b, n) tokens from its padding mask and the cache.
 
@@ -49,8 +52,12 @@ def make_context(
         length: n.
         device: device of the tokens.
         cache: state of earlier passes; read, but not changed.
-        options: keyword arguments for the attention backend.
+        options: keyword arguments of `forward`: what to read, see `ForwardContext`, and for the attention backend.
+        window: the local window, if the options have none.
     """
+    options = dict(options or {})
+    given, slots = options.pop("local_window", None), options.pop("read_slots", None)
+    reads = {"window": window if given is None else given, "slots": slots is not False}
     ranks, lengths = token_ranks(keep, length, device), row_lengths(keep, length, device)
     before = torch.zeros(1, 1, dtype=torch.long, device=device)
     if cache is not None and cache.tokens is not None:
@@ -58,7 +65,7 @@ def make_context(
         # Left padding gets the rank of the last token of an earlier pass, or 0 without one.
         ranks = ranks + before if keep is None else (keep.long().cumsum(-1) + before - 1).clamp(min=0)
         lengths = lengths + before
-    return ForwardContext(keep, ranks, before, lengths, cache=cache, options=options or {})
+    return ForwardContext(keep, ranks, before, lengths, cache=cache, options=options, **reads)
 
 
 def drop_if_full(keep: Tensor) -> Tensor | None:

@@ -14,6 +14,8 @@ from .dispatch import choose
 
 # Chunk size of the causal scan: at this size products within a chunk cost about as much as those with the state.
 SCAN_CHUNK = 64
+# The least count of a slot that has a logarithm.
+_FEWEST = 1e-6
 
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
@@ -62,6 +64,23 @@ def masked_softmax(logits: Tensor, keep: Tensor | None) -> Tensor:
     lowest = torch.finfo(logits.dtype).min
     weights = logits.masked_fill(~keep, lowest).softmax(-1)
     return weights.masked_fill(~keep, 0.0).to(logits.dtype)
+
+
+def count_bias(counts: Tensor, scale: Tensor) -> Tensor:
+    """Compute `scale * log(counts)`: the bias of slots (b, 1 or h, ..., m) that stand for that many tokens.
+
+    Args:
+        counts: zero for an empty slot, whose bias is finite but meaningless.
+        scale: (h,) factor of each head.
+    """
+    logarithm = counts.to(torch.promote_types(scale.dtype, torch.float32)).clamp(min=_FEWEST).log()
+    return (logarithm * scale.view(-1, *(1 for _ in counts.shape[2:]))).to(scale.dtype)
+
+
+def weight_shares(weights: Tensor, dim: int) -> Tensor:
+    """Divide weights by the sum of their absolute values over the slots, dimension `dim`; zeros stay zero."""
+    weights = weights.abs()
+    return weights / weights.sum(dim, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def causal_scan(

@@ -8,13 +8,15 @@ Each mechanism implements `write`; projections and reading are shared. The causa
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
-from .attention_base import linear
+from .attention_base import KeyMask, linear, make_key_mask
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext
-from .functional import split_heads
-from .memory_read import Memories, Views, read_memories
+from .functional import count_bias, split_heads
+from .memory_read import Memories, SlotMemory, Views, read_memories, tokens_in_window, view_parts
 
 
 class Memory(NamedTuple):
@@ -22,6 +24,7 @@ class Memory(NamedTuple):
 
     parts: Memories  # read together in one softmax
     carried: Tensor | None = None  # passed to the next layer alongside the tokens (Luna's packed states)
+    tokens: tuple[Tensor, Tensor] | None = None  # keys and values (b, h, n, c) of the context, if already computed
 
 
 class MemoryAttention(nn.Module):
@@ -31,6 +34,7 @@ class MemoryAttention(nn.Module):
     """
 
     is_causal = False  # transformers' sdpa defaults to True without this attribute
+    has_slots = True  # whether `config.local_window` applies
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int = 0) -> None:
         super().__init__()
@@ -38,7 +42,14 @@ class MemoryAttention(nn.Module):
         self.layer_idx = layer_idx
         self.num_heads = config.num_attention_heads
         self.attention_dropout = config.attention_probs_dropout_prob
+        counts = config.local_window and config.slot_count_bias and self.has_slots
+        self.slot_scale = nn.Parameter(torch.empty(self.num_heads)) if counts else None
         self.add_projections(config)
+
+    def initialise(self, config: BoundedMemoryConfig) -> None:
+        """Initialise the scales, such that a slot counts as many tokens as it stands for."""
+        if self.slot_scale is not None:
+            init.ones_(self.slot_scale)
 
     def add_projections(self, config: BoundedMemoryConfig) -> None:
         """Create the query, key and value projections."""
@@ -74,6 +85,41 @@ class MemoryAttention(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `write`.")
 
+    def slot_memory(
+        self,
+        key: Tensor,
+        value: Tensor,
+        filled: KeyMask | Tensor | None,
+        context: ForwardContext,
+        counts: Tensor | None = None,
+    ) -> SlotMemory:
+        """Make the memory of slots, with the logarithm of their counts as a bias if the config asks for it.
+
+        Softmax attention to s equal tokens equals attention to one slot, their mean, whose logit is larger by log s.
+
+        Args:
+            key, value, filled: see `SlotMemory`.
+            context: context of the tokens.
+            counts: (b, 1 or h, m) number of tokens that each slot stands for; by default, the slots in use share a
+                row's tokens evenly.
+        """
+        slots = SlotMemory(key, value, filled)
+        if self.slot_scale is None:
+            return slots
+        if counts is None:
+            used = slots.filled_slots()
+            used = torch.ones_like(key[:, :1, :, 0], dtype=torch.bool) if used is None else used
+            counts = context.lengths.unsqueeze(1) / used.sum(-1, keepdim=True).clamp(min=1)  # (b, 1 or h, 1)
+        return slots._replace(bias=count_bias(counts, self.slot_scale).expand(-1, -1, key.shape[2]))
+
+    def write_own(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+        """Like `write`, with what the context's own tokens also read: the tokens around them."""
+        memory = self.write(states, carried, context)
+        if not (context.window and self.has_slots):
+            return memory
+        window = tokens_in_window(*(memory.tokens or self.key_and_value(states)), context.window, context)
+        return memory._replace(parts=[*(memory.parts if context.slots else ()), window])
+
     def read(
         self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -83,10 +129,9 @@ class MemoryAttention(nn.Module):
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
         """Return what a probe can inspect, by name, for the arguments of `forward`; needs eager attention."""
-        memory = self.write(states, carried, context)
+        memory = self.write_own(states, carried, context)
         _, weights = self.read(states, memory, context)
-        (part,) = memory.parts
-        return part.views(weights, context.tokens(states))
+        return view_parts(memory.parts, weights, context.tokens(states))
 
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
@@ -102,6 +147,21 @@ class MemoryAttention(nn.Module):
             The output (b, n, d) before the output projection, `carried` for the next layer, and with eager attention
             the weights (b, h, n, keys).
         """
-        memory = self.write(hidden_states, carried, context)
+        memory = self.write_own(hidden_states, carried, context)
         output, weights = self.read(hidden_states, memory, context)
         return output, memory.carried, weights
+
+
+class FullAttention(MemoryAttention):
+    """Softmax attention to all tokens, as in RoBERTa, for `config.full_attention_layers`."""
+
+    has_slots = False
+
+    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+        """Keep one slot per token; `carried` passes by unchanged."""
+        mask = make_key_mask(self.config, context.keep, queries=states, keys=states)
+        return Memory([SlotMemory(*self.key_and_value(states), mask)], carried)
+
+    def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
+        """Return the attention map."""
+        return {"attention_entropy": super().views(states, carried, context)["read_entropy"]}

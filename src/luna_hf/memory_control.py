@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
 from .dispatch import choose
-from .functional import masked_softmax, write_to_slots
+from .functional import masked_softmax, weight_shares, write_to_slots
 
 # Number of tokens compared with the centroids at a time on a CPU, small enough for the products to stay in cache.
 _NEAREST_TOKENS = 1024
@@ -51,6 +51,26 @@ def control_weights(logits: Tensor, keep: Tensor | None = None, activation: str 
     alpha = alpha if keep is None else alpha.masked_fill(~keep, 0.0)
     total = alpha.sum(-1, keepdim=True).clamp(min=torch.finfo(alpha.dtype).tiny)
     return (alpha / total).to(logits.dtype)
+
+
+def control_shares(logits: Tensor, keep: Tensor | None = None, activation: str = "exp") -> Tensor:
+    """Divide each token among the slots in proportion to its weights `alpha_i` in ABC-MLP (equation 7).
+
+    Summed over the tokens, the shares are the number of tokens that each slot stands for; all slots together stand for
+    all tokens.
+
+    Args:
+        logits, keep, activation: see `control_weights`.
+
+    Returns:
+        (b, h, m, n), in float32 or wider. A token whose weights are all zero ("relu") is in no slot.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if activation == "relu":
+        shares = weight_shares(torch.relu(logits), dim=-2)
+    else:
+        shares = (F.logsigmoid(logits) if activation == "sigmoid" else logits).softmax(-2)
+    return shares if keep is None else shares.masked_fill(~keep[:, None, None, :], 0.0)
 
 
 # ---- controls that assign each token to one slot ----

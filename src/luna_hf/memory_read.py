@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention_base import KeyMask, attend_heads
+from .context import ForwardContext
 from .dispatch import choose
 from .functional import first_places, move_to_ranks
 from .windows import (
+    band_weights,
     interleave,
     join_blocks,
     key_blocks,
@@ -55,19 +57,27 @@ class SlotMemory(NamedTuple):
     key: Tensor  # (b, h, m, c)
     value: Tensor  # (b, h, m, c)
     filled: KeyMask | Tensor | None = None  # slots that may be read; (b, 1 or h, m) if a tensor; `None` for all
+    bias: Tensor | None = None  # (b, h, m) added to the logits
 
     def heads(self, part: slice) -> "SlotMemory":
         """Return the memory of some heads."""
-        filled = self.filled
+        filled, bias = self.filled, self.bias
         if isinstance(filled, Tensor) and filled.shape[1] > 1:
             filled = filled[:, part]
-        return SlotMemory(self.key[:, part], self.value[:, part], filled)
+        return SlotMemory(self.key[:, part], self.value[:, part], filled, None if bias is None else bias[:, part])
 
     def in_blocks(self, block_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Repeat keys and values (block_rows, h, m, c) and mask (block_rows, 1 or h, 1, m) for blocks of queries."""
-        repeats, filled = block_rows // self.key.shape[0], self.filled_slots()
+        repeats, mask = block_rows // self.key.shape[0], self.mask()
         states = (part.repeat_interleave(repeats, 0) for part in (self.key, self.value))
-        return *states, None if filled is None else filled.unsqueeze(-2).repeat_interleave(repeats, 0)
+        return *states, mask if mask is None else mask.repeat_interleave(repeats, 0)
+
+    def mask(self) -> Tensor | None:
+        """Return the mask of a read, (b, 1 or h, 1, m): boolean, or with a bias additive; `None` if it does nothing."""
+        filled = self.filled_slots()
+        if self.bias is None:
+            return filled if filled is None else filled.unsqueeze(-2)
+        return (self.bias if filled is None else _added(filled, self.bias)).unsqueeze(-2)
 
     def filled_slots(self) -> Tensor | None:
         """Return the mask as (b, 1 or h, m), or `None` if all slots may be read."""
@@ -111,6 +121,34 @@ class WindowMemory(NamedTuple):
 Memories = Sequence[SlotMemory | WindowMemory]
 
 
+def tokens_in_window(
+    key: Tensor, value: Tensor, window: int, context: ForwardContext, dilated: bool = False
+) -> WindowMemory:
+    """Keep an encoder's keys and values (b, h, n, c), to be read within a window or a dilated window."""
+    if context.keep is None:
+        return WindowMemory(key, value, None, window, dilated=dilated)
+    real = torch.arange(key.shape[2], device=key.device) < context.lengths
+    return WindowMemory(key, value, real, window, ranks=context.ranks, keep=context.keep, dilated=dilated)
+
+
+def _added(keep: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    """Turn a boolean mask into an additive one that includes a bias."""
+    bias = torch.as_tensor(bias, device=keep.device)
+    # Finite, because a row of minus infinity alone would be NaN.
+    return torch.where(keep, bias, torch.finfo(bias.dtype).min)
+
+
+def view_parts(memories: Memories, weights: Tensor, tokens: Tensor) -> Views:
+    """Return what a probe can inspect of each memory, given the weights (b, h, n, keys) of reading them together."""
+    sizes = [memory.window if isinstance(memory, WindowMemory) else memory.key.shape[2] for memory in memories]
+    views: Views = {}
+    for memory, part in zip(memories, weights.split(sizes, -1), strict=True):
+        total = part.sum(-1, keepdim=True)
+        share = part / total.clamp(min=torch.finfo(part.dtype).tiny) if len(sizes) > 1 else part
+        views |= memory.views(share, tokens)
+    return views
+
+
 def read_memories(
     module: nn.Module, query: Tensor, memories: Memories, options: dict[str, Any] | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -146,13 +184,16 @@ def read_memories(
 def _join_slots(memories: Sequence[SlotMemory]) -> tuple[Tensor, Tensor, KeyMask | Tensor | None]:
     if len(memories) == 1:
         (memory,) = memories
-        filled = memory.filled
-        return memory.key, memory.value, filled.unsqueeze(-2) if isinstance(filled, Tensor) else filled
+        mask = memory.filled if isinstance(memory.filled, KeyMask) and memory.bias is None else memory.mask()
+        return memory.key, memory.value, mask
     return _side_by_side([memory.in_blocks(memory.key.shape[0]) for memory in memories])
 
 
 def _side_by_side(parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Concatenate keys, values and masks (b, 1 or h, 1 or q, k) of several memories; `None` masks nothing."""
+    """Concatenate keys, values and masks (b, 1 or h, 1 or q, k) of several memories; `None` masks nothing.
+
+    The masks are boolean; if one is additive, so is the result.
+    """
     if len(parts) == 1:
         return parts[0]
     keys, values, masks = zip(*parts, strict=True)
@@ -160,8 +201,9 @@ def _side_by_side(parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> tupl
     if all(mask is None for mask in masks):
         return key, value, None
     shape = torch.broadcast_shapes(*(mask.shape[:-1] for mask in masks if mask is not None))
-    everything = key.new_ones((), dtype=torch.bool)
-    masks = (everything if mask is None else mask for mask in masks)
+    masks = [key.new_ones((), dtype=torch.bool) if mask is None else mask for mask in masks]
+    if any(mask.is_floating_point() for mask in masks):
+        masks = [m if m.is_floating_point() else _added(m, key.new_zeros(())) for m in masks]
     return key, value, torch.cat([m.expand(*shape, k.shape[2]) for m, k in zip(masks, keys, strict=True)], dim=-1)
 
 
@@ -183,6 +225,44 @@ def _read_in_blocks(
         pieces = [window_weights(w, m.window) if isinstance(m, WindowMemory) else w for m, w in pieces]
         weights = _put_back(join_blocks(torch.cat(pieces, -1).transpose(1, 2), rows, places), order).transpose(1, 2)
     return _put_back(join_blocks(output, rows, places), order), weights
+
+
+def window_logits(query: Tensor, memory: SlotMemory | WindowMemory, window: int) -> Tensor:
+    """Compute the logits of a causal window alone, to be read beside something else; see `read_window`.
+
+    Args:
+        query: (b, h, n, c).
+        memory: from `causal_window.write_window`, of w tokens.
+        window: number of tokens to read, the latest of the w; the others get the lowest logit.
+
+    Returns:
+        (b, h, n, w), the query's own token last.
+    """
+    query = query * query.shape[-1] ** -0.5
+    if isinstance(memory, SlotMemory):
+        logits, keep = torch.matmul(query, memory.key.transpose(-1, -2)), memory.mask()
+        logits = logits.masked_fill(~keep, torch.finfo(logits.dtype).min)
+    else:
+        states = _put_in_order(query, memory)
+        rows, places = states.shape[0], states.shape[2]
+        key, _, mask = _window_in_blocks(memory, memory.window)
+        logits = torch.matmul(query_blocks(states, memory.window), key.transpose(-1, -2))
+        logits = window_weights(logits.masked_fill(~mask, torch.finfo(logits.dtype).min), memory.window)
+        logits = _put_back(join_blocks(logits.transpose(1, 2), rows, places), memory).transpose(1, 2)
+    unread = torch.arange(logits.shape[-1], 0, -1, device=logits.device) > window
+    return logits.masked_fill(unread, torch.finfo(logits.dtype).min)
+
+
+def read_window(weights: Tensor, memory: SlotMemory | WindowMemory) -> Tensor:
+    """Sum a causal window's values with weights (b, h, n, w) for the keys of `window_logits`: (b, h, n, c)."""
+    if isinstance(memory, SlotMemory):
+        return torch.matmul(weights, memory.value)
+    weights = _put_in_order(weights, memory)
+    rows, places = weights.shape[0], weights.shape[2]
+    _, value, _ = _window_in_blocks(memory, memory.window)
+    weights = band_weights(query_blocks(weights, memory.window), value.shape[2])
+    states = join_blocks(torch.matmul(weights, value).transpose(1, 2), rows, places)
+    return _put_back(states, memory).transpose(1, 2)
 
 
 def _put_in_order(query: Tensor, order: WindowMemory) -> Tensor:

@@ -25,6 +25,8 @@ _INPUT_NAMES = (
 )
 # Keywords of every transformers model, the option of flex attention, and what `generate` passes on for stop strings.
 _OPTIONS = (*TransformersKwargs.__optional_keys__, "kernel_options", "tokenizer")
+# What a pass of a model with a local window reads, see `ForwardContext`.
+_READS = ("local_window", "read_slots")
 _PACKED = "texts packed into one row would share its memory. Pad them instead (DataCollatorWithPadding)."
 _NO_CACHE = "the model is an encoder and has no cache."
 _REFUSED_KEYWORDS = {
@@ -172,8 +174,18 @@ class BaseModelMixin:
                 continue
             if name in _REFUSED_KEYWORDS:
                 raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
-            if name not in (*outputs, *_OPTIONS):
+            if name not in (*outputs, *_READS, *_OPTIONS):
                 raise ValueError(f"The model has no input `{name}`.{_closest_input(name, outputs)}")
+
+        window, slots = keywords.get("local_window"), keywords.get("read_slots")
+        if window is None and slots is None:
+            return
+        own = self.config.local_window
+        allowed = f"a pass reads a window of at most {own} tokens, slots, or both" if own else "neither can be given"
+        if not own or not 0 <= (own if window is None else window) <= own or (window == 0 and slots is False):
+            raise ValueError(
+                f"`local_window` is {window} and `read_slots` {slots}, but with config.local_window={own} {allowed}."
+            )
 
     def check_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> None:
         """Reject positions that fall from one real token to the next, as in packed texts; skipped while tracing.

@@ -76,6 +76,7 @@ class DecoderModelMixin(BaseModelMixin):
             past_key_values: the state after earlier tokens, or a new `MemoryCache`; updated in place.
             use_cache: whether to return a state, created if none is given (but not in training); defaults to
                 `config.use_cache`.
+            local_window, read_slots: keyword only, see `EncoderModelMixin.forward`.
 
         Raises:
             ValueError: A shape is wrong, the input is empty, the cache belongs to another model or batch, the mask
@@ -97,7 +98,7 @@ class DecoderModelMixin(BaseModelMixin):
             attention_mask = attention_mask[:, -length:]
         keep = self.given_mask(attention_mask)
         self.check_positions(position_ids, keep)
-        context = make_context(keep, length, first.device, cache, kwargs)
+        context = make_context(keep, length, first.device, cache, kwargs, self.config.local_window)
         positions = context.ranks if position_ids is None else position_ids
         context = context._replace(angles=self.rotary_angles(positions))
         hidden_states = self.embeddings(input_ids, inputs_embeds, positions, token_type_ids, keep)

@@ -81,8 +81,10 @@ class EncoderModelMixin(BaseModelMixin):
                 1). Memories that depend on token order ignore them and use the order of the input.
             inputs_embeds: (b, n, d) token embeddings, instead of `input_ids`; before scaling, positions and LayerNorm.
             output_hidden_states, output_attentions, return_dict: keyword only. Attentions (eager only) are the read
-                weights: (b, h, n, m) over slots or window positions, or (b, h, n, n) for full attention. A family may
-                record more.
+                weights: (b, h, n, m) over slots or window positions (of both, slots first), or (b, h, n, n) for full
+                attention. A family may record more.
+            local_window, read_slots: keyword only, for models with `config.local_window`. A smaller window for this
+                pass, 0 for none; and `False` to read no slots.
 
         Raises:
             ValueError: A shape is wrong, the input is empty or longer than `max_position_embeddings`, `position_ids`
@@ -98,7 +100,8 @@ class EncoderModelMixin(BaseModelMixin):
 
     def begin(self, hidden_states: Tensor, keep: Tensor | None, **options: Any) -> tuple[Tensor | None, ForwardContext]:
         """Return the first layer's `carried` input for (b, n, d) states, and the context shared by all layers."""
-        context = make_context(keep, hidden_states.shape[1], hidden_states.device, options=options)
+        window = self.config.local_window
+        context = make_context(keep, hidden_states.shape[1], hidden_states.device, options=options, window=window)
         carried = self.first_carried()
         return carried, self.attention_class.prepare(self.config, hidden_states, carried, context)
 

@@ -20,7 +20,7 @@ from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext
 from .dispatch import choose
 from .functional import depthwise_convolution, sinusoids, sinusoids_at, token_positions
-from .memory_attention import MemoryAttention
+from .memory_attention import FullAttention, MemoryAttention
 
 # Number of tokens per block of the feed-forward network in inference, by device type; the CPU's blocks fit in cache.
 _FEED_FORWARD_ROWS = {"cpu": 1024}
@@ -174,7 +174,8 @@ class AttentionBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.norm_first = config.norm_first
-        self.self = attention_class(config, layer_idx)
+        full = layer_idx in (config.full_attention_layers or ())
+        self.self = (FullAttention if full else attention_class)(config, layer_idx)
         self.output = SubLayerOutput(config, config.hidden_size)
         self.convolution = convolution_class(config, layer_idx) if config.conv_kernel_size else None
 

@@ -208,7 +208,8 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     def begin(self, hidden_states: Tensor, keep: Tensor | None, **options: Any) -> tuple[Tensor, ForwardContext]:
         """Return P_0 (b, l, d), the first layer's packed states, and the context shared by all layers."""
         batch, length = hidden_states.shape[:2]
-        context = make_context(keep, length, hidden_states.device, options=options)
+        window = self.config.local_window
+        context = make_context(keep, length, hidden_states.device, options=options, window=window)
         num_slots = self.config.projection_length
         if self.config.dynamic_projection:
             # Slots beyond the padded length would be masked in every row, so they can be dropped.

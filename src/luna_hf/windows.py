@@ -56,9 +56,15 @@ def join_blocks(states: Tensor, rows: int, length: int) -> Tensor:
 
 def window_weights(weights: Tensor, window: int) -> Tensor:
     """Select the weights of each query's window: (b * blocks, h, s, s + w - 1) to (b * blocks, h, s, w)."""
-    columns = torch.arange(weights.shape[2], device=weights.device)[:, None]
-    columns = (columns + torch.arange(window, device=weights.device)).expand(*weights.shape[:3], window)
-    return weights.gather(-1, columns)
+    block, keys = weights.shape[2:]
+    return F.pad(weights.flatten(2), (0, block)).unflatten(2, (block, keys + 1))[..., :window]
+
+
+def band_weights(weights: Tensor, keys: int) -> Tensor:
+    """Invert `window_weights`, with zeros elsewhere: (b * blocks, h, s, w) to (b * blocks, h, s, keys = s + w - 1)."""
+    block, window = weights.shape[2:]
+    # Rows that are longer by one entry: in the flat matrix, each row then starts one entry later than the row before.
+    return F.pad(weights, (0, keys + 1 - window)).flatten(2)[..., : block * keys].unflatten(2, (block, keys))
 
 
 def interleave(states: Tensor) -> Tensor:
