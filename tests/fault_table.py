@@ -10,7 +10,16 @@ from pathlib import Path
 from helpers import SENTENCES, tiny_causal_model, tiny_tokenizer
 from tiny_fairseq import write_tiny
 from tiny_finetuning import checkpoint, command, csqa_rows, glue_folder, race_rows, write_split
-from tiny_training import CAUSAL, DEMO, TRANSFERS, arguments, without_model_section, write_corpus, write_student
+from tiny_training import (
+    CAUSAL,
+    DEMO,
+    DISTILLATIONS,
+    TRANSFERS,
+    arguments,
+    without_model_section,
+    write_corpus,
+    write_student,
+)
 
 OUT = Path("disk/out")
 
@@ -62,7 +71,7 @@ def _pretraining(module: str, make: Callable[[Path], object], words: list[str], 
     return Row(module, make, words, models, changes, "out/checkpoints/step-*", r"os.rename out/checkpoints/step-0+6")
 
 
-TINY = next(path for path in TRANSFERS if path.stem == "tiny")
+TINY, DISTIL = (next(path for path in paths if path.stem == "tiny") for paths in (TRANSFERS, DISTILLATIONS))
 SOURCES = {"teacher": "inputs/teacher", "model_name_or_path": "inputs/student", "fill_mask": "['the <mask>']"}
 PRETRAINING = {
     "pretrain_mlm": _pretraining("pretrain_mlm", _corpus, arguments(DEMO, OUT, **STEPS)),
@@ -74,6 +83,12 @@ PRETRAINING = {
         "transfer_attention",
         _teacher_and_student,
         without_model_section(arguments(TINY, OUT, **STEPS, **SOURCES)),
+        *("teacher", "student"),
+    ),
+    "distill_mlm": _pretraining(
+        "distill_mlm",
+        _teacher_and_student,
+        without_model_section(arguments(DISTIL, OUT, **STEPS, **SOURCES)),
         *("teacher", "student"),
     ),
 }

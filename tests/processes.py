@@ -9,7 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 _HEAVY = [
-    *("finetune_csqa", "finetune_glue", "finetune_race", "pretrain_clm", "pretrain_mlm", "transfer_attention"),
+    *("finetune_csqa", "finetune_glue", "finetune_race"),
+    *("pretrain_clm", "pretrain_mlm", "transfer_attention", "distill_mlm"),
     *("accelerate", "datasets", "luna_hf", "matplotlib.pyplot", "torch.distributed", "transformers.pipelines"),
 ]
 

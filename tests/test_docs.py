@@ -28,6 +28,7 @@ MINIATURE = {
     "pretrain_mlm": {**PRETRAIN, "output_dir": "outputs/trained"},
     "pretrain_clm": {**PRETRAIN, "sample_tokens": 2},
     "transfer_attention": {**PRETRAIN, "block_size": 32},
+    "distill_mlm": {**PRETRAIN, "block_size": 32},
     "finetune_glue": {**SHORT, "num_train_epochs": 1, "seeds": 1, "sweep_batch_sizes": 16, "dataset_name": "glue"},
     "finetune_race": {**SHORT, "num_train_epochs": 1, "dataset_name": "race"},
     "finetune_csqa": {**SHORT, "num_train_epochs": 1, "dataset_name": "csqa"},
@@ -85,7 +86,7 @@ def in_miniature(script, words):
     """The words of a command with those that shrink it, where it does not set the option itself."""
     small = MINIATURE[script.split("/")[-1].removesuffix(".py")]
     given = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
-    if ("model_name_or_path" in given and "transfer" in script + words[0]) or "continue" in words[0]:
+    if "teacher" in given or "continue" in words[0]:
         small = {name: value for name, value in small.items() if not name.startswith("model.")}
     if "train_file" in given:
         small = {name: value for name, value in small.items() if name != "dataset_name"}

@@ -1,5 +1,6 @@
 """The launch configs in `training/accelerate`, and runs in several processes that equal those of one."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 
+import distill_mlm
 import pretrain_mlm
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
@@ -18,7 +20,16 @@ from common.machine import plural
 from engine import sharding
 from helpers import ROOT
 from processes import exit_code, run_pair, started
-from tiny_training import DEMO, arguments, start, write_corpus
+from tiny_training import (
+    DEMO,
+    DISTILLATIONS,
+    arguments,
+    start,
+    without_model_section,
+    write_corpus,
+    write_student,
+    write_teacher,
+)
 
 from luna_hf.scripting import UserError, locked
 
@@ -59,7 +70,7 @@ def losses(folder):
 
 
 def assert_same(one, other):
-    assert len(one) == len(other) == OPTIONS["max_steps"] + 1
+    assert len(one) == len(other) > OPTIONS["max_steps"]  # each step, and the held-out losses
     for values, others in zip(one, other, strict=True):
         # Another order of additions, and what that makes of small gradients in AdamW.
         assert values == pytest.approx(others, rel=1e-4)
@@ -70,22 +81,33 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
-def pretrain_as(rank, port, words):
+def pretrain_as(rank, port, words, command="pretrain_mlm"):
     """One of two processes, as a launcher starts them."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true")
-    sys.exit(pretrain_mlm.main(words))
+    sys.exit(importlib.import_module(command).main(words))
 
 
 def test_two_processes_do_what_one_does(corpus, tmp_path):
     one, two = (arguments(DEMO, tmp_path / name, data=corpus, **OPTIONS) for name in ("one", "two"))
-    assert start(pretrain_mlm, one) == 0
+    compare(pretrain_mlm, one, two, tmp_path)
+
+
+def test_two_processes_distil_as_one_does(corpus, tmp_path):
+    teacher = write_teacher(tmp_path / "teacher", corpus)
+    models = {"teacher": teacher, "model_name_or_path": write_student(tmp_path / "start", teacher, memory_size=4)}
+    both = (arguments(DISTILLATIONS[-1], tmp_path / name, data=corpus, **models, **OPTIONS) for name in ("one", "two"))
+    compare(distill_mlm, *map(without_model_section, both), tmp_path)
+
+
+def compare(command, one, two, folder):
+    assert start(command, one) == 0
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    run_pair(pretrain_as, port, two)
-    assert_same(losses(tmp_path / "two"), losses(tmp_path / "one"))
-    assert json.loads((tmp_path / "two" / "metrics.json").read_text())["processes"] == 2
+    run_pair(pretrain_as, port, two, command.__name__)
+    assert_same(losses(folder / "two"), losses(folder / "one"))
+    assert json.loads((folder / "two" / "metrics.json").read_text())["processes"] == 2
 
 
 def test_every_process_is_refused_a_folder_in_use(corpus, tmp_path):

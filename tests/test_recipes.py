@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import distill_mlm
 import pretrain_clm
 import pretrain_mlm
 import pytest
@@ -17,6 +18,7 @@ from helpers import FAMILIES, code_name, slots_of
 from tiny_training import (
     CAUSAL,
     DEMO,
+    DISTILLATIONS,
     RECIPES,
     SHRINK,
     TRANSFERS,
@@ -36,9 +38,11 @@ PATHS = {path.stem: path for path in RECIPES}
 CONTINUED = [name for name in PATHS if name.endswith("-continue")]
 # What any recipe needs beside SHRINK to run here: a tokenizer made for the text, and the precision of the other tests.
 LOCAL = {"train_tokenizer": "true", "mixed_precision": "no", "model.num_attention_heads": 4}
-SCRIPTS = {"pretrain_mlm": pretrain_mlm, "pretrain_clm": pretrain_clm, "transfer_attention": transfer_attention}
+COMMANDS = (pretrain_mlm, pretrain_clm, transfer_attention, distill_mlm)
+SCRIPTS = {command.__name__: command for command in COMMANDS}
 NEW_MODELS = [*(path for name, path in PATHS.items() if name not in CONTINUED), *CAUSAL]
-FROM_CHECKPOINTS = [*TRANSFERS, *(PATHS[name] for name in CONTINUED)]
+WITH_TEACHERS = [*TRANSFERS, *DISTILLATIONS]
+FROM_CHECKPOINTS = [*WITH_TEACHERS, *(PATHS[name] for name in CONTINUED)]
 
 
 def name_of(path):
@@ -59,7 +63,7 @@ def local_texts(data, folder):
     return json.dumps([{key: value for key, value in section.items() if value} for section in data])
 
 
-@pytest.mark.parametrize("path", [*RECIPES, *CAUSAL, *TRANSFERS], ids=name_of)
+@pytest.mark.parametrize("path", [*RECIPES, *CAUSAL, *WITH_TEACHERS], ids=name_of)
 def test_a_recipe_parses_and_explains_its_keys(path):
     text, loaded = path.read_text(), load(path)
     assert loaded.max_steps > loaded.eval_steps and loaded.max_steps > loaded.save_steps
@@ -99,7 +103,7 @@ def test_a_recipe_for_a_converted_model_runs(path, teacher, tmp_path):
     family = next((family for family in FAMILIES if path.stem.startswith(code_name(family))), "abc_memory")
     begin = write_student(tmp_path / "start", teacher, FAMILIES[family].masked_lm, **slots_of(family, 4))
     data = local_texts(load(path).data, tmp_path)
-    others = {"teacher": teacher} if path in TRANSFERS else {}
+    others = {"teacher": teacher} if path in WITH_TEACHERS else {}
     words = arguments(path, tmp_path / "out", data=data, model_name_or_path=begin, mixed_precision="no", **others)
     assert start(SCRIPTS[path.parent.name], without_model_section(words)) == 0
     figures = json.loads((tmp_path / "out" / "metrics.json").read_text())

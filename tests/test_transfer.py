@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType
 from engine import log, pretraining
 from engine.throughput import forward_flops
 from helpers import TINY, padded_batch, randomise, tiny_model
+from objectives import teacher as teachers
 from objectives import transfer as objective
 from objectives.transfer import AttentionTransfer
 from reference import abc as abc_reference
@@ -373,8 +374,8 @@ def test_mistakes_are_reported(corpus, teacher, starts, tmp_path, capsys, overri
 
 
 def test_types_that_are_named_as_teachers_can_be_one():
-    for model_type in re.split(", | or ", objective.TEACHERS):
-        objective.check_names(AutoConfig.for_model(model_type), model_type)
+    for model_type in re.split(", | or ", teachers.TEACHERS):
+        teachers.check_names(AutoConfig.for_model(model_type), model_type)
 
 
 def test_a_damaged_teacher_is_found_before_an_earlier_model_is_removed(corpus, teacher, starts, tmp_path, capsys):

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from engine import checkpoint, log, loop
 from engine.objective import Objective
 from helpers import ROOT, tiny_config
+from objectives.distill import DistillObjective
 from objectives.masked import MaskedObjective
 from objectives.transfer import TransferObjective
 from safetensors.torch import load_file
@@ -26,6 +28,7 @@ from luna_hf.warm_start import warm_start
 
 RECIPES = sorted((ROOT / "training" / "recipes" / "pretrain_mlm").glob("*.yaml"))
 CAUSAL = sorted((ROOT / "training" / "recipes" / "pretrain_clm").glob("*.yaml"))
+DISTILLATIONS = sorted((ROOT / "training" / "recipes" / "distill_mlm").glob("*.yaml"))
 TRANSFERS = sorted((ROOT / "training" / "recipes" / "transfer_attention").glob("*.yaml"))
 DEMO = ROOT / "training" / "recipes" / "pretrain_mlm" / "demo.yaml"
 SCRIPT = "training/pretrain_mlm.py"
@@ -68,7 +71,9 @@ def arguments(recipe_file: Path, output_dir: Path, **overrides: Any) -> list[str
 
 def start(command: ModuleType, words: list[str]) -> int:
     """The exit status of a command in this process, without the time that its plot takes."""
-    with patch.object(Objective, "plot"), patch.object(TransferObjective, "plot"):
+    with ExitStack() as stack:
+        for objective in (Objective, TransferObjective, DistillObjective):
+            stack.enter_context(patch.object(objective, "plot"))
         return command.main(words)
 
 
@@ -203,7 +208,7 @@ SETTINGS = {
 }
 
 
-def make_run(tmp_path, updates, kind="luna", model=None, optimizer=None, **settings):
+def make_run(tmp_path, updates, kind="luna", model=None, optimizer=None, objective=None, **settings):
     """A run on given micro-batches with plain gradient descent unless an optimizer is given; evaluated on
     `masked_rows`."""
     tmp_path.mkdir(exist_ok=True)
@@ -217,7 +222,7 @@ def make_run(tmp_path, updates, kind="luna", model=None, optimizer=None, **setti
     model, optimizer = accelerator.prepare(model, optimizer)
     return loop.Run(
         recipe=values,
-        objective=MaskedObjective(),
+        objective=objective or MaskedObjective(),
         accelerator=accelerator,
         module=model,
         optimizer=optimizer,

@@ -26,12 +26,13 @@ def make_card(
     figures: dict[str, Any],
     task: str,
     metrics: dict[str, tuple[str, str]],
+    results: str = "",
     **own: Any,
 ) -> str:
     """Fill a template of `model_cards/` from what `metrics.json` holds.
 
-    `task` is the Hub's pipeline tag; `metrics` gives the name and the figure of each metric in the header; `own` are
-    the fields that only this template has.
+    `task` is the Hub's pipeline tag; `metrics` gives the name and the figure of each metric in the header;
+    `results` is Markdown to add to the results; `own` are the fields that only this template has.
     """
     dataset = {"dataset_type": "text", "dataset_name": "held-out documents of the training corpus"}
     metadata = cards.metadata(
@@ -54,6 +55,7 @@ def make_card(
         metadata,
         model_name=recipe.model_name,
         plot=PLOT,
+        more_results=f"{results}\n\n" if results else "",
         **own,
         **_result_fields(figures),
         **_data_fields(recipe, figures),

@@ -256,15 +256,15 @@ def one_update(run: Run, counters: Counters) -> Update:
     mine = [(run.objective.targets(batch), batch["attention_mask"].sum()) for batch in group]
     mine.append((torch.tensor(int(run.stop.name is not None)), torch.tensor(0)))
     counts = accelerator.gather(torch.tensor(mine, device=accelerator.device).unsqueeze(0))  # (processes, passes+1, 2)
-    total_targets, loss, norm = counts[:, :-1, 0].sum(), torch.zeros((), device=accelerator.device), None
-    for batch, (targets, _) in zip(group, mine, strict=False):
+    totals, loss, norm = counts[:, :-1].sum((0, 1)), torch.zeros((), device=accelerator.device), None
+    for batch, own in zip(group, mine, strict=False):
         batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
         with accelerator.accumulate(run.module):
-            mean_loss = run.module(**batch).loss
             # Undoes the averaging by accelerate (over passes) and DDP (over processes).
-            share = targets.to(accelerator.device) * len(group) * processes / total_targets
-            accelerator.backward(mean_loss * share)
-            loss = loss + mean_loss.detach().float() * share / len(group)
+            shares = torch.stack(own).to(accelerator.device) * len(group) * processes / totals
+            part = run.objective.loss(run.module(**batch), *shares)
+            accelerator.backward(part)
+            loss = loss + part.detach().float() / len(group)
             if accelerator.sync_gradients:
                 drop_frozen(optimizer, counters.step)
                 norm = accelerator.clip_grad_norm_(run.module.parameters(), run.recipe.max_grad_norm)

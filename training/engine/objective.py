@@ -84,6 +84,10 @@ class Objective(ABC):
         """The number of targets that the loss is a mean over, which weights the parts of an update."""
         return (batch["labels"] != -100).sum()
 
+    def loss(self, output: Any, targets: Tensor, tokens: Tensor) -> Tensor:
+        """The part that a batch has in the loss of its update, of which it holds a share of the targets and tokens."""
+        return output.loss * targets
+
     def flops_per_token(self, module: nn.Module, sample: dict[str, Tensor]) -> float:
         """Floating-point operations of a training step per token."""
         return training_flops(module, sample)
@@ -113,6 +117,10 @@ class Objective(ABC):
         if recipe.model_name_or_path:
             return f"trained further from `{portable(recipe.model_name_or_path)}`"
         return "pretrained from scratch"
+
+    def results(self, recipe: RunRecipe, figures: dict[str, Any]) -> str:
+        """Further results for the card, as Markdown."""
+        return ""
 
     @abstractmethod
     def card(self, recipe: RunRecipe, figures: dict[str, Any]) -> str:

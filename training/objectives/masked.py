@@ -92,6 +92,7 @@ class MaskedObjective(Objective):
                 "loss": ("masked-token loss (nats)", "held_out_loss"),
                 "accuracy": ("masked-token accuracy", "held_out_accuracy"),
             },
+            results=self.results(recipe, figures),
             answers="\n".join(answers),
             example=json.dumps(figures["fill_mask"][0]["sentence"]),
             mask_probability=f"{recipe.mask_probability:.0%}",

@@ -10,35 +10,24 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
-from common.models import load_config, load_encoder, longest_input
+from common.models import load_config
 from engine.card import draw_held_out, drawing
 from engine.groups import check_groups
 from engine.log import RunLog
 from engine.objective import Rows, stack
 from engine.throughput import forward_flops
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from luna_hf import FAMILIES
-from luna_hf.configuration_base import BoundedMemoryConfig
 from luna_hf.scripting import UserError, portable
-from objectives.masked import MaskedObjective, PretrainRecipe
-
-# Types with RoBERTa's module names, for messages; `check_names` looks at the modules.
-TEACHERS = f"{', '.join(FAMILIES)}, roberta, xlm-roberta, camembert, data2vec-text or bert"
+from objectives.teacher import TEACHERS, StudentAndTeacher, TeacherObjective, TeacherRecipe
 
 
 @dataclasses.dataclass(frozen=True)
-class TransferRecipe(PretrainRecipe):
-    """The keys of the recipes of `transfer_attention.py`: those of `pretrain_mlm.py`, and the teacher."""
-
-    teacher: str
+class TransferRecipe(TeacherRecipe):
+    """The keys of the recipes of `transfer_attention.py`."""
 
     def __post_init__(self) -> None:
-        self.require(("teacher",), bool, "the folder or Hub name of the model to learn from")
-        converted = "a converted model, see conversion/roberta_to_abc.py"
-        self.require(("model_name_or_path",), bool, converted)
         super().__post_init__()
         unused = ("gradient_checkpointing", "compile")
         self.require(unused, lambda value: not value, "false: layers are trained one by one, not called as a model")
@@ -108,19 +97,8 @@ def relative_errors(sums: Tensor) -> Tensor:
     return sums[:, 0] / sums[:, 1].clamp(min=torch.finfo(sums.dtype).tiny)
 
 
-class AttentionTransfer(nn.Module):
-    """Student and teacher; the loss is the mean over layers of the relative squared error."""
-
-    def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel) -> None:
-        super().__init__()
-        self.student = student
-        # In a tuple it is not a sub-module: not saved, not trained, not wrapped for several processes.
-        self._teacher = (teacher.eval().requires_grad_(False),)
-
-    @property
-    def teacher(self) -> PreTrainedModel:
-        """The base model to learn from."""
-        return self._teacher[0]
+class AttentionTransfer(StudentAndTeacher):
+    """The loss is the mean over layers of the relative squared error; the teacher is a base model."""
 
     def train(self, mode: bool = True) -> "AttentionTransfer":
         """Keep the student in eval mode: its targets are exact, so dropout would only add noise."""
@@ -135,48 +113,8 @@ class AttentionTransfer(nn.Module):
         sums = squared_errors(self.student.base_model, lesson, keep)
         return TransferOutput(relative_errors(sums).mean(), sums)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "AttentionTransfer":
-        self.teacher._apply(*args, **kwargs)  # moves with the student
-        return super()._apply(*args, **kwargs)
 
-
-# ---- which models ----
-
-
-def check_pair(student: PreTrainedConfig, teacher: PreTrainedConfig, recipe: TransferRecipe) -> None:
-    """Check that a model of luna_hf can learn from a teacher of its shape, which takes blocks of the recipe's size."""
-    begin, name = recipe.model_name_or_path, recipe.teacher
-    if not isinstance(student, BoundedMemoryConfig):
-        raise UserError(
-            f"`model_name_or_path` {begin} is a {student.model_type} checkpoint, but only models of luna_hf can be "
-            "trained layer by layer. Convert it first: conversion/roberta_to_abc.py."
-        )
-    for field in ("is_decoder", "hidden_size", "num_hidden_layers", "vocab_size", "pad_token_id", "norm_first"):
-        own = getattr(student, field)
-        other = getattr(teacher, field, False if isinstance(own, bool) else None)
-        if own != other:
-            raise UserError(
-                f"`teacher` {name} has {field} {other}, but {begin} has {own}. Name the model that it was made from."
-            )
-    if recipe.block_size > longest_input(teacher):
-        raise UserError(
-            f"`block_size` is {recipe.block_size}, but `teacher` {name} takes at most {longest_input(teacher)} tokens."
-        )
-
-
-def check_names(config: PreTrainedConfig, name: str) -> None:
-    """Check that a teacher's modules have RoBERTa's names, without making the model."""
-    with torch.device("meta"):
-        teacher = AutoModelForMaskedLM.from_config(config).base_model
-    try:
-        found = [layer.attention.output.dropout for layer in teacher.encoder.layer]
-    except AttributeError:
-        found = []
-    if not found:
-        raise UserError(
-            f"`teacher` {name} is a {config.model_type} checkpoint, which does not name its layers like RoBERTa. "
-            f"Name an encoder: {TEACHERS}."
-        )
+# ---- which parameters ----
 
 
 def freeze_unused(module: AttentionTransfer, sample: dict[str, Tensor]) -> list[str]:
@@ -203,15 +141,13 @@ def layer_parameters(config: PreTrainedConfig) -> set[tuple[str, torch.Size]]:
 # ---- the run ----
 
 
-class TransferObjective(MaskedObjective):
+class TransferObjective(TeacherObjective):
     """The relative squared error of the student's attention."""
 
     def check(self, recipe: TransferRecipe) -> None:
         """Check the pair of models, and that the student's attention has new parameters."""
-        student = load_config(recipe.model_name_or_path)
-        teacher = load_config(recipe.teacher, TEACHERS)
-        check_pair(student, teacher, recipe)
-        check_names(teacher, recipe.teacher)
+        super().check(recipe)
+        student, teacher = load_config(recipe.model_name_or_path), load_config(recipe.teacher, TEACHERS)
         if recipe.groups and not layer_parameters(student) - layer_parameters(teacher):
             raise UserError(
                 f"The attention of {recipe.model_name_or_path} has no parameters that its teacher lacks. Leave this "
@@ -227,21 +163,12 @@ class TransferObjective(MaskedObjective):
         Raises:
             UserError: The run is sharded, or a parameter group has nothing to train.
         """
-        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-            raise UserError(
-                f"Attention transfer cannot be sharded ({accelerator.distributed_type.value}), since it calls parts of "
-                "layers. Launch with training/accelerate/multi_gpu.yaml."
-            )
-        module = AttentionTransfer(model, load_encoder(AutoModelForMaskedLM, recipe.teacher)[0].base_model)
+        module = AttentionTransfer(model, self.load_teacher(recipe, accelerator)[0].base_model)
         row = torch.full((1, recipe.block_size), int(model.config.pad_token_id == 0))  # no padding
         trained = freeze_unused(module, {"input_ids": row, "attention_mask": torch.ones_like(row)})
         names = [name for name, _ in model.named_parameters()]
         check_groups(names, recipe.groups, recipe.max_steps, trained)
         return module
-
-    def trained(self, module: nn.Module, accelerator: Accelerator) -> nn.Module:
-        """The student."""
-        return accelerator.unwrap_model(module).student
 
     def targets(self, batch: dict[str, Tensor]) -> Tensor:
         """Real tokens."""
