@@ -147,7 +147,7 @@ def attend_causal_memory(
     count, bias = None, None
     if count_scale is not None:
         counts, count = slot_counts(weights.to(precise), normaliser, steps, memory.count)
-        bias = count_bias(counts, count_scale).to(precise)
+        bias = count_bias(counts, count_scale).to(precise).expand(batch, -1, -1, -1)
     beside = None if beside is None else beside.to(precise)
     need_weights = need_weights or beside is not None
     reading = Reading(normaliser, slots, dropout, need_weights, bias, beside)

@@ -109,7 +109,8 @@ class MemoryAttention(nn.Module):
         if counts is None:
             used = slots.filled_slots()
             used = torch.ones_like(key[:, :1, :, 0], dtype=torch.bool) if used is None else used
-            counts = context.lengths.unsqueeze(1) / used.sum(-1, keepdim=True).clamp(min=1)  # (b, 1 or h, 1)
+            lengths = context.lengths.unsqueeze(1).to(torch.promote_types(self.slot_scale.dtype, torch.float32))
+            counts = lengths / used.sum(-1, keepdim=True).clamp(min=1)  # (b, 1 or h, 1)
         return slots._replace(bias=count_bias(counts, self.slot_scale).expand(-1, -1, key.shape[2]))
 
     def write_own(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:

@@ -68,9 +68,10 @@ class SlotMemory(NamedTuple):
 
     def in_blocks(self, block_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Repeat keys and values (block_rows, h, m, c) and mask (block_rows, 1 or h, 1, m) for blocks of queries."""
-        repeats, mask = block_rows // self.key.shape[0], self.mask()
+        batch, mask = self.key.shape[0], self.mask()
+        repeats = block_rows // batch
         states = (part.repeat_interleave(repeats, 0) for part in (self.key, self.value))
-        return *states, mask if mask is None else mask.repeat_interleave(repeats, 0)
+        return *states, mask if mask is None else mask.expand(batch, -1, -1, -1).repeat_interleave(repeats, 0)
 
     def mask(self) -> Tensor | None:
         """Return the mask of a read, (b, 1 or h, 1, m): boolean, or with a bias additive; `None` if it does nothing."""
