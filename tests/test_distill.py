@@ -203,8 +203,10 @@ def test_the_student_learns_and_is_saved_with_its_figures(corpus, teacher, stude
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_killed_and_resumed_is_uninterrupted(corpus, teacher, student, tmp_path, monkeypatch):
+def test_killed_and_resumed_is_uninterrupted(corpus, teacher, tmp_path, monkeypatch):
+    student = write_student(tmp_path / "student", teacher, memory_size=4, local_window=4)
     options = {"max_steps": 6, "save_steps": 2, "model": "{hidden_dropout_prob: 0.1}"}
+    options |= {"window_dropout": "{windows: [0, 2]}"}
     assert start(distill_mlm, words(corpus, teacher, student, tmp_path / "whole", **options)) == 0
     own = words(corpus, teacher, student, tmp_path / "out", **options)
     with monkeypatch.context() as patched, pytest.raises(Killed):

@@ -157,6 +157,35 @@ def test_full_attention_with_the_teachers_weights_has_no_error(source):
     assert AttentionTransfer(swapped, teacher.base_model)(**batch).loss > 1e-4
 
 
+def mixed(**fields):
+    """A student with a window and slots, made from `roberta()`."""
+    return warm_start(AbcForMaskedLM, roberta(), memory_size=3, local_window=4, **fields)[0].eval()
+
+
+@torch.no_grad()
+def test_without_its_window_a_student_is_one_with_slots_alone():
+    student, teacher, batch = mixed(slot_count_bias=False), roberta().base_model, padded_batch(LENGTHS)
+    alone = warm_start(AbcForMaskedLM, roberta(), memory_size=3)[0]
+    alone.load_state_dict(student.state_dict())
+    found = AttentionTransfer(student, teacher)(**batch, local_window=0)
+    torch.testing.assert_close(found.sums, AttentionTransfer(alone, teacher)(**batch).sums, rtol=0, atol=0)
+    assert not torch.allclose(AttentionTransfer(student, teacher)(**batch).sums, found.sums)
+
+
+def test_layers_that_stay_full_are_left_out():
+    batch = padded_batch(LENGTHS)
+    student = mixed(full_attention_layers=[1])
+    transfer = AttentionTransfer(student, roberta().base_model)
+    out = transfer(**batch)
+    every = AttentionTransfer(mixed(), roberta().base_model)(**batch)
+    torch.testing.assert_close(out.sums[[0, 2]], every.sums[[0, 2]])
+    assert out.sums[1].tolist() == [0, 0]
+    errors = objective.relative_errors(every.sums)
+    assert out.loss.item() == pytest.approx((errors[0] + errors[2]).item() / 2)
+    names = objective.freeze_unused(transfer, batch)
+    assert names and not any(".1." in name for name in names)
+
+
 def test_what_stands_at_padding_does_not_count():
     student, teacher = tiny_model("abc_memory", "mlm"), roberta().base_model
     transfer = AttentionTransfer(student, teacher)
@@ -230,6 +259,8 @@ STARTS = {
     "abc": (AbcForMaskedLM, {"memory_size": 4, "conv_kernel_size": 3}),
     "luna": (LunaForMaskedLM, {"projection_length": 4}),
     "random": (AbcForMaskedLM, {"memory_control": "random", "memory_size": 4}),
+    "full": (AbcForMaskedLM, {"memory_size": 4, "full_attention_layers": [0, 1]}),
+    "mixed": (AbcForMaskedLM, {"memory_size": 4, "local_window": 4}),
 }
 
 
@@ -278,19 +309,23 @@ def test_the_new_parameters_learn_and_the_student_is_saved(corpus, teacher, star
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_killed_and_resumed_is_uninterrupted(corpus, teacher, starts, tmp_path, monkeypatch):
-    options = {"max_steps": 6, "save_steps": 1, "parameter_groups": FOR_A_WHILE}
-    assert start(transfer_attention, words(corpus, teacher, starts["luna"], tmp_path / "whole", **options)) == 0
-    own = words(corpus, teacher, starts["luna"], tmp_path / "out", **options)
+HALF = "{windows: [0], probability: 0.5, final_probability: 0.5}"
+
+
+@pytest.mark.parametrize(("name", "more"), [("luna", {}), ("mixed", {"window_dropout": HALF})])
+def test_killed_and_resumed_is_uninterrupted(corpus, teacher, starts, tmp_path, monkeypatch, name, more):
+    options = {"max_steps": 6, "save_steps": 1, "parameter_groups": FOR_A_WHILE, **more}
+    assert start(transfer_attention, words(corpus, teacher, starts[name], tmp_path / "whole", **options)) == 0
+    own = words(corpus, teacher, starts[name], tmp_path / "out", **options)
     with monkeypatch.context() as patched, pytest.raises(Killed):
         dies_at_call(patched, pretraining, "save_checkpoint", 2)  # while some parameters are frozen
         transfer_attention.main(own)
     assert start(transfer_attention, own) == 0
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
     assert same_weights(tmp_path / "out", tmp_path / "whole")
-    before, after = weights(starts["luna"]), weights(tmp_path / "out")
-    name = "luna.encoder.layer.0.attention.output.dense.weight"
-    assert not torch.equal(before[name], after[name])  # it is frozen no longer
+    before, after = weights(starts[name]), weights(tmp_path / "out")
+    (key,) = (key for key in before if key.endswith("encoder.layer.0.attention.output.dense.weight"))
+    assert not torch.equal(before[key], after[key])  # it is frozen no longer
 
 
 def test_a_teacher_that_changes_is_refused_on_resume(corpus, teacher, starts, tmp_path, monkeypatch, capsys):
@@ -343,6 +378,7 @@ def test_passes_of_an_update_count_by_their_tokens(corpus, teacher, starts, tmp_
         ({"parameter_groups": "[{match: lm_head}, {match: '', frozen_steps: 9}]"}, "the whole run"),
         ({"parameter_groups": "[{match: intermediate}]"}, "'intermediate' .*intermediate.dense"),
         ({"output_dir": "TEACHER"}, "`teacher`"),
+        ({"model_name_or_path": "full"}, "full keep full attention"),
     ],
 )
 def test_mistakes_are_reported(corpus, teacher, starts, tmp_path, capsys, overrides, named):
@@ -363,7 +399,7 @@ def test_mistakes_are_reported(corpus, teacher, starts, tmp_path, capsys, overri
         DistilBertForMaskedLM(config).save_pretrained(tmp_path / name)
     if name and name != "TEACHER":
         overrides = {**overrides, "teacher": tmp_path / name}
-    folders = {"TEACHER": teacher, "random": starts["random"]}
+    folders = {"TEACHER": teacher, **{name: starts[name] for name in ("random", "full")}}
     overrides = {key: folders.get(value, value) for key, value in overrides.items()}
     capsys.readouterr()
     before = sorted(path.name for path in teacher.iterdir())

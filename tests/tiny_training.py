@@ -200,6 +200,7 @@ SETTINGS = {
     "model_name_or_path": "",
     "batch_size": 4,
     "max_steps": 1,
+    "windows": None,
     "max_grad_norm": 1e9,
     "max_skipped_steps": 0,
     "log_steps": 1,

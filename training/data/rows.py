@@ -20,7 +20,7 @@ from luna_hf.scripting import UserError
 # Rows in which the sources of a mixture have exactly their shares.
 CYCLE = 1000
 # The random streams of a run, which must not repeat each other.
-ORDER, PATTERN, MASKS, HELD_OUT_MASKS, SHUFFLE = range(5)
+ORDER, PATTERN, MASKS, HELD_OUT_MASKS, SHUFFLE, WINDOWS = range(6)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from huggingface_hub import EvalResult
 
 from engine.log import RunLog
 from engine.recipe import RunRecipe
+from engine.windows import switches_table
 from luna_hf.scripting import portable
 
 PLOT = "loss.png"
@@ -55,7 +56,7 @@ def make_card(
         metadata,
         model_name=recipe.model_name,
         plot=PLOT,
-        more_results=f"{results}\n\n" if results else "",
+        more_results="".join(f"{more}\n\n" for more in (results, switches_table(figures)) if more),
         **own,
         **_result_fields(figures),
         **_data_fields(recipe, figures),

@@ -23,6 +23,7 @@ from engine.log import RunLog
 from engine.objective import Objective, stack
 from engine.recipe import RunRecipe
 from engine.sharding import check_backend
+from engine.windows import SWITCHES, is_mixed
 from luna_hf.scripting import UserError
 
 # Held-out rows for the probe of attention.
@@ -99,15 +100,17 @@ def evaluate(
     held_out: list[dict[str, Tensor]],
     batch_size: int,
     next_token: bool = False,
+    **options: Any,
 ) -> Evaluation:
     """Loss and accuracy at the labels of held-out rows, each counted once on any number of processes.
 
-    With `next_token`, the logits at a position are for the label of the next one.
+    With `next_token`, the logits at a position are for the label of the next one. `options` are further inputs of the
+    model.
 
     Raises:
         UserError: The loss is not finite.
     """
-    was_training, no_state = model.training, {"use_cache": False} if next_token else {}
+    was_training, options = model.training, options | ({"use_cache": False} if next_token else {})
     model.eval()
     stride = accelerator.num_processes * batch_size
     totals = torch.zeros(3, dtype=torch.float64)
@@ -117,7 +120,7 @@ def evaluate(
         rows = held_out[mine : mine + batch_size] or held_out[:1]
         batch = stack(rows, accelerator.device)
         labels = batch.pop("labels") if mine < len(held_out) else torch.full_like(batch.pop("labels"), -100)
-        logits = model(**batch, **no_state).logits
+        logits = model(**batch, **options).logits
         if next_token:
             logits, labels = logits[:, :-1], labels[:, 1:]
         logits = logits[labels != -100].float()
@@ -129,6 +132,17 @@ def evaluate(
     totals = accelerator.gather(totals.to(accelerator.device).unsqueeze(0)).sum(0)
     loss, hits, count = totals.tolist()
     return Evaluation(loss / count, perplexity(loss / count, "held-out text"), hits / count, round(count))
+
+
+def switched_losses(accelerator: Accelerator, model: nn.Module, *arguments: Any) -> dict[str, float]:
+    """The held-out loss of a mixed model without its slots, and without its window; nothing for other models.
+
+    Args:
+        accelerator, model, arguments: those of `evaluate`.
+    """
+    if not is_mixed(accelerator.unwrap_model(model).config):
+        return {}
+    return {name: evaluate(accelerator, model, *arguments, **reads).loss for name, reads in SWITCHES.items()}
 
 
 def perplexity(loss: float, what: str) -> float:
@@ -169,8 +183,12 @@ class Run:
 
     def evaluate(self) -> Evaluation:
         """Held-out figures of the model."""
-        size = self.recipe.batch_size
-        return evaluate(self.accelerator, self.trained, self.held_out, size, self.objective.next_token)
+        return evaluate(self.accelerator, self.trained, *self.evaluated)
+
+    @property
+    def evaluated(self) -> tuple[list[dict[str, Tensor]], int, bool]:
+        """What `evaluate` takes beside the model."""
+        return self.held_out, self.recipe.batch_size, self.objective.next_token
 
     def probe(self) -> dict[str, Any] | None:
         """Statistics of the attention on some held-out rows; `None` where the parameters are sharded."""
@@ -252,7 +270,9 @@ def _train(run: Run, counters: Counters, progress: tqdm) -> Evaluation | None:
 def one_update(run: Run, counters: Counters) -> Update:
     """Forward and backward passes over the next batches, and an optimizer step if loss and gradient are finite."""
     accelerator, optimizer, processes = run.accelerator, run.optimizer, run.accelerator.num_processes
-    group = next(run.updates)
+    group, recipe = next(run.updates), run.recipe
+    window = recipe.windows and recipe.windows.draw(counters.step, recipe.max_steps, recipe.seed)
+    reads = {} if window is None else {"local_window": window}
     mine = [(run.objective.targets(batch), batch["attention_mask"].sum()) for batch in group]
     mine.append((torch.tensor(int(run.stop.name is not None)), torch.tensor(0)))
     counts = accelerator.gather(torch.tensor(mine, device=accelerator.device).unsqueeze(0))  # (processes, passes+1, 2)
@@ -262,12 +282,12 @@ def one_update(run: Run, counters: Counters) -> Update:
         with accelerator.accumulate(run.module):
             # Undoes the averaging by accelerate (over passes) and DDP (over processes).
             shares = torch.stack(own).to(accelerator.device) * len(group) * processes / totals
-            part = run.objective.loss(run.module(**batch), *shares)
+            part = run.objective.loss(run.module(**batch, **reads), *shares)
             accelerator.backward(part)
             loss = loss + part.detach().float() / len(group)
             if accelerator.sync_gradients:
                 drop_frozen(optimizer, counters.step)
-                norm = accelerator.clip_grad_norm_(run.module.parameters(), run.recipe.max_grad_norm)
+                norm = accelerator.clip_grad_norm_(run.module.parameters(), recipe.max_grad_norm)
     loss, norm = accelerator.reduce(loss, reduction="mean").item(), float(norm)
     rate = run.scheduler.get_last_lr()[0]
     # With fp16, overflowing gradients are how the scaler finds its scale: only the loss counts.
@@ -328,7 +348,9 @@ def log_window(run: Run, counters: Counters, update: Update, speed: float, progr
 def log_evaluation(run: Run, counters: Counters, result: Evaluation, progress: tqdm) -> None:
     """Log held-out figures, and whether the model is still on the plateau of token statistics."""
     gain = run.unigram_loss - result.loss
-    values = {**asdict(result), "gain_nats": gain, "seconds": counters.seconds, "seen_tokens": counters.seen_tokens}
+    switched = switched_losses(run.accelerator, run.trained, *run.evaluated)
+    values = {**asdict(result), **switched, "gain_nats": gain}
+    values |= {"seconds": counters.seconds, "seen_tokens": counters.seen_tokens}
     if attention := run.probe():
         run.log.add("probe", counters.step, **attention)
     measured = run.objective.measure(run.module, run.accelerator, run.held_out, run.recipe.batch_size)
@@ -340,7 +362,10 @@ def log_evaluation(run: Run, counters: Counters, result: Evaluation, progress: t
         plateau = " - plateau: little more than token statistics, the context is not used yet"
         plateau = plateau if gain < run.objective.plateau_gain else ""
         objective = f", objective {measured['loss']:.4f}" if measured else ""
+        without = (
+            ", slots off {slots_off_loss:.3f}, window off {window_off_loss:.3f}".format(**switched) if switched else ""
+        )
         progress.write(
             f"step {counters.step:>6}: held-out loss {result.loss:.3f} (unigram {run.unigram_loss:.3f}), perplexity "
-            f"{result.perplexity:.1f}, accuracy {result.accuracy:.1%}{objective}{plateau}"
+            f"{result.perplexity:.1f}, accuracy {result.accuracy:.1%}{without}{objective}{plateau}"
         )

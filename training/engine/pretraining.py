@@ -30,7 +30,17 @@ from engine.checkpoint import (
 )
 from engine.groups import parameter_groups
 from engine.log import RunLog
-from engine.loop import Evaluation, Run, evaluate, make_accelerator, split_update, train, utilisation, warmup_then_decay
+from engine.loop import (
+    Evaluation,
+    Run,
+    evaluate,
+    make_accelerator,
+    split_update,
+    switched_losses,
+    train,
+    utilisation,
+    warmup_then_decay,
+)
 from engine.objective import Objective
 from engine.output import (
     changed_inputs,
@@ -254,6 +264,7 @@ def finish(run: Run, text: PreparedText, counters: Counters, last: Evaluation, c
     ]
     figures = {
         **{f"held_out_{name}": value for name, value in dataclasses.asdict(result).items()},
+        **switched_losses(accelerator, reloaded, text.held_out, recipe.batch_size, objective.next_token),
         "unigram_loss": text.unigram["loss"],
         "unigram_accuracy": text.unigram["accuracy"],
         "gain_nats": text.unigram["loss"] - result.loss,

@@ -6,6 +6,7 @@ import re
 from typing import Any, ClassVar
 
 from engine.groups import ParameterGroup, read_groups
+from engine.windows import WindowDropout, read_window_dropout
 from luna_hf.scripting import UserError
 
 # Keys that may differ when a run is resumed: they do not change what is learnt.
@@ -57,6 +58,7 @@ class RunRecipe:
     batch_size: int
     learning_rate: float
     parameter_groups: list[Any]
+    window_dropout: dict[str, Any]
     warmup_fraction: float
     decay_power: float
     adam_beta1: float
@@ -102,6 +104,7 @@ class RunRecipe:
         multiple = f"a multiple of `block_size` ({self.block_size}), for example {below}"
         self.require(("global_batch_tokens",), lambda value: value == below, multiple)
         read_groups(self.parameter_groups)
+        read_window_dropout(self.window_dropout)
         self._check_model_and_tokenizer()
 
     @property
@@ -113,6 +116,11 @@ class RunRecipe:
     def groups(self) -> list[ParameterGroup]:
         """`parameter_groups`, parsed."""
         return read_groups(self.parameter_groups)
+
+    @property
+    def windows(self) -> WindowDropout | None:
+        """`window_dropout`, parsed; `None` if every update reads the config's window."""
+        return read_window_dropout(self.window_dropout)
 
     def differences(self, other: dict[str, Any]) -> list[str]:
         """Keys in which the recipe of a checkpoint differs so that the run would not be the same."""

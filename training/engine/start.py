@@ -48,6 +48,8 @@ def choose(recipe: RunRecipe, objective: Objective) -> Choice:
             f"`block_size` is {recipe.block_size}, but the model takes at most {longest} tokens. Lower `block_size`, "
             f"or raise `model.max_position_embeddings` (now {config.max_position_embeddings})."
         )
+    if recipe.windows:
+        recipe.windows.check(recipe.model.get("local_window", getattr(config, "local_window", 0)))
     if tokenizer:
         objective.check_tokenizer(recipe, tokenizer, longest)
     check_groups(parameter_names(config, kind), recipe.groups, recipe.max_steps)

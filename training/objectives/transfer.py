@@ -67,22 +67,28 @@ def make_lesson(teacher: PreTrainedModel, input_ids: Tensor, attention_mask: Ten
     return lesson
 
 
-def squared_errors(student: PreTrainedModel, lesson: Lesson, keep: Tensor | None) -> Tensor:
+def squared_errors(student: PreTrainedModel, lesson: Lesson, keep: Tensor | None, **options: Any) -> Tensor:
     """How far the student's attention is from the lesson, layer by layer.
 
-    A memory that is carried from layer to layer (Luna's packed sequence) is the student's own.
+    A memory that is carried from layer to layer (Luna's packed sequence) is the student's own. Layers that keep full
+    attention have nothing to learn: they are left out, and their sums are 0.
 
     Args:
         student: a base model of luna_hf.
         lesson: of the same tokens.
         keep: (b, n) boolean, True for tokens; `None` without padding.
+        options: further inputs of the student, such as `local_window`.
 
     Returns:
         (layers, 2): the squared error and the lesson's squared norm, summed over tokens and width, at least float32.
     """
-    carried, context = student.begin(lesson.states[0], keep)
-    sums = []
-    for layer, states, expected in zip(student.encoder.layer, lesson.states, lesson.added, strict=True):
+    carried, context = student.begin(lesson.states[0], keep, **options)
+    sums, full = [], student.config.full_attention_layers or ()
+    pairs = zip(student.encoder.layer, lesson.states, lesson.added, strict=True)
+    for number, (layer, states, expected) in enumerate(pairs):
+        if number in full:
+            sums.append(states.new_zeros(2, dtype=torch.promote_types(states.dtype, torch.float32)))
+            continue
         added, carried = layer.attention.mix(states, carried, context)
         precise = torch.promote_types(added.dtype, torch.float32)
         parts = (added.to(precise) - expected.to(precise), expected.to(precise))
@@ -97,6 +103,11 @@ def relative_errors(sums: Tensor) -> Tensor:
     return sums[:, 0] / sums[:, 1].clamp(min=torch.finfo(sums.dtype).tiny)
 
 
+def mean_error(sums: Tensor) -> Tensor:
+    """The mean relative squared error over the layers of `squared_errors` that are not left out."""
+    return relative_errors(sums)[sums[:, 1] > 0].mean()
+
+
 class AttentionTransfer(StudentAndTeacher):
     """The loss is the mean over layers of the relative squared error; the teacher is a base model."""
 
@@ -106,12 +117,14 @@ class AttentionTransfer(StudentAndTeacher):
         self.student.eval()
         return self
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> TransferOutput:
-        """The error on a batch of rows (b, n); labels are ignored."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **options: Any
+    ) -> TransferOutput:
+        """The error on a batch of rows (b, n); labels are ignored, `options` are further inputs of the student."""
         lesson = make_lesson(self.teacher, input_ids, attention_mask)
         keep = self.student.base_model.tokens_to_keep(input_ids, attention_mask)
-        sums = squared_errors(self.student.base_model, lesson, keep)
-        return TransferOutput(relative_errors(sums).mean(), sums)
+        sums = squared_errors(self.student.base_model, lesson, keep, **options)
+        return TransferOutput(mean_error(sums), sums)
 
 
 # ---- which parameters ----
@@ -148,6 +161,8 @@ class TransferObjective(TeacherObjective):
         """Check the pair of models, and that the student's attention has new parameters."""
         super().check(recipe)
         student, teacher = load_config(recipe.model_name_or_path), load_config(recipe.teacher, TEACHERS)
+        if len(getattr(student, "full_attention_layers", None) or ()) == student.num_hidden_layers:
+            raise UserError(f"All layers of {recipe.model_name_or_path} keep full attention: there is nothing to fit.")
         if recipe.groups and not layer_parameters(student) - layer_parameters(teacher):
             raise UserError(
                 f"The attention of {recipe.model_name_or_path} has no parameters that its teacher lacks. Leave this "
@@ -184,14 +199,14 @@ class TransferObjective(TeacherObjective):
     def measure(
         self, module: nn.Module, accelerator: Accelerator, held_out: Rows, batch_size: int
     ) -> dict[str, float | list[float]]:
-        """Relative squared error over all held-out rows: `loss`, and `layers` of every layer."""
+        """Relative squared error over all held-out rows: `loss`, and `layers` of every layer (0 if it stays full)."""
         own = held_out[accelerator.process_index :: accelerator.num_processes]
         transfer = accelerator.unwrap_model(module)
         sums = torch.zeros(len(transfer.student.base_model.encoder.layer), 2, device=accelerator.device)
         for first in range(0, len(own), batch_size):
             sums += transfer(**stack(own[first : first + batch_size], accelerator.device)).sums
-        errors = relative_errors(accelerator.gather(sums.unsqueeze(0)).sum(0))
-        return {"loss": errors.mean().item(), "layers": errors.tolist()}
+        sums = accelerator.gather(sums.unsqueeze(0)).sum(0)
+        return {"loss": mean_error(sums).item(), "layers": relative_errors(sums).tolist()}
 
     def start(self, recipe: TransferRecipe) -> str:
         """Where the model comes from, for the card."""
