@@ -61,15 +61,15 @@ class Finetuning:
         return [*lists, *option_words(options)]
 
 
-_IMDB = {"text_columns": "text", "validation_split": "test"}
+IMDB = {"text_columns": "text", "validation_split": "test"}
 TASKS = {
     "sst2": Finetuning("glue", 8000, 2, 128, {"task_name": "sst2"}),
     "mrpc": Finetuning("glue", 4000, 3, 256, {"task_name": "mrpc"}),
     "qnli": Finetuning("glue", 4000, 2, 256, {"task_name": "qnli"}),
     "qqp": Finetuning("glue", 8000, 2, 128, {"task_name": "qqp"}),
     "csqa": Finetuning("commonsense_qa", 3000, 2, 128, script="training/finetune_csqa.py"),
-    "imdb-512": Finetuning("imdb", 1500, 2, 512, _IMDB),
-    "imdb-2048": Finetuning("imdb", 1500, 2, 2048, _IMDB),
+    "imdb-512": Finetuning("imdb", 1500, 2, 512, IMDB),
+    "imdb-2048": Finetuning("imdb", 1500, 2, 2048, IMDB),
 }
 
 
