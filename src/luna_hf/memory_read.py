@@ -69,9 +69,10 @@ class SlotMemory(NamedTuple):
     def in_blocks(self, block_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Repeat keys and values (block_rows, h, m, c) and mask (block_rows, 1 or h, 1, m) for blocks of queries."""
         batch, mask = self.key.shape[0], self.mask()
-        repeats = block_rows // batch
-        states = (part.repeat_interleave(repeats, 0) for part in (self.key, self.value))
-        return *states, mask if mask is None else mask.expand(batch, -1, -1, -1).repeat_interleave(repeats, 0)
+        # Not `repeat_interleave`, which would need one graph for a single block and another for several.
+        rows = torch.arange(block_rows, device=self.key.device) // (block_rows // batch)
+        parts = (self.key, self.value, None if mask is None else mask.expand(batch, -1, -1, -1))
+        return tuple(part if part is None else part.index_select(0, rows) for part in parts)
 
     def mask(self) -> Tensor | None:
         """Return the mask of a read, (b, 1 or h, 1, m): boolean, or with a bias additive; `None` if it does nothing."""
