@@ -52,7 +52,8 @@ class AbcControl(nn.Module):
 def make_control(config: AbcConfig, shared: bool) -> AbcControl | None:
     """Create the model's shared control (`shared`) or a layer's own; `None` if the config has no such control."""
     is_learned = config.memory_control in ("mlp", "linformer")
-    return AbcControl(config) if is_learned and config.share_control == shared else None
+    is_used = len(config.full_attention_layers or ()) < config.num_hidden_layers
+    return AbcControl(config) if is_learned and is_used and config.share_control == shared else None
 
 
 class SharedControl:
