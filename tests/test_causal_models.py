@@ -207,7 +207,8 @@ def test_bfloat16(model_type, variant):
     for layer in cache.layers:
         assert layer.states
         for name, tensor in layer.states.items():
-            assert tensor.dtype == (torch.bfloat16 if name == "convolution" else sum_dtype), name
+            in_model_dtype = name == "convolution" or name.startswith("window_")
+            assert tensor.dtype == (torch.bfloat16 if in_model_dtype else sum_dtype), name
     whole = model(ids).logits
     assert whole.dtype == torch.bfloat16
     for logits, wanted in ((whole, exact), (parts, exact[:, 150:])):
@@ -300,11 +301,12 @@ def test_backends_are_equal_and_weights_sum_to_one(model_type, variant):
     real = mask == 1
     assert_near(outputs.logits[real], expected[real])
     assert len(outputs.attentions) == 2 and len(outputs.hidden_states) == 3
+    keys = 8 + model.config.local_window
     for weights in outputs.attentions:
-        assert weights.shape == (3, 4, 70, 8) and (weights >= 0).all()
+        assert weights.shape == (3, 4, 70, keys) and (weights >= 0).all()
         torch.testing.assert_close(weights.sum(-1).transpose(1, 2)[real], torch.ones(int(real.sum()), 4))
     step = model(ids[:, :1], past_key_values=outputs.past_key_values, use_cache=True, output_attentions=True)
-    assert [weights.shape for weights in step.attentions] == [(3, 4, 1, 8)] * 2
+    assert [weights.shape for weights in step.attentions] == [(3, 4, 1, keys)] * 2
 
 
 # ---- checkpoints ----

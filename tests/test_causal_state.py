@@ -184,7 +184,7 @@ def test_padding_in_front_of_a_rise_stays_finite(rise, padded):
     assert_close(out[:, :, keep[0]], attend_causal_memory(*rows, "softmax")[0], atol=1e-6, rtol=1e-5)
 
 
-BACKBONE = {"num_hidden_layers": 1, "conv_kernel_size": 3}
+BACKBONE = {"num_hidden_layers": 1, "conv_kernel_size": 3, "local_window": 4}
 OTHERS = [
     pytest.param(family, options, id=f"{family}-{'-'.join(options)}")
     for family in FAMILIES

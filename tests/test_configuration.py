@@ -38,6 +38,11 @@ FIELDS = {
     "layer_norm_eps": ConfigField((0,), effect=(0.1, "outputs")),
     "initializer_range": ConfigField((-0.02,), effect=(0.5, "weight_scale")),
     "conv_kernel_size": ConfigField((4,), effect=(5, "parameters")),
+    "local_window": ConfigField((-1,), effect=(5, "outputs")),
+    "slot_count_bias": ConfigField(effect=(False, "parameters"), together={"local_window": 5}),
+    "full_attention_layers": ConfigField(
+        ([3], "num_hidden_layers"), bad_in_decoder=([0],), effect=([0], "outputs"), encoders_only=True
+    ),
     "sparse_prediction": ConfigField(effect=(True, "sparse_logits"), encoders_only=True),
     "classifier_pooling": ConfigField(("max", "mean"), effect=("mean", "classifier_outputs"), encoders_only=True),
     "classifier_dropout": ConfigField((1.5,), effect=(0.5, "trained_classifier_outputs"), encoders_only=True),

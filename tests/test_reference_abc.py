@@ -19,6 +19,10 @@ VARIANTS = {
     "mlp-sigmoid": {"memory_control": "mlp", "control_activation": "sigmoid"},
     "cluster-4-steps": {"memory_control": "cluster", "cluster_iterations": 4},
 }
+# Slots and a window in one softmax.
+WITH_SLOTS = [name for name in VARIANTS if name not in ("sliding_window", "dilated", "full")]
+VARIANTS |= {f"{name}-mixed": {**VARIANTS[name], "local_window": 5} for name in WITH_SLOTS}
+VARIANTS["mlp-mixed-without-bias"] = {"memory_control": "mlp", "local_window": 4, "slot_count_bias": False}
 BACKENDS = ["eager", "sdpa"]
 
 

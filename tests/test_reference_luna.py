@@ -14,6 +14,12 @@ VARIANTS = {
     "fixed": {"dynamic_projection": False},
     "prenorm-sinusoidal": {"norm_first": True, "position_embedding_type": "sinusoidal", "embedding_layer_norm": False},
     "convolution-segments": {"conv_kernel_size": 5, "type_vocab_size": 2},
+    "mixed": {"local_window": 5},
+    "mixed-untied-fixed-prenorm": {
+        **{"local_window": 4, "tie_kv": False, "dynamic_projection": False, "norm_first": True},
+    },
+    "mixed-without-bias": {"local_window": 3, "slot_count_bias": False},
+    "mixed-full-layer": {"local_window": 5, "full_attention_layers": [0]},
 }
 
 

@@ -117,10 +117,12 @@ def test_wrong_reads_and_writes_are_refused():
 @pytest.mark.parametrize(("family", "variant"), FAMILY_VARIANTS)
 @torch.no_grad()
 def test_self_attention_is_a_read_of_what_the_tokens_wrote(family, variant):
+    """Apart from a local window, which only the tokens themselves read."""
     model = tiny_model(family, **variants_of(family)[variant]).double()
     states, mask = normal_states(2, 20, 48), torch.ones(2, 20, dtype=torch.long)
     mask[0, 15:] = 0
-    carried, context = model.begin(states, mask.bool())
+    reads = {"local_window": 0} if model.config.local_window else {}
+    carried, context = model.begin(states, mask.bool(), **reads)
     attention = model.encoder.layer[0].attention.self
     expected, carried_on, _ = attention(states, carried, context)
     memory = write_memory(attention, states, mask, carried=carried)

@@ -127,21 +127,26 @@ def _unused_in_luna(name: str, config: PreTrainedConfig) -> bool:
 
 
 LUNA = Variants(
+    encoder={"mixed": {"local_window": 5}, "full-layer": {"local_window": 4, "full_attention_layers": [0]}},
     causal={
+        "mixed": {"local_window": 5},
+        "mixed-untied-convolution": {"local_window": 4, "tie_kv": False, "conv_kernel_size": 3},
         "elu": {"pack_activation": "elu"},
         "untied-kv": {"tie_kv": False},
         "elu-untied-kv-prenorm": {"pack_activation": "elu", "tie_kv": False, "norm_first": True},
     },
-    kinds=("default", "convolution-segments-untied"),
-    causal_kinds=("default", "convolution-segments-untied"),
+    kinds=("default", "convolution-segments-untied", "mixed"),
+    causal_kinds=("default", "convolution-segments-untied", "mixed"),
     library_encoder={
         "Default": LibraryVariant({"num_projected_attention_heads": 2}),
         "PreNorm": LibraryVariant(
             {"dynamic_projection": False, "tie_kv": False, "classifier_pooling": "packed_attention"}, opposite=True
         ),
+        "Mixed": LibraryVariant({"local_window": 3}, num_keys=7, maps_are_copies=True),
     },
     library_causal={
         "Default": LibraryVariant(),
+        "Mixed": LibraryVariant({"local_window": 3}, num_keys=7),
         # After 300 steps the gradient has fallen by 89.6 % of the required 90 %.
         "PreNorm": LibraryVariant({"tie_kv": False, "pack_activation": "elu"}, opposite=True, overfit_steps=400),
     },
@@ -155,7 +160,7 @@ LUNA = Variants(
             ("softmax", "softplus", "elu"), effect=("elu", "causal_outputs"), together={"is_decoder": True}
         ),
     },
-    flash={"default": "flash_varlen"},
+    flash=dict.fromkeys(("default", "mixed", "full-layer"), "flash_varlen"),
     causal_reference=reference.attend_luna,
     deviation={"pack.slots": 1.0},  # the size of normed states
     state_options={"pack_activation": "elu"},
@@ -175,6 +180,8 @@ ABC = Variants(
         "linformer-of-each-layer": {"memory_control": "linformer", "share_control": False},
         "relu": {"control_activation": "relu"},
         "sigmoid": {"control_activation": "sigmoid"},
+        "mixed": {"local_window": 5},
+        "mixed-random-full-layer": {"memory_control": "random", "local_window": 4, "full_attention_layers": [0]},
     },
     causal={
         **{control.replace("_", "-"): {"memory_control": control} for control in CAUSAL_CONTROLS if control != "mlp"},
@@ -184,9 +191,12 @@ ABC = Variants(
         "relu": {"control_activation": "relu"},
         "sigmoid": {"control_activation": "sigmoid"},
         "sliding-window-convolution": {"memory_control": "sliding_window", "conv_kernel_size": 3},
+        "mixed": {"local_window": 5},
+        "mixed-linformer": {"memory_control": "linformer", "local_window": 4},
+        "mixed-relu": {"control_activation": "relu", "local_window": 4},
     },
-    kinds=("default", "prenorm-sinusoidal", "sliding-window"),
-    causal_kinds=("default", "prenorm-sinusoidal", "sliding-window"),
+    kinds=("default", "prenorm-sinusoidal", "sliding-window", "mixed"),
+    causal_kinds=("default", "prenorm-sinusoidal", "sliding-window", "mixed"),
     library_encoder={
         "Default": LibraryVariant(),
         # After 300 steps the gradient has fallen by 89 % of the required 90 %.
@@ -195,11 +205,13 @@ ABC = Variants(
         ),
         "Full": LibraryVariant({"memory_control": "full"}, num_keys=9),
         "SlidingWindow": LibraryVariant({"memory_control": "sliding_window"}, maps_are_copies=True),
+        "Mixed": LibraryVariant({"local_window": 3}, num_keys=7, maps_are_copies=True),
     },
     library_causal={
         "Default": LibraryVariant(),
         "Linformer": LibraryVariant({"memory_control": "linformer"}, opposite=True),
         "SlidingWindow": LibraryVariant({"memory_control": "sliding_window"}),
+        "Mixed": LibraryVariant({"local_window": 3}, num_keys=7),
     },
     fields={
         "memory_control": ConfigField(
@@ -222,10 +234,11 @@ ABC = Variants(
     flash={
         **dict.fromkeys(("default", "mlp-of-each-layer", "sigmoid"), "flash_dense"),
         **dict.fromkeys(("linformer", "linformer-of-each-layer"), "flash_dense"),
-        "full": "flash_varlen",
+        **dict.fromkeys(("full", "mixed-random-full-layer"), "flash_varlen"),
     },
     queues=("sliding-window", "sliding-window-convolution"),
-    unscaled=dict.fromkeys(("linformer", "linformer-of-each-layer"), "control.weight"),  # sums, not means
+    # Sums, not means.
+    unscaled=dict.fromkeys(("linformer", "linformer-of-each-layer", "mixed-linformer"), "control.weight"),
     causal_reference=partial(reference.attend_abc, draw=random_slots),
     state_options={"memory_control": "sliding_window", "control_activation": "relu"},
     lora={

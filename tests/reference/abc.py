@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from . import mixed
 from .luna import linear
 
 # ---- writing and reading the memory ----
@@ -52,14 +53,19 @@ def full(n: int) -> Tensor:
     return standard_basis(list(range(n)), n)
 
 
-def mlp(x: Tensor, matrix: Tensor, activation: str = "exp") -> Tensor:
-    """Eq. 7: alpha_i = exp(W x_i), phi_i = alpha_i / sum_j alpha_j, elementwise. Table 8: relu and sigmoid."""
+def alphas(x: Tensor, matrix: Tensor, activation: str = "exp") -> Tensor:
+    """Eq. 7: alpha_i = exp(W x_i), (n, m). Table 8: relu and sigmoid."""
     functions = {
         "exp": torch.exp,
         "relu": lambda z: torch.where(z > 0, z, torch.zeros_like(z)),
         "sigmoid": lambda z: 1 / (1 + torch.exp(-z)),
     }
-    alpha = torch.stack([functions[activation](matrix @ token) for token in x])
+    return torch.stack([functions[activation](matrix @ token) for token in x])
+
+
+def mlp(x: Tensor, matrix: Tensor, activation: str = "exp") -> Tensor:
+    """Eq. 7: phi_i = alpha_i / sum_j alpha_j, elementwise."""
+    alpha = alphas(x, matrix, activation)
     total = alpha.sum(0)
     return alpha / torch.where(total > 0, total, torch.ones_like(total))
 
@@ -187,6 +193,15 @@ def controls(x: Tensor, key: Tensor, config: SimpleNamespace, matrix: Tensor | N
     return strategies[config.memory_control]()
 
 
+def writes(x: Tensor, phi: Tensor, config: SimpleNamespace, matrix: Tensor | None) -> Tensor:
+    """What tokens write to the slots of a mixed layer, (n, m), before it is normalised over the tokens."""
+    if config.memory_control == "mlp":
+        return alphas(x, matrix, config.control_activation)
+    if config.memory_control == "local_to_global":  # the chosen tokens are a sample of all
+        return phi.any(0).to(phi).expand(phi.shape)
+    return phi
+
+
 def attention(
     weights: dict,
     x: Tensor,
@@ -195,7 +210,7 @@ def attention(
     slots: list[int] | None = None,
     context: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Multi-head ABC on one row without padding.
+    """Multi-head ABC on one row without padding, in a mixed layer if `config.local_window` is not 0.
 
     Args:
         weights: the parameters of query, key and value, by name.
@@ -206,7 +221,8 @@ def attention(
         context: (any, d) states to write; x (self-attention) by default.
 
     Returns:
-        The concatenated heads (n, d) before the output projection, and the weights (h, n, m), 0 where nothing is read.
+        The concatenated heads (n, d) before the output projection, and the weights (h, n, m), or (h, n, m + w) with a
+        local window; 0 where nothing is read.
     """
     context = x if context is None else context
     query = linear(weights, "query", x)
@@ -220,11 +236,17 @@ def attention(
             attend = window if config.memory_control == "sliding_window" else dilated_window
             output, weight = attend(q, k, v, m)
         else:
-            phi = controls(context, k, config, None if control is None else control[h * m : (h + 1) * m], slots)
+            matrix = None if control is None else control[h * m : (h + 1) * m]
+            phi = controls(context, k, config, matrix, slots)
             used = [bool(column.any()) for column in phi.T]
             memory_k, memory_v = write(phi, k), write(phi, v)
-            rows = [read(token, memory_k, memory_v, used) for token in q]
-            output, weight = (torch.stack(part) for part in zip(*rows, strict=True))
+            if config.local_window:
+                counts = sum(mixed.shares(writes(context, phi, config, matrix)))
+                bias = mixed.biases(counts, weights["slot_scale"][h] if config.slot_count_bias else 0.0)
+                output, weight = mixed.attention(q, (memory_k, memory_v), used, bias, (k, v), config.local_window)
+            else:
+                rows = [read(token, memory_k, memory_v, used) for token in q]
+                output, weight = (torch.stack(part) for part in zip(*rows, strict=True))
         outputs.append(output)
         reads.append(weight)
     return torch.cat(outputs, dim=-1), torch.stack(reads)

@@ -5,13 +5,16 @@ leading dimensions. Sections and equations are those of Ma et al. 2021 (Luna, ar
 (ABC, arXiv 2110.02488).
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import mixed
 from .luna import gelu, key_value, layer_norm, linear
 
 
@@ -53,6 +56,36 @@ def read(query: Tensor, keys: Tensor, values: Tensor, used: Tensor | None = None
     return apply(weights, values), weights
 
 
+class Window(NamedTuple):
+    """What a mixed layer reads in one softmax with the slots."""
+
+    key: Tensor  # (..., n, c)
+    value: Tensor  # (..., n, c)
+    size: int  # tokens that a token reads, ending with itself
+    bias: Tensor  # (..., n, m) added to the logits of the slots that token t reads
+
+
+def read_at(
+    t: int, query: Tensor, keys: Tensor, values: Tensor, used: Tensor | None, window: Window | None
+) -> tuple[Tensor, Tensor]:
+    """Like `read` with the query of token t, from (..., n, c); with a window, the weights are (..., m + size)."""
+    query = query[..., t, :]
+    if window is None:
+        return read(query, keys, values, used)
+    outputs, every = [], torch.ones(keys.shape[:-1], dtype=torch.bool) if used is None else used
+    inside = mixed.places(t, window.key.shape[-2], window.size, causal=True)
+    for place in itertools.product(*(range(size) for size in query.shape[:-1])):
+        slots, tokens = (keys[place], values[place]), (window.key[place], window.value[place])
+        outputs.append(mixed.read(query[place], slots, every[place].tolist(), window.bias[place][t], tokens, inside))
+    return tuple(torch.stack(parts).unflatten(0, query.shape[:-1]) for parts in zip(*outputs, strict=True))
+
+
+def counts(writes: Tensor) -> Tensor:
+    """The number of tokens that each slot stands for after each token, (..., n, m), from non-negative write weights."""
+    totals = [torch.cumsum(mixed.shares(rows), 0) for rows in writes.flatten(0, -3)]
+    return torch.stack(totals).unflatten(0, writes.shape[:-2])
+
+
 def stack(steps: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Stack the outputs and the weights of all tokens."""
     outputs, weights = zip(*steps, strict=True)
@@ -69,21 +102,30 @@ def omega(logits: Tensor, activation: str) -> Tensor:
     return torch.where(logits > 0, logits + 1, torch.exp(torch.where(logits > 0, 0.0, logits)))
 
 
-def luna(query: Tensor, key: Tensor, value: Tensor, pack: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def luna(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pack: Tensor,
+    slots: Tensor | None = None,
+    window: Window | None = None,
+) -> tuple[Tensor, Tensor]:
     """Outputs (..., n, c) and A_unpack (..., n, l) from A_pack (..., n, l); `slots` (..., l) masks the slots."""
     keys = values = torch.zeros_like(outer(pack[..., 0, :], key[..., 0, :]))
     steps = []
     for t in range(query.shape[-2]):
         keys = keys + outer(pack[..., t, :], key[..., t, :])
         values = values + outer(pack[..., t, :], value[..., t, :])
-        steps.append(read(query[..., t, :], keys / (t + 1), values / (t + 1), slots))
+        steps.append(read_at(t, query, keys / (t + 1), values / (t + 1), slots, window))
     return stack(steps)
 
 
 # ---- ABC, section 2 and appendix B.1 ----
 
 
-def recurrence(query: Tensor, key: Tensor, value: Tensor, phi: Tensor, unwritten: bool) -> tuple[Tensor, Tensor]:
+def recurrence(
+    query: Tensor, key: Tensor, value: Tensor, phi: Tensor, unwritten: bool, window: Window | None = None
+) -> tuple[Tensor, Tensor]:
     """Section 2: K~_t = K~_{t-1} + phi_t (x) k_t; `unwritten` is whether slots without a token are read."""
     keys = values = torch.zeros_like(outer(phi[..., 0, :], key[..., 0, :]))
     steps = []
@@ -91,25 +133,38 @@ def recurrence(query: Tensor, key: Tensor, value: Tensor, phi: Tensor, unwritten
         keys = keys + outer(phi[..., t, :], key[..., t, :])
         values = values + outer(phi[..., t, :], value[..., t, :])
         used = None if unwritten else (phi[..., : t + 1, :] != 0).any(-2)
-        steps.append(read(query[..., t, :], keys, values, used))
+        steps.append(read_at(t, query, keys, values, used, window))
     return stack(steps)
 
 
-def linformer(query: Tensor, key: Tensor, value: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Section 3.1: phi_t is column t mod N of a learned matrix (..., m, N)."""
-    columns = [matrix[..., t % matrix.shape[-1]] for t in range(query.shape[-2])]
-    return recurrence(query, key, value, torch.stack(columns, dim=-2), unwritten=True)
+def columns(matrix: Tensor, n: int) -> Tensor:
+    """Section 3.1: phi_t is column t mod N of a learned matrix (..., m, N); (..., n, m)."""
+    return torch.stack([matrix[..., t % matrix.shape[-1]] for t in range(n)], dim=-2)
 
 
-def random(query: Tensor, key: Tensor, value: Tensor, slots: list[int], m: int) -> tuple[Tensor, Tensor]:
-    """Appendix A.2: phi_t = e_j with a random j for each t; `slots` is the draw."""
-    phi = torch.zeros(*query.shape[:-1], m, dtype=query.dtype)
+def one_hot(slots: list[int], m: int) -> Tensor:
+    """Appendix A.2: phi_t = e_j with a random j for each t, (n, m); `slots` is the draw."""
+    phi = torch.zeros(len(slots), m, dtype=torch.float64)
     for t, slot in enumerate(slots):
-        phi[..., t, slot] = 1
-    return recurrence(query, key, value, phi, unwritten=False)
+        phi[t, slot] = 1
+    return phi
 
 
-def mlp(query: Tensor, key: Tensor, value: Tensor, logits: Tensor, activation: str = "exp") -> tuple[Tensor, Tensor]:
+def alphas(logits: Tensor, activation: str) -> Tensor:
+    """Eq. 7, and Table 8: what tokens write with a learned control, before normalisation."""
+    if activation == "exp":
+        return torch.exp(logits)
+    return torch.where(logits > 0, logits, 0.0) if activation == "relu" else 1 / (1 + torch.exp(-logits))
+
+
+def mlp(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    logits: Tensor,
+    activation: str = "exp",
+    window: Window | None = None,
+) -> tuple[Tensor, Tensor]:
     """Eq. 7 with the sums of appendix B.1: token t reads sum_{j<=t} alpha_j (x) k_j / sum_{j<=t} alpha_j.
 
     The quotients are recomputed for each t, in log space where possible, so that nothing overflows.
@@ -127,7 +182,7 @@ def mlp(query: Tensor, key: Tensor, value: Tensor, logits: Tensor, activation: s
                 seen = -torch.logaddexp(torch.zeros_like(seen), -seen)
             phi = softmax(seen.transpose(-1, -2)).transpose(-1, -2)
         keys, values = ((phi.unsqueeze(-1) * states[..., : t + 1, :].unsqueeze(-2)).sum(-3) for states in (key, value))
-        steps.append(read(query[..., t, :], keys, values, used))
+        steps.append(read_at(t, query, keys, values, used, window))
     return stack(steps)
 
 
@@ -192,14 +247,23 @@ def project(weights: dict, own: str, x: Tensor, config: SimpleNamespace) -> list
     return [query, key, value]
 
 
+def window_of(weights: dict, own: str, states: list[Tensor], writes: Tensor, config: SimpleNamespace) -> Window | None:
+    """The window of a mixed layer whose tokens write (h, n, m) to the slots, or `None`."""
+    if not config.local_window:
+        return None
+    scale = weights[f"{own}.slot_scale"][:, None, None] if config.slot_count_bias else 0.0
+    return Window(*states[1:], config.local_window, mixed.biases(counts(writes), scale))
+
+
 def attend_luna(
     weights: dict, own: str, index: int, x: Tensor, states: list[Tensor], config: SimpleNamespace
 ) -> Tensor:
-    """Luna's attention, as `mechanism` of `decode_row`."""
+    """Luna's attention, as `mechanism` of `decode_row`; the slots share the tokens evenly."""
     query = heads(linear(weights, f"{own}.pack.query", weights[f"{own}.pack.slots"]), config.num_attention_heads)
     key = heads(linear(weights, f"{own}.pack.key", x), config.num_attention_heads)
     logits = key @ query.transpose(-1, -2) / math.sqrt(key.shape[-1])
-    return luna(*states, omega(logits, config.pack_activation))[0]
+    window = window_of(weights, own, states, torch.ones_like(logits), config)
+    return luna(*states, omega(logits, config.pack_activation), window=window)[0]
 
 
 def attend_abc(
@@ -212,17 +276,21 @@ def attend_abc(
     draw: Callable[[Tensor, int, int], Tensor],
 ) -> Tensor:
     """ABC's attention, as `mechanism` of `decode_row`; `draw` maps ranks (1, n), number of slots and seed to slots."""
-    m = config.memory_size
-    if config.memory_control == "sliding_window":
+    control, m, (n, num_heads) = config.memory_control, config.memory_size, (x.shape[0], config.num_attention_heads)
+    if control == "sliding_window":
         return sliding_window(*states, m)[0]
-    if config.memory_control == "random":
+    if control == "random":
         seed = config.control_seed if config.share_control else config.control_seed + index
-        return random(*states, draw(torch.arange(x.shape[0])[None], m, seed)[0].tolist(), m)[0]
+        phi = one_hot(draw(torch.arange(n)[None], m, seed)[0].tolist(), m).expand(num_heads, n, m)
+        return recurrence(*states, phi, False, window_of(weights, own, states, phi, config))[0]
     name = "control.weight" if config.share_control else f"{own}.control.weight"
-    matrix = weights[name].unflatten(0, (config.num_attention_heads, -1))  # (h, m, d or N)
-    if config.memory_control == "linformer":
-        return linformer(*states, matrix)[0]
-    return mlp(*states, x @ matrix.transpose(-1, -2), config.control_activation)[0]
+    matrix = weights[name].unflatten(0, (num_heads, -1))  # (h, m, d or N)
+    if control == "linformer":
+        phi = columns(matrix, n)
+        return recurrence(*states, phi, True, window_of(weights, own, states, phi, config))[0]
+    logits, activation = x @ matrix.transpose(-1, -2), config.control_activation
+    window = window_of(weights, own, states, alphas(logits, activation), config)
+    return mlp(*states, logits, activation, window)[0]
 
 
 def decode_row(

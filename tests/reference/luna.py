@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from . import mixed
+
 
 def softmax_read(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Eq. 1 for one query (c,), given keys and values (k, c)."""
@@ -71,11 +73,36 @@ def convolution(weights: dict, name: str, states: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-def layer(weights: dict, name: str, x: Tensor, p: Tensor, used: int, config: SimpleNamespace) -> tuple[Tensor, Tensor]:
+def pack_and_unpack(
+    weights: dict, own: str, x: Tensor, p: Tensor, used: int, config: SimpleNamespace
+) -> tuple[Tensor, Tensor]:
+    """Eq. 4 (pack) and eq. 5 (unpack) with inputs x (n, d) and p (l, d): (n, d) and (l, d).
+
+    In a mixed layer, the tokens read those in their window together with the slots.
+    """
+    heads, window = config.num_attention_heads, config.local_window
+    packed = attention(
+        linear(weights, f"{own}.pack.query", p), *key_value(weights, f"{own}.pack", x), config.packed_heads
+    )
+    query = linear(weights, f"{own}.query", x)
+    slots = [states[:used] for states in key_value(weights, own, packed)]
+    if not window:
+        return attention(query, *slots, heads), packed
+    tokens, counts, outputs = key_value(weights, own, x), torch.full((used,), len(x) / used, dtype=x.dtype), []
+    for h in range(heads):
+        part = slice(h * x.shape[1] // heads, (h + 1) * x.shape[1] // heads)
+        q, own_slots, own_tokens = query[:, part], *([side[:, part] for side in pair] for pair in (slots, tokens))
+        bias = mixed.biases(counts, weights[f"{own}.slot_scale"][h] if config.slot_count_bias else 0.0)
+        outputs.append(mixed.attention(q, own_slots, [True] * used, bias, own_tokens, window)[0])
+    return torch.cat(outputs, dim=-1), packed
+
+
+def layer(weights: dict, index: int, x: Tensor, p: Tensor, used: int, config: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """One layer on one row without padding: x (n, d), p (l, d); only the first `used` slots are unpacked.
 
-    Eq. 4 (pack), eq. 5 (unpack), eq. 6 (residuals and norms).
+    Eq. 4 (pack), eq. 5 (unpack), eq. 6 (residuals and norms). A layer with full attention leaves p alone.
     """
+    name = f"encoder.layer.{index}"
     eps, own = config.layer_norm_eps, f"{name}.attention.self"
     norm_a, norm_p, norm_f = (
         f"{name}.attention.output.LayerNorm",
@@ -85,17 +112,17 @@ def layer(weights: dict, name: str, x: Tensor, p: Tensor, used: int, config: Sim
     x_in = layer_norm(weights, norm_a, x, eps) if config.norm_first else x
     p_in = layer_norm(weights, norm_p, p, eps) if config.norm_first else p
 
-    keys, values = key_value(weights, f"{own}.pack", x_in)
-    packed = attention(linear(weights, f"{own}.pack.query", p_in), keys, values, config.packed_heads)
-    keys, values = key_value(weights, own, packed)
-    unpacked = attention(linear(weights, f"{own}.query", x_in), keys[:used], values[:used], config.num_attention_heads)
-    mixed = linear(weights, f"{name}.attention.output.dense", unpacked)
+    if index in (config.full_attention_layers or ()):
+        sides = (linear(weights, f"{own}.{side}", x_in) for side in ("query", "key", "value"))
+        read = attention(*sides, config.num_attention_heads)
+    else:
+        read, packed = pack_and_unpack(weights, own, x_in, p_in, used, config)
+        p = p + packed if config.norm_first else layer_norm(weights, norm_p, p + packed, eps)
+    update = linear(weights, f"{name}.attention.output.dense", read)
     if f"{name}.attention.convolution.weight" in weights:
-        mixed = mixed + convolution(weights, f"{name}.attention.convolution", x_in)
+        update = update + convolution(weights, f"{name}.attention.convolution", x_in)
 
-    x, p = x + mixed, p + packed
-    if not config.norm_first:
-        x, p = layer_norm(weights, norm_a, x, eps), layer_norm(weights, norm_p, p, eps)
+    x = x + update if config.norm_first else layer_norm(weights, norm_a, x + update, eps)
     inner = layer_norm(weights, norm_f, x, eps) if config.norm_first else x
     inner = linear(weights, f"{name}.output.dense", gelu(linear(weights, f"{name}.intermediate.dense", inner)))
     x = x + inner
@@ -130,6 +157,6 @@ def encode_row(weights: dict, token_ids: list[int], config: SimpleNamespace) -> 
     # Unused slots start as zero; they are packed, but never read.
     p = torch.cat([p[:used], torch.zeros_like(p[used:])])
     for i in range(config.num_hidden_layers):
-        x, p = layer(weights, f"encoder.layer.{i}", x, p, used, config)
+        x, p = layer(weights, i, x, p, used, config)
     x = layer_norm(weights, "encoder.final_layer_norm", x, config.layer_norm_eps)
     return x, layer_norm(weights, "packed_layer_norm", p, config.layer_norm_eps)
