@@ -17,9 +17,16 @@ from luna_hf.configuration_abc import CONTROLS
 # roberta-eager computes its softmax step by step, as models did before fused kernels.
 PEERS = ("roberta", "roberta-eager", "modernbert")
 
+# A window and slots.
+MIXED = {"local_window": 32}
 # Every variant of a family that the benchmark distinguishes; a family without an entry joins with its defaults.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "luna": {"luna-untied": {"tie_kv": False}, "luna-tied": {"tie_kv": True}},
+    "luna": {
+        "luna-untied": {"tie_kv": False},
+        "luna-tied": {"tie_kv": True},
+        "luna-mixed-64": {**MIXED, "projection_length": 64},
+        "luna-mixed-64-untied": {**MIXED, "projection_length": 64, "tie_kv": False},
+    },
     "abc_memory": {
         "abc-mlp-128": {"memory_control": "mlp", "memory_size": 128},
         "abc-mlp-64": {"memory_control": "mlp", "memory_size": 64},
@@ -29,6 +36,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             if control not in ("mlp", "full")
         },
         "abc-full": {"memory_control": "full"},
+        "abc-mixed-64": {**MIXED, "memory_size": 64},
     },
 }
 OWN = {name: (family, fields) for family in FAMILIES for name, fields in VARIANTS.get(family, {family: {}}).items()}
@@ -42,7 +50,11 @@ MODEL_SETS: dict[str, tuple[str, ...]] = {
     "luna": ("roberta", "modernbert", "luna-untied", "luna-tied"),
     "abc": ("roberta", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "eager": ("roberta", "roberta-eager", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
-    "controls": ("roberta", "abc-mlp-64", *(name for name in VARIANTS["abc_memory"] if "mlp" not in name)),
+    "controls": (
+        *("roberta", "abc-mlp-64"),
+        *(name for name in VARIANTS["abc_memory"] if "mlp" not in name and "mixed" not in name),
+    ),
+    "mixed": ("roberta", "luna-mixed-64", "luna-mixed-64-untied", "abc-mixed-64", "abc-mlp-64"),
 }
 
 BASE = "base"  # number of layers: that of the published base model

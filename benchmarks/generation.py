@@ -44,7 +44,9 @@ SETTINGS = ("layers", "width", "heads", "vocab_size", "rows", "longest", "room",
 # Family and fields of this package's models; a family without an entry joins with 64 slots.
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "luna-64": ("luna", {"projection_length": 64}),
+    "luna-mixed-64": ("luna", {"projection_length": 64, "local_window": 32}),
     "abc-mlp-64": ("abc_memory", {"memory_control": "mlp", "memory_size": 64}),
+    "abc-mixed-64": ("abc_memory", {"memory_control": "mlp", "memory_size": 64, "local_window": 32}),
     "abc-window-64": ("abc_memory", {"memory_control": "sliding_window", "memory_size": 64}),
 }
 _NAMED = {family for family, _ in OWN.values()}

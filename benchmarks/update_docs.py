@@ -27,8 +27,12 @@ LABELS = {
     "luna-tied": "Luna, tied",
     "abc-mlp-64": "ABC, 64 slots",
     "abc-mlp-128": "ABC, 128 slots",
+    "luna-mixed-64": "Luna, tied, window and slots",
+    "luna-mixed-64-untied": "Luna, untied, window and slots",
+    "abc-mixed-64": "ABC, window and slots",
 }
 FORWARD, ABC = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-layer-abc-cpu-float32"
+MIXED = "encoder-forward-1-layer-mixed-cpu-float32"
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 CAUSAL, CAUSAL_LENGTH = "causal-attention-cpu-float32", 8192
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
@@ -272,6 +276,12 @@ def _abc() -> str:
     return _with_source(f"{table}\n\n{_growth(ABC, models)}", ABC)
 
 
+def _mixed() -> str:
+    models = [name for name in _load(MIXED)["models"] if name != "roberta"]
+    table = _by_length(MIXED, [(name, "roberta") for name in models], [*models, "roberta"])
+    return _with_source(f"{table}\n\n{_growth(MIXED, models)}", MIXED)
+
+
 def _controls() -> str:
     name = "encoder-forward-1-layer-controls-cpu-float32"
     rows = _load(name)["lengths"]
@@ -387,7 +397,8 @@ def _clm_demo() -> str:
 
 def _decoding() -> str:
     result = _load("generation-4-layer-cpu-float32")
-    last, own = result["lengths"][-1]["models"], ("luna-64", "abc-mlp-64", "abc-window-64")
+    last = result["lengths"][-1]["models"]
+    own = [name for name in last if name not in result["peers"]]
     dynamic, static = (_span((last[name]["speed_over"][peer]["median"] for name in own), 1) for peer in result["peers"])
     growth = _span((result["growth"][name]["median"] for name in own), 2)
     state = _span((last[name]["state_bytes"] / 2**20 for name in own), 1)
@@ -461,6 +472,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "encoder": _encoder,
     "whole": _whole,
     "abc": _abc,
+    "mixed": _mixed,
     "controls": _controls,
     "training-step": lambda: _one_length(
         {
