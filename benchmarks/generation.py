@@ -245,14 +245,15 @@ def describe_length(
 def check(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Every floor that applies to a run."""
     settings, checks = result["settings"], []
-    for name in OWN:
+    own = [name for name in result["models"] if name not in result["peers"]]
+    for name in own:
         sizes = [row["models"][name]["state_bytes"] for row in result["lengths"]]
         checks.append(compare("largest state over the smallest", name, max(sizes) / min(sizes), 1.0))
     if any(settings[name] != value for name, value in BASE.items()):
         return checks
     short, long = GROWTH_LENGTHS
     last = {row["length"]: row["models"] for row in result["lengths"]}.get(long, {})
-    for name in OWN:
+    for name in own:
         if result["growth"]:
             ratio = result["growth"][name]["median"]
             checks.append(compare(f"time of a step at {long} over {short}", name, ratio, GROWTH))
@@ -265,17 +266,17 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """A row for every length, milliseconds, then MiB of the state and (in brackets) of a step; ratios in words."""
-    rows = []
+    rows, names = [], list(result["lengths"][0]["models"])
     for row in result["lengths"]:
-        models = [row["models"][name] for name in NAMES]
+        models = row["models"].values()
         times = [f"{1e3 * model['seconds']['median']:.1f}" for model in models]
         sizes = [f"{model['state_bytes'] / 2**20:.1f} ({model['memory_bytes'] / 2**20:.1f})" for model in models]
         rows.append([f"{row['length']:,}", *times, *sizes])
-    header = ["tokens", *(f"{name}, ms" for name in NAMES), *(f"{name}, MiB" for name in NAMES)]
+    header = ["tokens", *(f"{name}, ms" for name in names), *(f"{name}, MiB" for name in names)]
     lines = [markdown_table(header, rows), ""]
     last = result["lengths"][-1]
     for peer in PEERS:
-        ratio = {name: last["models"][name]["speed_over"][peer] for name in OWN}
+        ratio = {name: model["speed_over"][peer] for name, model in last["models"].items() if "speed_over" in model}
         lines.append(f"* Speed relative to {peer} after {last['length']:,} tokens: {_in_words(ratio, 1)}.")
     if result["growth"]:
         short, long = GROWTH_LENGTHS
