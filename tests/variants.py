@@ -132,6 +132,8 @@ LUNA = Variants(
         "mixed": {"local_window": 5},
         "mixed-untied-convolution": {"local_window": 4, "tie_kv": False, "conv_kernel_size": 3},
         "elu": {"pack_activation": "elu"},
+        "exp": {"pack_activation": "exp"},
+        "exp-mixed": {"pack_activation": "exp", "local_window": 4},
         "untied-kv": {"tie_kv": False},
         "elu-untied-kv-prenorm": {"pack_activation": "elu", "tie_kv": False, "norm_first": True},
     },
@@ -157,7 +159,7 @@ LUNA = Variants(
         "tie_kv": ConfigField(effect=(False, "parameters")),
         "dynamic_projection": ConfigField(effect=(False, "outputs"), encoders_only=True),
         "pack_activation": ConfigField(
-            ("softmax", "softplus", "elu"), effect=("elu", "causal_outputs"), together={"is_decoder": True}
+            ("softmax", "softplus", "elu", "exp"), effect=("exp", "causal_outputs"), together={"is_decoder": True}
         ),
     },
     flash=dict.fromkeys(("default", "mixed", "full-layer"), "flash_varlen"),

@@ -7,6 +7,10 @@ P does not depend on the tokens: it is a parameter of each layer. With f(x, y, z
     Y        = f(A_unpack, A_pack, X W_v) W_o
 
 This is a causal memory (`causal_memory.py`) written with weights A_pack and divided by the number of steps.
+
+With `pack_activation="exp"`, which is not in the paper, omega is exp and the sums are divided by the running sum of
+A_pack instead: a slot is then a softmax over the tokens so far, as in Luna's encoder. A slot can hold a single token,
+which a mean over all steps cannot.
 """
 
 import math
@@ -27,18 +31,20 @@ from .state import MemoryCacheLayer
 
 
 def pack_weights(pack_query: Tensor, pack_key: Tensor, activation: str) -> Tensor:
-    """Compute A_pack = omega(pq . pc / sqrt(c)), non-negative, in float32 or wider.
+    """Compute A_pack = omega(pq . pc / sqrt(c)), in float32 or wider.
 
     Args:
         pack_query: (b or 1, h, l, c), P W_pq.
         pack_key: (b, h, n, c), X W_pc.
-        activation: "softplus", log2(1 + 2^x) (the authors' beta = ln 2); or "elu", elu(x) + 1.
+        activation: "softplus", log2(1 + 2^x) (the authors' beta = ln 2); "elu", elu(x) + 1; or "exp".
 
     Returns:
-        (b, h, n, l).
+        (b, h, n, l), non-negative; for "exp" their logarithm, because the sums are normalised in log space.
     """
     logits = product(pack_key, (pack_query * pack_query.shape[-1] ** -0.5).transpose(-1, -2))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if activation == "exp":
+        return logits
     if activation == "elu":
         return F.elu(logits) + 1.0
     # Above the threshold PyTorch returns x itself; 40 makes that exact in float64, too.
@@ -67,10 +73,12 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         self.pack = LunaCausalPack(config)
 
     def write_weights(self, hidden_states: Tensor, carried: None, context: ForwardContext) -> tuple[Tensor, str]:
-        """Return A_pack (b, h, n, l); the sums become means over the steps so far."""
+        """Return A_pack (b, h, n, l), or its logarithm with "exp", and how the sums are normalised."""
         pack_key = split_heads(linear(self.pack.key, hidden_states), self.num_heads)
         pack_query = self.pack_query(context.layer_cache(self.layer_idx))
         weights = pack_weights(pack_query, pack_key, self.config.pack_activation)
+        if self.config.pack_activation == "exp":
+            return weights, "softmax"
         dropout = self.attention_dropout if self.training else 0.0
         return F.dropout(weights, dropout) if dropout else weights, "steps"
 

@@ -26,8 +26,10 @@ class LunaConfig(BoundedMemoryConfig):
             Whether a row with fewer tokens than slots uses only as many slots as it has tokens. Otherwise, and always
             in a decoder, every row uses all slots.
         pack_activation (`str`, defaults to `"softplus"`):
-            Decoders only: activation of the pack attention in place of softmax, `"softplus"` (log2(1 + 2^x), as in the
-            authors' code) or `"elu"` (elu(x) + 1).
+            Decoders only: activation of the pack attention, `"softplus"` (log2(1 + 2^x), as in the authors' code) or
+            `"elu"` (elu(x) + 1), divided by the number of tokens so far; or, not in the paper, `"exp"`, divided by its
+            running sum: softmax over the tokens so far, without dropout. Only `"exp"` lets a slot hold few tokens,
+            which recall needs.
         classifier_pooling (`str`, defaults to `"cls"`):
             `"cls"` and `"mean"` read the token states. `"packed_max"` (a projection and a maximum, as in the authors'
             code), `"packed_mean"` (as in the paper) and `"packed_attention"` (attention of `<s>` over P) read the
@@ -78,7 +80,8 @@ class LunaConfig(BoundedMemoryConfig):
         self._require("num_projected_attention_heads", lambda value: value is None or value >= 1, "None or at least 1")
         if self.num_projected_attention_heads is not None:
             self._require_divides("num_projected_attention_heads")
-        self._require("pack_activation", lambda value: value in ("softplus", "elu"), "'softplus' or 'elu'")
+        activations = ("softplus", "elu", "exp")
+        self._require("pack_activation", lambda value: value in activations, f"one of {', '.join(activations)}")
         if self.is_decoder:
             heads, allowed = self.num_attention_heads, "None in a decoder, which packs and unpacks with the same heads"
             self._require("num_projected_attention_heads", lambda value: value in (None, heads), allowed)

@@ -262,6 +262,9 @@ def attend_luna(
     query = heads(linear(weights, f"{own}.pack.query", weights[f"{own}.pack.slots"]), config.num_attention_heads)
     key = heads(linear(weights, f"{own}.pack.key", x), config.num_attention_heads)
     logits = key @ query.transpose(-1, -2) / math.sqrt(key.shape[-1])
+    if config.pack_activation == "exp":  # not in the paper: ABC's quotients and counts, with Luna's logits
+        window = window_of(weights, own, states, alphas(logits, "exp"), config)
+        return mlp(*states, logits, "exp", window)[0]
     window = window_of(weights, own, states, torch.ones_like(logits), config)
     return luna(*states, omega(logits, config.pack_activation), window=window)[0]
 
