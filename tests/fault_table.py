@@ -12,6 +12,7 @@ from tiny_fairseq import write_tiny
 from tiny_finetuning import checkpoint, command, csqa_rows, glue_folder, race_rows, write_split
 from tiny_training import (
     CAUSAL,
+    CONVERSIONS,
     DEMO,
     DISTILLATIONS,
     TRANSFERS,
@@ -72,6 +73,9 @@ def _pretraining(module: str, make: Callable[[Path], object], words: list[str], 
 
 
 TINY, DISTIL = (next(path for path in paths if path.stem == "tiny") for paths in (TRANSFERS, DISTILLATIONS))
+HALVES = "[{name: fit, command: transfer_attention, share: 0.5}, {name: last, command: distill_mlm, share: 0.5}]"
+CONVERT = {"teacher": "inputs/teacher", "convert": "{model_type: abc_memory, memory_size: 4, local_window: 4}"}
+CONVERT |= {"stages": HALVES, "fill_mask": "['the <mask>']"}
 SOURCES = {"teacher": "inputs/teacher", "model_name_or_path": "inputs/student", "fill_mask": "['the <mask>']"}
 PRETRAINING = {
     "pretrain_mlm": _pretraining("pretrain_mlm", _corpus, arguments(DEMO, OUT, **STEPS)),
@@ -90,6 +94,12 @@ PRETRAINING = {
         _teacher_and_student,
         without_model_section(arguments(DISTIL, OUT, **STEPS, **SOURCES)),
         *("teacher", "student"),
+    ),
+    "convert_mlm": _pretraining(
+        "convert_mlm",
+        _teacher_and_student,
+        without_model_section(arguments(CONVERSIONS[-1], OUT, **{**STEPS, "max_steps": 12}, **CONVERT)),
+        "teacher",
     ),
 }
 

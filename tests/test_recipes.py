@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import convert_mlm
 import distill_mlm
 import pretrain_clm
 import pretrain_mlm
@@ -17,6 +18,7 @@ from engine.start import parameter_names
 from helpers import FAMILIES, code_name, slots_of
 from tiny_training import (
     CAUSAL,
+    CONVERSIONS,
     DEMO,
     DISTILLATIONS,
     RECIPES,
@@ -38,10 +40,11 @@ PATHS = {path.stem: path for path in RECIPES}
 CONTINUED = [name for name in PATHS if name.endswith("-continue")]
 # What any recipe needs beside SHRINK to run here: a tokenizer made for the text, and the precision of the other tests.
 LOCAL = {"train_tokenizer": "true", "mixed_precision": "no", "model.num_attention_heads": 4}
-COMMANDS = (pretrain_mlm, pretrain_clm, transfer_attention, distill_mlm)
+COMMANDS = (pretrain_mlm, pretrain_clm, transfer_attention, distill_mlm, convert_mlm)
 SCRIPTS = {command.__name__: command for command in COMMANDS}
 NEW_MODELS = [*(path for name, path in PATHS.items() if name not in CONTINUED), *CAUSAL]
 WITH_TEACHERS = [*TRANSFERS, *DISTILLATIONS]
+EVERY = [*RECIPES, *CAUSAL, *WITH_TEACHERS, *CONVERSIONS]
 FROM_CHECKPOINTS = [*WITH_TEACHERS, *(PATHS[name] for name in CONTINUED)]
 
 
@@ -63,7 +66,7 @@ def local_texts(data, folder):
     return json.dumps([{key: value for key, value in section.items() if value} for section in data])
 
 
-@pytest.mark.parametrize("path", [*RECIPES, *CAUSAL, *WITH_TEACHERS], ids=name_of)
+@pytest.mark.parametrize("path", EVERY, ids=name_of)
 def test_a_recipe_parses_and_explains_its_keys(path):
     text, loaded = path.read_text(), load(path)
     assert loaded.max_steps > loaded.eval_steps and loaded.max_steps > loaded.save_steps
@@ -198,7 +201,8 @@ def test_help_describes_every_key(name, capsys):
     with pytest.raises(SystemExit, match="0"):
         SCRIPTS[name].main(["--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(SCRIPTS[name].COMMAND.recipe_class):
+    some = next(path for path in EVERY if path.parent.name == name)
+    for field in dataclasses.fields(load(some)):
         assert re.search(rf"--{field.name} [^-]", printed), field.name
 
 

@@ -99,7 +99,7 @@ def parse(
             values[section][field] = value
         else:
             raise UserError(f"--{key}: there is no section `{section}`.")
-    return tuple(_make(one, values, source) for one in classes)
+    return tuple(fill(one, values, f"{source}: " if source else "") for one in classes)
 
 
 def read_yaml(path: Path) -> Values:
@@ -230,8 +230,17 @@ def _overrides(words: list[str], kinds: dict[str, tuple[Any, ...]]) -> Values:
     return overrides
 
 
-def _make(one: type, values: Values, source: str) -> Any:
-    where = f"{source}: " if source else ""
+def fill(one: type, values: Values, where: str = "") -> Any:
+    """An instance of a dataclass from those of the values that are its fields.
+
+    Args:
+        one: the dataclass.
+        values: by field, as YAML gives them.
+        where: start of the messages, for example "recipe.yaml: ".
+
+    Raises:
+        UserError: A field without a default is missing, or a value has the wrong type or is refused by the dataclass.
+    """
     given = {key: _typed(key, values[key], kinds, where) for key, kinds in _kinds(one).items() if key in values}
     required = [field.name for field in dataclasses.fields(one) if field.init and not _has_default(field)]
     if missing := [key for key in required if key not in given]:
