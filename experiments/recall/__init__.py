@@ -1,0 +1,1 @@
+"""Recall studies: tasks that only a memory of the whole row can solve."""

@@ -1,0 +1,192 @@
+"""Results of the recall study: one JSON file, a table for each task and form, and plots."""
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from running import publish, read_json
+from study_plots import panels, plain, save
+
+from luna_hf.scripting import UserError, markdown_table
+
+Run = dict[str, Any]
+COLOURS = {"softmax": "black", "window": "0.5", "abc": "tab:blue", "luna": "tab:orange", "luna-exp": "tab:red"}
+LINES = {"": ":", "window": "-", "conv": "--"}
+_SHARED = ("command", "date", "machine", "versions")
+
+
+def publish_all(runs: Path, results: Path) -> None:
+    """Write JSON, Markdown and plots of all finished runs.
+
+    Raises:
+        UserError: There is none.
+    """
+    found = [read_json(path) for path in sorted(runs.glob("*.json"))]
+    if not found:
+        raise UserError(f"{runs} has no finished run. Run `python experiments/recall_study.py run` first.")
+    result = {
+        "command": "python experiments/recall_study.py report",
+        "commands": sorted({run["command"] for run in found}),
+        **{name: found[0][name] for name in ("date", "machine", "versions")},
+        "runs": [{name: value for name, value in run.items() if name not in _SHARED} for run in found],
+    }
+    publish(results, "recall", "no", result, text, {"-slots": plot_slots, "-items": plot_items, "-curves": plot_curves})
+
+
+# ---- numbers ----
+
+
+def settings(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """The runs of every task, form and size, by its name; `recall` first."""
+    named: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: (run["task"]["name"] != "recall", run["task"]["items"])):
+        task = run["task"]
+        form = "causal" if task["causal"] else "encoder"
+        name = f"{task['name']}, {form}, {task['items']} items of {task['symbols']} symbols"
+        named.setdefault(name, []).append(run)
+    return named
+
+
+def score(run: Run) -> float:
+    """Accuracy at the largest size."""
+    return run["accuracy"][str(run["task"]["items"])]
+
+
+def sweep(runs: list[Run], system: str) -> dict[float, list[Run]]:
+    """A system's runs by learning rate."""
+    rates = sorted({run["recipe"]["rate"] for run in runs if run["system"] == system})
+    return {r: [run for run in runs if run["system"] == system and run["recipe"]["rate"] == r] for r in rates}
+
+
+def best(runs: list[Run], system: str) -> list[Run]:
+    """A system's runs at the learning rate with the best mean accuracy over the seeds."""
+    return max(sweep(runs, system).values(), key=lambda seeds: statistics.mean(map(score, seeds)))
+
+
+def parts(system: str) -> tuple[str, int, str]:
+    """Mechanism, number of slots (0 for none), and what is added: "luna-16+window" gives ("luna", 16, "window")."""
+    base, _, added = system.partition("+")
+    name, _, slots = base.rpartition("-")
+    return (name, int(slots), added) if slots.isdecimal() else (base, 0, added)
+
+
+def systems_of(runs: list[Run]) -> list[str]:
+    """Systems in the order of the tables: by mechanism, what is added, and slots."""
+    order = list(COLOURS)
+
+    def key(system: str) -> tuple[Any, ...]:
+        name, slots, added = parts(system)
+        return (order.index(name) if name in order else len(order), name, list(LINES).index(added), slots)
+
+    return sorted({run["system"] for run in runs}, key=key)
+
+
+# ---- Markdown ----
+
+
+def text(result: dict[str, Any]) -> str:
+    """One table for each setting."""
+    return "\n\n".join(f"{name}:\n\n{table(runs)}" for name, runs in settings(result["runs"]).items())
+
+
+def table(runs: list[Run]) -> str:
+    """A row for every system: accuracy at each size with the best rate, and what it took."""
+    names = list(runs[0]["accuracy"])
+    rates = sorted({run["recipe"]["rate"] for run in runs})
+    rows = []
+    for system in systems_of(runs):
+        own, tried = best(runs, system), sweep(runs, system)
+        cells = [system, *(percent([run["accuracy"][size] for run in own]) for size in names)]
+        cells.append(", ".join(f"{run['steps']:,}" for run in own))
+        state = own[0]["state_bytes"]
+        cells.append("-" if state is None else f"{state:,}")
+        rows.append(cells + [percent([score(run) for run in tried.get(rate, [])]) for rate in rates])
+    header = ["system", *(f"{size} items" for size in names), "steps", "state (bytes)"]
+    return markdown_table([*header, *(f"at rate {rate:g}" for rate in rates)], rows)
+
+
+def percent(shares: list[float]) -> str:
+    """Mean in per cent, with the extremes if there are several; a dash for none."""
+    if not shares:
+        return "-"
+    mean = f"{100 * statistics.mean(shares):.1f}"
+    return mean if len(shares) == 1 else f"{mean} ({100 * min(shares):.1f} to {100 * max(shares):.1f})"
+
+
+# ---- plots ----
+
+
+def _panels(result: dict[str, Any]) -> tuple[Any, list[tuple[Any, list[Run]]]]:
+    """A panel for every setting, and its runs."""
+    named = settings(result["runs"])
+    figure, axes = panels(1, len(named), (5.2 * len(named), 4.6), sharey=False, squeeze=False)
+    for axis, name in zip(axes[0], named, strict=True):
+        axis.set_title(name, fontsize=10)
+        plain(axis)
+    return figure, list(zip(axes[0], named.values(), strict=True))
+
+
+def _style(system: str) -> dict[str, Any]:
+    name, _, added = parts(system)
+    return {"color": COLOURS[name], "linestyle": LINES[added], "linewidth": 1.6}
+
+
+def plot_slots(result: dict[str, Any], path: Path) -> None:
+    """Accuracy at the largest size against the number of slots; systems without slots are horizontal lines."""
+    figure, drawn = _panels(result)
+    for axis, runs in drawn:
+        lines: dict[tuple[str, str], dict[int, float]] = {}
+        for system in systems_of(runs):
+            name, slots, added = parts(system)
+            if name in COLOURS:
+                lines.setdefault((name, added), {})[slots] = 100 * statistics.mean(map(score, best(runs, system)))
+        for (name, added), found in lines.items():
+            label, style = name + (f"+{added}" if added else ""), {"color": COLOURS[name], "linestyle": LINES[added]}
+            if 0 in found:
+                axis.axhline(found[0], label=label, linewidth=1, **style)
+            else:
+                axis.plot(list(found), list(found.values()), marker="o", label=label, **style)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("slots")
+        axis.set_ylim(-3, 103)
+        axis.legend(frameon=False, fontsize=8)
+    drawn[0][0].set_ylabel("right answers (per cent)")
+    save(figure, path)
+
+
+def plot_items(result: dict[str, Any], path: Path) -> None:
+    """Accuracy against the size, of softmax, of a window alone, and of systems with most slots."""
+    figure, drawn = _panels(result)
+    for axis, runs in drawn:
+        most = max(parts(run["system"])[1] for run in runs)
+        for system in systems_of(runs):
+            name, slots, _ = parts(system)
+            if name in COLOURS and slots in (0, most):
+                found = best(runs, system)
+                sizes = [int(size) for size in found[0]["accuracy"]]
+                means = [100 * statistics.mean(run["accuracy"][str(size)] for run in found) for size in sizes]
+                axis.plot(sizes, means, marker="o", label=system, **_style(system))
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("items")
+        axis.set_ylim(-3, 103)
+        axis.legend(frameon=False, fontsize=8)
+    drawn[0][0].set_ylabel("right answers (per cent)")
+    save(figure, path)
+
+
+def plot_curves(result: dict[str, Any], path: Path) -> None:
+    """Right answers in a row of the size trained so far, against steps, of the same systems as in `plot_items`."""
+    figure, drawn = _panels(result)
+    for axis, runs in drawn:
+        most = max(parts(run["system"])[1] for run in runs)
+        for system in systems_of(runs):
+            name, slots, _ = parts(system)
+            if name in COLOURS and slots in (0, most):
+                curve = best(runs, system)[0]["curve"]
+                right = [size * share for size, share in zip(curve["size"], curve["accuracy"], strict=True)]
+                axis.plot(curve["step"], right, label=system, **_style(system))
+        axis.set_xlabel("steps")
+        axis.legend(frameon=False, fontsize=8)
+    drawn[0][0].set_ylabel("right answers in a row")
+    save(figure, path)
