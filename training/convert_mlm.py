@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from common.options import did_you_mean, fill, parse
 from engine.checkpoint import checkpoints, remove_all
 from engine.loop import make_accelerator
@@ -237,7 +238,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def script() -> int:
         (recipe,) = parse([ConvertRecipe], words, __doc__, command="convert_mlm", recipe="required")
-        return run(recipe, portable_command(["python", "training/convert_mlm.py", *words]))
+        status = run(recipe, portable_command(["python", "training/convert_mlm.py", *words]))
+        PartialState().destroy_process_group()
+        return status
 
     stopped = "the same command resumes the stage that was running, from its last checkpoint"
     return run_script(script, stopped, clean_on_sigterm=False)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from common.models import ModelKind, model_fields
 from common.options import parse
 
@@ -28,7 +29,9 @@ class Command:
 
     def pretrain(self, recipe: RunRecipe, command: str) -> dict[str, Any] | None:
         """Start or resume a run; see `pretraining.pretrain`."""
-        return pretrain(recipe, command, self.objective())
+        figures = pretrain(recipe, command, self.objective())
+        PartialState().destroy_process_group()
+        return figures
 
     def main(self, words: Sequence[str] | None = None) -> int:
         """Run from the command line.

@@ -59,7 +59,7 @@ from luna_hf.scripting import portable, write_json, write_text
 
 
 def pretrain(recipe: RunRecipe, command: str, objective: Objective) -> dict[str, Any] | None:
-    """Start or resume a run; `command` is the command line for the card.
+    """Start or resume a run; `command` is the command line for the card. The caller parts the processes at the end.
 
     Returns:
         The content of `metrics.json`; `None` if a signal stopped the run.
@@ -95,14 +95,20 @@ def pretrain(recipe: RunRecipe, command: str, objective: Objective) -> dict[str,
                 f"Stopped by {run.stop.name or 'request'} after step {counters.step:,} of {recipe.max_steps:,}, saved "
                 f"in {checkpoints(folder)[-1]}. The same command resumes from there."
             )
-            accelerator.end_training()
+            close_trackers(accelerator)
             return None
         figures = finish(run, text, counters, last, command)
-        accelerator.end_training()
+        close_trackers(accelerator)
         if repository and accelerator.is_main_process:
             push_folder(folder, repository, "Pretrained model", ignore=["checkpoints/**", f"{recipe.model_name}/**"])
             print(f"Pushed to {repository}.")
     return figures
+
+
+def close_trackers(accelerator: Accelerator) -> None:
+    """End the trackers; the processes stay connected for another run (`Accelerator.end_training` would part them)."""
+    for tracker in accelerator.trackers:
+        tracker.finish()
 
 
 class Opened(NamedTuple):
