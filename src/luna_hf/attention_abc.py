@@ -53,7 +53,7 @@ class AbcAttention(AbcControlled):
         counts = None
         if self.slot_scale is not None:
             counts = control_shares(logits, context.keep, activation).sum(-1)
-        return self.slot_memory(product(phi, key), product(phi, value), filled, context, counts)
+        return self.slot_memory(product(phi, key), product(phi, value), context, filled, counts)
 
     def control_logits(self, states: Tensor, weight: Tensor) -> Tensor:
         """Compute W x of equation 7, (b, h, m, n)."""
@@ -73,7 +73,7 @@ class AbcAttention(AbcControlled):
         if self.slot_scale is not None:
             real = columns < context.lengths  # (b or 1, n)
             counts = torch.matmul(weight_shares(phi, dim=1), real[:, None, :, None].to(phi.dtype)).squeeze(-1)
-        return self.slot_memory(product(phi, key), product(phi, value), None, context, counts)
+        return self.slot_memory(product(phi, key), product(phi, value), context, counts=counts)
 
     def write_random(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
@@ -120,7 +120,7 @@ class AbcAttention(AbcControlled):
         )
         # A global token is a sample of the row: it stands for its stretch, not only for itself.
         is_sample = self.config.memory_control == "local_to_global"
-        return self.slot_memory(key, value, counts > 0, context, None if is_sample else counts)
+        return self.slot_memory(key, value, context, counts > 0, None if is_sample else counts)
 
     def keep_window(
         self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext

@@ -122,7 +122,7 @@ class LunaAttention(LunaProjections, MemoryAttention):
         """Pack (b, n, d) states into slots with the packed states (b, l, d), and update these for the next layer."""
         norm_first = self.config.norm_first
         packed_context, _ = self.pack_context(states, carried, context)
-        slots = self.slot_memory(*self.key_and_value(packed_context), context.masks.slots, context)
+        slots = self.slot_memory(*self.key_and_value(packed_context), context, context.masks.slots)
         carried = carried + self.dropout(packed_context)
         return Memory([slots], carried if norm_first else self.packed_layer_norm(carried))
 

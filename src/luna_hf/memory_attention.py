@@ -89,8 +89,8 @@ class MemoryAttention(nn.Module):
         self,
         key: Tensor,
         value: Tensor,
-        filled: KeyMask | Tensor | None,
         context: ForwardContext,
+        filled: KeyMask | Tensor | None = None,
         counts: Tensor | None = None,
     ) -> SlotMemory:
         """Make the memory of slots, with the logarithm of their counts as a bias if the config asks for it.
@@ -99,7 +99,7 @@ class MemoryAttention(nn.Module):
 
         Args:
             key, value, filled: see `SlotMemory`.
-            context: context of the tokens.
+            context: context of the tokens that were written.
             counts: (b, 1 or h, m) number of tokens that each slot stands for; by default, the slots in use share a
                 row's tokens evenly.
         """

@@ -12,7 +12,6 @@ from .configuration_toy import ToyConfig
 from .context import ForwardContext
 from .functional import split_heads
 from .memory_attention import Memory, MemoryAttention
-from .memory_read import SlotMemory
 
 
 def closeness(states: Tensor, centres: Tensor) -> Tensor:
@@ -48,4 +47,5 @@ class ToyAttention(ToySlots):
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Write the slots' keys and values."""
         weights, parts = closeness(states, self.centres), self.key_and_value(states)
-        return Memory([SlotMemory(*(weighted_means(weights, part, context.keep) for part in parts))], carried)
+        means = (weighted_means(weights, part, context.keep) for part in parts)
+        return Memory([self.slot_memory(*means, context)], carried)
