@@ -229,6 +229,22 @@ def test_the_scale_of_each_head_starts_at_one(family):
         assert all(scale.shape == (4,) and (scale == 1).all() for scale in scales.values())
 
 
+@families
+@backends
+@pytest.mark.parametrize("kind", ["base", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_row_of_padding_stays_finite(family, kind, backend, dtype):
+    """States and gradients, although the row has neither a slot nor a token to read."""
+    make = tiny_causal_model if kind == "causal" else tiny_model
+    model = make(family, local_window=WINDOW, attn_implementation=backend).to(dtype)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1] = 0
+    output = model(random_ids(2, 12), attention_mask=mask)[0]
+    assert output.isfinite().all()
+    output.double().square().sum().backward()
+    assert not [name for name, parameter in model.named_parameters() if not parameter.grad.isfinite().all()]
+
+
 # ---- causal layers, with gradients ----
 
 CAUSAL = {
