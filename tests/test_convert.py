@@ -180,3 +180,11 @@ def test_shares_are_rounded_to_all_steps():
     assert [run.max_steps for run, _ in recipe.runs()] == [2, 13, 2]
     with pytest.raises(UserError, match=r"fit: .*`max_steps` is 0"):
         convert_mlm.read_recipe(RECIPE, ["--max_steps", "3"])
+
+
+@pytest.mark.slow
+def test_a_stage_can_train_longer_rows_than_the_teacher_takes(corpus, teacher, tmp_path):
+    longer = {"name": "long", "command": "pretrain_mlm", "share": 0.5, "block_size": 128, "window_dropout": {}}
+    stages = json.dumps([{**STAGES[0], "share": 0.5}, longer])
+    assert start(convert_mlm, words(corpus, teacher, tmp_path / "out", stages=stages)) == 0
+    assert AutoConfig.from_pretrained(tmp_path / "out").max_position_embeddings == 128
