@@ -14,8 +14,6 @@ from .dispatch import choose
 
 # Chunk size of the causal scan: at this size products within a chunk cost about as much as those with the state.
 SCAN_CHUNK = 64
-# The least count of a slot that has a logarithm.
-_FEWEST = 1e-6
 
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
@@ -67,13 +65,16 @@ def masked_softmax(logits: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def count_bias(counts: Tensor, scale: Tensor) -> Tensor:
-    """Compute `scale * log(counts)`: the bias of slots (b, 1 or h, ..., m) that stand for that many tokens.
+    """Compute `scale * log(max(counts, 1))`: the bias of slots that stand for that many tokens.
+
+    A slot that stands for less than a token, as most do where a text is shorter than the memory, weighs as much as one:
+    otherwise the tokens of a window would outweigh what only the slots hold.
 
     Args:
-        counts: zero for an empty slot, whose bias is finite but meaningless.
+        counts: (b, 1 or h, ..., m).
         scale: (h,) factor of each head.
     """
-    logarithm = counts.to(torch.promote_types(scale.dtype, torch.float32)).clamp(min=_FEWEST).log()
+    logarithm = counts.to(torch.promote_types(scale.dtype, torch.float32)).clamp(min=1.0).log()
     return (logarithm * scale.view(-1, *(1 for _ in counts.shape[2:]))).to(scale.dtype)
 
 

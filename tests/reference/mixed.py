@@ -1,7 +1,7 @@
 """A literal, slow reference of mixed attention: one softmax over the slots and the tokens of a window.
 
-The logit of a slot gets `scale * log(count)`, where `count` is the number of tokens that the slot stands for: every
-token counts once, divided among the slots in proportion to what it writes. Shares no code with the package.
+The logit of a slot gets `scale * log(max(count, 1))`, where `count` is the number of tokens that the slot stands for:
+every token counts once, divided among the slots in proportion to what it writes. Shares no code with the package.
 """
 
 import math
@@ -20,9 +20,8 @@ def shares(writes: Tensor) -> Tensor:
 
 
 def biases(counts: Tensor, scale: Tensor | float) -> Tensor:
-    """What is added to the logits of slots that stand for so many tokens (any shape); 0 for a slot without tokens."""
-    written = counts > 0
-    return scale * torch.where(written, torch.log(torch.where(written, counts, 1.0)), 0.0)
+    """What is added to the logits of slots that stand for so many tokens (any shape); 0 for less than one token."""
+    return scale * torch.log(torch.where(counts > 1, counts, 1.0))
 
 
 def places(t: int, n: int, window: int, causal: bool) -> list[int | None]:
