@@ -41,6 +41,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--gap", type=int, default=REACH + 2, help="fillers before the first question (default: %(default)s)")
     add("--rates", type=float, nargs="+", default=[3e-3], help="learning rates (default: %(default)s)")
     add("--seeds", type=int, nargs="+", default=[0], help="default: %(default)s")
+    add("--positions", choices=("sinusoidal", "rotary", "learned"), help="default: sinusoidal; in encoders, learned")
     add("--steps", type=int, default=Recipe.steps, help="largest number of updates (default: %(default)s)")
     return parser.parse_args(arguments)
 
@@ -58,10 +59,11 @@ def run(options: argparse.Namespace) -> None:
     options.runs.mkdir(parents=True, exist_ok=True)
     for seed, rate, system in itertools.product(options.seeds, options.rates, options.systems):
         name = f"{task.name}-{options.form}-{task.items}of{task.symbols}-{system}-{rate:g}-seed{seed}"
+        name += f"-{options.positions}" if options.positions else ""
         path = options.runs / f"{name}.json"
         if path.exists():
             continue
-        recipe = Recipe(rate, options.steps, seed=seed)
+        recipe = Recipe(rate, options.steps, seed=seed, positions=options.positions)
         found = train(system, task, recipe)
         write_json(path, {**options.header, "system": system, "task": asdict(task), "recipe": asdict(recipe), **found})
         accuracy = found["accuracy"][str(task.items)]

@@ -132,11 +132,16 @@ def test_the_curriculum_grows_with_accuracy():
     curriculum = Curriculum(task, recipe, torch.Generator().manual_seed(0))
     assert {curriculum.draw(step) for step in range(20)} == {0}
     assert not curriculum.advance(lambda size: 0.95 if size <= 4 else 0.2)
-    assert {curriculum.draw(step) for step in range(40)} == {0, 1, 2}
+    drawn = [curriculum.draw(0) for _ in range(400)]
+    assert set(drawn) == {0, 1, 2}
+    assert drawn.count(2) > 200  # half of them, and a third of the rest
     assert not curriculum.advance(lambda size: 0.95)  # the largest is learned, but not solved
     assert curriculum.advance(lambda size: 0.995)
     late = Curriculum(task, recipe, torch.Generator().manual_seed(0))
-    assert {late.draw(step) for step in range(75, 100)} == {0, 1, 2, 3}
+    assert {late.draw(75) for _ in range(400)} == {0, 1, 2, 3}
+    encoder = Curriculum(replace(task, causal=False), recipe, torch.Generator().manual_seed(0))
+    assert encoder.sizes == [1, 2, 4, 8, 12]
+    assert {encoder.draw(0) for _ in range(400)} == {0, 1, 2, 3, 4}
 
 
 def test_the_rate_rises_and_falls():
@@ -180,7 +185,7 @@ def finished(folder, system, rate, seed, accuracy, causal=True):
         "versions": {"torch": "2"},
         "system": system,
         "task": task,
-        "recipe": {"rate": rate, "seed": seed},
+        "recipe": {"rate": rate, "seed": seed, "positions": None},
         "accuracy": {"2": 1.0, "4": accuracy},
         "curve": {"step": [50, 100], "size": [2, 4], "accuracy": [1.0, accuracy]},
         "steps": 100,
@@ -197,8 +202,8 @@ def test_the_report_shows_the_best_rate_and_the_sweep(tmp_path):
     (written,) = (tmp_path / "results").glob("*.md")
     lines = written.read_text().splitlines()
     row = "| luna-exp-16+window | 100.0 (100.0 to 100.0) | 55.0 (25.0 to 85.0) | 100, 100 | 64 "
-    assert f"{row}| 50.0 | 55.0 (25.0 to 85.0) | 12.5 |" in lines
-    assert "| window | 100.0 | 12.5 | 100 | - | 12.5 |" in lines
+    assert f"{row}| 50.0 at 0.001; 55.0 (25.0 to 85.0) at 0.003; 12.5 at 0.01 |" in lines
+    assert "| window | 100.0 | 12.5 | 100 | - | 12.5 at 0.003 |" in lines
     assert len(list((tmp_path / "results").glob("*.png"))) == 3
 
 

@@ -12,7 +12,7 @@ from luna_hf.scripting import UserError, markdown_table
 
 Run = dict[str, Any]
 COLOURS = {"softmax": "black", "window": "0.5", "abc": "tab:blue", "luna": "tab:orange", "luna-exp": "tab:red"}
-LINES = {"": ":", "window": "-", "conv": "--"}
+LINES = {"": ":", "window": "-", "conv": "--", "both": "-."}
 _SHARED = ("command", "date", "machine", "versions")
 
 
@@ -53,14 +53,18 @@ def score(run: Run) -> float:
     return run["accuracy"][str(run["task"]["items"])]
 
 
-def sweep(runs: list[Run], system: str) -> dict[float, list[Run]]:
-    """A system's runs by learning rate."""
-    rates = sorted({run["recipe"]["rate"] for run in runs if run["system"] == system})
-    return {r: [run for run in runs if run["system"] == system and run["recipe"]["rate"] == r] for r in rates}
+def sweep(runs: list[Run], system: str) -> dict[str, list[Run]]:
+    """A system's runs by learning rate, and positions where they are not the default."""
+    found: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: (run["recipe"]["positions"] or "", run["recipe"]["rate"])):
+        if run["system"] == system:
+            rate, positions = run["recipe"]["rate"], run["recipe"]["positions"]
+            found.setdefault(f"{rate:g}" + (f", {positions}" if positions else ""), []).append(run)
+    return found
 
 
 def best(runs: list[Run], system: str) -> list[Run]:
-    """A system's runs at the learning rate with the best mean accuracy over the seeds."""
+    """A system's runs in the part of its sweep with the best mean accuracy over the seeds."""
     return max(sweep(runs, system).values(), key=lambda seeds: statistics.mean(map(score, seeds)))
 
 
@@ -91,25 +95,23 @@ def text(result: dict[str, Any]) -> str:
 
 
 def table(runs: list[Run]) -> str:
-    """A row for every system: accuracy at each size with the best rate, and what it took."""
+    """A row for every system: accuracy at each size in the best part of its sweep, what it took, and the sweep."""
     names = list(runs[0]["accuracy"])
-    rates = sorted({run["recipe"]["rate"] for run in runs})
     rows = []
     for system in systems_of(runs):
-        own, tried = best(runs, system), sweep(runs, system)
+        own = best(runs, system)
+        tried = (f"{percent(list(map(score, seeds)))} at {setting}" for setting, seeds in sweep(runs, system).items())
         cells = [system, *(percent([run["accuracy"][size] for run in own]) for size in names)]
         cells.append(", ".join(f"{run['steps']:,}" for run in own))
         state = own[0]["state_bytes"]
         cells.append("-" if state is None else f"{state:,}")
-        rows.append(cells + [percent([score(run) for run in tried.get(rate, [])]) for rate in rates])
-    header = ["system", *(f"{size} items" for size in names), "steps", "state (bytes)"]
-    return markdown_table([*header, *(f"at rate {rate:g}" for rate in rates)], rows)
+        rows.append([*cells, "; ".join(tried)])
+    header = ["system", *(f"{size} items" for size in names), "steps", "state (bytes)", f"{names[-1]} items, by rate"]
+    return markdown_table(header, rows)
 
 
 def percent(shares: list[float]) -> str:
-    """Mean in per cent, with the extremes if there are several; a dash for none."""
-    if not shares:
-        return "-"
+    """Mean in per cent, with the extremes if there are several."""
     mean = f"{100 * statistics.mean(shares):.1f}"
     return mean if len(shares) == 1 else f"{mean} ({100 * min(shares):.1f} to {100 * max(shares):.1f})"
 

@@ -2,9 +2,9 @@
 
 A name is a base, and what is added to it: `luna-16+window`. Bases are `softmax`, `window` (sliding-window attention
 alone), and Luna or ABC-MLP with a number of slots. `+window` reads the slots and a window in one softmax; `+conv` adds
-a depthwise convolution. `luna-exp` is causal Luna with `pack_activation="exp"`. Two more exist in this study only:
-`luna-total` divides the sums of causal Luna by the sum of the weights instead of the number of tokens, and `luna-apart`
-starts with orthogonal rows of P.
+a depthwise convolution, `+both` both. `luna-exp` is causal Luna with `pack_activation="exp"`. Two more exist in this
+study only: `luna-total` divides the sums of causal Luna by the sum of the weights instead of the number of tokens, and
+`luna-apart` starts with orthogonal rows of P.
 """
 
 from typing import Any
@@ -33,9 +33,6 @@ BODY = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-# With rotary positions, which turn half of a key by large angles, softmax attention with one head learned several times
-# as slowly; with sinusoids in an encoder, not at all.
-POSITIONS = {True: "sinusoidal", False: "learned"}
 LUNA = {"family": "luna", "tie_kv": False}
 BASES: dict[str, dict[str, Any]] = {
     "luna": LUNA,
@@ -48,7 +45,8 @@ BASES: dict[str, dict[str, Any]] = {
     "abc": {"family": "abc"},
     "abc-sigmoid": {"family": "abc", "control_activation": "sigmoid"},
 }
-ADDED = {"": {}, "window": {"local_window": WINDOW}, "conv": {"conv_kernel_size": TAPS}}
+ADDED: dict[str, dict[str, Any]] = {"": {}, "window": {"local_window": WINDOW}, "conv": {"conv_kernel_size": TAPS}}
+ADDED["both"] = {**ADDED["window"], **ADDED["conv"]}
 _MODELS = {
     "luna": (LunaConfig, LunaForMaskedLM, LunaForCausalLM),
     "abc": (AbcConfig, AbcForMaskedLM, AbcForCausalLM),
@@ -74,11 +72,11 @@ def fields_of(system: str, task: Task) -> dict[str, Any]:
         size = "projection_length" if fields["family"] == "luna" else "memory_size"
         return {**fields, size: int(slots), **ADDED[added]}
     bases = ", ".join(f"{name}-<slots>" for name in BASES)
-    raise ValueError(f"There is no system {system!r}. Choose softmax, window, {bases}; add +window or +conv.")
+    raise ValueError(f"There is no system {system!r}. Choose softmax, window, {bases}; add +window, +conv or +both.")
 
 
-def make_model(system: str, task: Task) -> nn.Module:
-    """A masked or causal language model for a task."""
+def make_model(system: str, task: Task, positions: str | None = None) -> nn.Module:
+    """A masked or causal language model for a task; `positions` are those of `Recipe`."""
     fields = {**BODY, **fields_of(system, task)}
     config_class, *models = _MODELS[fields.pop("family")]
     config: PreTrainedConfig = config_class(
@@ -88,7 +86,7 @@ def make_model(system: str, task: Task) -> nn.Module:
         pad_token_id=PAD,
         eos_token_id=QUESTION,
         is_decoder=task.causal,
-        position_embedding_type=POSITIONS[task.causal],
+        position_embedding_type=positions or ("sinusoidal" if task.causal else "learned"),
         **fields,
     )
     model = models[task.causal](config)

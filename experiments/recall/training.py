@@ -15,7 +15,7 @@ from .tasks import IGNORED, Task
 TEST_SEED = 10**9  # training seeds are small numbers
 TEST_ROWS = 256
 SOLVED, ADVANCES = 0.99, 0.9
-SMALLEST = 2
+SMALLEST = {True: 2, False: 1}  # of causal models and encoders
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class Recipe:
     Args:
         rate: largest learning rate; it rises for 50 steps and then falls linearly to a tenth.
         steps: largest number of updates; training ends once the system has solved the largest size.
-        rows: rows of an update, twice as many at the two smallest sizes.
+        rows: rows of an update; twice as many for an encoder, and at the two smallest sizes.
         seed: of weights and training rows.
+        positions: `position_embedding_type`; by default "sinusoidal" in causal models, "learned" in encoders.
         eval_steps: updates between evaluations.
     """
 
@@ -34,33 +35,35 @@ class Recipe:
     steps: int = 1000
     rows: int = 32
     seed: int = 0
+    positions: str | None = None
     eval_steps: int = 50
 
 
 def sizes(task: Task) -> list[int]:
-    """Sizes from 2, doubling, up to the task's own."""
-    powers = (SMALLEST << power for power in range(task.items.bit_length()))
+    """Sizes from 2 (encoders: 1), doubling, up to the task's own."""
+    powers = (SMALLEST[task.causal] << power for power in range(task.items.bit_length()))
     return [*(size for size in powers if size < task.items), task.items]
 
 
 class Curriculum:
     """Sizes of the training rows: half of them the largest so far, which grows when the system is right in 90 %.
 
-    With rows of 16 pairs from the start, no system left the plateau where it guesses among the values of the row. The
-    last quarter of the steps uses all sizes in any case.
+    With rows of 16 pairs from the start, no causal model left the plateau where it guesses among the values of the row.
+    The last quarter of the steps uses all sizes in any case. An encoder uses all of them from the start, equally often.
     """
 
     def __init__(self, task: Task, recipe: Recipe, generator: torch.Generator) -> None:
         self.sizes, self.recipe, self.generator = sizes(task), recipe, generator
-        self.level = 0
+        self.level = 0 if task.causal else len(self.sizes) - 1
+        self.causal = task.causal
 
     def draw(self, step: int) -> int:
         """Draw the level of an update: an index of `sizes`."""
         if step >= 0.75 * self.recipe.steps:
             self.level = len(self.sizes) - 1
-        count = self.level + 1
-        drawn = torch.randint(2 * count, (), generator=self.generator).item()
-        return drawn if drawn < count else self.level
+        if self.causal and torch.rand((), generator=self.generator) < 0.5:
+            return self.level
+        return torch.randint(self.level + 1, (), generator=self.generator).item()
 
     def advance(self, accuracy: Callable[[int], float]) -> bool:
         """Move to the first size that is not yet learned; return whether the largest is solved."""
@@ -94,7 +97,7 @@ def evaluate(model: nn.Module, task: Task) -> float:
 def train(system: str, task: Task, recipe: Recipe) -> dict[str, Any]:
     """Train a system on a task; return its curve, its accuracy at every size, and its costs."""
     torch.manual_seed(recipe.seed)
-    model = make_model(system, task).train()
+    model = make_model(system, task, recipe.positions).train()
     generator = torch.Generator().manual_seed(recipe.seed)
     curriculum = Curriculum(task, recipe, generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -109,7 +112,7 @@ def train(system: str, task: Task, recipe: Recipe) -> dict[str, Any]:
     started = time.process_time()
     for step in range(recipe.steps):
         level = curriculum.draw(step)
-        rows = recipe.rows * (2 if level < 2 else 1)
+        rows = recipe.rows * (2 if level < 2 or not task.causal else 1)
         logits, labels = answers(model, *replace(task, items=curriculum.sizes[level]).draw(rows, generator))
         optimizer.param_groups[0]["lr"] = scheduled(recipe, step)
         F.cross_entropy(logits, labels).backward()
