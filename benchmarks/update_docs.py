@@ -499,6 +499,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "guarantees": lambda: _report("guarantees-cpu-float32"),
     "learning": _learning,
     "learning-finetune": lambda: _report("learning-finetune-cpu-bfloat16"),
+    "recall": lambda: _report("recall-cpu-float32"),
     "swap-peak": lambda: _with_source(_swap("peak"), "swap-pretrain-cpu-bfloat16"),
     "swap-third": lambda: _swap("third"),
     "swap-finetune": lambda: _report("swap-finetune-cpu-bfloat16"),

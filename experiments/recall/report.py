@@ -13,6 +13,7 @@ from luna_hf.scripting import UserError, markdown_table
 Run = dict[str, Any]
 COLOURS = {"softmax": "black", "window": "0.5", "abc": "tab:blue", "luna": "tab:orange", "luna-exp": "tab:red"}
 LINES = {"": ":", "window": "-", "conv": "--", "both": "-."}
+LINES |= {"window-uncounted": (0, (5, 1)), "both-uncounted": (0, (3, 1, 1, 1))}
 _SHARED = ("command", "date", "machine", "versions")
 
 
@@ -40,7 +41,7 @@ def publish_all(runs: Path, results: Path) -> None:
 def settings(runs: Iterable[Run]) -> dict[str, list[Run]]:
     """The runs of every task, form and size, by its name; `recall` first."""
     named: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: (run["task"]["name"] != "recall", run["task"]["items"])):
+    for run in sorted(runs, key=lambda run: (run["task"]["name"] != "recall", not run["task"]["causal"])):
         task = run["task"]
         form = "causal" if task["causal"] else "encoder"
         name = f"{task['name']}, {form}, {task['items']} items of {task['symbols']} symbols"
@@ -120,8 +121,8 @@ def percent(shares: list[float]) -> str:
 
 
 def _panels(result: dict[str, Any]) -> tuple[Any, list[tuple[Any, list[Run]]]]:
-    """A panel for every setting, and its runs."""
-    named = settings(result["runs"])
+    """A panel for every form and size of associative recall, and its runs."""
+    named = settings(run for run in result["runs"] if run["task"]["name"] == "recall")
     figure, axes = panels(1, len(named), (5.2 * len(named), 4.6), sharey=False, squeeze=False)
     for axis, name in zip(axes[0], named, strict=True):
         axis.set_title(name, fontsize=10)

@@ -2,9 +2,9 @@
 
 A name is a base, and what is added to it: `luna-16+window`. Bases are `softmax`, `window` (sliding-window attention
 alone), and Luna or ABC-MLP with a number of slots. `+window` reads the slots and a window in one softmax; `+conv` adds
-a depthwise convolution, `+both` both. `luna-exp` is causal Luna with `pack_activation="exp"`. Two more exist in this
-study only: `luna-total` divides the sums of causal Luna by the sum of the weights instead of the number of tokens, and
-`luna-apart` starts with orthogonal rows of P.
+a depthwise convolution, `+both` both; `-uncounted` behind them leaves out the bias by counts. `luna-exp` is causal
+Luna with `pack_activation="exp"`. In this study only, `luna-total` divides the sums of causal Luna by the sum of
+the weights instead of the number of tokens.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from luna_hf import AbcConfig, AbcForCausalLM, AbcForMaskedLM, LunaConfig, LunaForCausalLM, LunaForMaskedLM, MemoryCache
-from luna_hf.attention_luna_causal import LunaCausalAttention, LunaCausalPack
+from luna_hf.attention_luna_causal import LunaCausalAttention
 
 from .tasks import FILLER, PAD, QUESTION, Task
 
@@ -37,16 +37,15 @@ LUNA = {"family": "luna", "tie_kv": False}
 BASES: dict[str, dict[str, Any]] = {
     "luna": LUNA,
     "luna-tied": {"family": "luna"},
-    "luna-elu": {**LUNA, "pack_activation": "elu"},
     "luna-exp": {**LUNA, "pack_activation": "exp"},
     "luna-exp-tied": {"family": "luna", "pack_activation": "exp"},
     "luna-total": LUNA,
-    "luna-apart": LUNA,
     "abc": {"family": "abc"},
-    "abc-sigmoid": {"family": "abc", "control_activation": "sigmoid"},
 }
 ADDED: dict[str, dict[str, Any]] = {"": {}, "window": {"local_window": WINDOW}, "conv": {"conv_kernel_size": TAPS}}
 ADDED["both"] = {**ADDED["window"], **ADDED["conv"]}
+for name in ("window", "both"):
+    ADDED[f"{name}-uncounted"] = {**ADDED[name], "slot_count_bias": False}
 _MODELS = {
     "luna": (LunaConfig, LunaForMaskedLM, LunaForCausalLM),
     "abc": (AbcConfig, AbcForMaskedLM, AbcForCausalLM),
@@ -71,8 +70,8 @@ def fields_of(system: str, task: Task) -> dict[str, Any]:
         fields = BASES[name]
         size = "projection_length" if fields["family"] == "luna" else "memory_size"
         return {**fields, size: int(slots), **ADDED[added]}
-    bases = ", ".join(f"{name}-<slots>" for name in BASES)
-    raise ValueError(f"There is no system {system!r}. Choose softmax, window, {bases}; add +window, +conv or +both.")
+    bases, added = ", ".join(f"{name}-<slots>" for name in BASES), " or ".join(f"+{name}" for name in ADDED if name)
+    raise ValueError(f"There is no system {system!r}. Choose softmax, window, {bases}; add {added}.")
 
 
 def make_model(system: str, task: Task, positions: str | None = None) -> nn.Module:
@@ -90,10 +89,7 @@ def make_model(system: str, task: Task, positions: str | None = None) -> nn.Modu
         **fields,
     )
     model = models[task.causal](config)
-    for name, change in CHANGES.items():
-        if system.startswith(name):
-            model.apply(change)
-    return model
+    return model.apply(divide_by_total) if system.startswith("luna-total") else model
 
 
 def divide_by_total(module: nn.Module) -> None:
@@ -101,15 +97,6 @@ def divide_by_total(module: nn.Module) -> None:
     if isinstance(module, LunaCausalAttention):
         write_weights = module.write_weights
         module.write_weights = lambda *inputs: (write_weights(*inputs)[0], "total")
-
-
-def separate_slots(module: nn.Module) -> None:
-    """Draw the rows of P orthogonal to each other, at their usual scale."""
-    if isinstance(module, LunaCausalPack):
-        nn.init.orthogonal_(module.slots, gain=module.slots.shape[1] ** 0.5)
-
-
-CHANGES = {"luna-total": divide_by_total, "luna-apart": separate_slots}
 
 
 def state_bytes(model: nn.Module, task: Task) -> int:
