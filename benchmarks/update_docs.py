@@ -503,6 +503,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "swap-peak": lambda: _with_source(_swap("peak"), "swap-pretrain-cpu-bfloat16"),
     "swap-third": lambda: _swap("third"),
     "swap-finetune": lambda: _report("swap-finetune-cpu-bfloat16"),
+    "conversion": lambda: _report("conversion-cpu-bfloat16"),
+    "conversion-finetune": lambda: _report("conversion-finetune-cpu-bfloat16"),
+    "longer": lambda: _report("longer-imdb-cpu-bfloat16"),
 }
 
 

@@ -137,5 +137,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def score_cell(percent: list[float]) -> str:
-    """Mean and extremes."""
+    """Mean, and the extremes if there are several."""
+    if len(percent) == 1:
+        return f"{percent[0]:.1f}"
     return f"{statistics.mean(percent):.1f} ({min(percent):.1f} to {max(percent):.1f})"

@@ -138,12 +138,12 @@ def report(options: argparse.Namespace) -> None:
     cost = options.runs / "cost.json"
     if not cost.is_file():
         raise UserError(f"{cost} is missing. Run `python {SCRIPT} speed` first.")
-    measured, models, commands = read_json(cost), {}, set()
+    measured, models, commands = read_json(cost), {}, []
     for path in sorted((options.runs / "finetune").glob("*/*/results.json")):
         results = read_json(path)
         found = finetuning.condense(results)
         (own,) = found["models"].values()
-        commands.add(found["command"])
+        commands.append(found["command"])
         scores = [score[found["metric"]] for score in own["scores"]]
         entry = {"scores": scores, "seeds": own["seeds"], "learning_rate": results["runs"][0]["learning_rate"]}
         models.setdefault(path.parents[1].name, {})[path.parent.name] = entry
@@ -152,7 +152,8 @@ def report(options: argparse.Namespace) -> None:
             models.setdefault(name, {}).setdefault(length, {}).update(one)
     result = {
         "command": f"python {SCRIPT} report",
-        "commands": sorted(commands | {measured["command"]}),
+        "commands": [measured["command"]],
+        "finetuning": commands,
         **{name: measured[name] for name in ("date", "machine", "versions", "step_tokens")},
         "protocol": PROTOCOL,
         "setting": {**finetuning.SETTING, "rows": ROWS, "epochs": EPOCHS},

@@ -4,7 +4,7 @@ import conversion_report
 import learning
 import pytest
 import running
-from test_learning import SHRINK_WORDS, check
+from test_learning import RESULTS, SHRINK_WORDS, check
 from test_learning import data as learning_data  # noqa: F401  a fixture
 from test_swap import SHRINK
 from transformers import AutoConfig
@@ -62,3 +62,14 @@ def test_the_report_is_complete(runs, tmp_path):
 def test_an_unknown_cell_is_refused():
     with pytest.raises(UserError, match="no cell 'lunar'"):
         conversion.parse(["run", "--cells", "lunar"])
+
+
+def test_committed_results():
+    """Their comparisons with the twin, too, are those that the report computes."""
+    (path,) = RESULTS.glob("conversion-cpu-*.json")
+    result = check(path, conversion_report.text)
+    computed = conversion_report.condense(result["runs"], list(conversion.cells(8, 64)))
+    for run, again in zip(result["runs"], computed["runs"], strict=True):
+        for name in ("over_twin", "cost_of_slots_off"):
+            assert again.pop(name) == pytest.approx(run.pop(name), abs=1e-4), run["name"]
+        assert again == run
