@@ -5,7 +5,7 @@
     python experiments/longer.py report
 
 `run` finetunes pretrained models on IMDB at every length, with one setting for all; it skips finished runs. `speed`
-takes the time and the memory of a training step at every length, each in a process of its own. DATA has the folder
+measures time and memory of a training step at every length, each in a separate process. DATA has the folder
 `imdb`. `report` writes JSON, a table and a plot.
 
 Options of `run` that are not listed here, `--key value`, override those of the finetuning command.
@@ -85,7 +85,7 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function that runs in a process of its own."""
+    """The result of a function, run in a separate process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 

@@ -150,8 +150,14 @@ def plot_slots(result: dict[str, Any], path: Path) -> None:
                 axis.axhline(found[0], label=label, linewidth=1, **style)
             else:
                 axis.plot(list(found), list(found.values()), marker="o", label=label, **style)
+    _finish_shares(figure, drawn, "slots", path)
+
+
+def _finish_shares(figure: Any, drawn: Any, across: str, path: Path) -> None:
+    """Label panels of shares of right answers, and save the figure."""
+    for axis, _ in drawn:
         axis.set_xscale("log", base=2)
-        axis.set_xlabel("slots")
+        axis.set_xlabel(across)
         axis.set_ylim(-3, 103)
         axis.legend(frameon=False, fontsize=8)
     drawn[0][0].set_ylabel("right answers (per cent)")
@@ -170,12 +176,7 @@ def plot_items(result: dict[str, Any], path: Path) -> None:
                 sizes = [int(size) for size in found[0]["accuracy"]]
                 means = [100 * statistics.mean(run["accuracy"][str(size)] for run in found) for size in sizes]
                 axis.plot(sizes, means, marker="o", label=system, **_style(system))
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel("items")
-        axis.set_ylim(-3, 103)
-        axis.legend(frameon=False, fontsize=8)
-    drawn[0][0].set_ylabel("right answers (per cent)")
-    save(figure, path)
+    _finish_shares(figure, drawn, "items", path)
 
 
 def plot_curves(result: dict[str, Any], path: Path) -> None:
