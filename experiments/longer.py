@@ -39,7 +39,7 @@ PROTOCOL = (
     "Finetuning with one setting for all models and lengths (see setting); the weights after the last step count. "
     "Reviews are cut to the length; learned positions are repeated beyond those of pretraining. Accuracy on 2,000 "
     "reviews of the test split, drawn once: one standard error is 1 point. Seconds and memory: a training step "
-    "(forward, backward, AdamW, bfloat16) on full rows, in a process of its own; seconds are processor time, the "
+    "(forward, backward, AdamW, bfloat16) on full rows, in a separate process; seconds are processor time, the "
     "median of the steps after the first; memory is the growth of the process's peak over its size with model and "
     "optimizer loaded."
 )

@@ -27,6 +27,7 @@ _OTHER_NAMES = {
     "hidden_act": "activation activation_function hidden_activation",
     "hidden_dropout_prob": "dropout dropout_prob hidden_dropout resid_pdrop",
     "attention_probs_dropout_prob": "attention_dropout attn_dropout attn_pdrop",
+    "local_window": "attention_window local_attention sliding_window window window_size",
     "max_position_embeddings": "context_length max_len max_length max_seq_len max_seq_length n_ctx n_positions",
 }
 

@@ -176,8 +176,14 @@ class BaseModelMixin:
                 raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
             if name not in (*outputs, *_READS, *_OPTIONS):
                 raise ValueError(f"The model has no input `{name}`.{_closest_input(name, outputs)}")
+        self.check_reads(keywords.get("local_window"), keywords.get("read_slots"))
 
-        window, slots = keywords.get("local_window"), keywords.get("read_slots")
+    def check_reads(self, window: int | None, slots: bool | None) -> None:
+        """Reject a choice of window and slots that the model does not have, or that reads nothing.
+
+        Raises:
+            ValueError: The model has no local window, the window is too large, or both parts are left out.
+        """
         if window is None and slots is None:
             return
         own = self.config.local_window
