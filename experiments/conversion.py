@@ -53,7 +53,7 @@ WEIGHTS = {"mlm_weight": 1.0, "kl_weight": 1.0, "hidden_weight": 1.0}
 # Window dropout of stage A; in stage B, half a window or none is drawn ever more rarely.
 HALF_OFF = {"windows": [0], "probability": 0.5, "final_probability": 0.5}
 # How a grown teacher is trained.
-GROWN = {"learning_rate": 6e-4, "max_steps": 1200, "save_steps": 300}
+GROWN = {"learning_rate": 1e-3, "max_steps": 10000, "save_steps": 1000}
 
 
 @dataclasses.dataclass(frozen=True)
