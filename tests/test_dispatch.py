@@ -21,14 +21,14 @@ def test_the_device_decides():
     assert choose("nearest_centroid", CPU) == "parts" and choose("nearest_centroid", ACCELERATOR) == "whole"
 
 
-@pytest.mark.parametrize(("operation", "states"), [("feed_forward", ACCELERATOR), ("window_heads", CPU)])
+@pytest.mark.parametrize(("operation", "states"), [("feed_forward", ACCELERATOR), ("window_blocks", CPU)])
 def test_parts_are_for_inference(operation, states):
     assert choose(operation, states, training=False) == "whole"  # gradients may be needed
     with torch.no_grad():
         assert choose(operation, states, training=False) == "parts"
         assert choose(operation, states, training=True) == "whole"  # dropout must be the same as in the second pass
     with torch.no_grad():
-        assert choose("window_heads", ACCELERATOR, training=False) == "whole"
+        assert choose("window_blocks", ACCELERATOR, training=False) == "whole"
 
 
 def test_a_graph_has_its_own_implementations():

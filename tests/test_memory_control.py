@@ -24,6 +24,7 @@ from luna_hf.windows import (
     interleave,
     join_blocks,
     key_blocks,
+    key_places,
     query_blocks,
     undo_interleave,
     window_mask,
@@ -245,9 +246,11 @@ def test_blocks_hold_the_neighbours_of_their_queries(window, block, length):
     before, after = window_reach(window)
     assert before + 1 + after == window and before - after in (0, 1)
     keep = torch.rand(2, length, generator=torch.Generator().manual_seed(length)) < 0.7
-    places = torch.arange(length).view(1, 1, length, 1).expand(2, 1, length, 1).double()
-    queries, keys = query_blocks(places, block), key_blocks(places, window, block)
-    mask = window_mask(keep, length, window, block, keep.device)
+    tokens = torch.arange(length).expand(2, -1)[..., None, None].double()  # one head of size one
+    places, inside = key_places(2, length, window, block, keep.device)
+    queries = query_blocks(tokens.transpose(1, 2), block)
+    keys = key_blocks(tokens.flatten(0, 1), places).transpose(1, 2)
+    mask = window_mask(inside & key_blocks(keep.flatten(), places), block)
     assert mask.shape == (queries.shape[0], 1, block, block + window - 1) and keys.shape[2] == block + window - 1
     keys = keys.transpose(-1, -2).expand(-1, -1, block, -1)  # for every query of a block
     queries, keys, mask = (join_blocks(part[:, 0], 2, length) for part in (queries, keys, mask))

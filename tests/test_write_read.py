@@ -21,7 +21,7 @@ from helpers import (
 from test_reference_abc import HEADS, WIDTH, Literal, assert_near, assert_same_gradients, control_of, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from luna_hf import FAMILIES, AbcConfig, read_memory, write_memory
+from luna_hf import FAMILIES, AbcConfig, memory_read, read_memory, write_memory
 from luna_hf.attention_abc import AbcAttention
 from luna_hf.configuration_abc import CONTROLS
 from luna_hf.memory_read import SlotMemory, WindowMemory, read_memories
@@ -242,12 +242,15 @@ def test_a_window_over_the_whole_row_is_full_attention():
     torch.testing.assert_close(window, full, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("control", WINDOWS)
+@pytest.mark.parametrize("control", [*WINDOWS, "mixed"])
 @backends
-def test_heads_in_parts_equal_all_heads_at_once(control, backend):
-    """Inference on a CPU computes windows a few heads at a time; with five heads the last part is smaller."""
-    fields = {"hidden_size": 40, "num_attention_heads": 5, "memory_size": 4, "num_hidden_layers": 1}
-    model = tiny_model("abc_memory", memory_control=control, attn_implementation=backend, **fields).double()
+def test_blocks_in_parts_equal_all_blocks_at_once(control, backend, monkeypatch):
+    """Inference on a CPU computes windows a few blocks at a time; here the last part is smaller."""
+    monkeypatch.setattr(memory_read, "_PART_QUERIES", 12)
+    fields = {"memory_control": control, "memory_size": 4}
+    if control == "mixed":
+        fields = {"memory_control": "mlp", "memory_size": 3, "local_window": 5}
+    model = tiny_model("abc_memory", attn_implementation=backend, num_hidden_layers=1, **fields).double()
     ids = random_ids(3, 13)
     ids[0, 6:], ids[1, :2] = 1, 1
     asked = {"output_attentions": backend == "eager"}

@@ -17,8 +17,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "causal_memory": {"cpu": "loop", "default": "at_once"},
     # The loop inspects the data for rising maxima, which would break a graph.
     "causal_softmax_memory": {"graph": "tree", "default": "loop"},
-    # Blocks copy the keys and values of their windows; a few heads at a time, the copies fit in a CPU's cache.
-    "window_heads": {"cpu inference": "parts", "default": "whole"},
+    # Blocks copy the keys and values of their windows; a few blocks at a time, the copies fit in a CPU's cache.
+    "window_blocks": {"cpu inference": "parts", "default": "whole"},
     # A graph masks the slots beyond the length: taking min(length, slots) would specialise it to one side.
     "dynamic_slots": {"graph": "mask", "default": "cut"},
     # A graph pads even and odd lengths alike, so that it is not recompiled.

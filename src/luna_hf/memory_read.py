@@ -23,14 +23,15 @@ from .windows import (
     interleave,
     join_blocks,
     key_blocks,
+    key_places,
     query_blocks,
     undo_interleave,
     window_mask,
     window_weights,
 )
 
-# Number of heads per part where windows are read in parts.
-_WINDOW_HEADS = 2
+# Number of queries per part where windows are read in parts.
+_PART_QUERIES = 512
 
 
 class AttentionMap(NamedTuple):
@@ -51,6 +52,10 @@ class Slots(NamedTuple):
 Views = dict[str, AttentionMap | Slots]
 
 
+# Keys, values and mask (b, 1 or h, 1 or q, k) of a read; no mask lets everything be read.
+Parts = tuple[Tensor, Tensor, Tensor | None]
+
+
 class SlotMemory(NamedTuple):
     """Keys and values of slots, which every query may read."""
 
@@ -59,20 +64,13 @@ class SlotMemory(NamedTuple):
     filled: KeyMask | Tensor | None = None  # slots that may be read; (b, 1 or h, m) if a tensor; `None` for all
     bias: Tensor | None = None  # (b, h, m) added to the logits
 
-    def heads(self, part: slice) -> "SlotMemory":
-        """Return the memory of some heads."""
-        filled, bias = self.filled, self.bias
-        if isinstance(filled, Tensor) and filled.shape[1] > 1:
-            filled = filled[:, part]
-        return SlotMemory(self.key[:, part], self.value[:, part], filled, None if bias is None else bias[:, part])
-
-    def in_blocks(self, block_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Repeat keys and values (block_rows, h, m, c) and mask (block_rows, 1 or h, 1, m) for blocks of queries."""
+    def in_blocks(self, block_rows: int, part: slice = slice(None)) -> Parts:
+        """Repeat keys and values (blocks, h, m, c) and mask (blocks, 1 or h, 1, m) for some of `block_rows` blocks."""
         batch, mask = self.key.shape[0], self.mask()
         # Not `repeat_interleave`, which would need one graph for a single block and another for several.
-        rows = torch.arange(block_rows, device=self.key.device) // (block_rows // batch)
-        parts = (self.key, self.value, None if mask is None else mask.expand(batch, -1, -1, -1))
-        return tuple(part if part is None else part.index_select(0, rows) for part in parts)
+        rows = (torch.arange(block_rows, device=self.key.device) // (block_rows // batch))[part]
+        key, value = (states.index_select(0, rows) for states in (self.key, self.value))
+        return key, value, None if mask is None else mask.expand(batch, -1, -1, -1).index_select(0, rows)
 
     def mask(self) -> Tensor | None:
         """Return the mask of a read, (b, 1 or h, 1, m): boolean, or with a bias additive; `None` if it does nothing."""
@@ -110,10 +108,6 @@ class WindowMemory(NamedTuple):
     ordered: bool = False  # whether keys and values are already in order, even if the queries are not
     causal: bool = False
     dilated: bool = False  # whether to read only every other token
-
-    def heads(self, part: slice) -> "WindowMemory":
-        """Return the memory of some heads."""
-        return self._replace(key=self.key[:, part], value=self.value[:, part])
 
     def views(self, weights: Tensor, tokens: Tensor) -> Views:
         """Return what a probe can inspect; a window's positions beyond the text have no weight."""
@@ -173,14 +167,7 @@ def read_memories(
     if not any(isinstance(memory, WindowMemory) for memory in memories):
         key, value, mask = _join_slots(memories)
         return attend_heads(module, query, key, value, mask, **options)
-    if choose("window_heads", query, module.training) == "whole":
-        return _read_in_blocks(module, query, memories, options)
-    parts = [slice(first, first + _WINDOW_HEADS) for first in range(0, query.shape[1], _WINDOW_HEADS)]
-    reads = [
-        _read_in_blocks(module, query[:, part], [memory.heads(part) for memory in memories], options) for part in parts
-    ]
-    outputs, weights = zip(*reads, strict=True)
-    return torch.cat(outputs, dim=-1), None if weights[0] is None else torch.cat(weights, dim=1)
+    return _read_in_blocks(module, query, memories, options)
 
 
 def _join_slots(memories: Sequence[SlotMemory]) -> tuple[Tensor, Tensor, KeyMask | Tensor | None]:
@@ -191,11 +178,8 @@ def _join_slots(memories: Sequence[SlotMemory]) -> tuple[Tensor, Tensor, KeyMask
     return _side_by_side([memory.in_blocks(memory.key.shape[0]) for memory in memories])
 
 
-def _side_by_side(parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Concatenate keys, values and masks (b, 1 or h, 1 or q, k) of several memories; `None` masks nothing.
-
-    The masks are boolean; if one is additive, so is the result.
-    """
+def _side_by_side(parts: Sequence[Parts]) -> Parts:
+    """Concatenate what to read of several memories. The masks are boolean; if one is additive, so is the result."""
     if len(parts) == 1:
         return parts[0]
     keys, values, masks = zip(*parts, strict=True)
@@ -217,15 +201,25 @@ def _read_in_blocks(
     query = _put_in_order(query, order)
     rows, places = query.shape[0], query.shape[2]
     query = query_blocks(query, block)
-    parts = [
-        _window_in_blocks(memory, block) if isinstance(memory, WindowMemory) else memory.in_blocks(query.shape[0])
-        for memory in memories
-    ]
-    output, weights = attend_heads(module, query, *_side_by_side(parts), **options)
-    if weights is not None:
+    blocks = [_WindowBlocks.of(memory, block) if isinstance(memory, WindowMemory) else memory for memory in memories]
+
+    def read(part: slice) -> tuple[Tensor, Tensor | None]:
+        parts = [memory.in_blocks(query.shape[0], part) for memory in blocks]
+        output, weights = attend_heads(module, query[part], *_side_by_side(parts), **options)
+        if weights is None:
+            return output, None
         pieces = zip(memories, weights.split([key.shape[2] for key, _, _ in parts], -1), strict=True)
         pieces = [window_weights(w, m.window) if isinstance(m, WindowMemory) else w for m, w in pieces]
-        weights = _put_back(join_blocks(torch.cat(pieces, -1).transpose(1, 2), rows, places), order).transpose(1, 2)
+        return output, torch.cat(pieces, -1)
+
+    if choose("window_blocks", query, module.training) == "whole":
+        output, weights = read(slice(None))
+    else:
+        size = max(_PART_QUERIES // block, 1)
+        reads = [read(slice(first, first + size)) for first in range(0, query.shape[0], size)]
+        output, weights = (None if part[0] is None else torch.cat(part) for part in zip(*reads, strict=True))
+    if weights is not None:
+        weights = _put_back(join_blocks(weights.transpose(1, 2), rows, places), order).transpose(1, 2)
     return _put_back(join_blocks(output, rows, places), order), weights
 
 
@@ -247,7 +241,7 @@ def window_logits(query: Tensor, memory: SlotMemory | WindowMemory, window: int)
     else:
         states = _put_in_order(query, memory)
         rows, places = states.shape[0], states.shape[2]
-        key, _, mask = _window_in_blocks(memory, memory.window)
+        key, _, mask = _WindowBlocks.of(memory, memory.window).in_blocks()
         logits = torch.matmul(query_blocks(states, memory.window), key.transpose(-1, -2))
         logits = window_weights(logits.masked_fill(~mask, torch.finfo(logits.dtype).min), memory.window)
         logits = _put_back(join_blocks(logits.transpose(1, 2), rows, places), memory).transpose(1, 2)
@@ -261,7 +255,7 @@ def read_window(weights: Tensor, memory: SlotMemory | WindowMemory) -> Tensor:
         return torch.matmul(weights, memory.value)
     weights = _put_in_order(weights, memory)
     rows, places = weights.shape[0], weights.shape[2]
-    _, value, _ = _window_in_blocks(memory, memory.window)
+    _, value, _ = _WindowBlocks.of(memory, memory.window).in_blocks()
     weights = band_weights(query_blocks(weights, memory.window), value.shape[2])
     states = join_blocks(torch.matmul(weights, value).transpose(1, 2), rows, places)
     return _put_back(states, memory).transpose(1, 2)
@@ -291,19 +285,39 @@ def _put_back(states: Tensor, order: WindowMemory) -> Tensor:
     return states.gather(1, ranks.expand(states.shape))
 
 
-def _window_in_blocks(memory: WindowMemory, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    key, value, real, window = memory.key, memory.value, memory.real, memory.window
-    if not memory.ordered:
-        key, value = (move_to_ranks(states, memory.ranks, memory.keep) for states in (key, value))
-    if memory.dilated:
-        if real is None and _places_to_add(key) is not None:  # the added positions must be masked
-            real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool)
-        key, value = _dilate(key), _dilate(value)
-        real = None if real is None else _dilate(real[:, None, :, None])[:, 0, :, 0]
-    rows, places = key.shape[0], key.shape[2]
-    mask = window_mask(real, places, window, block, key.device, memory.causal)
-    mask = mask if real is not None else mask.repeat(rows, 1, 1, 1)
-    return (*(key_blocks(states, window, block, memory.causal) for states in (key, value)), mask)
+class _WindowBlocks(NamedTuple):
+    """A window's keys and values, prepared to be gathered for blocks of queries."""
+
+    key: Tensor  # (b * n, h, c)
+    value: Tensor  # (b * n, h, c)
+    real: Tensor | None  # (b * n,)
+    places: Tensor  # (b * blocks, s + w - 1), of `key_places`
+    inside: Tensor  # (b * blocks, s + w - 1)
+    block: int  # s
+
+    @classmethod
+    def of(cls, memory: WindowMemory, block: int) -> "_WindowBlocks":
+        """Put keys and values in order."""
+        key, value, real = memory.key, memory.value, memory.real
+        if not memory.ordered:
+            key, value = (move_to_ranks(states, memory.ranks, memory.keep) for states in (key, value))
+        if memory.dilated:
+            if real is None and _places_to_add(key) is not None:  # the added positions must be masked
+                real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool)
+            key, value = _dilate(key), _dilate(value)
+            real = None if real is None else _dilate(real[:, None, :, None])[:, 0, :, 0]
+        rows, _, length, _ = key.shape
+        places, inside = key_places(rows, length, memory.window, block, key.device, memory.causal)
+        key, value = (states.transpose(1, 2).flatten(0, 1) for states in (key, value))
+        return cls(key, value, None if real is None else real.flatten(), places, inside, block)
+
+    def in_blocks(self, block_rows: int | None = None, part: slice = slice(None)) -> Parts:
+        """Gather keys, values and mask for some blocks."""
+        places, readable = self.places[part], self.inside[part]
+        if self.real is not None:
+            readable = readable & key_blocks(self.real, places)
+        key, value = (key_blocks(states, places).transpose(1, 2) for states in (self.key, self.value))
+        return key, value, window_mask(readable, self.block)
 
 
 def _dilate(states: Tensor) -> Tensor:

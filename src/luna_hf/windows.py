@@ -27,31 +27,47 @@ def query_blocks(query: Tensor, block: int) -> Tensor:
     query = query.transpose(1, 2)
     # In a graph contiguous: padding by nothing keeps the layout, which a graph of another length does not expect.
     query = query.contiguous() if is_tracing(query) else query
-    query = F.pad(query, (0, 0, 0, 0, 0, blocks * block - length))
+    if is_tracing(query) or blocks * block > length:
+        query = F.pad(query, (0, 0, 0, 0, 0, blocks * block - length))
     return query.flatten(0, 1).unflatten(0, (rows * blocks, block)).transpose(1, 2)
 
 
-def key_blocks(states: Tensor, window: int, block: int, causal: bool = False) -> Tensor:
-    """Gather the keys or values that each block reaches: (b, h, n, c) to (b * blocks, h, s + w - 1, c)."""
-    return _reached(states.transpose(1, 2), window, block, causal).transpose(1, 2)
+def key_places(
+    rows: int, length: int, window: int, block: int, device: torch.device, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Find the keys that each block reaches, (b * blocks, s + w - 1).
+
+    Returns:
+        Indices of joined rows, (b, n, ...) flattened to (b * n, ...), and which of them lie within the block's row; the
+        others repeat its first or last token.
+    """
+    # The number of blocks is never a dimension by itself, or a graph would be recompiled for a single block.
+    blocks = _number_of_blocks(length, block)
+    number = torch.arange(rows * blocks, device=device)[:, None]
+    before, _ = window_reach(window, causal)
+    position = number % blocks * block - before + torch.arange(block + window - 1, device=device)
+    return number // blocks * length + position.clamp(0, length - 1), (position >= 0) & (position < length)
 
 
-def window_mask(
-    keep: Tensor | None, length: int, window: int, block: int, device: torch.device, causal: bool = False
-) -> Tensor:
-    """Mask the keys of `key_blocks` outside a query's window: (b * blocks, 1, s, s + w - 1), b = 1 without `keep`."""
-    keep = torch.ones(1, length, dtype=torch.bool, device=device) if keep is None else keep
-    real = _reached(keep, window, block, causal)  # (b * blocks, s + w - 1)
+def key_blocks(joined: Tensor, places: Tensor) -> Tensor:
+    """Gather what some blocks reach, given their `key_places`: (b * n, ...) to (blocks, s + w - 1, ...)."""
+    return joined.index_select(0, places.flatten()).unflatten(0, places.shape)
+
+
+def window_mask(real: Tensor, block: int) -> Tensor:
+    """Mask the keys outside a query's window: padding mask (blocks, s + w - 1) to (blocks, 1, s, s + w - 1)."""
+    keys = real.shape[1]
     # The window of a block's query i starts at key i.
-    offset = torch.arange(block + window - 1, device=device) - torch.arange(block, device=device)[:, None]
-    band = (offset >= 0) & (offset < window)
+    offset = torch.arange(keys, device=real.device) - torch.arange(block, device=real.device)[:, None]
+    band = (offset >= 0) & (offset <= keys - block)
     return (real[:, None, :] & band).unsqueeze(1)
 
 
 def join_blocks(states: Tensor, rows: int, length: int) -> Tensor:
     """Join blocks and drop positions beyond the end: (b * blocks, s, ...) to (b, n, ...)."""
     places = _number_of_blocks(length, states.shape[1]) * states.shape[1]
-    return first_places(states.flatten(0, 1).unflatten(0, (rows, places)), length)
+    states = states.flatten(0, 1).unflatten(0, (rows, places))
+    return first_places(states, length) if is_tracing(states) or places > length else states
 
 
 def window_weights(weights: Tensor, window: int) -> Tensor:
@@ -79,17 +95,3 @@ def undo_interleave(states: Tensor) -> Tensor:
 
 def _number_of_blocks(length: int, block: int) -> int:
     return (length + block - 1) // block
-
-
-def _reached(states: Tensor, window: int, block: int, causal: bool) -> Tensor:
-    """Gather what each block reaches, zero-padded: (b, n, ...) to (b * blocks, s + w - 1, ...)."""
-    # The number of blocks is never a dimension by itself, or a graph would be recompiled for a single block.
-    rows, length = states.shape[:2]
-    before, _ = window_reach(window, causal)
-    blocks = _number_of_blocks(length, block)
-    pads = (0, 0) * (states.dim() - 2) + (before, (blocks + 1) * block - before - length)
-    number = torch.arange(rows * blocks, device=states.device)
-    first = (number + number // blocks) * block  # padding makes each row one block longer
-    places = first[:, None] + torch.arange(block + window - 1, device=states.device)
-    reached = F.pad(states, pads).flatten(0, 1).index_select(0, places.flatten())
-    return reached.unflatten(0, (rows * blocks, block + window - 1))
