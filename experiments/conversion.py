@@ -7,6 +7,9 @@
     python experiments/conversion.py report
 
     python experiments/conversion.py grow --data DATA --teacher outputs/swap/teacher --runs outputs/conversion-4
+    python experiments/conversion.py run --data DATA --teacher outputs/conversion-4/teacher --runs outputs/conversion-4 \
+        --rate 3e-4 --cells teacher luna mlp window
+    python experiments/conversion.py report --runs outputs/conversion-4 --subject conversion-4-layer
 
 The first two commands train the teacher of the warm-start study. `run` converts it to every cell of the study: stage A
 fits the attention of every layer to the teacher's, stage B trains the whole model on masked text while it imitates the
@@ -48,7 +51,8 @@ OWN = {
 
 # What the teacher lacks. Stage A trains it alone; in stage B, its rate is a multiple of the body's.
 NEW = r"control|slot_scale|pack"
-NEW_RATE = 3e-3
+FIT_RATE = 3e-3
+NEW_FACTOR = 3
 WEIGHTS = {"mlm_weight": 1.0, "kl_weight": 1.0, "hidden_weight": 1.0}
 # Window dropout of stage A; in stage B, half a window or none is drawn ever more rarely.
 HALF_OFF = {"windows": [0], "probability": 0.5, "final_probability": 0.5}
@@ -133,6 +137,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--window", type=int, default=8, help="tokens around each token (default: %(default)s)")
     add("--slots", type=int, default=64, help="default: %(default)s")
     add("--steps", type=int, default=1000, help="of a run (default: %(default)s)")
+    add("--rate", type=float, default=1e-3, help="learning rate of the body; a third of the teacher's is a good start")
     add("--transfer-steps", type=int, default=100, help="of these (default: %(default)s)")
     add("--models", nargs="+", default=[], help="runs to finetune, for example mlp-seed0")
     add("--tasks", nargs="+", choices=finetuning.TASKS, default=["sst2", "qnli"], help="of `finetune`")
@@ -203,7 +208,7 @@ def run_cell(options: argparse.Namespace, name: str, cell: Cell, seed: int) -> N
             "output_dir": options.runs / "fitted" / folder.name,
             "teacher": options.teacher,
             "max_steps": spent,
-            "learning_rate": NEW_RATE,
+            "learning_rate": FIT_RATE,
             "parameter_groups": [{"match": NEW}, {"match": "", "frozen_steps": spent}],
         }
         shared["model_name_or_path"] = pretrain(options, RECIPE, values, "transfer_attention")
@@ -213,7 +218,8 @@ def run_cell(options: argparse.Namespace, name: str, cell: Cell, seed: int) -> N
         "window_dropout": {"windows": [0, cell.window // 2]} if cell.dropout else {},
         "output_dir": folder,
         "max_steps": options.steps - spent,
-        "parameter_groups": [{"match": NEW, "learning_rate": NEW_RATE}] if cell.slots else [],
+        "learning_rate": options.rate,
+        "parameter_groups": [{"match": NEW, "learning_rate": NEW_FACTOR * options.rate}] if cell.slots else [],
         **({"teacher": options.teacher, **WEIGHTS} if helped else {}),
     }
     pretrain(options, RECIPE, values, "distill_mlm" if helped else "pretrain_mlm")
