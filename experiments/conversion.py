@@ -6,10 +6,9 @@
     python experiments/conversion.py finetune --data DATA --models RUN ...
     python experiments/conversion.py report
 
-    python experiments/conversion.py grow --data DATA --teacher outputs/swap/teacher --runs outputs/conversion-4
-    python experiments/conversion.py run --data DATA --teacher outputs/conversion-4/teacher --runs outputs/conversion-4 \
-        --rate 3e-4 --cells teacher luna mlp window
-    python experiments/conversion.py report --runs outputs/conversion-4 --subject conversion-4-layer
+    python experiments/conversion.py grow --data DATA --teacher outputs/swap/teacher --runs outputs/deeper
+    python experiments/conversion.py run --data DATA --runs outputs/deeper --teacher outputs/deeper/teacher --rate 3e-4
+    python experiments/conversion.py report --runs outputs/deeper --subject conversion-deeper
 
 The first two commands train the teacher of the warm-start study. `run` converts it to every cell of the study: stage A
 fits the attention of every layer to the teacher's, stage B trains the whole model on masked text while it imitates the
