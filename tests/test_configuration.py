@@ -38,6 +38,7 @@ FIELDS = {
     "layer_norm_eps": ConfigField((0,), effect=(0.1, "outputs")),
     "initializer_range": ConfigField((-0.02,), effect=(0.5, "weight_scale")),
     "conv_kernel_size": ConfigField((4,), effect=(5, "parameters")),
+    "conv_initializer_range": ConfigField((0,), effect=(0.5, "filter_scale"), together={"conv_kernel_size": 5}),
     "local_window": ConfigField((-1,), effect=(5, "outputs")),
     "slot_count_bias": ConfigField(effect=(False, "parameters"), together={"local_window": 5}),
     "full_attention_layers": ConfigField(
@@ -285,6 +286,11 @@ def tied(config):
 
 def weight_scale(config):
     return FAMILIES[config.model_type].base_model(config).embeddings.word_embeddings.weight.std().item() > 0.1
+
+
+def filter_scale(config):
+    parameters = FAMILIES[config.model_type].base_model(config).named_parameters()
+    return next(parameter for name, parameter in parameters if "convolution" in name).std().item() > 0.1
 
 
 def causal_outputs(config):

@@ -73,10 +73,14 @@ class BoundedMemoryConfig(PreTrainedConfig):
         layer_norm_eps (`float`, defaults to 1e-5):
             Epsilon of all LayerNorms.
         initializer_range (`float`, defaults to 0.02):
-            Standard deviation of the normal initialisation of matrices, embeddings and convolutions.
+            Standard deviation of the normal initialisation of matrices and embeddings.
         conv_kernel_size (`int`, defaults to 0):
             Kernel size of an optional depthwise convolution over the token states, added to the attention output of
             each layer: 0 for none, as in the papers, or an odd number. In a decoder it is causal.
+        conv_initializer_range (`float`, *optional*):
+            Standard deviation of the convolution's initial filters; defaults to `initializer_range`, with which a token
+            hardly sees its neighbours at first. `conv_kernel_size ** -0.5` keeps the scale of the states; encoders
+            that learn to recall need it.
         local_window (`int`, defaults to 0):
             Number of tokens, itself included, that each token reads in one softmax with the slots: the tokens around
             it, or in a decoder the latest ones. 0 for none, as in the papers. Needs a mechanism that reads slots.
@@ -143,6 +147,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     layer_norm_eps: float | int = 1e-5
     initializer_range: float | int = 0.02
     conv_kernel_size: int = 0
+    conv_initializer_range: float | int | None = None
     local_window: int = 0
     slot_count_bias: bool = True
     full_attention_layers: list[int] | None = None
@@ -179,6 +184,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         self._require("type_vocab_size", lambda value: value >= 0, "0 (no token types) or more")
         self._require("layer_norm_eps", lambda value: value > 0, "above 0, for example 1e-5")
         self._require("initializer_range", lambda value: value > 0, "above 0, for example 0.02")
+        self._require("conv_initializer_range", lambda v: v is None or v > 0, "None or above 0, for example 0.5")
         self._require("chunk_size_feed_forward", lambda value: value >= 0, "0 (automatic) or more")
         self._require("classifier_hidden_size", lambda value: value is None or value >= 1, "None or at least 1")
         self._require("conv_kernel_size", lambda k: k == 0 or (k > 0 and k % 2 == 1), "0 (none) or odd, for example 5")

@@ -127,8 +127,8 @@ class DepthwiseConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.hidden_size, config.conv_kernel_size))
 
     def initialise(self, config: BoundedMemoryConfig) -> None:
-        """Initialise the filters like any other matrix."""
-        init.normal_(self.weight, mean=0.0, std=config.initializer_range)
+        """Initialise the filters."""
+        init.normal_(self.weight, mean=0.0, std=config.conv_initializer_range or config.initializer_range)
 
     def forward(self, states: Tensor, context: ForwardContext) -> Tensor:
         """Convolve (b, n, d) states to the same shape."""
