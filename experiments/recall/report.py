@@ -13,7 +13,7 @@ from luna_hf.scripting import UserError, markdown_table
 Run = dict[str, Any]
 COLOURS = {"softmax": "black", "window": "0.5", "abc": "tab:blue", "luna": "tab:orange", "luna-exp": "tab:red"}
 LINES = {"": ":", "window": "-", "conv": "--", "both": "-."}
-LINES |= {"window-uncounted": (0, (5, 1)), "both-uncounted": (0, (3, 1, 1, 1))}
+LINES |= {"conv-narrow": (0, (1, 3)), "window-uncounted": (0, (5, 1)), "both-uncounted": (0, (3, 1, 1, 1))}
 _SHARED = ("command", "date", "machine", "versions")
 
 

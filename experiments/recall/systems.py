@@ -2,9 +2,9 @@
 
 A name is a base, and what is added to it: `luna-16+window`. Bases are `softmax`, `window` (sliding-window attention
 alone), and Luna or ABC-MLP with a number of slots. `+window` reads the slots and a window in one softmax; `+conv` adds
-a depthwise convolution, `+both` both; `-uncounted` behind them leaves out the bias by counts. `luna-exp` is causal
-Luna with `pack_activation="exp"`. In this study only, `luna-total` divides the sums of causal Luna by the sum of
-the weights instead of the number of tokens.
+a depthwise convolution, `+both` both. Behind them, `-uncounted` leaves out the bias by counts, and `-narrow` starts the
+filters like any other matrix. `luna-exp` is causal Luna with `pack_activation="exp"`. In this study only, `luna-total`
+divides the sums of causal Luna by the sum of the weights instead of the number of tokens.
 """
 
 from typing import Any
@@ -42,7 +42,10 @@ BASES: dict[str, dict[str, Any]] = {
     "luna-total": LUNA,
     "abc": {"family": "abc"},
 }
-ADDED: dict[str, dict[str, Any]] = {"": {}, "window": {"local_window": WINDOW}, "conv": {"conv_kernel_size": TAPS}}
+CONV = {"conv_kernel_size": TAPS, "conv_initializer_range": TAPS**-0.5}
+ADDED: dict[str, dict[str, Any]] = {"": {}, "window": {"local_window": WINDOW}, "conv": CONV}
+# With the library's default, filters start like any other matrix.
+ADDED["conv-narrow"] = {"conv_kernel_size": TAPS}
 ADDED["both"] = {**ADDED["window"], **ADDED["conv"]}
 for name in ("window", "both"):
     ADDED[f"{name}-uncounted"] = {**ADDED[name], "slot_count_bias": False}
