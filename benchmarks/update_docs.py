@@ -18,7 +18,7 @@ from typing import Any
 from luna_hf.scripting import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 MARKER = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 LABELS = {
     "roberta": "RoBERTa",
@@ -509,20 +509,21 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
-def render(page: str) -> str:
-    """A page with its marked tables written anew.
+def render(page: str, path: Path) -> str:
+    """A page with its marked tables written anew, and their links relative to its path.
 
     Raises:
         KeyError: The page marks a table that does not exist.
     """
-    return MARKER.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
+    up = "../" * len(path.relative_to(ROOT).parent.parts)
+    return MARKER.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]().replace('](../', f']({up}')}\n{match[3]}", page)
 
 
 def main() -> None:
     """Rewrite the pages."""
     for path in PAGES:
         page = path.read_text(encoding="utf-8")
-        if (new := render(page)) != page:
+        if (new := render(page, path)) != page:
             path.write_text(new, encoding="utf-8")
             print(f"updated {path.relative_to(ROOT)}")
 
