@@ -38,12 +38,12 @@ OPTIONS = {"max_eval_samples": 2000, "model_config": "classifier_pooling=mean"}
 # A measured step reads the same number of tokens at every length.
 STEP_TOKENS, STEPS = 8192, 5
 PROTOCOL = (
-    "Finetuning with one setting for all models and lengths (see setting); the weights after the last step count. "
-    "The classifier reads the mean of the states. Reviews are cut to the length; learned positions are repeated beyond those of pretraining. Accuracy on 2,000 "
-    "reviews of the test split, drawn once: one standard error is 1 point. Seconds and memory: a training step "
-    "(forward, backward, AdamW, bfloat16) on full rows, in a separate process; seconds are processor time, the "
-    "median of the steps after the first; memory is the growth of the process's peak over its size with model and "
-    "optimizer loaded."
+    "Finetuning with one setting for all models and lengths (see setting); the weights after the last step count. The "
+    "classifier reads the mean of the states. Reviews are cut to the length; learned positions are repeated beyond "
+    "those of pretraining. Accuracy on 2,000 reviews of the test split, drawn once: one standard error is 1 point. "
+    "Seconds and memory: a training step (forward, backward, AdamW, bfloat16) on full rows, in a separate process; "
+    "seconds are processor time, the median of the steps after the first; memory is the growth of the process's peak "
+    "over its size with model and optimizer loaded."
 )
 
 
