@@ -103,6 +103,7 @@ def cells(window: int, slots: int) -> dict[str, Cell]:
         "no-bias": {"bias": False},
         "full-0": {"full": (0,)},
         "full-1": {"full": (1,)},
+        "full-2": {"full": (2,)},  # of a deeper teacher
         "window-32": {"window": 32},
     }
     return {
