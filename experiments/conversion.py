@@ -132,7 +132,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = make_parser(__doc__, COMMANDS, "outputs/conversion")
     add = parser.add_argument
     add("--teacher", type=Path, default=Path("outputs/swap/teacher"), help="RoBERTa to convert (default: %(default)s)")
-    add("--cells", nargs="+", help="of `run` (default: all)")
+    add("--cells", nargs="+", help="of `run` (default: all for two layers)")
     add("--seeds", type=int, nargs="+", default=[0, 1], help="of `run` or `finetune` (default: 0 1)")
     add("--window", type=int, default=8, help="tokens around each token (default: %(default)s)")
     add("--slots", type=int, default=64, help="default: %(default)s")
@@ -144,7 +144,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--subject", default="conversion", help="name of the results of `report` (default: %(default)s)")
     options, options.overrides = parser.parse_known_args(arguments)
     known = cells(options.window, options.slots)
-    options.cells = options.cells or list(known)
+    options.cells = options.cells or [name for name in known if not name.endswith("full-2")]
     if unknown := set(options.cells) - set(known):
         raise UserError(f"There is no cell {sorted(unknown)[0]!r}. Cells: {', '.join(known)}.")
     if options.what == "finetune" and not options.models:
