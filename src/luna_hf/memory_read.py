@@ -312,7 +312,7 @@ class _WindowBlocks(NamedTuple):
         return cls(key, value, None if real is None else real.flatten(), places, inside, block)
 
     def in_blocks(self, block_rows: int | None = None, part: slice = slice(None)) -> Parts:
-        """Gather keys, values and mask for some blocks."""
+        """Gather keys, values and mask for some blocks; their number is only for the signature of `SlotMemory`'s."""
         places, readable = self.places[part], self.inside[part]
         if self.real is not None:
             readable = readable & key_blocks(self.real, places)
