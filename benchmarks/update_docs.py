@@ -505,6 +505,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "swap-finetune": lambda: _report("swap-finetune-cpu-bfloat16"),
     "conversion": lambda: _report("conversion-cpu-bfloat16"),
     "conversion-finetune": lambda: _report("conversion-finetune-cpu-bfloat16"),
+    "conversion-deeper": lambda: _report("conversion-deeper-cpu-bfloat16"),
+    "conversion-deeper-window-32": lambda: _report("conversion-deeper-window-32-cpu-bfloat16"),
     "longer": lambda: _report("longer-imdb-cpu-bfloat16"),
 }
 

@@ -8,14 +8,16 @@
 
     python experiments/conversion.py grow --data DATA --teacher outputs/swap/teacher --runs outputs/deeper
     python experiments/conversion.py run --data DATA --runs outputs/deeper --teacher outputs/deeper/teacher --rate 3e-4
+    python experiments/conversion.py layers --data DATA --runs outputs/deeper --teacher outputs/deeper/teacher \
+        --models luna-seed0 mlp-seed0 --subject conversion-deeper
     python experiments/conversion.py report --runs outputs/deeper --subject conversion-deeper
 
 The first two commands train the teacher of the warm-start study. `run` converts it to every cell of the study: stage A
 fits the attention of every layer to the teacher's, stage B trains the whole model on masked text while it imitates the
 teacher. A cell takes as many steps as the twin, which is the teacher itself, trained further. `run` skips finished
 runs and continues interrupted ones. DATA has enwiki/{train,validation}.parquet (column `text`) and the task folders.
-`report` writes JSON, tables and plots of the finished runs. `grow` makes a teacher of twice the depth and width, in
-RUNS/teacher.
+`report` writes JSON, tables and plots of the finished runs. `layers` measures what each converted layer costs after
+stage A. `grow` makes a teacher of twice the depth and width, in RUNS/teacher.
 
 Options of `run`, `grow` and `finetune` that are not listed here, `--key value`, override the recipe (conversion.yaml)
 and the options of the finetuning commands.
@@ -28,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import conversion_layers
 import conversion_report
 import finetuning
 import torch
@@ -139,7 +142,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=1000, help="of a run (default: %(default)s)")
     add("--rate", type=float, default=1e-3, help="learning rate of the body; a third of the teacher's is a good start")
     add("--transfer-steps", type=int, default=100, help="of these (default: %(default)s)")
-    add("--models", nargs="+", default=[], help="runs to finetune, for example mlp-seed0")
+    add("--models", nargs="+", default=[], help="of `finetune` and `layers`: runs, such as mlp-seed0")
     add("--tasks", nargs="+", choices=finetuning.TASKS, default=["sst2", "qnli"], help="of `finetune`")
     add("--subject", default="conversion", help="name of the results of `report` (default: %(default)s)")
     options, options.overrides = parser.parse_known_args(arguments)
@@ -253,7 +256,7 @@ def report(options: argparse.Namespace) -> None:
     finetuning.report(options, f"{options.subject}-finetune", shared)
 
 
-COMMANDS = {"run": run, "grow": grow, "finetune": finetune, "report": report}
+COMMANDS = {"run": run, "grow": grow, "finetune": finetune, "layers": conversion_layers.layers, "report": report}
 
 
 def main(arguments: Sequence[str]) -> int:

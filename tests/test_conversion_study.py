@@ -1,13 +1,15 @@
 """The study of conversions with a teacher: its driver runs what it promises, and the report compares with the twin."""
 
+import conversion_layers
 import conversion_report
 import learning
 import pytest
 import running
+import torch
 from test_learning import RESULTS, SHRINK_WORDS, check
 from test_learning import data as learning_data  # noqa: F401  a fixture
 from test_swap import SHRINK
-from transformers import AutoConfig
+from transformers import AutoConfig, RobertaForMaskedLM
 
 import conversion
 from luna_hf.scripting import UserError
@@ -73,3 +75,17 @@ def test_committed_results():
         for name in ("over_twin", "cost_of_slots_off"):
             assert again.pop(name) == pytest.approx(run.pop(name), abs=1e-4), run["name"]
         assert again == run
+
+
+def test_layers_are_converted_one_at_a_time(runs, learning_data, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(conversion_layers, "BLOCK", 16)
+    teacher = runs.parent / "learning" / "pretrain" / "roberta-seed1"
+    where = ["--data", str(learning_data), "--runs", str(runs), "--teacher", str(teacher), "--results", str(tmp_path)]
+    assert conversion.main(["layers", *where, "--models", "mlp-seed0"]) == 0
+    (path,) = tmp_path.glob("conversion-layers-*.json")
+    (over,) = running.read_json(path)["over_teacher"].values()
+    assert over.keys() == {"all", "0", "1"} and len(set(over.values())) == 3
+    kept, ids = conversion_layers.keep(runs / "fitted" / "mlp-seed0", [0, 1]), torch.arange(5, 15)[None]
+    softmax = RobertaForMaskedLM.from_pretrained(teacher).eval()
+    torch.testing.assert_close(kept.eval()(ids).logits, softmax(ids).logits, rtol=1e-4, atol=1e-5)
+    assert conversion.main(["layers", *where, "--models", "nobody"]) == 1
