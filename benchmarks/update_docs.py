@@ -507,6 +507,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "conversion-finetune": lambda: _report("conversion-finetune-cpu-bfloat16"),
     "conversion-deeper": lambda: _report("conversion-deeper-cpu-bfloat16"),
     "conversion-deeper-window-32": lambda: _report("conversion-deeper-window-32-cpu-bfloat16"),
+    "conversion-deeper-layers": lambda: _report("conversion-deeper-layers-cpu-float32"),
+    "conversion-deeper-finetune": lambda: _report("conversion-deeper-finetune-cpu-bfloat16"),
     "longer": lambda: _report("longer-imdb-cpu-bfloat16"),
 }
 
