@@ -26,7 +26,7 @@ import torch
 from finetuning import Finetuning
 from running import launch, make_parser, publish, read_json, run_study
 from study_plots import panels, plain, save
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from luna_hf.scripting import UserError, markdown_table, progress, write_json
 
@@ -34,7 +34,7 @@ SCRIPT = "experiments/longer.py"
 LENGTHS = (256, 512, 1024, 2048)
 ROWS, EPOCHS = 3000, 2
 # With the state of <s> instead of the mean, softmax attention does not leave chance in as many steps.
-OPTIONS = {"max_eval_samples": 2000, "model_config": "classifier_pooling=mean"}
+POOLING = "mean"
 # A measured step reads the same number of tokens at every length.
 STEP_TOKENS, STEPS = 8192, 5
 PROTOCOL = (
@@ -66,10 +66,18 @@ def run(options: argparse.Namespace) -> None:
     for length in options.lengths:
         for name, folder in options.models.items():
             progress(f"{name}, {length:,} tokens")
-            task = Finetuning("imdb", ROWS, EPOCHS, length, {**finetuning.IMDB, **OPTIONS})
+            given = {**finetuning.IMDB, "max_eval_samples": 2000}
+            if pools(folder):
+                given["model_config"] = f"classifier_pooling={POOLING}"
+            task = Finetuning("imdb", ROWS, EPOCHS, length, given)
             output = options.runs / "finetune" / name / f"{length}"
             words = task.words(options.data, [Path(folder)], options.seeds, output)
             launch(task.script, [*words, *options.overrides], options.threads)
+
+
+def pools(folder: str) -> bool:
+    """Whether a model's classifier can read the mean of the states; that of transformers' RoBERTa cannot."""
+    return hasattr(AutoConfig.from_pretrained(folder), "classifier_pooling")
 
 
 # ---- cost ----
@@ -122,7 +130,8 @@ def load(folder: str, length: int) -> Any:
     sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
     from common.models import extend_positions
 
-    model = AutoModelForSequenceClassification.from_pretrained(folder, classifier_pooling="mean")
+    fields = {"classifier_pooling": POOLING} if pools(folder) else {}
+    model = AutoModelForSequenceClassification.from_pretrained(folder, **fields)
     extend_positions(model, length)
     return model.train()
 

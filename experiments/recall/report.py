@@ -14,6 +14,7 @@ Run = dict[str, Any]
 COLOURS = {"softmax": "black", "window": "0.5", "abc": "tab:blue", "luna": "tab:orange", "luna-exp": "tab:red"}
 LINES = {"": ":", "window": "-", "conv": "--", "both": "-."}
 LINES |= {"conv-narrow": (0, (1, 3)), "window-uncounted": (0, (5, 1)), "both-uncounted": (0, (3, 1, 1, 1))}
+PLOTTED = ("", "window", "conv", "both")  # ablations are in the tables
 _SHARED = ("command", "date", "machine", "versions")
 
 
@@ -120,10 +121,14 @@ def percent(shares: list[float]) -> str:
 # ---- plots ----
 
 
-def _panels(result: dict[str, Any]) -> tuple[Any, list[tuple[Any, list[Run]]]]:
+def _panels(result: dict[str, Any], across_slots: bool = False) -> tuple[Any, list[tuple[Any, list[Run]]]]:
     """A panel for every form and size of associative recall, and its runs."""
-    named = settings(run for run in result["runs"] if run["task"]["name"] == "recall")
-    figure, axes = panels(1, len(named), (5.2 * len(named), 4.6), sharey=False, squeeze=False)
+    plotted = [run for run in result["runs"] if run["task"]["name"] == "recall" and parts(run["system"])[2] in PLOTTED]
+    named = settings(plotted)
+    if across_slots and len(named) > 1:
+        numbers = {name: {parts(run["system"])[1] for run in runs} for name, runs in named.items()}
+        named = {name: runs for name, runs in named.items() if len(numbers[name]) > 3} or named
+    figure, axes = panels(1, len(named), (6.8 * len(named), 4.6), sharey=False, squeeze=False)
     for axis, name in zip(axes[0], named, strict=True):
         axis.set_title(name, fontsize=10)
         plain(axis)
@@ -137,7 +142,7 @@ def _style(system: str) -> dict[str, Any]:
 
 def plot_slots(result: dict[str, Any], path: Path) -> None:
     """Accuracy at the largest size against the number of slots; systems without slots are horizontal lines."""
-    figure, drawn = _panels(result)
+    figure, drawn = _panels(result, across_slots=True)
     for axis, runs in drawn:
         lines: dict[tuple[str, str], dict[int, float]] = {}
         for system in systems_of(runs):
@@ -159,7 +164,7 @@ def _finish_shares(figure: Any, drawn: Any, across: str, path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.set_xlabel(across)
         axis.set_ylim(-3, 103)
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     drawn[0][0].set_ylabel("right answers (per cent)")
     save(figure, path)
 
@@ -191,6 +196,6 @@ def plot_curves(result: dict[str, Any], path: Path) -> None:
                 right = [size * share for size, share in zip(curve["size"], curve["accuracy"], strict=True)]
                 axis.plot(curve["step"], right, label=system, **_style(system))
         axis.set_xlabel("steps")
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     drawn[0][0].set_ylabel("right answers in a row")
     save(figure, path)
