@@ -53,6 +53,8 @@ def keep(folder: Path, layers: list[int]) -> PreTrainedModel:
 
 def layers(options: argparse.Namespace) -> None:
     """Measure what each converted layer costs in fitted runs, and publish the table."""
+    if options.overrides:
+        raise UserError(f"`layers` has no option {options.overrides[0]}.")
     folders = [options.runs / "fitted" / name for name in options.models]
     if not folders or (missing := [folder for folder in folders if not folder.is_dir()]):
         raise UserError(f"There is no fitted run {missing[0]}." if folders else "`layers` needs --models, fitted runs.")

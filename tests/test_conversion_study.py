@@ -89,3 +89,4 @@ def test_layers_are_converted_one_at_a_time(runs, learning_data, tmp_path, monke
     softmax = RobertaForMaskedLM.from_pretrained(teacher).eval()
     torch.testing.assert_close(kept.eval()(ids).logits, softmax(ids).logits, rtol=1e-4, atol=1e-5)
     assert conversion.main(["layers", *where, "--models", "nobody"]) == 2
+    assert conversion.main(["layers", *where, "--models", "mlp-seed0", "--block", "8"]) == 2
