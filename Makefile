@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses auto --dist worksteal
 
-.PHONY: demo test lint test-all test-faults test-gpu clean
+.PHONY: demo publish test lint test-all test-faults test-gpu clean
 
 $(VENV)/.train: pyproject.toml src/luna_hf/__init__.py
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"luna_hf needs Python 3.10 or newer, but $(PYTHON) is {v[0]}.{v[1]}. Choose another: make PYTHON=python3.11")'
@@ -23,6 +23,10 @@ $(VENV)/.dev: $(VENV)/.train
 
 demo: $(VENV)/.train
 	OMP_WAIT_POLICY=passive $(BIN)/python training/pretrain_mlm.py training/recipes/pretrain_mlm/demo.yaml
+
+# Needs a login: hf auth login
+publish: $(VENV)/.train
+	$(BIN)/python model_cards/publish.py "$(NAME)" "$(REPO)"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -21,13 +21,13 @@ from luna_hf.scripting import describe_run, markdown_table, progress, run_script
 
 PROTOCOL = (
     "One training step on one text of random tokens: forward with labels at all positions, backward and fused AdamW; "
-    "random weights, no dropout, float32, each model's default attention. Time: wall clock; every round times every "
-    "model at every length, in an order that rotates from round to round; ratios are taken within a round, medians "
-    "over rounds. Memory: peak resident size of a step minus the size before it, each model and length in its own "
-    "process after a step on a tiny input, where freed blocks of 1 MiB and more go back to the system; and held_bytes: "
-    "weights, gradients and both moments."
+    "random weights, no dropout, each model's default attention. Time: wall clock; every round times every model at "
+    "every length, in an order that rotates from round to round; ratios are taken within a round, medians over rounds. "
+    "Memory: peak resident size of a step minus the size before it, each model and length in its own process after a "
+    "step on a tiny input (on an accelerator: peak allocated, in one process), where freed blocks of 1 MiB and more go "
+    "back to the system; and held_bytes: weights, gradients and both moments."
 )
-SETTINGS = ("layers", "width", "heads", "vocab_size", "rows", "device", "threads", "rounds")
+SETTINGS = ("layers", "width", "heads", "vocab_size", "rows", "dtype", "device", "threads", "rounds")
 PEER = DYNAMIC  # in training GPT-2 has no cache
 NAMES = (*OWN, PEER)
 WARM_UP_LENGTH = 16
@@ -111,7 +111,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line, with the positions that the models need."""
     sizes = {"layers": 4, "width": 768, "heads": 12, "vocab_size": 50257, "rounds": 3}
-    options = measuring.make_parser(__doc__, lengths=[1024, 4096], **sizes).parse_args(arguments)
+    parser = measuring.make_parser(__doc__, lengths=[1024, 4096], **sizes)
+    measuring.add_dtype(parser)
+    options = parser.parse_args(arguments)
     options.lengths = sorted(set(options.lengths))
     options.longest, options.room, options.rows = max(WARM_UP_LENGTH, *options.lengths), 0, 1
     return options
@@ -125,7 +127,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     return {
         **describe_run(__file__, arguments, options.device),
         "protocol": PROTOCOL,
-        "settings": {**{name: getattr(options, name) for name in SETTINGS}, "dtype": "float32"},
+        "settings": {name: getattr(options, name) for name in SETTINGS},
         "peers": [PEER],
         "lengths": [describe_length(n, times[n], memory[n]) for n in options.lengths],
         "floors": [],

@@ -14,8 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from luna_hf import FAMILIES
 from luna_hf.configuration_abc import CONTROLS
 
-# roberta-eager computes its softmax step by step, as models did before fused kernels.
-PEERS = ("roberta", "roberta-eager", "modernbert")
+# The peers: a model, and its attention backend if that is not sdpa. roberta-eager computes its softmax step by step, as
+# models did before fused kernels. modernbert-flash skips what lies outside its windows, which sdpa computes and masks.
+PEERS = ("roberta", "roberta-eager", "roberta-flash", "modernbert", "modernbert-flash")
+BACKENDS = {"eager": "eager", "flash": "flash_attention_2"}
 
 # A window and slots.
 MIXED = {"local_window": 32}
@@ -55,6 +57,10 @@ MODEL_SETS: dict[str, tuple[str, ...]] = {
         *(name for name in VARIANTS["abc_memory"] if "mlp" not in name and "mixed" not in name),
     ),
     "mixed": ("roberta", "luna-mixed-64", "luna-mixed-64-untied", "abc-mixed-64", "abc-mlp-64"),
+    "gpu": (
+        *("roberta", "roberta-flash", "modernbert", "modernbert-flash"),
+        *("luna-untied", "luna-tied", "luna-mixed-64", "abc-mlp-64"),
+    ),
 }
 
 BASE = "base"  # number of layers: that of the published base model
@@ -82,7 +88,7 @@ def contender_names(chosen: Sequence[str] = ("standard",)) -> list[str]:
 def configure(name: str, setting: argparse.Namespace) -> PreTrainedConfig:
     """The config of a model without dropout: its family's published base shape, scaled to the width of the setting."""
     family, fields = OWN.get(name, ("", {}))
-    peer = hf.ModernBertConfig if name == "modernbert" else hf.RobertaConfig
+    peer = hf.ModernBertConfig if is_modernbert(name) else hf.RobertaConfig
     config_class = FAMILIES[family].config if family else peer
     published = config_class()
     fields = {
@@ -96,15 +102,25 @@ def configure(name: str, setting: argparse.Namespace) -> PreTrainedConfig:
     }
     if not full_vocabulary(setting):
         fields["vocab_size"] = ENCODER_VOCABULARY
-    if name == "modernbert":
+    if is_modernbert(name):
         fields |= {"pad_token_id": PAD, "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
     else:
         fields |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    if name not in PEERS or name == "modernbert":
+    if name not in PEERS or is_modernbert(name):
         fields["sparse_prediction"] = True
-    if name == "roberta-eager":
-        fields["attn_implementation"] = "eager"
+    if backend := backend_of(name):
+        fields["attn_implementation"] = backend
     return config_class(**fields)
+
+
+def is_modernbert(name: str) -> bool:
+    """Whether a name is ModernBERT's, with any backend."""
+    return name.partition("-")[0] == "modernbert"
+
+
+def backend_of(name: str) -> str | None:
+    """The attention backend that a peer's name asks for."""
+    return BACKENDS.get(name.partition("-")[2]) if name in PEERS else None
 
 
 def full_vocabulary(setting: argparse.Namespace) -> bool:
@@ -115,7 +131,7 @@ def full_vocabulary(setting: argparse.Namespace) -> bool:
 def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
     """A randomly initialised model without dropout, on the device, in training mode for a training step."""
     torch.manual_seed(0)
-    if name == "modernbert":
+    if is_modernbert(name):
         base, masked_lm = hf.ModernBertModel, hf.ModernBertForMaskedLM
     elif name in PEERS:
         base, masked_lm = partial(hf.RobertaModel, add_pooling_layer=False), hf.RobertaForMaskedLM
@@ -123,7 +139,8 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
         family, _ = OWN[name]
         base, masked_lm = FAMILIES[family].base_model, FAMILIES[family].masked_lm
     training = setting.mode == "mlm_step"
-    model = (masked_lm if training else base)(configure(name, setting))
+    with torch.device(setting.device):  # an accelerator draws random weights faster
+        model = (masked_lm if training else base)(configure(name, setting))
     return model.to(device=setting.device, dtype=getattr(torch, setting.dtype)).train(training)
 
 

@@ -24,9 +24,11 @@ from contenders import (
     MODEL_SETS,
     PEERS,
     WARM_UP_LENGTH,
+    backend_of,
     build,
     contender_names,
     held_bytes,
+    is_modernbert,
     make_action,
     make_batch,
     peak_memory,
@@ -34,20 +36,22 @@ from contenders import (
 )
 from plots import Panel, machine_name, plot_panels
 from transformers import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from luna_hf.scripting import describe_run, markdown_table, progress, run_script
 
 PROTOCOL = (
     "Time: wall clock of one call per model, length and round, models interleaved within a round in an order that "
-    "rotates from round to round; ratios are taken within a round, medians over rounds. Memory: peak resident size "
-    "(on an accelerator: peak allocated) of one call minus the size before it, each model and length in its own "
-    "process, after building the model and one call on a tiny input; freed blocks of 1 MiB and more go back to the "
-    "system. held_bytes: what the model holds between calls, its weights, and in training gradients and both moments. "
-    "Random weights, random tokens, no dropout, each model's default attention, which is sdpa (roberta-eager: products "
-    "and softmax one after the other). forward: eval, no gradients, base models without pooler. mlm_step: forward, "
-    "backward and fused AdamW of the masked-LM models, 15 % of the positions labelled; the models of this package and "
-    "ModernBERT apply the head only there (sparse_prediction), which RoBERTa cannot. Vocabularies are the published "
-    "ones in training and with --layers base, else 1000."
+    "rotates from round to round; ratios are taken within a round, medians over rounds. Memory: peak resident size (on "
+    "an accelerator: peak allocated) of one call minus the size before it, each model and length in its own process "
+    "(on an accelerator in one), after building the model and one call on a tiny input; freed blocks of 1 MiB and more "
+    "go back to the system. held_bytes: what the model holds between calls, its weights, and in training gradients and "
+    "both moments. Random weights, random tokens, no dropout, each model's default attention, which is sdpa "
+    "(roberta-eager: products and softmax one after the other; roberta-flash, modernbert-flash: flash-attn). forward: "
+    "eval, no gradients, base models without pooler. mlm_step: forward, backward and fused AdamW of the masked-LM "
+    "models, 15 % of the positions labelled; the models of this package and ModernBERT apply the head only there "
+    "(sparse_prediction), which RoBERTa cannot. Vocabularies are the published ones in training and with --layers "
+    "base, else 1000."
 )
 DIFFERENCES = (
     "All models have the same width and heads, and as many positions as the longest input needs. Each has its "
@@ -73,7 +77,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     layers = f"layers of each model, or {BASE}: as many as published (default: {CYCLE}, one cycle of ModernBERT)"
     add("--layers", type=lambda text: text if text == BASE else measuring.positive(text), default=CYCLE, help=layers)
     add("--mode", choices=["forward", "mlm_step"], default="forward", help="default: %(default)s")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
+    measuring.add_dtype(parser)
     sets = ", ".join(MODEL_SETS)
     add("--models", nargs="+", default=["standard"], metavar="MODEL", help=f"models, or one of the sets {sets}")
     add("--padding", action="store_true", help="also time batches where half of the rows lack a quarter of the tokens")
@@ -82,25 +86,40 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.names = contender_names(options.models)
     except ValueError as error:
         parser.error(str(error))
-    if options.layers != BASE and options.layers % CYCLE and "modernbert" in options.names:
-        why = f"--layers {options.layers} is no whole cycle of modernbert, which has one global layer in {CYCLE}"
-        if "modernbert" in options.models:
-            parser.error(f"{why}: choose a multiple of {CYCLE}")
-        progress(f"{why}: left out")
-        options.names.remove("modernbert")
+    for name in list(options.names):
+        if obstacle := why_not(name, options):
+            if name in options.models:
+                parser.error(f"{name}: {obstacle}")
+            progress(f"{name} is left out: {obstacle}")
+            options.names.remove(name)
     options.lengths = sorted(set(options.lengths))
     options.max_length = options.lengths[-1]
     return options
+
+
+def why_not(name: str, options: argparse.Namespace) -> str | None:
+    """Why a model cannot be measured with these options and on this machine; a set of models leaves it out."""
+    if is_modernbert(name) and options.layers != BASE and options.layers % CYCLE:
+        return f"it has one global layer in {CYCLE}, and --layers {options.layers} is no multiple of {CYCLE}"
+    if backend_of(name) == "flash_attention_2":
+        if not is_flash_attn_2_available():
+            return "it needs the package flash-attn and a GPU"
+        if options.dtype == "float32" or options.device == "cpu":
+            return "it needs --device cuda --dtype bfloat16"
+    return None
 
 
 def measure_time(models: dict[str, PreTrainedModel], options: argparse.Namespace) -> Times:
     """Seconds of every call; each round starts with another model, and with the other batch."""
     actions = {name: make_action(model, options) for name, model in models.items()}
     kinds = ["unpadded", "padded"] if options.padding else ["unpadded"]
-    # On an accelerator the first call of a shape chooses kernels; on a CPU it would only cost time.
-    for length in [WARM_UP_LENGTH] if options.device == "cpu" else options.lengths:
+    # On an accelerator the first call of a shape chooses kernels and takes memory; on a CPU it would only cost time.
+    shapes = [(1, min(WARM_UP_LENGTH, options.max_length))]
+    if options.device != "cpu":
+        shapes = [(rows_for(length, options), length) for length in options.lengths]
+    for shape in shapes:
         for action in actions.values():
-            action(make_batch(options, 1, min(length, options.max_length)))
+            action(make_batch(options, *shape))
     times: Times = {n: {name: {kind: [] for kind in kinds} for name in models} for n in options.lengths}
     for turn in range(options.rounds):
         for length in options.lengths:

@@ -36,10 +36,14 @@ PROTOCOL = (
     "shape. gpt2: DynamicCache, generate's default, which copies all keys and values in every step; gpt2-static: "
     "StaticCache of exactly the length needed, written in place, not compiled. The allocator has its defaults. State: "
     "bytes of the tensors in the cache. Memory: state, and peak resident size of a step beyond it, each model and "
-    "length in its own process, where freed blocks of 1 MiB and more go back to the system. generate: time between two "
-    "tokens of a greedy call of generate, relative to a step, at the shortest length."
+    "length in its own process (on an accelerator: peak allocated, in one process), where freed blocks of 1 MiB and "
+    "more go back to the system. generate: time between two tokens of a greedy call of generate, relative to a step, "
+    "at the shortest length."
 )
-SETTINGS = ("layers", "width", "heads", "vocab_size", "rows", "longest", "room", "device", "threads", "rounds")
+SETTINGS = (
+    *("layers", "width", "heads", "vocab_size", "rows", "longest", "room"),
+    *("dtype", "device", "threads", "rounds"),
+)
 
 # Family and fields of this package's models; a family without an entry joins with 64 slots.
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,7 +86,7 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
             eos_token_id=None,
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         )
-        model = GPT2LMHeadModel(config)
+        make = GPT2LMHeadModel
     else:
         family, fields = OWN[name]
         config = FAMILIES[family].config(
@@ -95,9 +99,11 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
             attention_probs_dropout_prob=0.0,
             **fields,
         )
-        model = FAMILIES[family].causal_lm(config)
+        make = FAMILIES[family].causal_lm
+    with torch.device(setting.device):  # an accelerator draws random weights faster
+        model = make(config)
     model.generation_config.eos_token_id = None
-    return model.to(setting.device).eval()
+    return model.to(device=setting.device, dtype=getattr(torch, setting.dtype)).eval()
 
 
 def random_tokens(length: int, setting: argparse.Namespace) -> Tensor:
@@ -122,10 +128,11 @@ def fill_cache(name: str, model: PreTrainedModel, length: int, setting: argparse
     """A cache of GPT-2 with random keys and values, the same for both kinds of cache."""
     room = {} if name == DYNAMIC else {"max_cache_len": length + setting.room}
     cache = (StaticCache if room else DynamicCache)(config=model.config, **room)
-    generator = torch.Generator().manual_seed(length)
+    generator = torch.Generator(setting.device).manual_seed(length)
+    kind = {"device": setting.device, "dtype": getattr(torch, setting.dtype)}
     shape = (setting.rows, setting.heads, length, setting.width // setting.heads)
     for layer in range(setting.layers):
-        key, value = (torch.randn(shape, generator=generator).to(setting.device) for _ in range(2))
+        key, value = (torch.randn(shape, generator=generator, **kind) for _ in range(2))
         cache.update(key, value, layer)
     return cache
 
@@ -307,7 +314,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line, with the longest context and the tokens added to it at most."""
     lengths = [1024, 2048, 4096, 8192, 16384]
     sizes = {"rows": 1, "layers": 4, "width": 768, "heads": 12, "vocab_size": 50257, "rounds": 20}
-    options = measuring.make_parser(__doc__, lengths=lengths, **sizes).parse_args(arguments)
+    parser = measuring.make_parser(__doc__, lengths=lengths, **sizes)
+    measuring.add_dtype(parser)
+    options = parser.parse_args(arguments)
     options.lengths = sorted(set(options.lengths))
     options.longest = options.lengths[-1]
     options.room = WARM_UP + (1 + GENERATE_ROUNDS) * options.rounds + 2
@@ -334,7 +343,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     result = {
         **describe_run(__file__, arguments, options.device),
         "protocol": PROTOCOL,
-        "settings": {**{name: getattr(options, name) for name in SETTINGS}, "dtype": "float32"},
+        "settings": {name: getattr(options, name) for name in SETTINGS},
         "peers": list(PEERS),
         "models": {name: {"parameters": model.num_parameters()} for name, model in models.items()},
         "growth": measuring.growth(times, GROWTH_LENGTHS),

@@ -73,8 +73,8 @@ TASKS = {
 }
 
 
-def finetune(options: argparse.Namespace, models: list[Path]) -> None:
-    """Finetune pretrained folders on the chosen tasks; finished runs are skipped, overrides win.
+def finetune(options: argparse.Namespace, models: list[Path], tasks: dict[str, Finetuning] = TASKS) -> None:
+    """Finetune pretrained folders on the chosen ones of `tasks`; finished runs are skipped, overrides win.
 
     Raises:
         UserError: A model is missing, or a command failed.
@@ -85,8 +85,8 @@ def finetune(options: argparse.Namespace, models: list[Path]) -> None:
     for task in options.tasks:
         progress(f"finetuning: {task}")
         folder = options.runs / "finetune" / task
-        words = TASKS[task].words(options.data, models, options.seeds or [0, 1], folder)
-        launch(TASKS[task].script, [*words, *options.overrides], options.threads)
+        words = tasks[task].words(options.data, models, options.seeds or [0, 1], folder)
+        launch(tasks[task].script, [*words, *options.overrides], options.threads)
 
 
 def report(options: argparse.Namespace, subject: str, shared: dict[str, Any]) -> None:

@@ -24,6 +24,18 @@ def own_accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory):
+    """Checkpoints of every kind in a folder like a clone; see `tiny_zoo.py`."""
+    from tiny_zoo import make_zoo
+
+    root = tmp_path_factory.mktemp("zoo")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(root)
+        made = make_zoo(root)
+    return made
+
+
 def pytest_addoption(parser):
     parser.addoption("--write-faults", action="store_true", help="write the outcomes of test_faults.py to faults.json")
 

@@ -169,6 +169,31 @@ def test_modernbert_runs_in_whole_cycles(capsys):
     assert "modernbert" in encoder.parse(["--layers", "6"]).names
 
 
+def test_flash_contenders_need_the_package_a_gpu_and_half_precision(capsys, monkeypatch):
+    flash, rest = ["roberta-flash", "modernbert-flash"], ["--models", "gpu", "--dtype", "bfloat16"]
+    without = encoder.parse(rest).names
+    assert without[:2] == ["roberta", "modernbert"] and not set(flash) & set(without)
+    printed = capsys.readouterr().err
+    assert all(name in printed for name in flash)
+    with refused("roberta-flash", "flash-attn", error=UserError):
+        encoder.parse(["--models", "roberta-flash"])
+    monkeypatch.setattr(encoder, "is_flash_attn_2_available", lambda: True)
+    assert set(encoder.parse([*rest, "--device", "cuda"]).names) == {*without, *flash}
+    with refused("roberta-flash", "bfloat16", error=UserError):
+        encoder.parse(["--models", "roberta-flash", "--device", "cuda"])
+    for name in flash:
+        config = contenders.configure(name, encoder.parse([*rest, "--device", "cuda"]))
+        assert config._attn_implementation == "flash_attention_2"
+        assert config.model_type == name.removesuffix("-flash")
+
+
+def test_memory_of_an_accelerator_is_read_in_this_process(monkeypatch):
+    monkeypatch.setattr(measuring, "in_own_process", None)
+    options = encoder.parse([*TINY, "--device", "cuda"])
+    peaks = measuring.measure_memory(lambda name, length, _: len(name) + length, {16: ["a", "bc"]}, options)
+    assert peaks == {16: {"a": 17, "bc": 18}}
+
+
 @pytest.mark.parametrize(("mode", "copies"), [("forward", 1), ("mlm_step", 4)])  # + gradients and two moments
 @pytest.mark.parametrize(("name", "layers"), [("roberta", 12), ("modernbert", 22), ("luna-tied", 12)])
 def test_whole_models_hold_their_weights(name, layers, mode, copies):

@@ -102,6 +102,18 @@ def test_a_step_after_a_context_continues_the_text(name, setting):
         assert torch.allclose(logits, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", generation.NAMES)
+def test_models_and_caches_in_half_precision(name):
+    setting = generation.parse([*GENERATION, "--dtype", "bfloat16"])
+    model = generation.build(name, setting)
+    cache = generation.make_states(name, model, setting)[16]
+    assert generation.make_step(model, cache, 16, setting)().dtype == model.dtype == torch.bfloat16
+    if name in generation.PEERS:
+        assert {layer.keys.dtype for layer in cache.layers} == {torch.bfloat16}
+    step, held = causal_training.make_step(name, setting) if name != generation.STATIC else (None, None)
+    assert step is None or held == 4 * 2 * model.num_parameters()
+
+
 def test_both_caches_of_the_peer_hold_the_same(setting):
     model = generation.build("gpt2", setting)
     steps = []

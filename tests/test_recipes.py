@@ -91,7 +91,8 @@ def test_a_recipe_for_a_new_model_runs(path, tmp_path):
     assert start(SCRIPTS[path.parent.name], words) == 0
     figures = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert figures["held_out_targets"] > 0 and figures["model_type"] == "luna"
-    assert figures["seen_tokens"] == SHRINK["max_steps"] * SHRINK["global_batch_tokens"]
+    seen, full = figures["seen_tokens"], SHRINK["max_steps"] * SHRINK["global_batch_tokens"]
+    assert 0.95 * full < seen <= full  # the last row of a text may be short
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,7 @@ def test_continued_recipes_have_the_optimisation_of_roberta_and_a_rate_for_new_p
         ("luna-base-160gb", 8192, 500_000, 24_000, 2.1e12, 147e6),
         ("luna-base-16gb", 2048, 250_000, 15_000, 262e9, 132e6),
         ("luna-small", 512, 80_000, 4_800, 21e9, 58e6),
+        ("luna-small-en", 256, 2_400, 144, 315e6, 28.4e6),
         ("luna-tiny", 32, 3_000, 300, 12.3e6, 3.1e6),
         ("luna-base-clm", 480, 600_000, 2_000, 295e9, 139e6),
         ("abc-base-continue", 8192, 7_000, None, 29e9, None),

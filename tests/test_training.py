@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from engine import log, pretraining
 from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
 from hub_stub import HubStub
+from objectives.masked import SparseHead
 from tiny_training import (
     DEMO,
     SCRIPT,
@@ -24,7 +25,14 @@ from tiny_training import (
     without_model_section,
     write_corpus,
 )
-from transformers import AutoModelForMaskedLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +95,23 @@ print(json.dumps([fill_mask(sentence) for sentence in json.loads(sys.argv[2])]))
         assert [guess["score"] for guess in answer["guesses"]] == pytest.approx(scores, rel=1e-4)
 
 
+def test_the_head_of_roberta_runs_at_labelled_positions_alone():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = RobertaForMaskedLM(RobertaConfig(vocab_size=50, **sizes)).eval()
+    ids = torch.randint(4, 50, (3, 9))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(ids % 3 > 0, -100)}
+    batch["attention_mask"][0, 5:] = 0
+    rows = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(len(inputs[0])))
+    loss = SparseHead(model)(**batch).loss
+    assert rows == [(batch["labels"] != -100).sum()]
+    own = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    full = torch.autograd.grad(expected := model(**batch).loss, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(own, full)
+
+
 def test_roberta_trains_with_the_same_recipe(corpus, tmp_path, capsys):
     figures = run(tmp_path / "out", data=corpus, model__model_type="roberta")
     assert "projection_length" in capsys.readouterr().out
@@ -113,8 +138,10 @@ def test_all_options_at_once(corpus, tmp_path, monkeypatch, fresh_accelerate):
 
 
 @pytest.mark.slow
-def test_a_compiled_model_learns_the_same(corpus, tmp_path):
-    plain, compiled = (run(tmp_path / name, data=corpus, compile=name) for name in ("false", "true"))
+@pytest.mark.parametrize("fields", [{}, {"local_window": 4}, {"model_type": "roberta"}], ids=str)
+def test_a_compiled_model_learns_the_same(fields, corpus, tmp_path):
+    options = {"data": corpus, **{f"model__{name}": value for name, value in fields.items()}}
+    plain, compiled = (run(tmp_path / name, compile=name, **options) for name in ("false", "true"))
     assert compiled["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-4)
 
 

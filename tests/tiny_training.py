@@ -46,6 +46,8 @@ SHRINK = {
     "log_steps": 1,
     "eval_steps": 2,
     "min_gain_nats": -100,
+    "validation": "",
+    "compile": "false",
     "model.hidden_size": 32,
     "model.num_hidden_layers": 1,
     "model.intermediate_size": 64,

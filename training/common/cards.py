@@ -28,18 +28,25 @@ def fill(template: str, model_type: str, metadata: str, **fields: Any) -> str:
 
 
 def metadata(
-    *, name: str, model_type: str, base_model: str, tags: Sequence[str], results: Iterable[EvalResult], **fields: Any
+    *,
+    name: str,
+    model_type: str,
+    base_model: str,
+    tags: Sequence[str],
+    results: Iterable[EvalResult],
+    library: str = "transformers",
+    **fields: Any,
 ) -> str:
     """The YAML header of a card, as the Hub reads it.
 
     A `base_model` that is a local folder is omitted, as are empty `fields` of `ModelCardData`; custom code is tagged.
     """
     return ModelCardData(
-        library_name="transformers",
+        library_name=library,
         model_name=name,
         base_model=base_model if on_hub(base_model) else None,
         tags=[*tags, *(["linear-attention", "custom_code"] if model_type in FAMILIES else [])],
-        eval_results=[*results],
+        eval_results=[*results] or None,
         **{key: value or None for key, value in fields.items()},
     ).to_yaml()
 

@@ -3,8 +3,11 @@
 import sys
 from importlib.util import find_spec
 
-_NEEDED = ("accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tqdm", "xxhash", "yaml")
 
-_missing = [name for name in _NEEDED if find_spec(name) is None]
-if _missing:
-    sys.exit(f'error: {", ".join(_missing)} not installed. Install the train extra: pip install -e ".[train]"')
+def require(extra: str, *packages: str) -> None:
+    """Exit with one line if packages of an extra are missing."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        sys.exit(f'error: {", ".join(missing)} not installed. Install the {extra} extra: pip install -e ".[{extra}]"')
+
+
+require("train", "accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tqdm", "xxhash", "yaml")

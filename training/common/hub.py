@@ -17,7 +17,7 @@ def reserve_repository(name: str, private: bool | None = None, token: str | None
     try:
         return HfApi().create_repo(name, private=private, token=token, exist_ok=True).repo_id
     except Exception as error:  # network, login, rights: all of them the user's to fix
-        raise UserError(f"`push_to_hub`: cannot create the repository {name!r} ({reason(error)}).") from error
+        raise UserError(f"The repository {name!r} on the Hub cannot be created ({reason(error)}).") from error
 
 
 def push_folder(
@@ -27,15 +27,19 @@ def push_folder(
     ignore: Sequence[str] = (),
     extra: Sequence[Path] = (),
     token: str | None = None,
+    hidden: bool = False,
 ) -> None:
-    """Upload a folder without hidden files and `ignore` (patterns), and the `extra` files from elsewhere beside it.
+    """Upload a folder without `ignore` (patterns), and the `extra` files from elsewhere beside it.
+
+    Hidden files and folders stay behind unless `hidden` is set.
 
     Raises:
         UserError: The upload failed; the folder is complete all the same.
     """
+    skipped = [*ignore] if hidden else [".*", *ignore]
     shared = {"repo_id": repository, "commit_message": message, "token": token}
     try:
-        HfApi().upload_folder(folder_path=folder, ignore_patterns=[".*", *ignore], **shared)
+        HfApi().upload_folder(folder_path=folder, ignore_patterns=skipped, **shared)
         for path in extra:
             HfApi().upload_file(path_or_fileobj=path, path_in_repo=path.name, **shared)
     except Exception as error:

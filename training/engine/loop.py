@@ -181,6 +181,8 @@ class Run:
         """The model, still wrapped by `accelerate`."""
         return self.objective.trained(self.module, self.accelerator)
 
+    # An evaluation reads a model in other ways than an update: compiling each would take longer than evaluating does.
+    @torch.compiler.set_stance("force_eager")
     def evaluate(self) -> Evaluation:
         """Held-out figures of the model."""
         return evaluate(self.accelerator, self.trained, *self.evaluated)
@@ -345,6 +347,7 @@ def log_window(run: Run, counters: Counters, update: Update, speed: float, progr
     )
 
 
+@torch.compiler.set_stance("force_eager")
 def log_evaluation(run: Run, counters: Counters, result: Evaluation, progress: tqdm) -> None:
     """Log held-out figures, and whether the model is still on the plateau of token statistics."""
     gain = run.unigram_loss - result.loss

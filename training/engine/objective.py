@@ -76,6 +76,10 @@ class Objective(ABC):
         """The module that is called with a batch and returns a `loss`; it contains the model that is trained."""
         return model
 
+    def compile(self, model: PreTrainedModel, module: nn.Module) -> None:
+        """Compile what is trained, in place: the model, without a teacher beside it."""
+        model.compile()
+
     def trained(self, module: nn.Module, accelerator: Accelerator) -> nn.Module:
         """The model inside a prepared module, which is evaluated, probed and saved."""
         return module

@@ -165,7 +165,7 @@ def prepare_run(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     if recipe.compile:
-        model.compile()
+        objective.compile(model, module)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(
         parameter_groups(model, recipe.weight_decay, recipe.learning_rate, recipe.groups, recipe.max_steps),

@@ -1,0 +1,185 @@
+"""The small English models in `checkpoints/`: from the texts to the table of their scores.
+
+    python experiments/mini.py tokenizer --data DATA
+    python experiments/mini.py train luna-mini-en roberta-mini-en ... --data DATA
+    python experiments/mini.py finetune luna-mini-en roberta-mini-en ... --data DATA
+    python experiments/mini.py report
+
+`tokenizer` trains the byte-level BPE that all models share. `train` runs the stages of models that are neither finished
+nor in `checkpoints/`, after what they start from; without names, all models. `finetune` finetunes the checkpoints on
+every task, with one setting for all. `report` writes losses and scores of the finished runs as JSON, tables and plots.
+After an interruption, run the same command again.
+
+DATA has `enwiki` and `novels` (train.parquet, validation.parquet; column `text`), and the folders of the tasks. The
+recipes read `data/`. Options that are not listed here, `--key value`, override those of the training commands.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import finetuning
+import torch
+from mini_losses import publish_losses
+from mini_scores import SHIPPED, TASKS, publish_scores
+from running import ROOT, launch, make_parser, option_words, run_study
+from transformers import RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
+
+from luna_hf.functional import sinusoids
+from luna_hf.scripting import UserError, progress
+
+SCRIPT = "experiments/mini.py"
+VOCABULARY, TOKENIZER, TWIN_START = 8192, "bpe-mini-en", "roberta-mini-en-start"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A training run: its recipe, what it starts from (another run's folder), and the keys that it changes."""
+
+    recipe: str = "pretrain_mlm/luna-mini-en"
+    start: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+# The second stage of a model, and a third for longer texts: rows are longer, rates lower, positions repeated.
+_AT_512 = {"block_size": 512, "batch_size": 4, "max_steps": 12000}
+_AT_4096 = {"block_size": 4096, "global_batch_tokens": 8192, "batch_size": 1, "max_steps": 1000, "learning_rate": 3e-4}
+STAGES = {
+    "luna-mini-en-128": Stage(),
+    "luna-mini-en": Stage(start="luna-mini-en-128", changes={**_AT_512, "learning_rate": 7e-4}),
+    "luna-mini-en-4096": Stage(start="luna-mini-en", changes=_AT_4096),
+    "roberta-mini-en-128": Stage(start=TWIN_START, changes={"learning_rate": 1e-3}),
+    "roberta-mini-en": Stage(start="roberta-mini-en-128", changes={**_AT_512, "learning_rate": 5e-4}),
+    "abc-mini-en": Stage("convert_mlm/abc-mini-en", start="roberta-mini-en"),
+    "luna-mini-en-clm": Stage("pretrain_clm/luna-mini-en-clm"),
+}
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line; unknown options are overrides."""
+    parser = make_parser(__doc__, COMMANDS, "outputs")
+    add = parser.add_argument
+    add("models", nargs="*", help="of `train` (default: all) and `finetune` (default: those of the table)")
+    add("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="of `finetune` (default: all)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of `finetune` (default: 0 1 2)")
+    options, options.overrides = parser.parse_known_args(arguments)
+    if unknown := [name for name in options.models if name not in (*STAGES, TWIN_START)]:
+        raise UserError(f"There is no model {unknown[0]}. Choose from {', '.join(STAGES)}.")
+    return options
+
+
+# ---- pretraining ----
+
+
+def tokenizer(options: argparse.Namespace) -> Path:
+    """Train the byte-level BPE, unless it is there, and return its folder."""
+    sys.path.append(str(ROOT / "training"))
+    from data.tokenizer import train_tokenizer
+    from datasets import load_dataset
+
+    folder = options.runs / TOKENIZER
+    if not (folder / "tokenizer.json").is_file():
+        files = [str(options.data / name / "train.parquet") for name in ("enwiki", "novels")]
+        texts = load_dataset("parquet", data_files=files, split="train")["text"]
+        train_tokenizer(iter(texts), VOCABULARY, 512).save_pretrained(folder)
+    return folder
+
+
+def train(options: argparse.Namespace) -> None:
+    """Run the stages of models, and those before them."""
+    tokenizer(options)
+    for name in options.models or STAGES:
+        run_stage(options, name)
+
+
+def run_stage(options: argparse.Namespace, name: str) -> Path:
+    """Run a stage after what it starts from, unless it is finished, and return its folder.
+
+    Raises:
+        UserError: The run failed.
+        KeyboardInterrupt: It was stopped by a signal, and is saved.
+    """
+    if (shipped := ROOT / "checkpoints" / name).is_dir():
+        return shipped  # others start from what is published, so that they can be repeated
+    folder = options.runs / name
+    if (folder / ("config.json" if name == TWIN_START else "metrics.json")).is_file():
+        return folder
+    if name == TWIN_START:
+        return start_twin(folder, options.runs / TOKENIZER)
+    stage = STAGES[name]
+    command, _, recipe = stage.recipe.partition("/")
+    values = {"model_name": name, "output_dir": folder, "cache_dir": options.runs / "cache", **stage.changes}
+    if command == "convert_mlm":
+        values["teacher"] = run_stage(options, stage.start)
+    elif stage.start:
+        values |= {"model_name_or_path": run_stage(options, stage.start), "tokenizer": "", "model": "{}"}
+    else:
+        values["tokenizer"] = options.runs / TOKENIZER
+    progress(f"training {name}")
+    path = ROOT / "training" / "recipes" / command / f"{recipe}.yaml"
+    launch(f"training/{command}.py", [str(path), *option_words(values), *options.overrides], options.threads)
+    if not (folder / "metrics.json").is_file():
+        raise KeyboardInterrupt
+    return folder
+
+
+def start_twin(folder: Path, tokenizer_folder: Path) -> Path:
+    """Write the untrained twin: a RoBERTa of luna-mini-en's size whose learned positions start as sinusoids.
+
+    With random positions, a RoBERTa this small takes several times as long to learn more than token frequencies.
+    """
+    tokens = RobertaTokenizer.from_pretrained(tokenizer_folder)
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=len(tokens),
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=1024,
+        max_position_embeddings=130,  # 128 tokens; RoBERTa counts from the padding token's id
+        type_vocab_size=1,
+        initializer_range=0.04,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        layer_norm_eps=1e-5,
+    )
+    model = RobertaForMaskedLM(config)
+    positions = model.roberta.embeddings.position_embeddings.weight
+    waves = sinusoids(*positions.shape)
+    with torch.no_grad():
+        positions.copy_(waves / waves.std() * 0.05)
+        positions[config.pad_token_id] = 0
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
+# ---- finetuning ----
+
+
+def finetune(options: argparse.Namespace) -> None:
+    """Finetune models on the tasks, one model after the other, so that a table of few models comes first."""
+    for name in options.models or SHIPPED:
+        own = argparse.Namespace(**{**vars(options), "runs": options.runs / "mini-scores" / name})
+        finetuning.finetune(own, [ROOT / "checkpoints" / name], TASKS)
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write the losses of the trained models, and the scores of the finished finetuning runs."""
+    publish_losses(options.runs, options.results, options.header)
+    publish_scores(options.runs / "mini-scores", options.results, options.header)
+
+
+COMMANDS = {"tokenizer": tokenizer, "train": train, "finetune": finetune, "report": report}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one of the commands and return the exit status."""
+    return run_study(SCRIPT, parse, COMMANDS, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,423 @@
+"""Write the cards of the checkpoints: `README.md`, and the scores that the Hub reads, `.eval_results/*.yaml`.
+
+    python model_cards/build.py [NAME ...]
+    python model_cards/build.py --check
+
+Without a NAME, every checkpoint is written. Prose comes from model_cards/zoo.yaml, and every figure from the files of
+the checkpoint and from experiments/results/mini-*.json. `--check` writes nothing, and fails if a card is stale.
+"""
+
+import training_path  # noqa: F401
+
+# isort: split
+import argparse
+import importlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from catalogue import Checkpoint, Entry, Stage, Zoo
+from common import cards
+from common.machine import plural
+from common.models import longest_input
+from engine.card import PLOT
+from golden import KINDS
+from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_yaml
+from ship import output_folders
+from transformers import AutoConfig
+
+from luna_hf import FAMILIES
+from luna_hf.scripting import Parser, UserError, fill_card, run_script, write_text
+
+Row = dict[str, Any]
+HELD_OUT = {"dataset_type": "text", "dataset_name": "held-out text of the training corpus"}
+# What a card calls the figures of a language model: key in metrics.json, format, and the kinds that show it.
+FIGURES = {
+    "loss (nats)": ("loss", ".3f", ("masked LM", "causal LM")),
+    "perplexity": ("perplexity", ".1f", ("causal LM",)),
+    "accuracy": ("accuracy", ".1%", ("masked LM", "causal LM")),
+}
+# How each kind of model is used: its imports, the call that loads it, and what follows.
+USAGE = {
+    "masked LM": (
+        "from transformers import pipeline",
+        'fill_mask = pipeline("fill-mask", {model})',
+        "fill_mask({text})",
+    ),
+    "causal LM": (
+        "from transformers import pipeline",
+        'generate = pipeline("text-generation", {model})',
+        "generate({text}, max_new_tokens=20)",
+    ),
+    "classification": (
+        "from transformers import pipeline",
+        'classify = pipeline("text-classification", {model})',
+        "classify({text})",
+    ),
+    "multiple choice": (
+        "import torch\nfrom transformers import AutoModelForMultipleChoice, AutoTokenizer",
+        "tokenizer = AutoTokenizer.from_pretrained({model})\n"
+        "model = AutoModelForMultipleChoice.from_pretrained({model})",
+        "{example}\nwith torch.no_grad():\n"
+        "    logits = model(**{{key: value.unsqueeze(0) for key, value in inputs.items()}}).logits[0]\n"
+        "print(options[logits.argmax()])",
+    ),
+    "sentences": (
+        "from sentence_transformers import SentenceTransformer",
+        "model = SentenceTransformer({model})",
+        'embeddings = model.encode([{text}, "Another sentence."])\nmodel.similarity(embeddings, embeddings)',
+    ),
+}
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", metavar="NAME", nargs="*", help="checkpoint; by default all")
+    parser.add_argument("--check", action="store_true", help="fail if a card is stale")
+    return parser.parse_args(words)
+
+
+def build(zoo: Zoo, name: str, repository: str = "") -> dict[str, str]:
+    """The files of a card by their path in the checkpoint's folder.
+
+    Args:
+        zoo: the checkpoints.
+        name: of the checkpoint.
+        repository: `USER/NAME` on the Hub, for the card that is shown there.
+
+    Raises:
+        UserError: An unknown name.
+    """
+    card = Card(zoo, zoo.checkpoint(name), zoo.entry(name), repository)
+    return {"README.md": card.text(), **card.eval_results()}
+
+
+def stale(zoo: Zoo, name: str) -> list[Path]:
+    """The files of a checkpoint's card that differ from what `build` gives, or do not belong to it."""
+    folder, files = zoo.checkpoint(name).folder, build(zoo, name)
+    different = [path for path, text in files.items() if not _holds(folder / path, text)]
+    surplus = [path for path in folder.glob(".eval_results/*") if path.relative_to(folder).as_posix() not in files]
+    return [*(folder / path for path in different), *surplus]
+
+
+def write(zoo: Zoo, name: str) -> None:
+    """Write a card, and remove results that are no longer there."""
+    folder, files = zoo.checkpoint(name).folder, build(zoo, name)
+    for path in stale(zoo, name):
+        if path.relative_to(folder).as_posix() not in files:
+            path.unlink()
+    for path, text in files.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        write_text(folder / path, text)
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text(encoding="utf-8") == text
+
+
+class Card:
+    """The card of one checkpoint."""
+
+    def __init__(self, zoo: Zoo, checkpoint: Checkpoint, entry: Entry, repository: str) -> None:
+        self.zoo, self.checkpoint, self.entry, self.repository = zoo, checkpoint, entry, repository
+        self.name, self.metrics, self.kind = checkpoint.name, checkpoint.metrics, checkpoint.golden["kind"]
+        self.model_type = checkpoint.config["model_type"]
+        self.custom = self.model_type in FAMILIES
+        self.shown = {name: row[:2] for name, row in FIGURES.items() if self.kind in row[2]}
+
+    def text(self) -> str:
+        """The content of README.md."""
+        return fill_card(
+            "checkpoint.md",
+            metadata=self.metadata(),
+            name=self.name,
+            summary=self.entry.summary.strip(),
+            facts=self.facts(),
+            usage=self.usage(),
+            usage_note=self.usage_note(),
+            results=self.results(),
+            rounding=f"{self.checkpoint.golden['rounding']:.2g}",
+            plot=f"![Training]({PLOT})\n\n" if (self.checkpoint.folder / PLOT).is_file() else "",
+            limits=cards.bullets(self.entry.limits),
+            data=self.data(),
+            cost=self.cost(),
+            machine=f"Machine: {self.metrics['hardware']}. Versions: {self.metrics['versions']}.",
+            repeat=self.repeat(),
+        )
+
+    def facts(self) -> str:
+        """Type, size and longest input."""
+        longest = longest_input(AutoConfig.from_pretrained(self.checkpoint.folder))
+        limit = "inputs of any length" if math.isinf(longest) else f"inputs of at most {longest:,} tokens"
+        size = f"{self.metrics['parameters']:,} parameters (stored in bfloat16, loaded in float32)"
+        return f"Type `{self.model_type}`, {size}, {limit}."
+
+    # ---- the header ----
+
+    def metadata(self) -> str:
+        """The YAML header."""
+        task = KINDS[self.kind].pipeline
+        results = [
+            EvalResult(
+                task,
+                metric_type=key,
+                metric_name=name,
+                metric_value=round(self.metrics[f"held_out_{key}"], 4),
+                **HELD_OUT,
+            )
+            for name, (key, _) in self.shown.items()
+        ]
+        results += [
+            EvalResult(
+                row["type"],
+                row["dataset"],
+                row["task"],
+                row["metric"],
+                round(value, 4),
+                dataset_config=row.get("config"),
+                dataset_split=row["split"],
+            )
+            for row, value in self.published()
+        ]
+        library = "sentence-transformers" if self.kind == "sentences" else "transformers"
+        return cards.metadata(
+            name=self.name,
+            model_type=self.model_type,
+            base_model=self.base_model(),
+            tags=[self.model_type, KINDS[self.kind].tag],
+            results=results,
+            library=library,
+            language=self.entry.language,
+            license=self.entry.license,
+            pipeline_tag=task,
+            datasets=self.entry.datasets,
+            metrics=list(dict.fromkeys(result.metric_type for result in results if result.metric_type != "loss")),
+        )
+
+    def base_model(self) -> str:
+        """The base by its name on the Hub, beside this repository if it is one of ours."""
+        if self.entry.base not in self.zoo.entries or not self.repository:
+            return self.entry.base
+        return f"{self.repository.partition('/')[0]}/{self.entry.base}"
+
+    def published(self) -> list[tuple[Row, float]]:
+        """The scores of this model on data of the Hub: its own for a finetuned model, else medians over the seeds."""
+        if not self.entry.task:
+            rows = [{"type": "text-classification", **row} for row in self.rows(self.name)]
+            return [(row, statistics.median(row["values"])) for row in rows]
+        dataset = (self.entry.datasets or [self.entry.task])[0]
+        shared = {"task": self.entry.task, "dataset": dataset, "type": KINDS[self.kind].pipeline}
+        return [
+            ({**shared, "split": split, "metric": metric}, value)
+            for split, part in self.metrics["scores"].items()
+            for metric, value in part.items()
+        ]
+
+    def eval_results(self) -> dict[str, str]:
+        """`.eval_results/TASK.yaml` by path, in the format of huggingface_hub; only for data sets on the Hub."""
+        files: dict[str, list[EvalResultEntry]] = {}
+        for row, value in self.published():
+            if not cards.on_hub(row["dataset"]) or "/" not in row["dataset"]:
+                continue
+            how = f"median of {plural(len(row['values']), 'finetuning run')}" if "values" in row else "this checkpoint"
+            files.setdefault(f".eval_results/{row['task']}.yaml", []).append(
+                EvalResultEntry(
+                    dataset_id=row["dataset"],
+                    task_id=row["task"],
+                    value=round(value, 4),
+                    notes=f"{row['metric']} on {row['split']}, {how}",
+                )
+            )
+        return {
+            path: yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
+            for path, entries in files.items()
+        }
+
+    # ---- use ----
+
+    def usage(self) -> str:
+        """Python that works where the card is shown: in a clone, or on the Hub."""
+        imports, load, use = USAGE[self.kind]
+        text = json.dumps(self.checkpoint.golden["cases"][0]["texts"][0], ensure_ascii=False)
+        example = self._choice_example() if self.kind == "multiple choice" else ""
+        if self.custom and not self.repository:
+            imports = f"import luna_hf  # registers the model type\n{imports}"
+        loaded = load.format(model=self._model(self.repository))
+        return f"{imports}\n\n{loaded}\n{use.format(text=text, example=example)}"
+
+    def usage_note(self) -> str:
+        """How to load it from elsewhere."""
+        if self.repository:
+            return "With the package `luna_hf` imported, `trust_remote_code` is not needed." if self.custom else ""
+        load = USAGE[self.kind][1].format(model=self._model(f"USER/{self.name}")).replace("\n", "`, `")
+        without = " luna_hf is not needed then." if self.custom else ""
+        return f"The path is that in a clone of luna_hf. From the Hub: `{load}`.{without}"
+
+    def _model(self, repository: str) -> str:
+        trust = ", trust_remote_code=True" if self.custom else ""
+        return f'"{repository}"{trust}' if repository else f'"checkpoints/{self.name}"'
+
+    def _choice_example(self) -> str:
+        return importlib.import_module(Path(self.checkpoint.stages[-1].script).stem).EXAMPLE
+
+    # ---- results ----
+
+    def rows(self, model: str) -> list[Row]:
+        """The rows of scores of a model."""
+        return [row for row in self.zoo.rows if row["model"] == model]
+
+    def seeds(self) -> list[Row]:
+        """The rows of a finetuned model's task: of its base, over all seeds."""
+        return [row for row in self.rows(self.entry.base) if row["task"] == self.entry.task]
+
+    def results(self) -> str:
+        """The tables of figures."""
+        parts = [self._held_out(), self._own_scores(), self._scores(), self._samples()]
+        return "\n\n".join(part for part in parts if part)
+
+    def _held_out(self) -> str:
+        """Loss and accuracy beside the twin's, if that was measured on the same tokens, and the unigram baseline's."""
+        if not self.shown:
+            return ""
+        own, lines = self.metrics, [["this model", self._cells(self.metrics)]]
+        twin = self.zoo.checkpoints.get(self.entry.twin)
+        same = ("held_out_targets", "unigram_loss")
+        if twin and all(twin.metrics.get(key) == own[key] for key in same):
+            lines.append([f"`{twin.name}`", self._cells(twin.metrics)])
+        unigram = {f"held_out_{key}": own[f"unigram_{key}"] for key in ("loss", "accuracy")}
+        unigram["held_out_perplexity"] = math.exp(own["unigram_loss"])
+        lines.append(["unigram baseline", self._cells(unigram)])
+        targets = "masked tokens" if self.kind == "masked LM" else "tokens"
+        header = [f"on the same {own['held_out_targets']:,} held-out {targets}", *self.shown]
+        return cards.table(header, ([name, *cells] for name, cells in lines))
+
+    def _cells(self, metrics: dict[str, Any]) -> list[str]:
+        return [format(metrics[f"held_out_{key}"], format_) for key, format_ in self.shown.values()]
+
+    def _own_scores(self) -> str:
+        """The scores of this very run."""
+        lines = [
+            [split, metric, f"{value:.4f}"]
+            for split, part in self.metrics.get("scores", {}).items()
+            for metric, value in part.items()
+        ]
+        return cards.table(["split", "metric", "this checkpoint"], lines) if lines else ""
+
+    def _scores(self) -> str:
+        """Scores over the seeds of finetuning: of this model (or its base), the twin and the baselines."""
+        model = self.entry.base if self.entry.task else self.name
+        own = self.seeds() if self.entry.task else self.rows(self.name)
+        if not own:
+            return ""
+        tasks = {(row["task"], row["metric"]) for row in own}
+        others = [
+            row["model"] for row in self.zoo.rows if row.get("baseline") and (row["task"], row["metric"]) in tasks
+        ]
+        twin = [self.entry.twin] if self.rows(self.entry.twin) else []
+        models = [model, *twin, *dict.fromkeys(others)]
+        lines = []
+        for row in own:
+            found = [_same_score(self.rows(other), row) for other in models]
+            lines.append([row["task"], row["metric"], *(_spread(score["values"]) if score else "" for score in found)])
+        table = cards.table(["finetuned on", "metric", *(f"`{name}`" for name in models)], lines)
+        return f"{table}\n\nMedian over the seeds of finetuning, and their range."
+
+    def _samples(self) -> str:
+        """The most probable tokens at a mask, or a continuation, as `golden.json` has them."""
+        case = self.checkpoint.golden["cases"][0]
+        if self.kind == "masked LM":
+            pairs = zip(case["answers"][0], case["values"][0], strict=True)
+            guesses = ", ".join(f"{cards.code(token)} {math.exp(value):.0%}" for token, value in pairs)
+            return cards.table(["sentence", "answers"], [[cards.code(case["texts"][0]), guesses]])
+        if self.kind == "causal LM":
+            answer = cards.code("".join(case["answers"][0]))
+            return cards.table(["prompt", "greedy continuation"], [[cards.code(case["texts"][0]), answer]])
+        return ""
+
+    # ---- data, cost and repetition ----
+
+    def data(self) -> str:
+        """What the model was trained on."""
+        found, own = [self.zoo.data(self.entry)], self.metrics
+        if own.get("training_tokens"):
+            found.append(
+                f"{own['training_tokens']:,} tokens in {own['training_documents']:,} documents to train on, "
+                f"{own['held_out_documents']:,} documents held out, a vocabulary of {own['vocabulary']:,} tokens."
+            )
+        if own.get("train_rows"):
+            found.append(cards.bullets([f"{own['train_rows']:,} rows to train on.", *own.get("notes", [])]))
+        return "\n\n".join(found)
+
+    def cost(self) -> str:
+        """What training cost, by stage and in all."""
+        stages = self.checkpoint.stages
+        lines = [[str(number), *_cost(stage)] for number, stage in enumerate(stages, 1)]
+        if len(stages) > 1:
+            lines.append(["all", *_total(stages)])
+        return cards.table(["stage", "command", "steps", "tokens", "seconds of training"], lines)
+
+    def repeat(self) -> str:
+        """The commands that train and ship the model again."""
+        folder = f"checkpoints/{self.name}"
+        commands = [self.entry.start] if self.entry.start else []
+        stages = [stage for stage in self.checkpoint.stages if stage.recipe]
+        count = len(self.checkpoint.stages)
+        for number, stage in enumerate(self.checkpoint.stages, 1):
+            if stage.recipe:
+                place = folder if number == count else f"{folder}/stages/{number}"
+                commands.append(f"python {stage.script} {place}/recipe.yaml")
+        outputs = " ".join(output_folders(self.name, len(stages)))
+        return "\n".join([*commands, f"python model_cards/ship.py {self.name} {outputs}"])
+
+
+def _same_score(rows: Iterable[Row], row: Row) -> Row | None:
+    keys = ("task", "metric", "split")
+    return next((other for other in rows if all(other[key] == row[key] for key in keys)), None)
+
+
+def _spread(values: list[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _cost(stage: Stage) -> list[str]:
+    figures = (stage.steps, stage.tokens, stage.metrics["training_seconds"])
+    return [f"`{Path(stage.script).name}`", *map(_number, figures)]
+
+
+def _total(stages: list[Stage]) -> list[str]:
+    """Sums, of what every stage has recorded."""
+    columns = zip(*((stage.steps, stage.tokens, stage.metrics["training_seconds"]) for stage in stages), strict=True)
+    return ["", *(_number(None if None in column else sum(column)) for column in columns)]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 1 if `--check` finds a stale card."""
+
+    def script() -> int:
+        options, zoo = parse(sys.argv[1:] if words is None else words), Zoo()
+        names = options.names or list(zoo.checkpoints)
+        if not options.check:
+            for name in names:
+                write(zoo, name)
+            return 0
+        if found := [path.relative_to(zoo.root).as_posix() for name in names for path in stale(zoo, name)]:
+            raise UserError(f"Stale: {', '.join(found)}. Run: python model_cards/build.py")
+        return 0
+
+    return run_script(script)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

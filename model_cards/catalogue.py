@@ -1,0 +1,192 @@
+"""What the commands of this folder work on: the catalogue `zoo.yaml`, and the folders in `checkpoints/`.
+
+checkpoints/NAME/
+    config.json, model.safetensors, tokenizer*.json    the model in bfloat16, without code
+    recipe.yaml, metrics.json, log.jsonl               the run that made it, and
+    stages/1/, stages/2/ ...                           the same of the runs before it
+    loss.png, golden.json                              the plot of all stages; inputs and outputs
+    README.md, .eval_results/*.yaml                    written by build.py
+"""
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from common.options import fill, read_yaml
+
+from luna_hf.scripting import ROOT, UserError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a person writes about a checkpoint, in `zoo.yaml`. No measured figure belongs here.
+
+    Attributes:
+        summary: what it is, in two sentences.
+        data: the section of the catalogue's `data` that describes its text.
+        language, license: as the Hub writes them.
+        base: the checkpoint, or name on the Hub, of the model that its first run started from.
+        start: the command that makes the model its first run started from, if that is not published.
+        twin: the checkpoint that it is compared with.
+        task: for a finetuned model, the task of its rows in the results.
+        datasets: names on the Hub.
+        limits: what it cannot do.
+    """
+
+    summary: str
+    data: str
+    language: str
+    license: str
+    base: str = ""
+    start: str = ""
+    twin: str = ""
+    task: str = ""
+    datasets: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """The catalogue, the checkpoints and the scores below a folder; by default of this repository.
+
+    The scores lie in `experiments/results/mini-*.json`, each `{"rows": [ROW, ...]}`. A row has the keys `model` (a
+    checkpoint, or the name of a baseline), `task`, `metric`, `dataset` (on the Hub), `split` and `values` (one a seed);
+    `config` (of the data set), `type` (the Hub's tag of the task) and `baseline` (true for a baseline) are optional.
+    """
+
+    root: Path = ROOT
+
+    @cached_property
+    def _read(self) -> dict[str, Any]:
+        return read_yaml(self.root / "model_cards" / "zoo.yaml")
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """The entries by name; `defaults` hold for all of them."""
+        shared = self._read.get("defaults", {})
+        return {
+            name: fill(Entry, {**shared, **values}, f"zoo.yaml, {name}: ")
+            for name, values in self._read["checkpoints"].items()
+        }
+
+    def entry(self, name: str) -> Entry:
+        """One entry.
+
+        Raises:
+            UserError: There is none.
+        """
+        if name not in self.entries:
+            raise UserError(f"model_cards/zoo.yaml has no entry {name!r}. It has: {', '.join(self.entries)}.")
+        return self.entries[name]
+
+    def data(self, entry: Entry) -> str:
+        """The description of an entry's text."""
+        return self._read["data"][entry.data].strip()
+
+    @property
+    def checkpoints(self) -> dict[str, "Checkpoint"]:
+        """The shipped checkpoints by name."""
+        paths = sorted((self.root / "checkpoints").glob("*/metrics.json"))
+        return {path.parent.name: Checkpoint(path.parent) for path in paths}
+
+    def checkpoint(self, name: str) -> "Checkpoint":
+        """A shipped checkpoint.
+
+        Raises:
+            UserError: There is none of that name.
+        """
+        if name not in self.checkpoints:
+            raise UserError(f"There is no checkpoints/{name}. There are: {', '.join(self.checkpoints) or 'none'}.")
+        return self.checkpoints[name]
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of all files of scores."""
+        paths = sorted((self.root / "experiments" / "results").glob("mini-*.json"))
+        return [row for path in paths for row in read_json(path).get("rows", [])]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run that made a checkpoint, or a part of one.
+
+    Attributes:
+        recipe: repeats it; empty for a part of the next stage's run.
+        metrics: its figures, with the `command`.
+        log: entries with `kind` and `step`.
+    """
+
+    recipe: dict[str, Any]
+    metrics: dict[str, Any]
+    log: list[dict[str, Any]]
+
+    @property
+    def script(self) -> str:
+        """The script that the recipe is for, such as `training/pretrain_mlm.py`."""
+        return next(word for word in self.metrics["command"].split() if word.endswith(".py"))
+
+    @property
+    def steps(self) -> int | None:
+        """Updates."""
+        return self.metrics.get("steps") or (self.log[-1]["step"] if self.log else None)
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens that were read in training."""
+        if "seen_tokens" in self.metrics:
+            return self.metrics["seen_tokens"]
+        speed = self.metrics.get("tokens_per_second")  # of finetuning
+        return round(speed * self.metrics["training_seconds"]) if speed else None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder in `checkpoints/`."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.name
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The model's config."""
+        return read_json(self.folder / "config.json")
+
+    @cached_property
+    def golden(self) -> dict[str, Any]:
+        """Inputs and outputs; see `golden.py`."""
+        return read_json(self.folder / "golden.json")
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The runs that made it, in their order."""
+        return [_stage(folder) for folder in stage_folders(self.folder)]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The figures of the last run."""
+        return self.stages[-1].metrics
+
+
+def stage_folders(folder: Path) -> list[Path]:
+    """The folders of a checkpoint's stages; the last one is the folder itself."""
+    earlier = (folder / "stages").glob("*/metrics.json")
+    return [*sorted((path.parent for path in earlier), key=lambda path: int(path.name)), folder]
+
+
+def _stage(folder: Path) -> Stage:
+    recipe, log = folder / "recipe.yaml", folder / "log.jsonl"
+    entries = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    values = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
+    return Stage(values, read_json(folder / "metrics.json"), [json.loads(entry) for entry in entries])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))

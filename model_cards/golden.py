@@ -1,0 +1,255 @@
+"""Five fixed inputs of a checkpoint, and what the model answers: `golden.json`.
+
+The outputs are those of the shipped files, computed in float32 with the backend `eager`. A case holds `texts`, `tokens`
+where the figures belong to tokens, and `values` as nested lists:
+
+    masked LM        log-probabilities of the five most probable `tokens` (in words: `answers`) at each mask
+    causal LM        the greedy continuation, `tokens`, and their log-probabilities
+    classification   logits
+    multiple choice  logits; `texts` holds the options of each question
+    sentences        the first eight numbers of each embedding
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from catalogue import read_json
+from transformers import AutoTokenizer
+
+from luna_hf.scripting import UserError, write_text
+
+PASSAGE = (
+    "The old harbour lies at the mouth of the river. In the morning, boats bring fish and coal to the town, and in the "
+    "evening the lamps are lit along the wall. A narrow street leads up to the church, where the bells ring every hour."
+)
+QUESTIONS = [
+    ("Where do boats bring their fish?", ["to the harbour", "to the church", "to the lamp", "to the hill", "to bed"]),
+    ("What rings every hour?", ["a bell", "a boat", "a wall", "a fish", "a street"]),
+]
+CONTINUED = 12  # tokens that a causal model adds
+# The length of the longest case for a model without a limit.
+UNLIMITED = 1024
+Case = dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """A kind of model: its Auto class in transformers, the Hub's tags of its task, its inputs, and what is read.
+
+    `choose(model, tokenizer, texts)` finds the tokens whose values are recorded, or `None`;
+    `read(model, tokenizer, texts, tokens)` gives the values.
+    """
+
+    auto_class: str
+    pipeline: str
+    tag: str
+    texts: Callable[[Any, int], dict[str, list[Any]]]
+    choose: Callable[..., list[list[int]]] | None
+    read: Callable[..., torch.Tensor]
+
+
+def kind_of(folder: Path) -> str:
+    """The key of `KINDS` of a folder with a model.
+
+    Raises:
+        UserError: It is none of them.
+    """
+    if (folder / "modules.json").is_file():
+        return "sentences"
+    (name,) = read_json(folder / "config.json")["architectures"]
+    found = next((kind for kind, row in KINDS.items() if name.endswith(row.auto_class.removeprefix("AutoModel"))), None)
+    if found is None:
+        raise UserError(f"{folder} holds a {name}. Checkpoints are models for: {', '.join(KINDS)}.")
+    return found
+
+
+def load(folder: Path, **options: Any) -> tuple[Any, Any]:
+    """The model of a folder in evaluation mode, and its tokenizer; `options` are those of `from_pretrained`."""
+    kind = kind_of(folder)
+    if kind == "sentences":
+        from common import extra_embed  # noqa: F401
+
+        # isort: split
+        from sentence_transformers import SentenceTransformer
+
+        model = SentenceTransformer(str(folder), device="cpu", model_kwargs=options)
+        return model.eval(), model.tokenizer
+    model = getattr(transformers, KINDS[kind].auto_class).from_pretrained(folder, **options)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def make(folder: Path, longest: int | float) -> list[Case]:
+    """The cases for a folder whose model takes `longest` tokens."""
+    kind = kind_of(folder)
+    model, tokenizer = load(folder, dtype=torch.float32, attn_implementation="eager")
+    cases = []
+    for name, texts in KINDS[kind].texts(tokenizer, int(min(longest, UNLIMITED))).items():
+        choose = KINDS[kind].choose
+        tokens = choose(model, tokenizer, texts) if choose else None
+        case = {"name": name, "texts": texts}
+        if tokens:
+            words = [[tokenizer.decode([token]) for token in row] for row in tokens]
+            case |= {"tokens": tokens, "answers": words}
+        found = values(kind, model, tokenizer, case)
+        cases.append({**case, "values": [[round(number, 6) for number in row] for row in found.tolist()]})
+    return cases
+
+
+def write(path: Path, kind: str, cases: list[Case], **figures: Any) -> None:
+    """Write `golden.json`, a line for each case."""
+    head = json.dumps({"kind": kind, **figures}).removesuffix("}")
+    lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
+    write_text(path, f'{head}, "cases": [\n{lines}\n]}}\n')
+
+
+@torch.no_grad()
+def values(kind: str, model: Any, tokenizer: Any, case: Case) -> torch.Tensor:
+    """What a model gives for a case, to compare with its `values`: (rows, figures) in float32 on the CPU."""
+    return KINDS[kind].read(model, tokenizer, case["texts"], case.get("tokens")).float().cpu()
+
+
+# ---- inputs ----
+
+
+def filled(tokenizer: Any, longest: int, end: str = "") -> str:
+    """As many words of `PASSAGE`, repeated, and `end` as fit into `longest` tokens."""
+    words = PASSAGE.split()
+
+    def text(count: int) -> str:
+        return " ".join([*(words[index % len(words)] for index in range(count)), *filter(None, [end])])
+
+    fits, over = 1, longest
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        fits, over = (middle, over) if _length(tokenizer, text(middle)) <= longest else (fits, middle)
+    return text(fits)
+
+
+def _length(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text, verbose=False).input_ids)
+
+
+def _masked_texts(tokenizer: Any, longest: int) -> dict[str, list[str]]:
+    mask = tokenizer.mask_token
+    short, two = f"The capital of France is {mask}.", f"She opened the {mask} and looked {mask} at the rain."
+    paragraph = filled(tokenizer, min(longest, 60), f"The boats come back in the {mask}.")
+    return {
+        "short": [short],
+        "two masks": [two],
+        "paragraph": [paragraph],
+        "padded batch": [short, paragraph, two],
+        "longest": [filled(tokenizer, longest, f"The bells of the {mask} ring.")],
+    }
+
+
+def _causal_texts(tokenizer: Any, longest: int) -> dict[str, list[str]]:
+    short, other = "The capital of France", "She opened the door and"
+    paragraph = filled(tokenizer, min(longest - CONTINUED, 60))
+    return {
+        "short": [short],
+        "another": [other],
+        "paragraph": [paragraph],
+        "padded batch": [short, paragraph, other],
+        "longest": [filled(tokenizer, longest - CONTINUED)],
+    }
+
+
+def _texts(tokenizer: Any, longest: int) -> dict[str, list[str]]:
+    short, other = "A warm and funny film.", "The plot is dull, and the ending makes no sense."
+    paragraph = filled(tokenizer, min(longest, 60))
+    return {
+        "short": [short],
+        "another": [other],
+        "paragraph": [paragraph],
+        "padded batch": [short, paragraph, other],
+        "longest": [filled(tokenizer, longest)],
+    }
+
+
+def _choices(tokenizer: Any, longest: int) -> dict[str, list[list[str]]]:
+    def choices(question: str, options: Sequence[str]) -> list[str]:
+        return [f"Q: {question}{tokenizer.sep_token}A: {option}" for option in options]
+
+    first, second = (choices(*question) for question in QUESTIONS)
+    paragraph = [filled(tokenizer, min(longest, 60), option) for option in first]
+    return {
+        "short": [first],
+        "another": [second],
+        "paragraph": [paragraph],
+        "padded batch": [first, paragraph],
+        "longest": [[filled(tokenizer, longest, option) for option in first]],
+    }
+
+
+# ---- outputs ----
+
+
+def _encode(model: Any, tokenizer: Any, texts: list[str]) -> Any:
+    return tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False).to(model.device)
+
+
+def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float().log_softmax(-1)
+
+
+def _at_masks(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
+    batch = _encode(model, tokenizer, texts)
+    return _log_probabilities(model(**batch).logits[batch["input_ids"] == tokenizer.mask_token_id])
+
+
+def _most_probable(model: Any, tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    with torch.no_grad():
+        return _at_masks(model, tokenizer, texts).topk(5).indices.tolist()
+
+
+def _read_masks(model: Any, tokenizer: Any, texts: list[str], tokens: list[list[int]]) -> torch.Tensor:
+    found = _at_masks(model, tokenizer, texts)
+    return found.gather(-1, torch.tensor(tokens, device=found.device))
+
+
+def continuation(model: Any, tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """The tokens that a causal model adds greedily to each text."""
+    batch = _encode(model, tokenizer, texts)
+    pad = {"pad_token_id": tokenizer.pad_token_id}
+    ids = model.generate(**batch, min_new_tokens=CONTINUED, max_new_tokens=CONTINUED, do_sample=False, **pad)
+    return ids[:, batch["input_ids"].shape[1] :].tolist()
+
+
+def _read_continuation(model: Any, tokenizer: Any, texts: list[str], tokens: list[list[int]]) -> torch.Tensor:
+    batch, new = _encode(model, tokenizer, texts), torch.tensor(tokens, device=model.device)
+    ids, mask = (
+        torch.cat([batch[name], more], 1)
+        for name, more in (("input_ids", new), ("attention_mask", torch.ones_like(new)))
+    )
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -CONTINUED - 1 : -1]
+    return _log_probabilities(logits).gather(-1, new.unsqueeze(-1)).squeeze(-1)
+
+
+def _read_logits(model: Any, tokenizer: Any, texts: list[str], tokens: None) -> torch.Tensor:
+    return model(**_encode(model, tokenizer, texts)).logits
+
+
+def _read_choices(model: Any, tokenizer: Any, texts: list[list[str]], tokens: None) -> torch.Tensor:
+    batch = _encode(model, tokenizer, [option for options in texts for option in options])
+    shape = (len(texts), len(texts[0]), -1)
+    return model(**{name: tensor.view(shape) for name, tensor in batch.items()}).logits
+
+
+def _read_embeddings(model: Any, tokenizer: Any, texts: list[str], tokens: None) -> torch.Tensor:
+    return model.encode(texts, convert_to_tensor=True)[:, :8]
+
+
+KINDS = {
+    "masked LM": Kind("AutoModelForMaskedLM", "fill-mask", "masked-lm", _masked_texts, _most_probable, _read_masks),
+    "causal LM": Kind(
+        "AutoModelForCausalLM", "text-generation", "causal-lm", _causal_texts, continuation, _read_continuation
+    ),
+    "classification": Kind(
+        "AutoModelForSequenceClassification", *["text-classification"] * 2, _texts, None, _read_logits
+    ),
+    "multiple choice": Kind("AutoModelForMultipleChoice", *["multiple-choice"] * 2, _choices, None, _read_choices),
+    "sentences": Kind("AutoModel", "sentence-similarity", "sentence-transformers", _texts, None, _read_embeddings),
+}

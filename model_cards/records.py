@@ -1,0 +1,166 @@
+"""What finished runs have recorded: recipe, figures and log of each, without the folders of this machine.
+
+A run is the output folder of
+
+- a pretraining command, whose card holds the recipe;
+- `convert_mlm.py`, which has left the folders of its earlier stages beside it;
+- `finetune_embeddings.py`, or
+- another finetuning command; of several models, `OUTPUT_DIR/best/MODEL`.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from catalogue import Stage, read_json
+from common.machine import plural
+from engine.log import read_log
+from safetensors import safe_open
+from tasks.arguments import REFUSED
+from tasks.plan import RUN_FILE, SETTINGS_FILE, read_run
+from transformers import TrainingArguments
+
+from luna_hf.scripting import UserError, portable
+
+_RECIPE = re.compile(r"^The recipe:\n\n```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SETTING = ("batch_size", "learning_rate", "dropout", "seed")
+
+
+def read_stages(run: Path) -> tuple[Path, list[Stage]]:
+    """The folder with the model that a run has made, and its stages.
+
+    Raises:
+        UserError: It is no finished run, or one with several models.
+    """
+    if (run / "metrics.json").is_file() and (run / "modules.json").is_file():
+        return run, [_embeddings(run)]
+    if (run / "metrics.json").is_file():
+        last = _pretrained(run)
+        return run, list(_converted(run, last)) if "training/convert_mlm.py" in last.metrics["command"] else [last]
+    if root := next((folder for folder in (run, run.parent.parent) if (folder / "results.json").is_file()), None):
+        return _finetuned(run, root)
+    raise UserError(f"{run} holds no finished run: it has neither metrics.json nor results.json.")
+
+
+# ---- pretraining and conversion ----
+
+
+def _pretrained(folder: Path) -> Stage:
+    found = _RECIPE.search((folder / "README.md").read_text(encoding="utf-8"))
+    if not found:
+        raise UserError(f"{folder / 'README.md'} holds no recipe: no pretraining command has written it.")
+    return Stage(yaml.safe_load(found[1]), read_json(folder / "metrics.json"), read_log(folder / "log.jsonl"))
+
+
+def _converted(folder: Path, last: Stage) -> Iterator[Stage]:
+    """The parts of a conversion; the last one has the recipe of the whole."""
+    start = Path(f"{folder}-start") / "conversion.json"
+    if not start.is_file():
+        raise UserError(f"{folder} is a conversion, whose recipe is missing: there is no {start}.")
+    recipe = {key: _portable(value) for key, value in read_json(start).items()}
+    for stage in recipe["stages"][:-1]:
+        yield dataclasses.replace(_pretrained(Path(f"{folder}-{stage['name']}")), recipe={})
+    yield dataclasses.replace(last, recipe=recipe)
+
+
+def _portable(value: Any) -> Any:
+    """A value of a recipe with portable paths."""
+    if isinstance(value, list):
+        return [_portable(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _portable(item) for key, item in value.items()}
+    return portable(value) if isinstance(value, str) and value else value
+
+
+# ---- finetuning ----
+
+
+def _embeddings(folder: Path) -> Stage:
+    """The record of `finetune_embeddings.py`, in the words of the other commands."""
+    figures = read_json(folder / "metrics.json")
+    machine, training = figures["machine"], figures.pop("training")
+    device = machine.get("accelerator") or machine["cpu"]
+    threads = f"{plural(machine['threads'], 'thread')}, {plural(machine['cores'], 'core')}"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    values = {"dataset_name": figures["dataset"], "max_length": figures["max_length"], **training}
+    command = importlib.import_module("finetune_embeddings")
+    recipe = {
+        "model_name_or_path": portable(figures["model"]),
+        "output_dir": "",
+        **_options(command.EmbeddingArguments, command.TrainingArguments, values),
+    }
+    metrics = {
+        **{name: _portable(value) for name, value in figures.items() if name not in ("machine", "versions", "seconds")},
+        "scores": {"validation": figures["scores"]},
+        "parameters": parameters,
+        "training_seconds": figures["seconds"],
+        "hardware": f"{device}, {threads}, {machine['system']} {machine['architecture']}",
+        "versions": ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),
+    }
+    history = read_json(folder / "trainer_state.json")["log_history"]
+    log = [{"kind": "train", **row} for row in history if "loss" in row]
+    return Stage(recipe, metrics, log)
+
+
+def _finetuned(run: Path, root: Path) -> tuple[Path, list[Stage]]:
+    results = read_json(root / "results.json")
+    folder = run
+    if run == root and (root / "best").is_dir():
+        folder, *others = sorted((root / "best").iterdir())
+        if others:
+            named = ", ".join(str(path) for path in (folder, *others))
+            raise UserError(f"{run} holds several models. Name one of them: {named}.")
+    result = read_run(folder)
+    settings = read_json(_run_folder(folder, root, result) / SETTINGS_FILE)
+    command = Path(next(word for word in results["command"].split() if word.endswith(".py"))).stem
+    kept = {name: value for name, value in result.items() if name not in ("folder", "history")}
+    kept |= {"command": results["command"], "model_name_or_path": portable(result["model_name_or_path"])}
+    log = [{"kind": "held_out", **row} for row in result["history"]]
+    return folder, [Stage(_finetuning_recipe(command, result, settings), kept, log)]
+
+
+def _run_folder(folder: Path, root: Path, result: dict[str, Any]) -> Path:
+    """Where the run was trained, whose model may have been moved to `best/`."""
+    if (folder / SETTINGS_FILE).is_file():
+        return folder
+    for path in (root / "runs" / folder.name).glob(f"*/{RUN_FILE}"):
+        found = read_run(path.parent)
+        if all(found[name] == result[name] for name in _SETTING):
+            return path.parent
+    raise UserError(f"The settings of {folder} are missing: {root / 'runs'} has been removed.")
+
+
+def _finetuning_recipe(name: str, result: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """The options that repeat one run of a sweep."""
+    command = importlib.import_module(name).COMMAND
+    return {
+        "model_name_or_path": [portable(result["model_name_or_path"])],
+        "output_dir": "",
+        **_options(command.arguments, command.training, settings),
+        "per_device_train_batch_size": result["batch_size"],
+        **{key: result[key] for key in ("learning_rate", "dropout", "seed") if result[key] is not None},
+    }
+
+
+def _options(arguments: type, training: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that a recipe needs: luna_hf's own options, and others that differ from the default."""
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for one in training.__mro__[: training.__mro__.index(TrainingArguments)]:
+        inherited -= set(inspect.get_annotations(one))
+    defaults = training(output_dir="unused").to_dict()
+    known = [field.name for kind in (arguments, training) for field in dataclasses.fields(kind) if field.init]
+    left_out = {"model_name_or_path", "output_dir", *REFUSED}
+    return {
+        key: _portable(values[key])
+        for key in known
+        if key not in left_out
+        and values.get(key) not in (None, [], {})
+        and not (key in inherited and values[key] == defaults.get(key))
+    }

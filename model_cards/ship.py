@@ -1,0 +1,199 @@
+"""Ship a finished run: write `checkpoints/NAME`, with weights in bfloat16.
+
+    python model_cards/ship.py NAME RUN [RUN ...]
+
+NAME is an entry of model_cards/zoo.yaml. RUN is the output folder of a training command; several are the stages of one
+training, in their order, and the model is that of the last one. Afterwards, `python model_cards/build.py NAME` writes
+the card.
+"""
+
+import training_path  # noqa: F401
+
+# isort: split
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import golden
+import torch
+import yaml
+from catalogue import Entry, Stage, Zoo, read_json
+from common.models import longest_input
+from engine.card import PLOT, drawing
+from records import read_stages
+from transformers import AutoConfig
+
+from luna_hf.scripting import TOKENIZER_FILES, Parser, run_script, write_json, write_text, writing
+
+LOG_LIMIT = 200_000  # bytes
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", metavar="NAME", help="entry of model_cards/zoo.yaml")
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="output folder of a run")
+    return parser.parse_args(words)
+
+
+def ship(zoo: Zoo, name: str, runs: Sequence[Path]) -> Path:
+    """Write a checkpoint and return its folder.
+
+    Raises:
+        UserError: An unknown name, no finished run, or a model of a kind that is not published.
+    """
+    entry = zoo.entry(name)
+    read = [read_stages(run) for run in runs]
+    source, target = read[-1][0], zoo.root / "checkpoints" / name
+    stages = repeatable([stage for _, stages in read for stage in stages], name, entry, zoo)
+    kind = golden.kind_of(source)
+    with writing(target) as folder:
+        save(source, folder)
+        without_code(folder)
+        for number, stage in enumerate(stages[:-1], 1):
+            write_stage(stage, folder / "stages" / str(number), f"stage {number} of {name}")
+        write_stage(stages[-1], folder, name)
+        plot(stages, folder / PLOT)
+        cases = golden.make(folder, longest_input(AutoConfig.from_pretrained(folder)))
+        golden.write(folder / "golden.json", kind, cases, rounding=rounding(kind, source, cases))
+    return target
+
+
+# ---- the model ----
+
+
+def save(source: Path, target: Path) -> None:
+    """Write a folder's model in bfloat16, with its code, and its tokenizer.
+
+    The config asks for float32: weights are small on disk, and suit CPUs and finetuning once they are loaded.
+    """
+    model, _ = golden.load(source, dtype=torch.bfloat16)
+    if golden.kind_of(source) == "sentences":
+        model.save_pretrained(str(target), create_model_card=False)
+    else:
+        model.save_pretrained(target)
+        for file in filter(Path.is_file, (source / file for file in TOKENIZER_FILES)):
+            shutil.copyfile(file, target / file.name)
+    path = target / "config.json"
+    write_json(path, {**read_json(path), "dtype": "float32"})
+
+
+def without_code(folder: Path) -> None:
+    """Remove the code of the model, a copy of `src/luna_hf`, and what refers to it."""
+    for path in folder.glob("*.py"):
+        path.unlink()
+    path = folder / "config.json"
+    config = read_json(path)
+    config.pop("auto_map", None)
+    write_json(path, config)
+
+
+def rounding(kind: str, source: Path, cases: list[golden.Case]) -> float:
+    """The largest change of a golden value by rounding the weights."""
+    exact = golden.load(source, dtype=torch.float32, attn_implementation="eager")
+    changes = [(golden.values(kind, *exact, case) - torch.tensor(case["values"])).abs().max() for case in cases]
+    return round(max(changes).item(), 6)
+
+
+# ---- the runs ----
+
+
+def repeatable(stages: list[Stage], name: str, entry: Entry, zoo: Zoo) -> list[Stage]:
+    """The stages with recipes that can be run one after the other in the root of the repository.
+
+    A stage starts from the output of the one before it, and the first one from the entry's base, if it has one. The
+    tokenizer is that of the checkpoint.
+    """
+    count = sum(bool(stage.recipe) for stage in stages)
+    folders = output_folders(name, count)
+    base = f"checkpoints/{entry.base}" if entry.base in zoo.entries else entry.base
+    before = base
+    changed = []
+    for stage in stages:
+        recipe = dict(stage.recipe)
+        if recipe:
+            recipe["output_dir"] = folders.pop(0)
+            for key, value in {
+                "model_name_or_path": before,
+                "teacher": base,
+                "tokenizer": f"checkpoints/{name}",
+            }.items():
+                if value and recipe.get(key):
+                    recipe[key] = [value] if isinstance(recipe[key], list) else value
+            fixed = {"model_name": Path(recipe["output_dir"]).name, "push_to_hub": False}
+            recipe |= {key: value for key, value in fixed.items() if key in recipe}
+            before = recipe["output_dir"]
+        changed.append(dataclasses.replace(stage, recipe=recipe))
+    return changed
+
+
+def output_folders(name: str, count: int) -> list[str]:
+    """Where the recipes of a checkpoint write."""
+    return [*(f"outputs/{name}-{number}" for number in range(1, count)), f"outputs/{name}"]
+
+
+def write_stage(stage: Stage, folder: Path, title: str) -> None:
+    """Write recipe, figures and log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if stage.recipe:
+        text = yaml.safe_dump(stage.recipe, sort_keys=False, width=110, allow_unicode=True)
+        write_text(folder / "recipe.yaml", f"# Repeats {title}, as a recipe of {stage.script}.\n{text}")
+    write_json(folder / "metrics.json", stage.metrics)
+    if stage.log:
+        write_text(folder / "log.jsonl", thinned(stage.log))
+
+
+def thinned(log: list[dict[str, Any]], limit: int = LOG_LIMIT) -> str:
+    """A log as text of at most `limit` bytes: every second entry between evaluations is left out, repeatedly."""
+    lines = [(entry["kind"] in ("train", "probe"), json.dumps(entry) + "\n") for entry in log]
+    while sum(len(line) for _, line in lines) > limit:
+        between = [index for index, (can_go, _) in enumerate(lines) if can_go]
+        if not between:
+            break
+        lines = [line for index, line in enumerate(lines) if index not in set(between[::2])]
+    return "".join(line for _, line in lines)
+
+
+def plot(stages: list[Stage], path: Path) -> None:
+    """Draw the losses of all stages by tokens, or the main score by step where the log has that."""
+    entries = [[entry for entry in stage.log if entry["kind"] in ("train", "held_out")] for stage in stages]
+    if not any(entries):
+        return
+    along = "seen_tokens" if all("seen_tokens" in entry for part in entries for entry in part) else "step"
+    score = stages[-1].metrics.get("main_metric")
+    with drawing(path) as (axes,):
+        offset = 0
+        for number, (stage, part) in enumerate(zip(stages, entries, strict=True), 1):
+            suffix = f", stage {number}" * (len(stages) > 1)
+            # Where a run trains something else, only its held-out loss can be compared.
+            other = any(entry["kind"] == "objective" for entry in stage.log)
+            for kind, style in {"train": {"alpha": 0.5}, "held_out": {"marker": "o", "markersize": 3}}.items():
+                own = [entry for entry in part if entry["kind"] == kind]
+                if not own or (other and kind == "train"):
+                    continue
+                label = {"train": "training", "held_out": "held-out"}[kind] + suffix
+                heights = [entry.get("loss", entry.get(f"eval_{score}")) for entry in own]
+                axes.plot([offset + entry[along] for entry in own], heights, label=label, **style)
+            offset += part[-1][along] if part else 0
+        axes.set_xlabel({"seen_tokens": "tokens", "step": "step"}[along])
+        axes.set_ylabel("loss (nats)" if "loss" in entries[-1][-1] else score)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+
+    def script() -> None:
+        options = parse(sys.argv[1:] if words is None else words)
+        folder = ship(Zoo(), options.name, options.runs)
+        print(f"Wrote {folder}. Next: python model_cards/build.py {options.name}")
+
+    return run_script(script)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

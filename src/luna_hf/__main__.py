@@ -1,0 +1,83 @@
+"""What this installation has: `python -m luna_hf`."""
+
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from transformers.utils import is_flash_attn_2_available, is_torch_flex_attn_available
+
+from . import FAMILIES, __version__
+from .dispatch import SLOW_CPU_DTYPES
+from .scripting import Parser, cpu_name, run_script
+
+_PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "datasets")
+# torch's queries for instructions on x86; on Arm only oneDNN knows.
+_BF16_INSTRUCTIONS = {"AVX512-BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
+_ARM = ("aarch64", "arm64")
+
+
+def installed(package: str) -> str:
+    """Version of a package, or "not installed"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def backends() -> list[str]:
+    """Values of `attn_implementation` that run here."""
+    found = {"flash_attention_2": is_flash_attn_2_available(), "flex_attention": is_torch_flex_attn_available()}
+    return ["sdpa (default)", "eager", *(name for name, present in found.items() if present)]
+
+
+def cpu_bf16() -> str:
+    """Which instructions for bfloat16 the processor has."""
+    found = [name for name, query in _BF16_INSTRUCTIONS.items() if getattr(torch.cpu, query, bool)()]
+    if platform.machine().lower() in _ARM and torch.bfloat16 not in SLOW_CPU_DTYPES:
+        found.append("Arm BF16")
+    return f"yes ({', '.join(found)})" if found else "no instructions, emulated"
+
+
+def facts() -> dict[str, str]:
+    """What is printed, by its label."""
+    table = {
+        "luna_hf": __version__,
+        "families": ", ".join(FAMILIES),
+        "attention backends": ", ".join(backends()),
+        "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
+        **{package: installed(package) for package in _PACKAGES},
+        "flash-attn": installed("flash-attn"),
+        "CPU": cpu_name(),
+        "CPU bf16": cpu_bf16(),
+        "CUDA": f"yes ({torch.version.cuda})" if torch.cuda.is_available() else "no device",
+    }
+    for number in range(torch.cuda.device_count()):
+        name, memory = torch.cuda.get_device_name(number), torch.cuda.get_device_properties(number).total_memory
+        table[f"GPU {number}"] = f"{name}, {memory / 2**30:.0f} GiB"
+        with torch.cuda.device(number):
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        table[f"GPU {number} bf16"] = "yes" if native else "no instructions, emulated"
+    return table
+
+
+def describe() -> str:
+    """The facts as lines of text."""
+    table = facts()
+    width = max(map(len, table))
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in table.items())
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the facts; see `run_script` for the exit status."""
+
+    def script() -> None:
+        Parser(prog="python -m luna_hf", description=__doc__).parse_args(words)
+        print(describe())
+
+    return run_script(script)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

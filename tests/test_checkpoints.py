@@ -1,0 +1,105 @@
+"""Checkpoints give the outputs that they were shipped with: those of this repository, and tiny ones of every kind."""
+
+import re
+import shutil
+
+import golden
+import pytest
+import torch
+from catalogue import Checkpoint, Zoo
+from common.models import longest_input
+from helpers import ROOT
+from safetensors.torch import load_file, save_file
+from tiny_zoo import ENTRIES
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
+from transformers.utils import is_flash_attn_2_available
+
+COMMITTED = list(Zoo().checkpoints)
+# Relative to the largest value of a case, or to 0.1. float32: sums in another order. bfloat16 has 8 bits.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+every = pytest.mark.parametrize("name", [*ENTRIES, *COMMITTED])
+MEGABYTE = 10**6
+
+
+@pytest.fixture
+def checkpoint(name, zoo):
+    return (zoo if name in ENTRIES else Zoo()).checkpoint(name)
+
+
+def check(checkpoint, dtype, backend, device="cpu"):
+    """Compare every case."""
+    kind = checkpoint.golden["kind"]
+    model, tokenizer = golden.load(checkpoint.folder, dtype=dtype, attn_implementation=backend)
+    model.to(device)
+    for case in checkpoint.golden["cases"]:
+        expected, found = torch.tensor(case["values"]), golden.values(kind, model, tokenizer, case)
+        scale = max(expected.abs().max().item(), 0.1)
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[dtype] * scale)
+        if kind == "causal LM" and (backend, dtype) == ("eager", torch.float32):
+            assert golden.continuation(model, tokenizer, case["texts"]) == case["tokens"]
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_outputs_are_the_golden_ones(checkpoint, dtype, backend):
+    check(checkpoint, dtype, backend)
+
+
+@every
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "flash_attention_2", "flex_attention"])
+def test_outputs_on_a_gpu(checkpoint, dtype, backend):
+    if backend == "flash_attention_2" and (dtype == torch.float32 or not is_flash_attn_2_available()):
+        pytest.skip("flash-attn is not installed, or has no float32 kernels")
+    check(checkpoint, dtype, backend, "cuda")
+
+
+@every
+def test_the_cases_cover_padding_and_the_longest_input(checkpoint):
+    kind, cases = checkpoint.golden["kind"], {case["name"]: case for case in checkpoint.golden["cases"]}
+    _, tokenizer = golden.load(checkpoint.folder)
+    texts = {name: tree_leaves(case["texts"]) for name, case in cases.items()}
+    lengths = {name: [len(tokenizer(text).input_ids) for text in own] for name, own in texts.items()}
+    longest = min(longest_input(AutoConfig.from_pretrained(checkpoint.folder)), golden.UNLIMITED)
+    added = golden.CONTINUED if kind == "causal LM" else 0
+    assert len(cases) == 5 and longest - 10 <= max(lengths["longest"]) + added <= longest
+    assert len(set(lengths["padded batch"])) > 1
+
+
+@every
+def test_no_code_and_no_folder_of_the_machine_is_shipped(checkpoint):
+    folder = checkpoint.folder
+    assert not list(folder.rglob("*.py"))
+    assert "auto_map" not in checkpoint.config
+    for path in folder.rglob("*"):
+        if path.suffix in (".json", ".jsonl", ".yaml", ".md") and path.name != "tokenizer.json":
+            # Absolute paths of any kind, and those that leave the repository.
+            assert re.findall(r"(?<![\w:.<`/])/\w+/|\.\./", path.read_text(encoding="utf-8")) == [], path
+    for stage in checkpoint.stages:
+        assert stage.metrics["training_seconds"] > 0 and stage.script.endswith(".py")
+
+
+@every
+def test_weights_are_stored_in_bfloat16_and_loaded_in_float32(checkpoint):
+    assert {weight.dtype for weight in load_file(checkpoint.folder / "model.safetensors").values()} == {torch.bfloat16}
+    model, _ = golden.load(checkpoint.folder)
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
+def test_committed_weights_are_small():
+    sizes = [path.stat().st_size for path in (ROOT / "checkpoints").glob("*/model.safetensors")]
+    assert max(sizes, default=0) <= 15 * MEGABYTE and sum(sizes) <= 60 * MEGABYTE
+
+
+def test_a_changed_weight_is_found(zoo, tmp_path):
+    folder = tmp_path / "tiny-luna"
+    shutil.copytree(zoo.checkpoint("tiny-luna").folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.bias"] += torch.arange(len(weights["lm_head.bias"])) % 2
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AssertionError):
+        check(Checkpoint(folder), torch.bfloat16, "eager")

@@ -1,0 +1,61 @@
+"""Embeddings finetuned on pairs of sentences: the folder that the command writes, and what it refuses."""
+
+import json
+
+import finetune_embeddings
+import pyarrow
+import pytest
+from helpers import SENTENCES, tiny_model, tiny_tokenizer
+from pyarrow.parquet import write_table
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("encoder"), tiny_tokenizer()
+    tiny_model("luna", "mlm", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Equal sentences score 5, others 0."""
+    pairs = [(first, second) for first in SENTENCES for second in SENTENCES]
+    columns = {"sentence1": [first for first, _ in pairs], "sentence2": [second for _, second in pairs]}
+    table = pyarrow.table({**columns, "label": [5.0 if first == second else 0.0 for first, second in pairs]})
+    folder = tmp_path / "glue" / "stsb"
+    folder.mkdir(parents=True)
+    for split in ("train", "validation"):
+        write_table(table, folder / f"{split}.parquet")
+    return folder.parent
+
+
+def words(encoder, data, output, **more):
+    options = {"model_name_or_path": encoder, "dataset_name": data, "output_dir": output, "use_cpu": True, **more}
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def test_the_folder_embeds_and_the_scores_are_those_of_the_saved_model(encoder, data, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    output = tmp_path / "out"
+    assert finetune_embeddings.main(words(encoder, data, output, max_steps=3, learning_rate=1e-2, max_length=16)) == 0
+    figures = json.loads((output / "metrics.json").read_text())
+    assert figures["scores"] != figures["scores_before"] and figures["steps"] == 3
+    assert not list(output.glob("checkpoint-*"))
+    model = SentenceTransformer(str(output), device="cpu")
+    assert model.max_seq_length == 16
+    pairs = finetune_embeddings.read_pairs(str(data))["validation"]
+    evaluator = finetune_embeddings.EmbeddingSimilarityEvaluator(
+        pairs["sentence1"], pairs["sentence2"], pairs["score"], show_progress_bar=False
+    )
+    assert evaluator(model)["spearman_cosine"] == pytest.approx(figures["scores"]["spearman"], abs=1e-4)
+
+
+def test_a_missing_model_and_a_missing_split_are_refused(encoder, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert finetune_embeddings.main(words(tmp_path / "none", data, tmp_path / "out")) == 2
+    assert "--model_name_or_path" in capsys.readouterr().err
+    (data / "stsb" / "validation.parquet").unlink()
+    assert finetune_embeddings.main(words(encoder, data, tmp_path / "out")) == 2
+    assert "has no split validation" in capsys.readouterr().err

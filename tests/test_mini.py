@@ -1,0 +1,133 @@
+"""The study of the small English models: what runs after what, and the table of their scores."""
+
+import json
+
+import mini
+import mini_losses
+import mini_scores
+import pytest
+from helpers import ROOT
+from pretrain_mlm import read_recipe
+
+RECIPE = ROOT / "training" / "recipes" / "pretrain_mlm" / "luna-mini-en.yaml"
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """Names of the commands that are started, with their options; each run finishes at once."""
+    calls = []
+
+    def launch(script, words, threads):
+        options = dict(zip(words[1::2], words[2::2], strict=True))
+        calls.append((script, options))
+        folder = tmp_path / options["--model_name"]
+        folder.mkdir()
+        (folder / "metrics.json").touch()
+
+    monkeypatch.setattr(mini, "launch", launch)
+    for name in (mini.TOKENIZER, mini.TWIN_START):
+        (tmp_path / name).mkdir()
+    (tmp_path / mini.TOKENIZER / "tokenizer.json").touch()
+    (tmp_path / mini.TWIN_START / "config.json").touch()
+    return calls
+
+
+def train(tmp_path, *names):
+    assert mini.main(["train", *names, "--data", str(tmp_path), "--runs", str(tmp_path)]) == 0
+
+
+def test_a_model_is_trained_after_what_it_starts_from_and_finished_stages_are_skipped(launched, tmp_path):
+    train(tmp_path, "abc-mini-en")
+    assert [options["--model_name"] for _, options in launched] == [
+        "roberta-mini-en-128",
+        "roberta-mini-en",
+        "abc-mini-en",
+    ]
+    assert launched[0][1]["--model_name_or_path"] == str(tmp_path / mini.TWIN_START)
+    assert launched[2][0] == "training/convert_mlm.py"
+    assert launched[2][1]["--teacher"] == str(tmp_path / "roberta-mini-en")
+    train(tmp_path, "luna-mini-en")
+    assert [options["--model_name"] for _, options in launched[3:]] == ["luna-mini-en-128", "luna-mini-en"]
+    train(tmp_path, "luna-mini-en", "abc-mini-en")
+    assert len(launched) == 5
+
+
+def tokens(name):
+    """What a stage and those before it read, in tokens."""
+    if name == mini.TWIN_START:
+        return 0
+    stage, recipe = mini.STAGES[name], read_recipe(RECIPE)
+    keys = {key: stage.changes.get(key, getattr(recipe, key)) for key in ("max_steps", "global_batch_tokens")}
+    return keys["max_steps"] * keys["global_batch_tokens"] + (tokens(stage.start) if stage.start else 0)
+
+
+def test_luna_and_its_twin_read_the_same_number_of_tokens():
+    assert tokens("luna-mini-en") == tokens("roberta-mini-en") >= 80e6
+    assert tokens("luna-mini-en-4096") - tokens("luna-mini-en") >= 8e6
+
+
+def test_an_unknown_model_is_refused(capsys):
+    assert mini.main(["train", "luna-large", "--data", "data"]) == 2
+    assert "There is no model luna-large" in capsys.readouterr().err
+
+
+def write_scores(runs, model, task, scores):
+    """What a finetuning command leaves, as far as the table reads it."""
+    path = runs / model / "finetune" / task / "results.json"
+    path.parent.mkdir(parents=True)
+    shared = {"model": model, "notes": [], "training_seconds": 60, "tokens_per_second": 100}
+    shared |= {"train_rows": 10, "epochs": 1, "max_length": mini_scores.TASKS[task].max_length}
+    own = [{**shared, "seed": seed, "scores": {"validation": score}} for seed, score in enumerate(scores)]
+    results = {"development": "validation", "main_metric": "accuracy", "command": "python ...", "runs": own}
+    path.write_text(json.dumps(results))
+
+
+def test_the_table_has_means_extremes_and_the_average_of_common_tasks(tmp_path, capsys):
+    write_scores(tmp_path, "luna-mini-en", "sst2", [{"accuracy": 0.8}, {"accuracy": 0.9}])
+    write_scores(tmp_path, "luna-mini-en", "imdb-2048", [{"accuracy": 0.1}])
+    write_scores(tmp_path, "luna-mini-en", "qnli", [{"accuracy": 0.2}])
+    both = {"accuracy": 0.6, "f1": 0.8, "mean": 0.7}
+    write_scores(tmp_path, "luna-mini-en", "mrpc", [both])
+    write_scores(tmp_path, "roberta-mini-en", "mrpc", [both])
+    write_scores(tmp_path, "roberta-mini-en", "sst2", [{"accuracy": 0.5}])
+    header = {"command": "python ...", "date": "2026", "machine": {}, "versions": {"torch": "2", "transformers": "5"}}
+    mini_scores.publish_scores(tmp_path, tmp_path / "results", header)
+    lines = {tuple(cell.strip() for cell in line.split("|")[1:3]): line for line in capsys.readouterr().out.split("\n")}
+    assert "85.0 (80.0 to 90.0) | 50.0 | 83.2 | 85.9" in lines["sst2", "accuracy"]
+    assert "80.0 | 80.0 | 81.1" in lines["mrpc", "f1"]
+    assert "20.0 | - |" in lines["qnli", "accuracy"]
+    assert "77.5 | 60.0" in lines["**average**", ""]
+    (path,) = (tmp_path / "results").glob("mini-scores-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["dataset"] for row in rows} == {"nyu-mll/glue", "stanfordnlp/imdb"}
+    assert rows[0]["values"] == [0.8, 0.9] and path.with_suffix(".png").is_file()
+
+
+def write_run(folder, losses, tokens):
+    """What a pretraining run leaves, as far as the table reads it."""
+    folder.mkdir()
+    entries = [
+        {"kind": "held_out", "seen_tokens": tokens * (number + 1), "loss": loss} for number, loss in enumerate(losses)
+    ]
+    (folder / "log.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    names = ("held_out_accuracy", "held_out_targets", "unigram_loss", "unigram_accuracy", "longest_input", "hardware")
+    own = {
+        "parameters": 6e6,
+        "held_out_loss": losses[-1],
+        "seen_tokens": tokens * len(losses),
+        "training_seconds": 3600,
+    }
+    (folder / "metrics.json").write_text(json.dumps({**dict.fromkeys(names, 1), **own, "command": "python ..."}))
+
+
+def test_a_curve_goes_on_in_the_second_stage(tmp_path, capsys):
+    write_run(tmp_path / "luna-mini-en-128", [5.0, 4.0], 10_000_000)
+    write_run(tmp_path / "luna-mini-en", [4.5, 3.5], 5_000_000)
+    write_run(tmp_path / "roberta-mini-en-128", [6.0], 1)
+    header = {"command": "python ...", "date": "2026", "machine": {}, "versions": {"torch": "2", "transformers": "5"}}
+    mini_losses.publish_losses(tmp_path, tmp_path / "results", header)
+    assert "| `luna-mini-en` | 6.0 M | 30 M | 3.500 (1.000) |" in capsys.readouterr().out
+    (path,) = (tmp_path / "results").glob("mini-pretrain-*.json")
+    (model,) = json.loads(path.read_text())["models"].values()
+    assert model["curve"]["tokens"] == [10_000_000, 20_000_000, 25_000_000, 30_000_000]
+    assert model["seconds"] == 7200 and path.with_suffix(".png").is_file()

@@ -1,0 +1,305 @@
+"""From finished runs to published checkpoints: recipes that repeat them, cards, and what the Hub gets."""
+
+import importlib
+import itertools
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import build
+import catalogue
+import golden
+import publish
+import pytest
+import ship
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from catalogue import Zoo
+from helpers import refused, run_python
+from hub_stub import HubStub
+from huggingface_hub import ModelCard, parse_eval_result_entries
+from safetensors.torch import load_file
+from tiny_zoo import ENTRIES, SCORES
+
+from luna_hf.scripting import UserError
+
+COMMITTED = list(Zoo().checkpoints)
+every = pytest.mark.parametrize("name", [*ENTRIES, *COMMITTED])
+
+
+@pytest.fixture
+def place(name, zoo):
+    """The zoo that holds a checkpoint; the cards of the tiny ones are written first."""
+    if name not in ENTRIES:
+        return Zoo()
+    build.write(zoo, name)
+    return zoo
+
+
+# ---- shipping ----
+
+
+@pytest.mark.parametrize("name", ["tiny-luna", "tiny-abc", "tiny-clm", "tiny-sst2", "tiny-stsb"])
+def test_the_commands_of_the_card_repeat_the_training(name, zoo, monkeypatch):
+    monkeypatch.chdir(zoo.root)
+    build.write(zoo, name)
+    card = (zoo.checkpoint(name).folder / "README.md").read_text()
+    *training, last = re.search(r"```sh\n(.*?)\n```", card, re.DOTALL)[1].splitlines()
+    for command in training:
+        script, recipe = re.fullmatch(r"python training/(\w+)\.py (\S+)", command).groups()
+        AcceleratorState._reset_state(reset_partial_state=True)  # as in a separate process
+        assert importlib.import_module(script).main([recipe]) == 0
+    options = ship.parse(last.split()[2:])
+    assert options.name == name
+    found = load_file(options.runs[-1] / "model.safetensors")
+    shipped = load_file(zoo.checkpoint(name).folder / "model.safetensors")
+    assert found.keys() == shipped.keys()
+    for key, weight in shipped.items():
+        assert weight.dtype == torch.bfloat16 and torch.equal(found[key].bfloat16(), weight), key
+
+
+def test_all_stages_are_kept(zoo):
+    stages = zoo.checkpoint("tiny-luna").stages
+    assert [stage.recipe["block_size"] for stage in stages] == [16, 32]
+    assert [stage.steps for stage in stages] == [3, 3]
+    assert stages[1].recipe["model_name_or_path"] == stages[0].recipe["output_dir"]
+    first, last = zoo.checkpoint("tiny-abc").stages
+    assert not first.recipe and (first.steps, last.steps) == (2, 2)
+    assert last.recipe["teacher"] == "checkpoints/tiny-roberta" and len(last.recipe["stages"]) == 2
+
+
+def test_the_tokenizer_of_a_recipe_is_the_shipped_one(zoo):
+    folder = zoo.root / zoo.checkpoint("tiny-roberta").stages[0].recipe["tokenizer"]
+    assert folder == zoo.checkpoint("tiny-roberta").folder
+    assert (folder / "tokenizer.json").read_bytes() == (zoo.root / "runs/roberta/tokenizer.json").read_bytes()
+
+
+def test_the_chosen_run_of_a_sweep_is_shipped(zoo):
+    (stage,) = zoo.checkpoint("tiny-sst2").stages
+    (best,) = (zoo.root / "runs/sst2/best").iterdir()
+    run = json.loads((best / "run.json").read_text())
+    assert stage.recipe["seed"] == stage.metrics["seed"] == run["seed"]
+    assert [entry["eval_accuracy"] for entry in stage.log] == [row["eval_accuracy"] for row in run["history"]]
+
+
+def test_a_long_log_loses_entries_between_evaluations():
+    log = [{"kind": "held_out" if step % 10 == 0 else "train", "step": step, "loss": 1.0} for step in range(1, 101)]
+    whole = ship.thinned(log)
+    assert [json.loads(line) for line in whole.splitlines()] == log
+    lines = [json.loads(line) for line in ship.thinned(log, len(whole) // 2).splitlines()]
+    kinds = [entry["kind"] for entry in lines]
+    assert kinds.count("held_out") == 10 and 10 <= kinds.count("train") <= 45
+    steps = [entry["step"] for entry in lines]
+    assert steps == sorted(steps) and max(b - a for a, b in itertools.pairwise(steps)) <= 5
+    assert len(ship.thinned(log, 1).splitlines()) == 10
+
+
+def test_shipping_refuses(zoo, tmp_path):
+    with refused("tiny-x", "tiny-luna", error=UserError):
+        ship.ship(zoo, "tiny-x", [zoo.root / "runs/luna-1"])
+    with refused(tmp_path, error=UserError):
+        ship.ship(zoo, "tiny-luna", [tmp_path])
+    shutil.copytree(zoo.root / "runs/abc", tmp_path / "abc")
+    with refused(tmp_path / "abc-start", error=UserError):
+        ship.ship(zoo, "tiny-abc", [tmp_path / "abc"])
+    for model in "ab":
+        shutil.copytree(zoo.root / "runs/sst2/best/tiny-luna", tmp_path / "best" / model)
+    shutil.copy(zoo.root / "runs/sst2/results.json", tmp_path)
+    with refused(tmp_path / "best" / "a", error=UserError):
+        ship.ship(zoo, "tiny-sst2", [tmp_path])
+
+
+# ---- cards ----
+
+
+@every
+def test_a_card_is_what_the_hub_reads(name, place, tmp_path, monkeypatch):
+    entry, checkpoint = place.entry(name), place.checkpoint(name)
+    assert build.stale(place, name) == []
+    card = ModelCard.load(checkpoint.folder / "README.md")
+    with HubStub() as hub:
+        hub.patch(monkeypatch, tmp_path)
+        card.validate()
+        assert not hub.unknown
+    data = card.data
+    assert (data.license, data.language, data.model_name) == (entry.license, entry.language, name)
+    assert data.pipeline_tag == golden.KINDS[checkpoint.golden["kind"]].pipeline
+    assert data.library_name == ("sentence-transformers" if "stsb" in name else "transformers")
+    assert data.base_model == (entry.base or None) and (data.datasets or []) == entry.datasets
+    assert ("custom_code" in data.tags) == ("roberta" not in name)
+    assert not re.search(r"\$\{?\w", card.content)
+    results = {(result.dataset_name, result.metric_type): result.metric_value for result in data.eval_results}
+    if not entry.task:
+        found = results["held-out text of the training corpus", "loss"]
+        assert found == pytest.approx(checkpoint.metrics["held_out_loss"], abs=1e-4)
+    for path in checkpoint.folder.glob(".eval_results/*.yaml"):
+        for result in parse_eval_result_entries(yaml.safe_load(path.read_text())):
+            assert result.task_id == path.stem and result.dataset_id.count("/") == 1
+            metric = result.notes.split()[0]
+            assert results[path.stem, metric] == result.value
+
+
+def test_figures_are_those_of_the_runs(zoo):
+    build.write(zoo, "tiny-luna")
+    card = (zoo.checkpoint("tiny-luna").folder / "README.md").read_text()
+    own, twin = zoo.checkpoint("tiny-luna").metrics, zoo.checkpoint("tiny-roberta").metrics
+    assert f"| this model | {own['held_out_loss']:.3f} | {own['held_out_accuracy']:.1%} |" in card
+    assert f"| `tiny-roberta` | {twin['held_out_loss']:.3f} | {twin['held_out_accuracy']:.1%} |" in card
+    assert f"| unigram baseline | {own['unigram_loss']:.3f} |" in card
+    assert "| sst2 | accuracy | 0.750 (0.500 to 1.000) | 0.250 | 0.500 |" in card
+    assert f"| all |  | 6 | {2 * own['seen_tokens']:,} |" in card
+    value = math.exp(zoo.checkpoint("tiny-luna").golden["cases"][0]["values"][0][0])
+    assert f"{value:.0%}" in card and own["hardware"] in card
+
+
+def test_a_finetuned_model_has_its_own_score_in_the_header_and_all_seeds_in_the_table(zoo):
+    files = build.build(zoo, "tiny-sst2")
+    own = zoo.checkpoint("tiny-sst2").metrics["scores"]["validation"]["accuracy"]
+    (entry,) = yaml.safe_load(files[".eval_results/sst2.yaml"])
+    assert entry["value"] == own and entry["dataset"] == {"id": "stanfordnlp/sst2", "task_id": "sst2"}
+    assert f"| validation | accuracy | {own:.4f} |" in files["README.md"]
+    assert "0.750 (0.500 to 1.000)" in files["README.md"]
+
+
+def test_cards_without_scores_or_twin(zoo, tmp_path):
+    shutil.copytree(zoo.root / "checkpoints/tiny-luna", tmp_path / "checkpoints/tiny-luna")
+    shutil.copytree(zoo.root / "model_cards", tmp_path / "model_cards")
+    alone = Zoo(tmp_path)
+    build.write(alone, "tiny-luna")
+    folder = alone.checkpoint("tiny-luna").folder
+    assert "roberta" not in (folder / "README.md").read_text()
+    assert not list(folder.glob(".eval_results/*"))
+
+
+def test_a_stale_card_is_found(zoo, monkeypatch, capsys):
+    monkeypatch.setattr(catalogue.Zoo.__init__, "__defaults__", (zoo.root,))
+    assert build.main([]) == 0 and build.main(["--check"]) == 0
+    folder = zoo.checkpoint("tiny-luna").folder
+    metrics = (folder / "metrics.json").read_text()
+    (folder / "metrics.json").write_text(metrics.replace('"held_out_loss": ', '"held_out_loss": 1'))
+    (folder / ".eval_results" / "gone.yaml").touch()
+    try:
+        assert build.main(["--check"]) == 2
+        message = capsys.readouterr().err
+        assert "tiny-luna/README.md" in message and "gone.yaml" in message
+    finally:
+        (folder / "metrics.json").write_text(metrics)
+        assert build.main(["tiny-luna"]) == 0 and build.main(["--check"]) == 0
+
+
+def test_every_entry_of_the_catalogue_is_complete():
+    zoo = Zoo()
+    for name, entry in zoo.entries.items():
+        assert zoo.data(entry) and entry.limits, name
+        assert entry.twin in ("", *zoo.entries)
+
+
+# ---- publishing ----
+
+PUSHED = ["tiny-luna", "tiny-roberta", "tiny-clm", "tiny-sst2", "tiny-csqa", "tiny-stsb"]
+# Runs without luna_hf: what the pipelines of each repository give for its first case.
+LOAD = """
+import json, sys, torch
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModelForMultipleChoice, AutoTokenizer, pipeline
+
+folder, found = sys.argv[1], {}
+options = {"trust_remote_code": True, "device": "cpu", "dtype": torch.float32}
+cases = json.load(open(f"{folder}/cases.json"))
+
+def fill(repository, text, **more):
+    return [row["score"] for row in pipeline("fill-mask", repository, top_k=5, **{**options, **more})(text)]
+
+found["tiny-luna"] = fill("tester/tiny-luna", cases["tiny-luna"])
+found["tiny-roberta"] = fill("tester/tiny-roberta", cases["tiny-roberta"], trust_remote_code=False)
+generate = pipeline("text-generation", "tester/tiny-clm", **options)
+length = {"max_new_tokens": 12, "min_new_tokens": 12}
+(answer,) = generate(cases["tiny-clm"], **length, do_sample=False, return_tensors=True)
+found["tiny-clm"] = answer["generated_token_ids"][-12:]
+classify = pipeline("text-classification", "tester/tiny-sst2", **options)
+found["tiny-sst2"] = [row["score"] for row in classify(cases["tiny-sst2"], top_k=None, function_to_apply="none")]
+tokenizer = AutoTokenizer.from_pretrained("tester/tiny-csqa", trust_remote_code=True)
+model = AutoModelForMultipleChoice.from_pretrained("tester/tiny-csqa", trust_remote_code=True, dtype=torch.float32)
+batch = tokenizer(cases["tiny-csqa"], padding=True, return_tensors="pt")
+with torch.no_grad():
+    found["tiny-csqa"] = model(**{key: value[None] for key, value in batch.items()}).logits[0].tolist()
+encoder = SentenceTransformer(
+    "tester/tiny-stsb", device="cpu", trust_remote_code=True, model_kwargs={"dtype": torch.float32}
+)
+found["tiny-stsb"] = encoder.encode(cases["tiny-stsb"])[:8].tolist()
+json.dump(found, open(f"{folder}/found.json", "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def published(zoo, tmp_path_factory):
+    """The stand-in with all repositories, and what a process without luna_hf computed with them."""
+    folder = tmp_path_factory.mktemp("published")
+    cases = {name: zoo.checkpoint(name).golden["cases"][0] for name in PUSHED}
+    (folder / "cases.json").write_text(json.dumps({name: case["texts"][0] for name, case in cases.items()}))
+    with HubStub() as hub, pytest.MonkeyPatch.context() as monkeypatch:
+        hub.patch(monkeypatch, folder)
+        for name in PUSHED:
+            build.write(zoo, name)
+            publish.publish(zoo, name, f"tester/{name}")
+        run_python(LOAD, folder, env=hub.environment(folder / "loading"), blocked=True)
+        yield hub, cases, json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUSHED)
+def test_a_published_model_loads_from_the_hub_alone(published, name):
+    case, found = published[1][name], published[2][name]
+    expected = case["values"][0]
+    if name == "tiny-clm":
+        assert found == case["tokens"][0]
+    elif "tokens" in case:
+        assert found == pytest.approx([math.exp(value) for value in expected], rel=1e-4)
+    else:
+        assert sorted(found) == pytest.approx(sorted(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", PUSHED)
+def test_a_repository_holds_the_checkpoint_its_code_and_its_card(published, zoo, name):
+    files, folder = published[0].repositories[f"tester/{name}"], zoo.checkpoint(name).folder
+    shipped = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    code = {file for file in files if file.endswith(".py")}
+    assert shipped | code == set(files) and bool(code) == (name != "tiny-roberta")
+    assert files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    assert ("auto_map" in json.loads(files["config.json"])) == bool(code)
+    card = files["README.md"].decode()
+    assert f'"tester/{name}"' in card and "checkpoints/" not in card.split("## Repeat it")[0]
+    assert ("trust_remote_code=True" in card) == bool(code)
+    if name == "tiny-sst2":
+        assert "base_model: tester/tiny-luna" in card
+
+
+def test_the_hidden_scores_are_published(published):
+    assert ".eval_results/sst2.yaml" in published[0].repositories["tester/tiny-luna"]
+    assert SCORES[0]["values"] and not published[0].unknown
+
+
+def test_publishing_refuses_early(zoo, monkeypatch, capsys):
+    monkeypatch.setattr(catalogue.Zoo.__init__, "__defaults__", (zoo.root,))
+    for words, named in {
+        ("tiny-x", "tester/x"): "tiny-luna, tiny-roberta",
+        ("tiny-luna", "x"): "USER/NAME",
+        ("tiny-luna", "a/b/c"): "USER/NAME",
+        ("tiny-luna", "tester/x"): "hf auth login",
+    }.items():
+        monkeypatch.setattr(publish, "get_token", lambda: None)
+        assert publish.main(list(words)) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and message.count("\n") == 1
+        assert named in message
+
+
+def test_a_failed_upload_is_one_sentence(zoo, monkeypatch, tmp_path):
+    with HubStub() as hub:
+        hub.patch(monkeypatch, tmp_path)
+        monkeypatch.setattr(hub.server.RequestHandlerClass, "commit", lambda self, *_: self.answer({}, 500))
+        with refused("tester/tiny-luna", error=UserError):
+            publish.publish(zoo, "tiny-luna", "tester/tiny-luna")
+        assert not Path(tmp_path / "tiny-luna").exists()
