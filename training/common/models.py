@@ -108,9 +108,7 @@ def make_config(
             raise UserError("`model.is_decoder` follows from the command: remove it from the model section.")
         if name not in known:
             raise UserError(f"A {model_type} config has no field `{name}`.{did_you_mean(name, known)}")
-    backend = fields.get("attn_implementation", "sdpa")
-    if backend not in _BACKENDS:
-        raise UserError(f"`model.attn_implementation` is {backend!r}, but must be {', '.join(_BACKENDS)}.")
+    _check_backend(fields)
     if kind is MASKED and "sparse_prediction" in known:
         fields.setdefault("sparse_prediction", True)
     if kind is CAUSAL and "is_decoder" in known:
@@ -119,6 +117,12 @@ def make_config(
         return AutoConfig.for_model(model_type, vocab_size=vocab_size, **special, **fields)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(f"Model section of the recipe: {error}") from error
+
+
+def _check_backend(fields: dict[str, Any]) -> None:
+    backend = fields.get("attn_implementation", "sdpa")
+    if backend not in _BACKENDS:
+        raise UserError(f"`model.attn_implementation` is {backend!r}, but must be {', '.join(_BACKENDS)}.")
 
 
 def longest_input(config: PreTrainedConfig) -> int | float:
@@ -230,7 +234,9 @@ def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
     Raises:
         UserError: An unknown field, or a value that the config refuses.
     """
+    _check_backend(fields)
     for name, value in fields.items():
+        name = "_attn_implementation" if name == "attn_implementation" else name  # how a config keeps it
         if not hasattr(config, name):
             known = {field.name for field in dataclasses.fields(config)}
             raise UserError(f"A {config.model_type} config has no field `{name}`.{did_you_mean(name, known)}")
