@@ -84,7 +84,7 @@ def _portable(value: Any) -> Any:
 def _embeddings(folder: Path) -> Stage:
     """The record of `finetune_embeddings.py`, in the words of the other commands."""
     figures = read_json(folder / "metrics.json")
-    machine, training = figures["machine"], figures.pop("training")
+    machine, training, history = figures["machine"], figures.pop("training"), figures.pop("log")
     device = machine.get("accelerator") or machine["cpu"]
     threads = f"{plural(machine['threads'], 'thread')}, {plural(machine['cores'], 'core')}"
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -104,8 +104,7 @@ def _embeddings(folder: Path) -> Stage:
         "hardware": f"{device}, {threads}, {machine['system']} {machine['architecture']}",
         "versions": ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),
     }
-    history = read_json(folder / "trainer_state.json")["log_history"]
-    log = [{"kind": "train", **row} for row in history if "loss" in row]
+    log = [{"kind": "train", **row} for row in history]
     return Stage(recipe, metrics, log)
 
 

@@ -141,6 +141,26 @@ FINETUNING = {
     "finetune_csqa": _finetuning("finetune_csqa", _csqa, "train"),
 }
 
+
+def _stsb(inputs: Path) -> None:
+    checkpoint(inputs / "model", **DROPOUT)
+    glue_folder(inputs / "data", "stsb", suffix=".jsonl")
+
+
+EMBED = {"model_name_or_path": "inputs/model", "dataset_name": "inputs/data", "output_dir": OUT, "use_cpu": True}
+EMBED |= {"num_train_epochs": 3, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "disable_tqdm": True}
+EMBEDDINGS = {
+    "finetune_embeddings": Row(
+        "finetune_embeddings",
+        _stsb,
+        [word for name, value in EMBED.items() for word in (f"--{name}", str(value))],
+        ("model",),
+        ("inputs/data/train.jsonl", ["--accept_changed_data", "true"]),
+        "out/checkpoint-*",
+        r"open \S*checkpoint-18/trainer_state.json",
+    )
+}
+
 # ---- evaluation and conversion ----
 
 
@@ -180,4 +200,4 @@ CONVERSION = {
     "verify": Row("verify", _both, ["inputs/model", "inputs/theirs"], ("model", "theirs")),
 }
 
-ROWS = {**PRETRAINING, **FINETUNING, **EVALUATION, **CONVERSION}
+ROWS = {**PRETRAINING, **FINETUNING, **EMBEDDINGS, **EVALUATION, **CONVERSION}

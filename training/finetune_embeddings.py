@@ -13,15 +13,19 @@ pip install -e ".[train,embed]"
 from common import extra, extra_embed  # noqa: F401
 
 # isort: split
+import dataclasses
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from common.cards import bullets
+from common.models import load_config, load_encoder, load_tokenizer
 from common.options import parse
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -31,11 +35,14 @@ from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimil
 from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 from tasks.arguments import option
 from tasks.files import load_splits, require_columns
-from transformers.trainer_utils import get_last_checkpoint
+from tasks.plan import SETTINGS_FILE, check_output, compare_settings, data_digest, is_begun, read_json, settings
+from tasks.trainer import Clock, checkpoints, find_checkpoint, seconds
+from transformers import AutoModel
+from transformers.utils import logging
 
-from luna_hf.scripting import UserError, describe_run, reason, run_script, write_json
+from luna_hf.scripting import UserError, describe_run, locked, run_script, write_json
 
-SCRIPT = "training/finetune_embeddings.py"
+SCRIPT, RESULT = "training/finetune_embeddings.py", "metrics.json"
 COLUMNS = ("sentence1", "sentence2", "label")
 
 
@@ -46,6 +53,7 @@ class EmbeddingArguments:
     model_name_or_path: str = option("", "Encoder: a folder or a name on the Hub.")
     dataset_name: str = option("nyu-mll/glue", "Hub name, or a folder with a file for each split.")
     max_length: int | None = option(None, "Tokens that are embedded at most; by default all that the model takes.")
+    accept_changed_data: bool = option(False, "Continue a run although its data have changed.")
 
 
 @dataclass
@@ -56,8 +64,9 @@ class TrainingArguments(SentenceTransformerTrainingArguments):
     per_device_train_batch_size: int = 32
     learning_rate: float = 1e-4
     warmup_steps: float = 0.1
+    logging_steps: float = 50
     save_strategy: str = "epoch"
-    save_total_limit: int | None = 1
+    save_total_limit: int | None = 2
     report_to: str = "none"
 
 
@@ -82,56 +91,91 @@ def load(arguments: EmbeddingArguments) -> SentenceTransformer:
     """The encoder with mean pooling, in float32.
 
     Raises:
-        UserError: There is no such encoder.
+        UserError: There is no such encoder, or it is damaged.
     """
-    try:
-        encoder = SentenceTransformer(arguments.model_name_or_path, model_kwargs={"dtype": torch.float32})
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model_name_or_path {arguments.model_name_or_path!r}: {reason(error)}.") from error
+    name = arguments.model_name_or_path
+    _, notes = load_encoder(AutoModel, name)  # finds what is missing
+    load_tokenizer(name, load_config(name))
+    print(bullets(notes))
+    logging.set_verbosity_error()  # the notes replace the report of unused weights
+    encoder = SentenceTransformer(name, model_kwargs={"dtype": torch.float32})
     if arguments.max_length:
         encoder.max_seq_length = arguments.max_length
     return encoder
 
 
 def finetune(words: Sequence[str]) -> None:
-    """Train, evaluate, and write the folder with `metrics.json`.
+    """Train, evaluate, and write the folder, with `metrics.json` at last.
 
     Raises:
-        UserError: The model or the data cannot be used.
+        UserError: The model, the data or the folder cannot be used.
     """
     arguments, training = parse((EmbeddingArguments, TrainingArguments), words, __doc__, command="finetune_embeddings")
-    folder, pairs, encoder = Path(training.output_dir), read_pairs(arguments.dataset_name), load(arguments)
-    dev = pairs["validation"]
+    folder = Path(training.output_dir)
+    check_output(folder, [arguments.model_name_or_path])
+    with locked(folder / ".lock"):
+        pairs = read_pairs(arguments.dataset_name)
+        encoder = None if (folder / RESULT).is_file() else load(arguments)
+        begin(folder, arguments, training, pairs)
+        if encoder:
+            head = describe_run(SCRIPT, words, training.device.type)
+            head |= {"model": arguments.model_name_or_path, "dataset": arguments.dataset_name}
+            write_json(folder / RESULT, head | run(encoder, training, pairs))
+        for path in checkpoints(folder):
+            shutil.rmtree(path)
+        scores, before = (read_json(folder / RESULT)[name]["spearman"] for name in ("scores", "scores_before"))
+    print(f"Spearman's correlation on the validation split: {scores:.3f} (before finetuning {before:.3f})")
+
+
+def begin(folder: Path, arguments: EmbeddingArguments, training: TrainingArguments, pairs: dict[str, Dataset]) -> None:
+    """Write the settings of a run that begins, or compare with the run that the folder holds.
+
+    Raises:
+        UserError: That run has other settings or data.
+    """
+    options = {**dataclasses.asdict(arguments), **training.to_dict()}
+    options["data"] = {split: data_digest(rows) for split, rows in pairs.items()}
+    model, accepted = arguments.model_name_or_path, arguments.accept_changed_data
+    own = {"model": model} | {name: options[name] for name in ("learning_rate", "per_device_train_batch_size", "seed")}
+    wanted = settings(model, options, own)
+    if not is_begun(folder):
+        write_json(folder / SETTINGS_FILE, wanted)
+        return
+    sources = {split: f"{arguments.dataset_name} ({split})" for split in pairs}
+    if note := compare_settings(folder, model, wanted, sources, accepted):
+        print(note)
+
+
+def run(encoder: SentenceTransformer, training: TrainingArguments, pairs: dict[str, Dataset]) -> dict[str, Any]:
+    """Train and save the encoder; returns the figures."""
+    folder, dev = Path(training.output_dir), pairs["validation"]
     evaluator = EmbeddingSimilarityEvaluator(dev["sentence1"], dev["sentence2"], dev["score"], show_progress_bar=False)
     before = evaluator(encoder)
-    trainer = SentenceTransformerTrainer(encoder, training, pairs["train"], loss=CoSENTLoss(encoder))
-    output = trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.is_dir() else None)
+    trainer = SentenceTransformerTrainer(
+        encoder, training, pairs["train"], loss=CoSENTLoss(encoder), callbacks=[Clock()]
+    )
+    start = find_checkpoint(folder, print)
+    trainer.train(resume_from_checkpoint=str(start) if start else None)
     scores = evaluator(encoder)
     encoder.save_pretrained(str(folder))
-    trainer.state.save_to_json(str(folder / "trainer_state.json"))
-    for path in folder.glob("checkpoint-*"):
-        shutil.rmtree(path)
-    figures = {
-        **describe_run(SCRIPT, words, training.device.type),
-        "model": arguments.model_name_or_path,
-        "dataset": arguments.dataset_name,
+    return {
         "train_rows": len(pairs["train"]),
         "validation_rows": len(dev),
         "max_length": encoder.max_seq_length,
         "steps": trainer.state.global_step,
-        "seconds": output.metrics["train_runtime"],
+        "seconds": round(seconds(trainer), 2),
         "scores": {name: scores[f"{name}_cosine"] for name in ("pearson", "spearman")},
         "scores_before": {name: before[f"{name}_cosine"] for name in ("pearson", "spearman")},
+        "log": [row for row in trainer.state.log_history if "loss" in row],
         "training": training.to_dict(),
     }
-    write_json(folder / "metrics.json", figures)
-    print(f"Spearman's correlation on the validation split: {figures['scores']['spearman']:.3f} ", end="")
-    print(f"(before finetuning {figures['scores_before']['spearman']:.3f})")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
-    return run_script(lambda: finetune(sys.argv[1:] if words is None else words), "the last epoch is kept")
+    stopped = "the same command continues from the last epoch"
+    disable_progress_bars()  # of `datasets`
+    return run_script(lambda: finetune(sys.argv[1:] if words is None else words), stopped, clean_on_sigterm=False)
 
 
 if __name__ == "__main__":

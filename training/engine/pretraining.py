@@ -172,7 +172,7 @@ def prepare_run(
         lr=recipe.learning_rate,
         betas=(recipe.adam_beta1, recipe.adam_beta2),
         eps=recipe.adam_epsilon,
-        # On a CPU one kernel for all steps of an update is faster; accelerate cannot tell that a fused step was skipped.
+        # Faster on a CPU. Not elsewhere: accelerate cannot tell that loss scaling has skipped a fused step.
         fused=accelerator.device.type == "cpu",
     )
     scheduler = warmup_then_decay(optimizer, recipe.max_steps, recipe.warmup_fraction, recipe.decay_power)

@@ -104,10 +104,15 @@ def read_run(folder: Path) -> dict[str, Any]:
         UserError: The file is damaged.
     """
     path = folder / RUN_FILE
-    return {**_read(path), "folder": str(folder)} if path.is_file() else {}
+    return {**read_json(path), "folder": str(folder)} if path.is_file() else {}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a file that a run has written.
+
+    Raises:
+        UserError: It is damaged.
+    """
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -147,10 +152,15 @@ def check_output(folder: Path, models: list[str]) -> None:
 
 def run_settings(run: Run, job: Job) -> dict[str, Any]:
     """Everything that decides what a run computes."""
-    values = {**dataclasses.asdict(job.arguments), **job.training.to_dict(), "data": job.task.digests}
-    kept = {name: value for name, value in values.items() if name not in _FREE and not name.startswith(_FREE_PREFIXES)}
+    options = {**dataclasses.asdict(job.arguments), **job.training.to_dict(), "data": job.task.digests}
     own = {name: value for name, value in dataclasses.asdict(run).items() if name not in ("label", "folder")}
-    return json.loads(json.dumps({**own, "weights": weights_digest(run.model), **kept}, default=str))
+    return settings(run.model, options, own)
+
+
+def settings(model: str, options: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """What a settings file holds: the run's `own` values, the model's weights, and the options that matter."""
+    kept = {name: value for name, value in options.items() if name not in _FREE and not name.startswith(_FREE_PREFIXES)}
+    return json.loads(json.dumps({**own, "weights": weights_digest(model), **kept}, default=str))
 
 
 @functools.lru_cache
@@ -184,32 +194,43 @@ def check_settings(run: Run, job: Job) -> None:
     Raises:
         UserError: It holds a run with other settings or, unless they are accepted, other data; or a damaged file.
     """
-    path, settings = run.folder / SETTINGS_FILE, run_settings(run, job)
-    if not path.is_file() or not is_begun(run.folder):
+    wanted = run_settings(run, job)
+    if not (run.folder / SETTINGS_FILE).is_file() or not is_begun(run.folder):
         return
-    before = _read(path)
     if read_run(run.folder).get("diverged"):
-        if before != settings and job.is_main:
+        if read_json(run.folder / SETTINGS_FILE) != wanted and job.is_main:
             (run.folder / RUN_FILE).unlink()
         return
-    data, earlier = settings.pop("data"), before.get("data", {})
+    note = compare_settings(run.folder, run.model, wanted, job.task.sources, job.arguments.accept_changed_data)
+    if note and note not in job.task.notes:
+        job.task.notes.append(note)
+
+
+def compare_settings(
+    folder: Path, model: str, wanted: dict[str, Any], sources: dict[str, str], accept_changed_data: bool
+) -> str:
+    """Compare settings with those of the run that a folder holds; returns a note if changed data are accepted.
+
+    Raises:
+        UserError: It holds a run with other settings or, unless they are accepted, other data; or a damaged file.
+    """
+    before = read_json(folder / SETTINGS_FILE)
     changed = [
-        f"the weights of {run.model} have changed"
+        f"the weights of {model} have changed"
         if name == "weights"
         else f"{name} {before.get(name)!r} instead of {value!r}"
-        for name, value in settings.items()
-        if before.get(name) != value
+        for name, value in wanted.items()
+        if name != "data" and before.get(name) != value
     ]
     if changed:
         raise UserError(
-            f"{run.folder} holds a run with other settings: {', '.join(changed[:5])}. Choose another --output_dir."
+            f"{folder} holds a run with other settings: {', '.join(changed[:5])}. Choose another --output_dir."
         )
-    if splits := changed_files(earlier, data):
-        names = ", ".join(job.task.sources.get(split, split) for split in splits)
-        if not job.arguments.accept_changed_data:
-            raise UserError(
-                f"{run.folder} holds a run with other data: {names} changed since. Restore the data, choose another "
-                "--output_dir, or set --accept_changed_data true."
-            )
-        if (note := f"{names} changed after the first run had begun, which was accepted.") not in job.task.notes:
-            job.task.notes.append(note)
+    splits = changed_files(before.get("data", {}), wanted["data"])
+    names = ", ".join(sources.get(split, split) for split in splits)
+    if splits and not accept_changed_data:
+        raise UserError(
+            f"{folder} holds a run with other data: {names} changed since. Restore the data, choose another "
+            "--output_dir, or set --accept_changed_data true."
+        )
+    return f"{names} changed after the first run had begun, which was accepted." if splits else ""

@@ -58,7 +58,7 @@ from tasks.trainer import (
     Diverged,
     FinetuneTrainer,
     checkpoints,
-    damage,
+    find_checkpoint,
     read_state,
     stopped_early,
 )
@@ -244,7 +244,7 @@ def one_run(job: Job, run: Run, prepared: Prepared, again: bool = False) -> Resu
     set_seed(run.seed)
     model, _ = load_model(job, run.model, prepared.extended, run.dropout)
     trainer = make_trainer(job, run, model, prepared)
-    start = find_checkpoint(job, run)
+    start = find_checkpoint(run.folder, job.print)
     resumed_from = read_state(start)["global_step"] if start else 0  # `train` may delete it
     outcome = attempt(job, trainer, prepared, start, run.folder)
     result = {**describe(job, run, prepared, trainer), **outcome, "resumed_from_step": resumed_from}
@@ -361,18 +361,6 @@ def longest_first(encoded: Encoded) -> tuple[Dataset, np.ndarray]:
     """Rows by falling length, so that batches hold few pads, and the place of every row among them."""
     order = np.argsort(-np.asarray(encoded.rows["length"]), kind="stable")
     return encoded.rows.remove_columns("length").select(order), np.argsort(order)
-
-
-def find_checkpoint(job: Job, run: Run) -> Path | None:
-    """Where to continue: the newest whole checkpoint."""
-    for path in checkpoints(run.folder):
-        fault = damage(path)
-        job.print(
-            f"  {path.name} is damaged ({fault}) and is not used." if fault else f"  Continuing from {path.name}."
-        )
-        if not fault:
-            return path
-    return None
 
 
 def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:

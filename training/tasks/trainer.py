@@ -138,6 +138,13 @@ class Clock(TrainerCallback, ExportableState):
             self.stop()
 
 
+def seconds(trainer: Trainer) -> float:
+    """What the `Clock` of a trainer shows; a resume may have replaced it."""
+    clock = next(part for part in trainer.callback_handler.callbacks if isinstance(part, Clock))
+    clock.stop()  # it runs if the run diverged within an epoch
+    return clock.seconds
+
+
 class FinetuneTrainer(Trainer):
     """Trainer with the loss, the order and the clock of this module.
 
@@ -179,9 +186,7 @@ class FinetuneTrainer(Trainer):
     @property
     def seconds(self) -> float:
         """Seconds of training, those before a resume included."""
-        clock = next(part for part in self.callback_handler.callbacks if isinstance(part, Clock))
-        clock.stop()  # it runs if the run diverged within an epoch
-        return clock.seconds
+        return seconds(self)
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
         """One micro batch; its loss must be finite."""
@@ -263,6 +268,16 @@ def checkpoints(folder: Path) -> list[Path]:
     """The Trainer's checkpoints in a folder, the newest first."""
     found = {path: path.name.partition("-")[2] for path in folder.glob("checkpoint-*") if path.is_dir()}
     return sorted((path for path, step in found.items() if step.isdigit()), key=lambda path: -int(found[path]))
+
+
+def find_checkpoint(folder: Path, tell: Callable[[str], None]) -> Path | None:
+    """Where to continue: the newest whole checkpoint."""
+    for path in checkpoints(folder):
+        fault = damage(path)
+        tell(f"  {path.name} is damaged ({fault}) and is not used." if fault else f"  Continuing from {path.name}.")
+        if not fault:
+            return path
+    return None
 
 
 def stopped_early(checkpoint: Path, patience: int) -> bool:
