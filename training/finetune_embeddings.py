@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import options
 from common.cards import bullets
 from common.models import load_config, load_encoder, load_tokenizer
-from common.options import parse
 from datasets import Dataset, disable_progress_bars
 from sentence_transformers import (
     SentenceTransformer,
@@ -70,6 +70,11 @@ class TrainingArguments(SentenceTransformerTrainingArguments):
     report_to: str = "none"
 
 
+def parse(words: Sequence[str]) -> tuple[EmbeddingArguments, TrainingArguments]:
+    """The options of a command line."""
+    return options.parse((EmbeddingArguments, TrainingArguments), words, __doc__, command="finetune_embeddings")
+
+
 def read_pairs(name: str) -> dict[str, Dataset]:
     """The splits train and validation, with a `score` from 0 to 1 for each pair.
 
@@ -110,7 +115,7 @@ def finetune(words: Sequence[str]) -> None:
     Raises:
         UserError: The model, the data or the folder cannot be used.
     """
-    arguments, training = parse((EmbeddingArguments, TrainingArguments), words, __doc__, command="finetune_embeddings")
+    arguments, training = parse(words)
     folder = Path(training.output_dir)
     check_output(folder, [arguments.model_name_or_path])
     with locked(folder / ".lock"):
@@ -133,11 +138,11 @@ def begin(folder: Path, arguments: EmbeddingArguments, training: TrainingArgumen
     Raises:
         UserError: That run has other settings or data.
     """
-    options = {**dataclasses.asdict(arguments), **training.to_dict()}
-    options["data"] = {split: data_digest(rows) for split, rows in pairs.items()}
+    values = {**dataclasses.asdict(arguments), **training.to_dict()}
+    values["data"] = {split: data_digest(rows) for split, rows in pairs.items()}
     model, accepted = arguments.model_name_or_path, arguments.accept_changed_data
-    own = {"model": model} | {name: options[name] for name in ("learning_rate", "per_device_train_batch_size", "seed")}
-    wanted = settings(model, options, own)
+    own = {"model": model} | {name: values[name] for name in ("learning_rate", "per_device_train_batch_size", "seed")}
+    wanted = settings(model, values, own)
     if not is_begun(folder):
         write_json(folder / SETTINGS_FILE, wanted)
         return
