@@ -17,7 +17,7 @@ def models(tmp_path_factory):
     texts = [*fill_and_classify.MASKED, *fill_and_classify.REVIEWS, swap_roberta.TEXT, *rows([*TRAIN, *TEST])["text"]]
     tokenizer = tiny_tokenizer(texts * 3, vocab_size=900)
     fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
-    luna = encoder("luna", **fields)
+    luna = encoder("luna", classifier_pooling="mean", conv_kernel_size=3, **fields)  # learns fastest
     luna.save_pretrained(folder / "luna-mini-en")
     encoder("roberta", **fields).save_pretrained(folder / "roberta-mini-en")
     LunaForSequenceClassification(luna.config).save_pretrained(folder / "luna-mini-en-sst2")
@@ -34,7 +34,7 @@ def test_fill_and_classify(models, capsys):
 
 
 def test_finetuning_learns(models, capsys):
-    words = ["--epochs", "1", "--learning-rate", "5e-3"]
+    words = ["--epochs", "2", "--learning-rate", "1e-2"]
     assert finetune_with_trainer.main([str(models / "luna-mini-en"), *words]) == 0
     *_, before, _, after, _ = capsys.readouterr().out.splitlines()[-1].split()
     assert float(before) < 0.7 < 0.9 < float(after)

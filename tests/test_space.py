@@ -69,8 +69,15 @@ def test_a_mask_is_filled_by_every_model(found, place):
     with torch.no_grad():
         best = loaded.model(ids).logits.softmax(-1)[ids == loaded.tokenizer.mask_token_id][0].topk(3)
     assert list(words.values()) == pytest.approx(best.values.tolist())
-    decoded = [loaded.tokenizer.decode([token]) for token in best.indices]
-    assert list(words) == [word[1:] if word.startswith(" ") else f"…{word}" for word in decoded]
+    for word, token in zip(words, best.indices.tolist(), strict=True):
+        written = loaded.tokenizer.decode([token])
+        raw = loaded.tokenizer.convert_ids_to_tokens(token)
+        assert word in (f"…{raw}", f"…{written}", written.removeprefix(" ")) and "\ufffd" not in word
+        assert word.startswith("…") != written.startswith(" ")
+
+
+def test_a_mask_at_the_start_continues_nothing(found):
+    assert not any(word.startswith("…") for word in filling.fill(found.masked[0], " <mask> reads"))
 
 
 @pytest.mark.parametrize(

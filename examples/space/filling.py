@@ -23,8 +23,10 @@ def fill(loaded: Loaded, text: str, top_k: int = 5) -> dict[str, float]:
     best = loaded.model(ids).logits[0, place].softmax(-1).topk(top_k)
     continues = bool(text.partition(mask)[0].strip())
     words: dict[str, float] = {}
-    for token, probability in zip(best.indices, best.values, strict=True):
+    for token, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True):
         word = loaded.tokenizer.decode([token])
+        if "\N{REPLACEMENT CHARACTER}" in word:  # a part of a character
+            word = loaded.tokenizer.convert_ids_to_tokens(token)
         shown = word.strip() if word.startswith(" ") or not continues else f"…{word}"
-        words[shown] = words.get(shown, 0.0) + probability.item()
+        words[shown] = words.get(shown, 0.0) + probability
     return words
