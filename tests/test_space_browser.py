@@ -12,7 +12,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    with opened(tiny_space(tmp_path_factory.mktemp("space"))) as page:
+    with opened(tiny_space(tmp_path_factory.mktemp("space"), longest=256)) as page:
         yield page
 
 
@@ -68,7 +68,6 @@ def test_speed_is_drawn_length_by_length(page):
     page.get_by_label("1024", exact=True).check()
     press(page, "Speed")
     wait_for_another_picture(page, "speed", before)
-    page.get_by_text("1,024").first.wait_for()
 
 
 def test_the_text_grows_and_the_state_does_not(page):
