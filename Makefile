@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses auto --dist worksteal
 
-.PHONY: demo publish test lint test-all test-faults test-gpu clean
+.PHONY: demo publish space space-screenshot test lint test-all test-faults test-space test-gpu clean
 
 $(VENV)/.train: pyproject.toml src/luna_hf/__init__.py
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"luna_hf needs Python 3.10 or newer, but $(PYTHON) is {v[0]}.{v[1]}. Choose another: make PYTHON=python3.11")'
@@ -28,6 +28,18 @@ demo: $(VENV)/.train
 publish: $(VENV)/.train
 	$(BIN)/python model_cards/publish.py "$(NAME)" "$(REPO)"
 
+$(VENV)/.demo: $(VENV)/.train
+	$(BIN)/python -m pip install --quiet --editable ".[demo]"
+	touch $@
+
+# Needs models in checkpoints/; for others: make space CHECKPOINTS=outputs
+CHECKPOINTS ?= checkpoints
+space: $(VENV)/.demo
+	$(BIN)/python examples/space/app.py "$(CHECKPOINTS)"
+
+space-screenshot: $(VENV)/.dev
+	$(BIN)/python tests/space_screenshot.py "$(CHECKPOINTS)"
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,6 +53,10 @@ test-all: lint
 # The cases of a command run one after the other, in one process.
 test-faults: $(VENV)/.dev
 	$(PYTEST) tests/test_faults.py -m faults --numprocesses auto --dist loadgroup --write-faults
+
+# Needs Chromium: apt-get install chromium
+test-space: $(VENV)/.dev
+	$(PYTEST) tests/test_space_browser.py
 
 test-gpu: $(VENV)/.dev
 	$(PYTEST) -m gpu
