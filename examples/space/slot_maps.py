@@ -76,8 +76,8 @@ def explain(maps: SlotMaps) -> str:
         "**Left, column by column:** which words fill a slot. "
         f"Slot {maps.slots[0]} takes {share:.0%} of its content from *{maps.words[place]}*.",
         "**Right, row by row:** how much of what a word reads from the slots comes from each of them.",
-        f"All numbers are per cent. The {len(maps.slots)} slots that the words read most are shown, so rows on the "
-        "right may add up to less than 100.",
+        f"Numbers are per cent, and darker is more. The {len(maps.slots)} slots that the words read most are shown, so "
+        "rows on the right may add up to less than 100.",
     ]
     if maps.slot_share < 0.995:
         lines.append(f"Of all that a word reads, {maps.slot_share:.0%} comes from slots, the rest from neighbours.")
@@ -96,8 +96,9 @@ def draw(maps: SlotMaps) -> Figure:
 
 
 def _heat_map(axes: Axes, shares: Tensor, slots: Sequence[int], title: str, colours: str) -> None:
-    highest = shares.max().item()
-    axes.imshow(shares.numpy(), aspect="auto", cmap=colours, vmin=0, vmax=highest)
+    words = shares[1:-1]  # start and end may take so much that all words would look alike
+    lowest, highest = words.min().item(), words.max().item()
+    axes.imshow(shares.numpy(), aspect="auto", cmap=colours, vmin=lowest, vmax=highest)
     axes.set_title(title, fontsize=12, fontweight="bold")
     axes.set_xlabel("slots, the most read first")
     axes.set_xticks(range(len(slots)), [f"slot {slot}" for slot in slots])
@@ -105,7 +106,7 @@ def _heat_map(axes: Axes, shares: Tensor, slots: Sequence[int], title: str, colo
     for row, values in enumerate(shares.tolist()):
         for column, value in enumerate(values):
             if value >= 0.005:
-                colour = "white" if value > 0.6 * highest else "black"
+                colour = "white" if value > 0.4 * lowest + 0.6 * highest else "black"
                 axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8, color=colour)
 
 
