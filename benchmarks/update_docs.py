@@ -375,11 +375,6 @@ def _demo() -> str:
     return _table(header, [[label, f"{loss:.3f}", f"{share:.1%}"] for label, loss, share in rows], name)
 
 
-def _fill_mask() -> str:
-    guesses = _load("demo-cpu-float32")["fill_mask"][0]["guesses"]
-    return "\n".join(["```", *(f"{one['token'].strip()} {one['score']:.2f}" for one in guesses), "```"])
-
-
 def _continuation() -> str:
     asked = _load("clm-demo-cpu-float32")["continuations"][0]
     return f"```\n{asked['prompt']}{asked['greedy']}\n```"
@@ -463,7 +458,6 @@ def _swap(rate: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "fill-mask": _fill_mask,
     "speed": _front,
     "demo": _demo,
     "clm-demo-text": _continuation,

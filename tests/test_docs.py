@@ -65,7 +65,7 @@ def accept(script, words):
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder with what the pages name: checkpoints, texts, task data, and a stand-in for roberta-base."""
+    """A folder with what the pages name: models, texts, task data, and a stand-in for roberta-base."""
     folder = tmp_path_factory.mktemp("docs")
     for name in ("luna-demo", "luna-base-tied"):
         checkpoint(folder / "outputs" / name, max_position_embeddings=128)
@@ -79,7 +79,8 @@ def workplace(tmp_path_factory):
         for level in ("middle", "high"):
             write_split(folder / "race" / level / f"{part}.parquet", race_rows(8, level, seed))
         write_split(folder / "csqa" / f"{part}.parquet", csqa_rows(8, seed))
-    (folder / "training").symlink_to(ROOT / "training")
+    for name in ("training", "checkpoints"):
+        (folder / name).symlink_to(ROOT / name)
     return folder
 
 
