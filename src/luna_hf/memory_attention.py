@@ -35,6 +35,7 @@ class MemoryAttention(nn.Module):
 
     is_causal = False  # transformers' sdpa defaults to True without this attribute
     has_slots = True  # whether `config.local_window` applies
+    has_maps = True  # whether eager attention returns weights
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int = 0) -> None:
         super().__init__()
@@ -60,6 +61,11 @@ class MemoryAttention(nn.Module):
         """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
         key, value = linear(self.key, states), linear(self.value, states)
         return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
+
+    @staticmethod
+    def rotary_size(config: BoundedMemoryConfig) -> int:
+        """Return the number of entries of each head that rotary positions rotate."""
+        return config.hidden_size // config.num_attention_heads
 
     @staticmethod
     def prepare(
