@@ -85,7 +85,7 @@ def test_padded_rows(kind, variant, side):
 
 
 @pytest.mark.parametrize("variant", ENCODERS)
-@pytest.mark.parametrize("length", [1, 2, 40])
+@pytest.mark.parametrize("length", [1, 2, 20])
 def test_weights(variant, length):
     """They are returned only if asked for, by eager attention."""
     model, attention = make("encoder", **ENCODERS[variant], attn_implementation="eager")
@@ -95,7 +95,9 @@ def test_weights(variant, length):
         _, expected = reference.attention(weights, outputs.hidden_states[0][row], config)
         assert_near(outputs.attentions[0][row], expected, 1e-10, "weights")
         if "rotary" not in variant:
-            assert_near(expected.sum(-1), torch.ones(HEADS, length).double(), 1e-12, "sum of the weights")
+            # relu may leave a query without a key.
+            total = (expected != 0).any(-1) if config.feature_map == "relu" else torch.ones(HEADS, length)
+            assert_near(expected.sum(-1), total.double(), 1e-12, "sum of the weights")
     assert attention(outputs.hidden_states[0], *model.begin(outputs.hidden_states[0], None))[2] is None
 
 

@@ -44,8 +44,8 @@ def read_memory(
         attention: the module that wrote the memory.
         hidden_states: (b, n, d) queries, of any length.
         memory: the result of `write_memory`.
-        attention_mask: (b, n) padding mask of the queries, for LeaPformer's `cosine` and `rotary`, whose reads depend on
-            the positions of the queries; no padding by default.
+        attention_mask: (b, n) padding mask of the queries, of use only where a read depends on their positions (in
+            LeaPformer's `cosine` and `rotary`); no padding by default.
 
     Returns:
         The concatenated heads (b, n, d), before the output projection (`layer.attention.output.dense`), and with eager

@@ -1,7 +1,7 @@
 """A literal, slow reference of LeaPformer: one row, one head and one pair of tokens at a time.
 
-Equations are those of Agostinelli et al. 2024 (arXiv 2405.13046). It computes every weight, where the package decomposes
-the similarity and computes none. Shares no code with the package.
+Equations are those of Agostinelli et al. 2024 (arXiv 2405.13046). It computes every weight, where the package
+decomposes the similarity. Shares no code with the package.
 """
 
 import math
