@@ -109,7 +109,7 @@ class DecoderModelMixin(BaseModelMixin):
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache if use_cache else None)
 
     def rotary_angles(self, positions: Tensor) -> Tensor | None:
-        """Return rotary angles (b or 1, n, c / 2) of positions (b or 1, n); `None` if positions are not rotary."""
+        """Return rotary angles (b or 1, n, r / 2) of positions (b or 1, n); `None` if positions are not rotary."""
         if self.config.position_embedding_type != "rotary":
             return None
         size = self.attention_class.rotary_size(self.config)
