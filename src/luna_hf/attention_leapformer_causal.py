@@ -36,8 +36,6 @@ def attend_causally(
 class LeapformerCausalAttention(LinearAttention, CausalAttention):
     """Causal self-attention, with the same parameters as the encoder's `LeapformerAttention`."""
 
-    has_maps = False
-
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, None]:

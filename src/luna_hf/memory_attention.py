@@ -35,7 +35,6 @@ class MemoryAttention(nn.Module):
 
     is_causal = False  # transformers' sdpa defaults to True without this attribute
     has_slots = True  # whether `config.local_window` applies
-    has_maps = True  # whether eager attention returns weights
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int = 0) -> None:
         super().__init__()

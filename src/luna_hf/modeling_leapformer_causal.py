@@ -6,6 +6,10 @@ from .attention_leapformer_causal import LeapformerCausalAttention
 from .configuration_leapformer import LeapformerConfig
 from .modeling_base import BoundedMemoryPreTrainedModel
 from .modeling_decoder import CausalLMMixin, DecoderModelMixin
+from .modeling_layers import TransformerLayer
+
+# No attentions: the state does not hold the earlier tokens.
+_RECORDED = {"hidden_states": TransformerLayer}
 
 
 class LeapformerCausalModel(DecoderModelMixin, BoundedMemoryPreTrainedModel):
@@ -13,6 +17,7 @@ class LeapformerCausalModel(DecoderModelMixin, BoundedMemoryPreTrainedModel):
 
     config: LeapformerConfig
     base_model_prefix = "leapformer"
+    _can_record_outputs = _RECORDED
     attention_class = LeapformerCausalAttention
 
 
@@ -21,6 +26,7 @@ class LeapformerForCausalLM(CausalLMMixin, BoundedMemoryPreTrainedModel, Generat
 
     config: LeapformerConfig
     base_model_prefix = "leapformer"
+    _can_record_outputs = _RECORDED
     base_model_class = LeapformerCausalModel
 
 
