@@ -56,6 +56,8 @@ FAMILY_VARIANTS = [(family, name) for family in FAMILIES for name in (*COMMON, *
 FAMILY_CAUSAL_VARIANTS = [(family, name) for family in FAMILIES for name in (*COMMON, *ROWS[family].causal)]
 FAMILY_KINDS = [(family, name) for family in FAMILIES for name in ROWS[family].kinds]
 FAMILY_CAUSAL_KINDS = [(family, name) for family in FAMILIES for name in ROWS[family].causal_kinds]
+# Families whose layers can read a window beside the slots.
+MIXING_FAMILIES = [family for family in FAMILIES if ROWS[family].mixes]
 # (family, pooling of a classification head)
 FAMILY_POOLINGS = [
     (name, pooling) for name, family in FAMILIES.items() for pooling in family.config.classifier_poolings()
@@ -74,6 +76,11 @@ def slots_of(model_type: str, number: int = 8) -> dict[str, int]:
     """The config field that sets the number of slots; empty for a family without slots."""
     field = FAMILIES[model_type].config.slots_field
     return {field: number} if field else {}
+
+
+def window_of(model_type: str, size: int) -> dict[str, int]:
+    """The config field for a window of this size; empty for a family that cannot have one."""
+    return {"local_window": size} if ROWS[model_type].mixes else {}
 
 
 def tiny_config_for(model_type: str, **overrides: Any) -> PreTrainedConfig:

@@ -13,6 +13,7 @@ from helpers import (
     relative_rms,
     slots_of,
     tiny_causal_model,
+    window_of,
 )
 from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
@@ -184,11 +185,11 @@ def test_padding_in_front_of_a_rise_stays_finite(rise, padded):
     assert_close(out[:, :, keep[0]], attend_causal_memory(*rows, "softmax")[0], atol=1e-6, rtol=1e-5)
 
 
-BACKBONE = {"num_hidden_layers": 1, "conv_kernel_size": 3, "local_window": 4}
+BACKBONE = {"num_hidden_layers": 1, "conv_kernel_size": 3}
 OTHERS = [
     pytest.param(family, options, id=f"{family}-{'-'.join(options)}")
     for family in FAMILIES
-    for options in (BACKBONE, slots_of(family, 5), ROWS[family].state_options)
+    for options in ({**BACKBONE, **window_of(family, 4)}, slots_of(family, 5), ROWS[family].state_options)
     if options
 ]
 

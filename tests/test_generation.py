@@ -16,6 +16,7 @@ from helpers import (
 )
 from transformers import DynamicCache, set_seed
 from transformers.generation import stopping_criteria
+from variants import ROWS
 
 from luna_hf import FAMILIES, MemoryCache
 
@@ -166,11 +167,12 @@ def test_a_default_call_may_exceed_the_positions_of_training(family, monkeypatch
 @causal_kinds
 def test_returned_states_and_attentions_equal_those_of_one_pass(family, variant):
     model = wordy_model(family, variant, attn_implementation="eager")
-    asked = {"output_hidden_states": True, "output_attentions": True}
+    maps = ROWS[family].causal_maps
+    asked = {"output_hidden_states": True, "output_attentions": maps}
     out = model.generate(random_ids(2, 7), max_new_tokens=4, return_dict_in_generate=True, **asked)
     with torch.no_grad():
         whole = model(out.sequences[:, :-1], **asked)
-    for name, dim in (("hidden_states", 1), ("attentions", 2)):
+    for name, dim in (("hidden_states", 1), *[("attentions", 2)] * maps):
         assert [step[0].shape[dim] for step in out[name]] == [7, 1, 1, 1]
         for layer, expected in enumerate(whole[name]):
             states = torch.cat([step[layer] for step in out[name]], dim=dim)

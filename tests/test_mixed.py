@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import (
     FAMILIES,
+    MIXING_FAMILIES,
     MODELS,
     inputs_for,
     model_class,
@@ -21,6 +22,7 @@ from helpers import (
     tiny_causal_model,
     tiny_model,
     weighted_sum,
+    window_of,
 )
 from reference import causal as reference
 from test_causal_models import step_by_step
@@ -35,7 +37,8 @@ from luna_hf.configuration_abc import CAUSAL_CONTROLS, WITHOUT_SLOTS
 from luna_hf.context import make_context
 from luna_hf.memory_read import SlotMemory, WindowMemory, read_memories
 
-families = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", MIXING_FAMILIES)
 backends = pytest.mark.parametrize("backend", ["eager", "sdpa"])
 WINDOW = 5
 PADDED = padded_batch([23, 9, 2])
@@ -229,14 +232,14 @@ def test_the_scale_of_each_head_starts_at_one(family):
         assert all(scale.shape == (4,) and (scale == 1).all() for scale in scales.values())
 
 
-@families
+@every_family
 @backends
 @pytest.mark.parametrize("kind", ["base", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_row_of_padding_stays_finite(family, kind, backend, dtype):
     """States and gradients, although the row has neither a slot nor a token to read."""
     make = tiny_causal_model if kind == "causal" else tiny_model
-    model = make(family, local_window=WINDOW, attn_implementation=backend).to(dtype)
+    model = make(family, **window_of(family, WINDOW), attn_implementation=backend).to(dtype)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1] = 0
     output = model(random_ids(2, 12), attention_mask=mask)[0]
@@ -288,21 +291,21 @@ def test_causal_layers_equal_their_definition(family, fields, side):
         assert_near(own[parameter].grad, weights[parameter].grad, 1e-8, f"gradient of {parameter}")
 
 
-@families
+@every_family
 @torch.no_grad()
 def test_the_state_after_16_tokens_is_as_large_as_after_500(family):
-    model = float64(family, "causal", local_window=WINDOW)
+    model = float64(family, "causal", **window_of(family, WINDOW))
     first, second = (model(random_ids(2, length)).past_key_values for length in (16, 500))
     assert first.nbytes == second.nbytes > 0
-    for layer in second.layers:
+    for layer in second.layers if ROWS[family].mixes else ():
         assert layer.states["window_key"].shape == layer.states["window_value"].shape == (2, 4, WINDOW, 12)
 
 
-@families
+@every_family
 @torch.no_grad()
 def test_long_texts_decode_as_in_parallel(family):
     """Beyond the window and several chunks, token by token."""
-    model, ids = float64(family, "causal", local_window=WINDOW, num_hidden_layers=2), random_ids(1, 200)
+    model, ids = float64(family, "causal", **window_of(family, WINDOW), num_hidden_layers=2), random_ids(1, 200)
     whole = model(ids).logits
     cache = model(ids[:, :130]).past_key_values
     steps, _ = step_by_step(model, ids[:, 130:], cache)
@@ -312,15 +315,15 @@ def test_long_texts_decode_as_in_parallel(family):
 # ---- layers with full attention ----
 
 
-@families
+@every_family
 @torch.no_grad()
 def test_a_full_layer_is_softmax_attention_and_the_others_are_unchanged(family):
     """Layer by layer, each with the states of the layer before."""
-    model = float64(family, full_attention_layers=[1], local_window=WINDOW)
+    model = float64(family, full_attention_layers=[1], **window_of(family, WINDOW))
     names = {name for name, _ in model.encoder.layer[1].attention.self.named_parameters()}
     assert names == {f"{side}.{part}" for side in ("query", "key", "value") for part in ("weight", "bias")}
     full = with_weights_of(float64("abc_memory", memory_control="full"), model)
-    mixed = with_weights_of(float64(family, local_window=WINDOW), model)
+    mixed = with_weights_of(float64(family, **window_of(family, WINDOW)), model)
     embeddings, *states = model(**PADDED, output_hidden_states=True).hidden_states
     keep = PADDED["attention_mask"].bool()
     carried, own = mixed.begin(embeddings, keep)
@@ -342,11 +345,13 @@ def test_full_layers_ignore_the_switches(family, backend):
         assert torch.equal(hidden(model, **reads), expected)
 
 
-@families
+@every_family
 @torch.no_grad()
 def test_a_roberta_whose_layers_all_stay_full_stays_itself(family):
     source = make_source(dtype=torch.float64)
-    model = model_class(family, "mlm").from_roberta(source, full_attention_layers=[0, 1, 2], local_window=WINDOW)
+    model = model_class(family, "mlm").from_roberta(
+        source, full_attention_layers=[0, 1, 2], **window_of(family, WINDOW)
+    )
     batch = batch_for(source)
     torch.testing.assert_close(states_of(model, batch), states_of(source, batch), rtol=0, atol=1e-12)
     real = batch["attention_mask"].bool()
@@ -365,7 +370,7 @@ def test_a_warm_start_with_a_window_over_the_row_and_without_slots_is_the_source
     torch.testing.assert_close(ours, states_of(source, batch), rtol=0, atol=1e-12)
 
 
-@families
+@every_family
 def test_indices_of_full_layers(family):
     for wrong in ([3], [-1], [0, 0]):
         with refused("full_attention_layers", wrong):
@@ -374,9 +379,9 @@ def test_indices_of_full_layers(family):
         assert not tiny_causal_model(family, full_attention_layers=none).config.full_attention_layers
 
 
-@families
+@every_family
 def test_every_parameter_gets_a_gradient_if_all_layers_are_full(family):
     """As distributed training requires: what only other layers would use is not left behind."""
-    model = tiny_model(family, "mlm", full_attention_layers=[0, 1, 2], local_window=WINDOW).train()
+    model = tiny_model(family, "mlm", full_attention_layers=[0, 1, 2], **window_of(family, WINDOW)).train()
     model(**inputs_for("mlm", labels=True)).loss.backward()
     assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]

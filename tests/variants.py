@@ -13,10 +13,12 @@ from functools import partial
 from typing import Any
 
 from reference import causal as reference
+from reference import leapformer
 from transformers import PreTrainedConfig
 
 from luna_hf.abc_control import random_slots
 from luna_hf.configuration_abc import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS
+from luna_hf.configuration_leapformer import CAUSAL_REWEIGHTINGS, FEATURE_MAPS, REWEIGHTINGS
 
 Options = dict[str, Any]  # fields of a config
 
@@ -88,11 +90,13 @@ class Variants:
         library_encoder: configurations of encoders for transformers' own tests.
         library_causal: configurations of causal models for transformers' own tests.
         fields: its own config fields, except the number of slots.
+        mixes: whether its layers can read a window beside the slots, in one softmax.
         inexact_in_half: encoder variants with comparisons that half precision may flip.
         flash: encoder variants that call a flash-attention kernel under padding, with the kernel.
         queues: causal variants with a state of token states in the model's dtype, not of sums in float32.
         unscaled: by causal variant, the suffix of parameters that are large enough without scaling.
         causal_reference: the literal attention of a causal layer, see `reference.causal.decode_row`.
+        causal_maps: whether its causal models return attention weights.
         deviation: standard deviation at initialisation by the suffix of a parameter, where it is not 0.02.
         state_options: field values that lead to a decoding state incompatible with the default model's.
         unused: whether a parameter (by name, with the config) has a zero gradient by construction.
@@ -107,11 +111,13 @@ class Variants:
     library_encoder: dict[str, LibraryVariant] = field(default_factory=_both_layouts)
     library_causal: dict[str, LibraryVariant] = field(default_factory=_both_layouts)
     fields: dict[str, ConfigField] = field(default_factory=dict)
+    mixes: bool = True
     inexact_in_half: tuple[str, ...] = ()
     flash: dict[str, str] = field(default_factory=lambda: {"default": "flash_dense"})
     queues: tuple[str, ...] = ()
     unscaled: dict[str, str] = field(default_factory=dict)
     causal_reference: Callable[..., Any] | None = None
+    causal_maps: bool = True
     deviation: dict[str, float] = field(default_factory=dict)
     state_options: Options = field(default_factory=dict)
     unused: Callable[[str, PreTrainedConfig], bool] = lambda name, config: False
@@ -250,4 +256,48 @@ ABC = Variants(
     modules=("memory_control",),
 )
 
-ROWS: dict[str, Variants] = {"luna": LUNA, "abc_memory": ABC}
+LEAPFORMER = Variants(
+    encoder={
+        "elu": {"feature_map": "elu", "leap_factor": 1},
+        "cosine": {"reweighting": "cosine"},
+        "rotary": {"reweighting": "rotary", "feature_map": "elu"},
+        "linear": {"reweighting": "none"},
+        "full-layer": {"full_attention_layers": [0]},
+    },
+    causal={
+        "elu": {"feature_map": "elu", "leap_factor": 1},
+        "linear": {"reweighting": "none"},
+        "linear-elu-sinusoidal": {
+            "reweighting": "none",
+            "feature_map": "elu",
+            "position_embedding_type": "sinusoidal",
+        },
+        "rotary-convolution": {"reweighting": "rotary", "conv_kernel_size": 3},
+    },
+    kinds=("default", "prenorm-sinusoidal", "cosine", "rotary"),
+    causal_kinds=("default", "prenorm-sinusoidal", "linear"),
+    library_encoder={
+        # Maps of every pair of tokens, which the output does not depend on.
+        "Default": LibraryVariant(num_keys=9, maps_are_copies=True),
+        "PreNorm": LibraryVariant({"reweighting": "cosine"}, opposite=True, num_keys=9, maps_are_copies=True),
+        "Rotary": LibraryVariant({"reweighting": "rotary", "feature_map": "elu"}, num_keys=9, maps_are_copies=True),
+    },
+    fields={
+        "reweighting": ConfigField(
+            ("cosin", *REWEIGHTINGS), bad_in_decoder=("cosine", *CAUSAL_REWEIGHTINGS), effect=("none", "parameters")
+        ),
+        "feature_map": ConfigField(("exp", *FEATURE_MAPS), effect=("elu", "outputs")),
+        "leap_factor": ConfigField((3, 1, 2, 4), effect=(2, "parameters")),
+    },
+    mixes=False,
+    flash={"full-layer": "flash_varlen"},
+    causal_reference=leapformer.attend,
+    causal_maps=False,
+    state_options={"reweighting": "none", "feature_map": "elu"},
+    lora={
+        "query-value": Lora(["query", "value"], {"query", "value"}),
+        "all-linear": Lora("all-linear", {"query", "key", "value", "dense", "inner", "outer"}),
+    },
+)
+
+ROWS: dict[str, Variants] = {"luna": LUNA, "abc_memory": ABC, "leapformer": LEAPFORMER}

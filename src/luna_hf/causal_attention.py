@@ -12,8 +12,8 @@ from .memory_attention import Memory, MemoryAttention
 from .memory_read import read_window, window_logits
 
 
-class CausalMemoryAttention(MemoryAttention):
-    """Causal multi-head attention to a memory of slots; each family implements `write_weights`."""
+class CausalAttention(MemoryAttention):
+    """Causal attention to any memory; `forward` writes and reads it."""
 
     views = None  # probes see only the read weights
 
@@ -26,6 +26,10 @@ class CausalMemoryAttention(MemoryAttention):
         raise ValueError(
             "Causal attention writes and reads in one scan and has no memory to share; write it with an encoder."
         )
+
+
+class CausalMemoryAttention(CausalAttention):
+    """Causal multi-head attention to a memory of slots; each family implements `write_weights`."""
 
     def write_weights(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext

@@ -200,9 +200,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         self._require("position_embedding_type", lambda v: v in positions, f"{' or '.join(positions)} in {kind}")
         self._require_divides("num_attention_heads")
         if self.position_embedding_type == "rotary":
-            head_size = self.hidden_size // self.num_attention_heads
-            even = "chosen so that the head size is even, as rotary positions require"
-            self._require("num_attention_heads", lambda _: head_size % 2 == 0, even)
+            self._require_even_heads()
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"):
             self._require(name, lambda p: 0 <= p < 1, "a probability in [0, 1)")
         self._require("classifier_dropout", lambda p: p is None or 0 <= p < 1, "None or a probability in [0, 1)")
@@ -246,6 +244,11 @@ class BoundedMemoryConfig(PreTrainedConfig):
                 f"{type(self).__name__}: `hidden_size` ({self.hidden_size}) is not a multiple of `{name}` ({heads}). "
                 f"Choose one of {', '.join(divisors)} heads, or change `hidden_size`."
             )
+
+    def _require_even_heads(self) -> None:
+        head_size = self.hidden_size // self.num_attention_heads
+        even = "chosen so that the head size is even, as rotary positions require"
+        self._require("num_attention_heads", lambda _: head_size % 2 == 0, even)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "BoundedMemoryConfig":

@@ -20,7 +20,7 @@ class ForwardContext(NamedTuple):
     ranks: Tensor  # (b or 1, n) long: index of a token among its row's real tokens, counting earlier passes
     before: Tensor  # (b or 1, 1) long: number of real tokens of the row in earlier passes
     lengths: Tensor  # (b or 1, 1) long: number of real tokens of the row, including this pass
-    angles: Tensor | None = None  # (b or 1, n, c / 2) rotary angles
+    angles: Tensor | None = None  # (b or 1, n, r / 2) rotary angles, of the r entries of a head that are rotated
     cache: Cache | None = None  # decoders only: a `state.MemoryCache`
     carried_keep: Tensor | None = None  # (b, l) mask of the states carried alongside the tokens
     masks: Any = None  # the family's masks, in the attention backend's form

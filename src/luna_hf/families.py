@@ -17,17 +17,23 @@ from transformers import (
 
 from . import (
     configuration_abc,
+    configuration_leapformer,
     configuration_luna,
     modeling_abc,
     modeling_abc_causal,
+    modeling_leapformer,
+    modeling_leapformer_causal,
     modeling_luna,
     modeling_luna_causal,
 )
 from .configuration_abc import *
 from .configuration_base import BoundedMemoryConfig
+from .configuration_leapformer import *
 from .configuration_luna import *
 from .modeling_abc import *
 from .modeling_abc_causal import *
+from .modeling_leapformer import *
+from .modeling_leapformer_causal import *
 from .modeling_luna import *
 from .modeling_luna_causal import *
 from .tokenization_fairseq import FairseqBpeTokenizer
@@ -111,6 +117,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(LunaConfig, modeling_luna, modeling_luna_causal, LunaRules),
         Family(AbcConfig, modeling_abc, modeling_abc_causal, AbcRules),
+        Family(LeapformerConfig, modeling_leapformer, modeling_leapformer_causal),
     )
 }
 
@@ -124,8 +131,11 @@ def register() -> None:
 
 __all__ = ["FAMILIES"]
 __all__ += configuration_abc.__all__
+__all__ += configuration_leapformer.__all__
 __all__ += configuration_luna.__all__
 __all__ += modeling_abc.__all__
 __all__ += modeling_abc_causal.__all__
+__all__ += modeling_leapformer.__all__
+__all__ += modeling_leapformer_causal.__all__
 __all__ += modeling_luna.__all__
 __all__ += modeling_luna_causal.__all__

@@ -62,6 +62,11 @@ class MemoryAttention(nn.Module):
         return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     @staticmethod
+    def rotary_size(config: BoundedMemoryConfig) -> int:
+        """Return the number of entries of each head that rotary positions rotate."""
+        return config.hidden_size // config.num_attention_heads
+
+    @staticmethod
     def prepare(
         config: BoundedMemoryConfig, states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> ForwardContext:

@@ -177,6 +177,11 @@ class BaseModelMixin:
             if name not in (*outputs, *_READS, *_OPTIONS):
                 raise ValueError(f"The model has no input `{name}`.{_closest_input(name, outputs)}")
         self.check_reads(keywords.get("local_window"), keywords.get("read_slots"))
+        if keywords.get("output_attentions") and "attentions" not in self._can_record_outputs:
+            raise ValueError(
+                f"`output_attentions` is not supported: a causal {self.config.model_type} model computes no attention "
+                "weights. Leave it out."
+            )
 
     def check_reads(self, window: int | None, slots: bool | None) -> None:
         """Reject a choice of window and slots that the model does not have, or that reads nothing.

@@ -109,10 +109,10 @@ class DecoderModelMixin(BaseModelMixin):
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache if use_cache else None)
 
     def rotary_angles(self, positions: Tensor) -> Tensor | None:
-        """Return rotary angles (b or 1, n, c / 2) of positions (b or 1, n); `None` if positions are not rotary."""
+        """Return rotary angles (b or 1, n, r / 2) of positions (b or 1, n); `None` if positions are not rotary."""
         if self.config.position_embedding_type != "rotary":
             return None
-        size = self.config.hidden_size // self.config.num_attention_heads
+        size = self.attention_class.rotary_size(self.config)
         return rotary_angles(positions, size, self.get_input_embeddings().weight.dtype)
 
     def given_mask(self, attention_mask: Tensor | None) -> Tensor | None:

@@ -35,19 +35,24 @@ def write_memory(
     return attention.write(states, carried, attention.prepare(attention.config, states, carried, context))
 
 
-def read_memory(attention: MemoryAttention, hidden_states: Tensor, memory: Memory) -> tuple[Tensor, Tensor | None]:
+def read_memory(
+    attention: MemoryAttention, hidden_states: Tensor, memory: Memory, attention_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Read a context written with `write_memory`, as in cross-attention.
 
     Args:
         attention: the module that wrote the memory.
         hidden_states: (b, n, d) queries, of any length.
         memory: the result of `write_memory`.
+        attention_mask: (b, n) padding mask of the queries, of use only where a read depends on their positions (in
+            LeaPformer's `cosine` and `rotary`); no padding by default.
 
     Returns:
         The concatenated heads (b, n, d), before the output projection (`layer.attention.output.dense`), and with eager
-        attention the weights (b, h, n, slots).
+        attention the weights (b, h, n, slots); `None` for LeaPformer.
 
     Raises:
         ValueError: The memory is a window, which can be read only by the tokens it was written from.
     """
-    return attention.read(hidden_states, memory)
+    keep = None if attention_mask is None else attention_mask != 0
+    return attention.read(hidden_states, memory, make_context(keep, hidden_states.shape[1], hidden_states.device))

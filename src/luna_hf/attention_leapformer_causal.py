@@ -1,0 +1,56 @@
+"""Causal LeaPformer: the sums of `attention_leapformer.py` run up to and including the current token.
+
+The state, both sums after the last token, has constant size.
+"""
+
+from torch import Tensor
+
+from .attention_leapformer import FLOOR, Features, LinearAttention, LinearMemory
+from .causal_attention import CausalAttention
+from .context import ForwardContext
+from .functional import causal_scan
+
+
+def attend_causally(
+    query: Features, key: Features, value: Tensor, memory: LinearMemory | None = None, keep: Tensor | None = None
+) -> tuple[Tensor, LinearMemory]:
+    """Write to the sums and read them, from left to right.
+
+    Args:
+        query, key: features (b, h, n, f); those of padded keys are zero.
+        value: (b, h, n, c).
+        memory: the sums over earlier tokens; zero by default.
+        keep: (b, n) padding mask.
+
+    Returns:
+        The outputs (b, h, n, c) in the dtype of the features, and the sums after the last token.
+    """
+    before = None if memory is None else memory.value
+    output, values = causal_scan(query.rotated, key.rotated, value, before, keep)
+    totals = key.plain.cumsum(2)
+    totals = totals if memory is None else totals + memory.total.unsqueeze(2)
+    normaliser = (query.plain * totals).sum(-1, keepdim=True)
+    return output / normaliser.clamp(min=FLOOR), LinearMemory(values, totals[:, :, -1])
+
+
+class LeapformerCausalAttention(LinearAttention, CausalAttention):
+    """Causal self-attention, with the same parameters as the encoder's `LeapformerAttention`."""
+
+    def forward(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Like `MemoryAttention.forward`, without weights: the state does not hold the earlier tokens."""
+        cache = context.layer_cache(self.layer_idx)
+        key, value = self.key_and_value(hidden_states)
+        sums = {} if cache is None else {name: cache.states.get(name) for name in LinearMemory._fields}
+        memory = LinearMemory(**sums) if sums.get("value") is not None else None
+        output, memory = attend_causally(
+            self.query_features(hidden_states, context),
+            self.key_features(key, context),
+            self.drop_tokens(value),
+            memory,
+            context.keep,
+        )
+        if cache is not None:
+            cache.write(**memory._asdict())
+        return output.transpose(1, 2).flatten(2).to(hidden_states.dtype), carried, None
