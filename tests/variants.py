@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from reference import causal as reference
-from reference import leapformer
+from reference import leapformer as leapformer_reference
 from transformers import PreTrainedConfig
 
 from luna_hf.abc_control import random_slots
@@ -291,7 +291,7 @@ LEAPFORMER = Variants(
     },
     mixes=False,
     flash={"full-layer": "flash_varlen"},
-    causal_reference=leapformer.attend,
+    causal_reference=leapformer_reference.attend,
     causal_maps=False,
     state_options={"reweighting": "none", "feature_map": "elu"},
     lora={
