@@ -25,6 +25,7 @@ def launched(tmp_path, monkeypatch):
         (folder / "metrics.json").touch()
 
     monkeypatch.setattr(mini, "launch", launch)
+    monkeypatch.setattr(mini, "ROOT", tmp_path)  # nothing is shipped
     for name in (mini.TOKENIZER, mini.TWIN_START):
         (tmp_path / name).mkdir()
     (tmp_path / mini.TOKENIZER / "tokenizer.json").touch()
@@ -50,6 +51,14 @@ def test_a_model_is_trained_after_what_it_starts_from_and_finished_stages_are_sk
     assert [options["--model_name"] for _, options in launched[3:]] == ["luna-mini-en-128", "luna-mini-en"]
     train(tmp_path, "luna-mini-en", "abc-mini-en")
     assert len(launched) == 5
+
+
+def test_a_shipped_stage_is_not_trained_again(launched, tmp_path):
+    shipped = tmp_path / "checkpoints" / "luna-mini-en-128"
+    shipped.mkdir(parents=True)
+    train(tmp_path, "luna-mini-en")
+    ((_, options),) = launched
+    assert (options["--model_name"], options["--model_name_or_path"]) == ("luna-mini-en", str(shipped))
 
 
 def tokens(name):

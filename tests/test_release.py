@@ -21,7 +21,13 @@ from helpers import ROOT, run_python, tiny_tokenizer
 import luna_hf
 from luna_hf import __main__ as command
 
-PAPERS = {"2106.01540": "Luna", "2110.02488": "ABC", "2405.13046": "LeaPformer", "2312.11135": "Orthogonal Memory"}
+PAPERS = {
+    "2106.01540": "Luna",
+    "2110.02488": "ABC",
+    "2202.08791": "cosFormer",
+    "2405.13046": "LeaPformer",
+    "2312.11135": "Orthogonal Memory",
+}
 
 
 # ---- metadata ----

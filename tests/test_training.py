@@ -132,7 +132,7 @@ def test_all_options_at_once(corpus, tmp_path, monkeypatch, fresh_accelerate):
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **own: settings.update(own) or optimizer(groups, **own))
     options = {"gradient_checkpointing": "true", "mixed_precision": "bf16", "whole_word_masking": "true"}
     run(tmp_path / "out", data=corpus, trackers="[tensorboard]", **options)
-    assert settings == {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-6}
+    assert settings == {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-6, "fused": True}
     assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
     assert "words, with all their tokens" in " ".join((tmp_path / "out" / "README.md").read_text().split())
 
