@@ -6,8 +6,12 @@ import mini
 import mini_losses
 import mini_scores
 import pytest
-from helpers import ROOT
+import torch
+from helpers import ROOT, tiny_tokenizer
 from pretrain_mlm import read_recipe
+from transformers import RobertaForMaskedLM
+
+from luna_hf.functional import sinusoids
 
 RECIPE = ROOT / "training" / "recipes" / "pretrain_mlm" / "luna-mini-en.yaml"
 
@@ -26,6 +30,7 @@ def launched(tmp_path, monkeypatch):
 
     monkeypatch.setattr(mini, "launch", launch)
     monkeypatch.setattr(mini, "ROOT", tmp_path)  # nothing is shipped
+    monkeypatch.setattr(mini, "lengthen_twin", lambda folder, source: folder)
     for name in (mini.TOKENIZER, mini.TWIN_START):
         (tmp_path / name).mkdir()
     (tmp_path / mini.TOKENIZER / "tokenizer.json").touch()
@@ -63,6 +68,7 @@ def test_a_shipped_stage_is_not_trained_again(launched, tmp_path):
 
 def tokens(name):
     """What a stage and those before it read, in tokens."""
+    name = "roberta-mini-en-128" if name == mini.TWIN_AT_512 else name
     if name == mini.TWIN_START:
         return 0
     stage, recipe = mini.STAGES[name], read_recipe(RECIPE)
@@ -73,6 +79,24 @@ def tokens(name):
 def test_luna_and_its_twin_read_the_same_number_of_tokens():
     assert tokens("luna-mini-en") == tokens("roberta-mini-en") >= 80e6
     assert tokens("luna-mini-en-4096") - tokens("luna-mini-en") >= 8e6
+
+
+def test_new_positions_are_extrapolated():
+    waves = sinusoids(514, 16)
+    waves = torch.cat([torch.randn(2, 16), 0.3 * waves[2:].roll(1, 1) + 0.2])  # a linear function of the sinusoids
+    long = mini.extrapolate(waves[:130], 2, 512)
+    assert long.shape == (514, 16) and torch.equal(long[:130], waves[:130])
+    assert (long - waves)[130:].std() < 0.65 * waves[130:].std()  # 128 positions do not show the slow waves
+
+
+def test_the_longer_twin_is_the_same_on_short_texts(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "tokens")
+    source = mini.start_twin(tmp_path / "short", tmp_path / "tokens")
+    target = mini.lengthen_twin(tmp_path / "long", source)
+    ids = torch.arange(5, 105).unsqueeze(0)
+    short, long = (RobertaForMaskedLM.from_pretrained(folder)(ids).logits for folder in (source, target))
+    assert torch.equal(short, long)
+    assert RobertaForMaskedLM.from_pretrained(target)(torch.full((1, 512), 5)).logits.isfinite().all()
 
 
 def test_an_unknown_model_is_refused(capsys):
