@@ -168,7 +168,7 @@ def lengthen_twin(folder: Path, source: Path) -> Path:
     """Write the twin with 512 positions instead of 128: the new ones are extrapolated from the trained ones.
 
     Repeated ones, as in Luna, would let softmax attention see every token at four places. From them the loss rises by
-    three nats, and 250 updates later it is still two nats higher; from extrapolated ones it is back after 400.
+    three nats, and 250 updates later it is still two nats higher; from extrapolated ones it is nearly back after 400.
     """
     model, tokens = RobertaForMaskedLM.from_pretrained(source), RobertaTokenizer.from_pretrained(source)
     config, embeddings = model.config, model.roberta.embeddings
