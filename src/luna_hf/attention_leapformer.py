@@ -55,7 +55,10 @@ class LinearMemory(NamedTuple):
 def map_features(states: Tensor, feature_map: str) -> Tensor:
     """Map (b, h, n, c) to features that are not negative, in float32 or wider, by `"relu"` or `"elu"` (elu + 1)."""
     states = states.to(torch.promote_types(states.dtype, torch.float32))
-    return F.relu(states) if feature_map == "relu" else F.elu(states) + 1.0
+    if feature_map == "relu":
+        return F.relu(states)
+    # Not `F.elu`: expm1(x) + 1 loses the small features, and its gradient has the wrong layout in a compiled graph.
+    return torch.where(states > 0, states + 1.0, states.clamp(max=0.0).exp())
 
 
 def make_features(features: Tensor, proportions: Tensor | None = None, angles: Tensor | None = None) -> Features:
@@ -64,12 +67,11 @@ def make_features(features: Tensor, proportions: Tensor | None = None, angles: T
     Args:
         features: (b, h, n, c), from `map_features`.
         proportions: (b or 1, h or 1, n) in [0, 1], of equation 8; `None` for no re-weighting.
-        angles: (b or 1, n, r / 2) rotary angles, which rotate the first r features of each head.
+        angles: (b or 1, n, r / 2) rotary angles, which rotate the first r / 2 pairs of entries i and i + c / 2.
     """
     rotated = features
     if angles is not None:
-        size = 2 * angles.shape[-1]
-        rotated = torch.cat([rotate(features[..., :size], angles), features[..., size:]], dim=-1)
+        rotated = rotate(features, F.pad(angles, (0, features.shape[-1] // 2 - angles.shape[-1])))
     if proportions is None:
         return Features(rotated, features)
     part = proportions.to(features.dtype) * (math.pi / 2)

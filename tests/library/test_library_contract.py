@@ -167,8 +167,8 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
     common_fields: dict[str, Any] = {}
     opposite_fields = {**OPPOSITE, "type_vocab_size": 2}
     maps_are_copies = False  # of every variant
-    # ConfigTester leaves the number of heads at the default of 12.
-    configured_width = 36
+    # ConfigTester leaves the number of heads at the default of 12; rotary positions need heads of an even size.
+    configured_width = 48
 
     def setUp(self) -> None:
         fields = {**self.common_fields, **(self.opposite_fields if self.variant.opposite else {})}
@@ -236,7 +236,6 @@ class CausalTests(FamilyTests, GenerationTesterMixin):
     common_fields = {"is_decoder": True}
     opposite_fields = OPPOSITE
     maps_are_copies = True
-    configured_width = 48  # rotary positions need heads of an even size
 
     @property
     def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
