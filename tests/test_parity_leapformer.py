@@ -51,9 +51,9 @@ def proportion(weights, theirs, side):
 
 
 def rotated(tensor, heads):
-    """Their rotary pairs are neighbours, in the first half of a head; ours are half a head apart."""
-    heads = tensor.unflatten(0, (heads, -1))
-    return torch.cat([heads[:, ::2], heads[:, 1::2]], 1).flatten(0, 1)
+    """Their rotary pairs are neighbours in the first half of a head, ours are half of that half apart."""
+    first, rest = tensor.unflatten(0, (heads, 2, -1)).unbind(1)
+    return torch.stack([torch.cat([first[:, ::2], first[:, 1::2]], 1), rest], 1).flatten(0, 2)
 
 
 def attention_weights(kind, weights, heads, prefix=""):

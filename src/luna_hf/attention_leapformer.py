@@ -67,11 +67,12 @@ def make_features(features: Tensor, proportions: Tensor | None = None, angles: T
     Args:
         features: (b, h, n, c), from `map_features`.
         proportions: (b or 1, h or 1, n) in [0, 1], of equation 8; `None` for no re-weighting.
-        angles: (b or 1, n, r / 2) rotary angles, which rotate the first r / 2 pairs of entries i and i + c / 2.
+        angles: (b or 1, n, r / 2) rotary angles, which rotate the first r features of each head.
     """
     rotated = features
     if angles is not None:
-        rotated = rotate(features, F.pad(angles, (0, features.shape[-1] // 2 - angles.shape[-1])))
+        size = 2 * angles.shape[-1]
+        rotated = torch.cat([rotate(features[..., :size], angles), features[..., size:]], dim=-1)
     if proportions is None:
         return Features(rotated, features)
     part = proportions.to(features.dtype) * (math.pi / 2)

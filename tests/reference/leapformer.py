@@ -30,14 +30,14 @@ def learned(weights: dict, name: str, features: Tensor) -> Tensor:
 
 
 def rotate(features: Tensor, position: int) -> Tensor:
-    """R of equation 13 for one query or key (c,): (i, i + c/2) by position 10000^(-2i / r), r/2 pairs, r about c/2."""
-    half, size = features.shape[0] // 2, 2 * max(features.shape[0] // 4, 1)
+    """R of equation 13 for one query or key (c,), on half of the entries: (i, i + r/2) by position 10000^(-2i / r)."""
+    size = 2 * max(features.shape[0] // 4, 1)
     turned = list(features)
     for i in range(size // 2):
         angle = position * 10000 ** (-2 * i / size)
-        a, b = features[i], features[i + half]
+        a, b = features[i], features[i + size // 2]
         turned[i] = a * math.cos(angle) - b * math.sin(angle)
-        turned[i + half] = a * math.sin(angle) + b * math.cos(angle)
+        turned[i + size // 2] = a * math.sin(angle) + b * math.cos(angle)
     return torch.stack(turned)
 
 
