@@ -47,7 +47,7 @@ class Stage:
     changes: dict[str, Any] = field(default_factory=dict)
 
 
-# The second stage of a model, and a third for longer texts: rows are longer, rates lower, positions repeated.
+# The second stage of a model, and a third for longer texts: rows are longer, rates lower. Luna repeats its positions.
 _AT_512 = {"block_size": 512, "batch_size": 4, "max_steps": 17100}
 # sdpa's backward pass on a CPU makes an update of such short rows a third slower.
 _EAGER = {"model": "{attn_implementation: eager}"}
@@ -80,15 +80,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def tokenizer(options: argparse.Namespace) -> Path:
-    """Train the byte-level BPE, unless it is there, and return its folder."""
+    """Train the byte-level BPE, unless it is there, and return its folder.
+
+    Raises:
+        UserError: A text is missing.
+    """
     sys.path.append(str(ROOT / "training"))
     from data.tokenizer import train_tokenizer
     from datasets import load_dataset
 
     folder = options.runs / TOKENIZER
     if not (folder / "tokenizer.json").is_file():
-        files = [str(options.data / name / "train.parquet") for name in ("enwiki", "novels")]
-        texts = load_dataset("parquet", data_files=files, split="train")["text"]
+        files = [options.data / name / "train.parquet" for name in ("enwiki", "novels")]
+        if missing := [str(path) for path in files if not path.is_file()]:
+            raise UserError(f"There is no {' and no '.join(missing)}. Name the folder of the texts: --data DATA.")
+        texts = load_dataset("parquet", data_files=[str(path) for path in files], split="train")["text"]
         train_tokenizer(iter(texts), VOCABULARY, 512).save_pretrained(folder)
     return folder
 
@@ -167,8 +173,8 @@ def start_twin(folder: Path, tokenizer_folder: Path) -> Path:
 def lengthen_twin(folder: Path, source: Path) -> Path:
     """Write the twin with 512 positions instead of 128: the new ones are extrapolated from the trained ones.
 
-    Repeated ones, as in Luna, would let softmax attention see every token at four places. From them the loss rises by
-    three nats, and 250 updates later it is still two nats higher; from extrapolated ones it is nearly back after 400.
+    Repeated ones, as in Luna, would let softmax attention take tokens that are 128 apart for neighbours, and it would
+    need many more updates to recover.
     """
     model, tokens = RobertaForMaskedLM.from_pretrained(source), RobertaTokenizer.from_pretrained(source)
     config, embeddings = model.config, model.roberta.embeddings

@@ -99,6 +99,11 @@ def test_the_longer_twin_is_the_same_on_short_texts(tmp_path):
     assert RobertaForMaskedLM.from_pretrained(target)(torch.full((1, 512), 5)).logits.isfinite().all()
 
 
+def test_missing_texts_are_refused(tmp_path, capsys):
+    assert mini.main(["train", "luna-mini-en", "--data", str(tmp_path), "--runs", str(tmp_path)]) == 2
+    assert str(tmp_path / "enwiki" / "train.parquet") in capsys.readouterr().err
+
+
 def test_an_unknown_model_is_refused(capsys):
     assert mini.main(["train", "luna-large", "--data", "data"]) == 2
     assert "There is no model luna-large" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import pretrain_mlm
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from common.models import load_encoder
 from engine import log, pretraining
 from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
 from hub_stub import HubStub
@@ -153,6 +154,13 @@ def base(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "base"
     run(folder, data=corpus)
     return folder
+
+
+def test_a_start_takes_the_backend_of_the_recipe(base):
+    model, _ = load_encoder(AutoModelForMaskedLM, str(base), attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(UserError, match="'eagre'.*eager, sdpa"):
+        load_encoder(AutoModelForMaskedLM, str(base), attn_implementation="eagre")
 
 
 def continued(folder, base, corpus, **options):
