@@ -35,6 +35,8 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
+from luna_hf.scripting import UserError
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -159,7 +161,7 @@ def base(corpus, tmp_path_factory):
 def test_a_start_takes_the_backend_of_the_recipe(base):
     model, _ = load_encoder(AutoModelForMaskedLM, str(base), attn_implementation="eager")
     assert model.config._attn_implementation == "eager"
-    with pytest.raises(UserError, match="'eagre'.*eager, sdpa"):
+    with pytest.raises(UserError, match="eagre"):
         load_encoder(AutoModelForMaskedLM, str(base), attn_implementation="eagre")
 
 
