@@ -307,7 +307,7 @@ def test_backends_are_equal_and_weights_sum_to_one(model_type, variant):
             model(ids, output_attentions=True)
         return
     assert len(outputs.attentions) == 2
-    keys = 8 + model.config.local_window
+    keys = ROWS[model_type].causal_keys(model.config)
     for weights in outputs.attentions:
         assert weights.shape == (3, 4, 70, keys) and (weights >= 0).all()
         torch.testing.assert_close(weights.sum(-1).transpose(1, 2)[real], torch.ones(int(real.sum()), 4))
