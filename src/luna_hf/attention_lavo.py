@@ -66,7 +66,7 @@ def compress(states: Tensor, bases: Tensor, keep: Tensor | None = None) -> Tenso
 class Read(NamedTuple):
     """One part of the attention's output."""
 
-    memory: SlotMemory | WindowMemory
+    memory: SlotMemory | WindowMemory | None  # `None` if every token reads its own
     output: Tensor  # (b, n, d)
     weights: Tensor | None  # (b, h, n, r or w), with eager attention
 
@@ -129,7 +129,8 @@ class LavoProjections(MemoryAttention):
 
     def compressed(self, value: Tensor, local: Read | None) -> Tensor:
         """Return x_t, what the memory is written from: (b, h, n, c)."""
-        return value if local is None or not self.config.context_dissection else split_heads(local.output, self.num_heads)
+        dissected = local is not None and self.config.context_dissection
+        return split_heads(local.output, self.num_heads) if dissected else value
 
 
 class LavoAttention(LavoProjections):

@@ -224,7 +224,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         return None if endless else self.max_position_embeddings
 
     def mixed_window(self) -> int:
-        """Return the window that a pass may make smaller or leave out, beside slots that it may leave out; 0 if none."""
+        """Return the window that a pass may narrow or leave out, and beside which it may leave out the slots, or 0."""
         return self.local_window
 
     def as_decoder(self) -> "BoundedMemoryConfig":
