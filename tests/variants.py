@@ -329,7 +329,7 @@ LAVO = Variants(
         "local": {"parts": "local"},
         "no-window": {"local_window": 0},
         "learned-positions": {"position_embedding_type": "learned"},
-        "full-layer": {"full_attention_layers": [0]},
+        "local-full-layer": {"parts": "local", "full_attention_layers": [0]},
     },
     causal={
         "without-dissection": {"context_dissection": False},
@@ -369,6 +369,12 @@ LAVO = Variants(
     sizes={"local_window": 5},
     positions=("none", "none"),
     mixes=False,
+    # The window's masks need sdpa.
+    flash={
+        **dict.fromkeys(("default", "without-dissection", "without-position-bias", "learned-positions"), "flash_dense"),
+        **dict.fromkeys(("global", "global-of-values", "no-window"), "flash_dense"),
+        "local-full-layer": "flash_varlen",
+    },
     causal_reference=lavo_reference.attend,
     causal_keys=_keys_of_lavo,
     deviation={"bases": 0.125},  # columns of length 1 with 64 entries

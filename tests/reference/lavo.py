@@ -15,13 +15,15 @@ from .luna import linear
 
 def softmax(logits: list[Tensor]) -> list[Tensor]:
     """Softmax of numbers."""
-    exponentials = [torch.exp(logit - max(logits).detach()) for logit in logits]
-    return [each / sum(exponentials) for each in exponentials]
+    largest = max(logits).detach()
+    exponentials = [torch.exp(logit - largest) for logit in logits]
+    total = sum(exponentials)
+    return [each / total for each in exponentials]
 
 
 def code(bases: Tensor, tokens: Tensor) -> Tensor:
     """Equation 3: CODE(X) = B * H for one head, (r, c) and (n, c) to (r, c)."""
-    projections = [[sum(b * x) for b in bases] for x in tokens]  # B x_t
+    projections = [[(b * x).sum() for b in bases] for x in tokens]  # B x_t
     means = [sum(of_base) / len(tokens) for of_base in zip(*projections, strict=True)]  # H
     return torch.stack([b * mean for b, mean in zip(bases, means, strict=True)])
 
@@ -30,14 +32,14 @@ def code_so_far(bases: Tensor, tokens: Tensor) -> list[Tensor]:
     """Equation 4: X~_{<=t} for every t, from the recurrence of H_t."""
     memories, h = [], torch.zeros(len(bases), dtype=tokens.dtype)
     for t, x in enumerate(tokens, start=1):
-        h = ((t - 1) * h + torch.stack([sum(b * x) for b in bases])) / t
+        h = ((t - 1) * h + torch.stack([(b * x).sum() for b in bases])) / t
         memories.append(torch.stack([b * mean for b, mean in zip(bases, h, strict=True)]))
     return memories
 
 
 def read(query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Section 3.1: softmax(q_t^T X~^T) X~ of one query (c,), and the weights (r,)."""
-    weights = softmax([sum(query * slot) for slot in memory])
+    weights = softmax([(query * slot).sum() for slot in memory])
     return sum(weight * slot for weight, slot in zip(weights, memory, strict=True)), torch.stack(weights)
 
 
@@ -58,7 +60,7 @@ def local(
     scores = {}
     for place in inside:
         if place is not None:
-            scores[place] = sum(query[t] * key[place]) / math.sqrt(query.shape[1])
+            scores[place] = (query[t] * key[place]).sum() / math.sqrt(query.shape[1])
             if bias is not None:  # P_{j - i}, from the farthest token before
                 farthest = len(bias) - 1 if causal else len(bias) // 2
                 scores[place] = scores[place] + bias[place - t + farthest]
