@@ -88,7 +88,7 @@ def test_padded_rows(kind, variant, side):
 
 
 # Around the borders of the blocks in which a window is read.
-LENGTHS = {1: [1, 2, 3], 4: [*range(1, 14)], 5: [*range(1, 17)], 64: [63, 64, 65, 129, 300]}
+LENGTHS = {1: [1, 2, 3], 4: [*range(1, 14)], 5: [*range(1, 17)], 64: [1, 63, 64, 65, 127, 128, 129, 300]}
 
 
 @kinds

@@ -313,7 +313,7 @@ class _WindowBlocks(NamedTuple):
         key, value = (states.transpose(1, 2).flatten(0, 1) for states in (key, value))
         bias = None
         if memory.bias is not None:
-            bias = band_weights(memory.bias.expand(1, 1, block, memory.window), places.shape[1])
+            bias = band_weights(memory.bias.expand(1, 1, block, memory.window), block + memory.window - 1)
         return cls(key, value, None if real is None else real.flatten(), places, inside, block, bias)
 
     def in_blocks(self, block_rows: int | None = None, part: slice = slice(None)) -> Parts:

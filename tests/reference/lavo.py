@@ -13,34 +13,31 @@ from .causal import heads, rotate
 from .luna import linear
 
 
-def softmax(logits: list[Tensor]) -> list[Tensor]:
-    """Softmax of numbers."""
-    largest = max(logits).detach()
-    exponentials = [torch.exp(logit - largest) for logit in logits]
-    total = sum(exponentials)
-    return [each / total for each in exponentials]
+def softmax(logits: Tensor) -> Tensor:
+    """Softmax of a vector."""
+    exponentials = torch.exp(logits - logits.max().detach())
+    return exponentials / exponentials.sum()
 
 
 def code(bases: Tensor, tokens: Tensor) -> Tensor:
     """Equation 3: CODE(X) = B * H for one head, (r, c) and (n, c) to (r, c)."""
-    projections = [[(b * x).sum() for b in bases] for x in tokens]  # B x_t
-    means = [sum(of_base) / len(tokens) for of_base in zip(*projections, strict=True)]  # H
-    return torch.stack([b * mean for b, mean in zip(bases, means, strict=True)])
+    h = sum(bases @ x for x in tokens) / len(tokens)
+    return torch.stack([b * mean for b, mean in zip(bases, h, strict=True)])
 
 
 def code_so_far(bases: Tensor, tokens: Tensor) -> list[Tensor]:
     """Equation 4: X~_{<=t} for every t, from the recurrence of H_t."""
     memories, h = [], torch.zeros(len(bases), dtype=tokens.dtype)
     for t, x in enumerate(tokens, start=1):
-        h = ((t - 1) * h + torch.stack([(b * x).sum() for b in bases])) / t
+        h = ((t - 1) * h + bases @ x) / t
         memories.append(torch.stack([b * mean for b, mean in zip(bases, h, strict=True)]))
     return memories
 
 
 def read(query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Section 3.1: softmax(q_t^T X~^T) X~ of one query (c,), and the weights (r,)."""
-    weights = softmax([(query * slot).sum() for slot in memory])
-    return sum(weight * slot for weight, slot in zip(weights, memory, strict=True)), torch.stack(weights)
+    weights = softmax(memory @ query)
+    return weights @ memory, weights
 
 
 def places(t: int, n: int, w: int, causal: bool) -> list[int | None]:
@@ -52,22 +49,17 @@ def places(t: int, n: int, w: int, causal: bool) -> list[int | None]:
 def local(
     t: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, w: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sections 3.2 and 3.3: the local feature (c,) of token t of (n, c), and its weights (w,).
-
-    `bias` (any,) belongs to the distances that the configured window has, of which a smaller one reads some.
-    """
+    """Sections 3.2 and 3.3: the local feature (c,) of token t of (n, c), and its weights (w,); `bias` is (w,)."""
     inside = places(t, len(query), w, causal)
-    scores = {}
-    for place in inside:
-        if place is not None:
-            scores[place] = (query[t] * key[place]).sum() / math.sqrt(query.shape[1])
-            if bias is not None:  # P_{j - i}, from the farthest token before
-                farthest = len(bias) - 1 if causal else len(bias) // 2
-                scores[place] = scores[place] + bias[place - t + farthest]
-    shares = dict(zip(scores, softmax(list(scores.values())), strict=True))
-    output = sum(share * value[place] for place, share in shares.items())
-    none = torch.zeros((), dtype=value.dtype)
-    return output, torch.stack([none if place is None else shares[place] for place in inside])
+    read_places = [place for place in inside if place is not None]
+    scores = key[read_places] @ query[t] / math.sqrt(query.shape[1])
+    if bias is not None:  # P_{j - i}, from the farthest token before
+        farthest = len(bias) - 1 if causal else len(bias) // 2
+        scores = scores + bias[[place - t + farthest for place in read_places]]
+    shares = softmax(scores)
+    weights = torch.zeros(w, dtype=value.dtype)
+    weights[[index for index, place in enumerate(inside) if place is not None]] = shares
+    return shares @ value[read_places], weights
 
 
 def head(
