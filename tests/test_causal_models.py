@@ -285,7 +285,7 @@ def test_explicit_positions(model_type, variant):
     assert torch.equal(model(ids, position_ids=places).logits, expected)
     moved, stretched = (model(ids, position_ids=given).logits for given in (places + 9, places * 2))
     positions = model.config.position_embedding_type
-    assert ((stretched - expected).abs().max() > 1e-3) is (positions != "none")
+    assert ((stretched - expected).abs().max().item() > 1e-3) is (positions != "none")
     assert torch.allclose(moved, expected, atol=1e-4) is (positions != "sinusoidal")
 
 

@@ -319,6 +319,14 @@ def _keys_of_lavo(config: PreTrainedConfig) -> int:
     return 8 * (config.parts != "local") + config.local_window * (config.parts != "global")
 
 
+_CAUSAL_LAVO: dict[str, Options] = {
+    "without-dissection": {"context_dissection": False},
+    "without-position-bias": {"window_position_bias": False, "local_window": 4},
+    "global": {"parts": "global"},
+    "local": {"parts": "local"},
+    "no-window": {"local_window": 0},
+    "rotary-convolution": {"position_embedding_type": "rotary", "conv_kernel_size": 3},
+}
 # Tiny windows, and the parts of the attention one by one.
 LAVO = Variants(
     encoder={
@@ -331,14 +339,7 @@ LAVO = Variants(
         "learned-positions": {"position_embedding_type": "learned"},
         "local-full-layer": {"parts": "local", "full_attention_layers": [0]},
     },
-    causal={
-        "without-dissection": {"context_dissection": False},
-        "without-position-bias": {"window_position_bias": False, "local_window": 4},
-        "global": {"parts": "global"},
-        "local": {"parts": "local"},
-        "no-window": {"local_window": 0},
-        "rotary-convolution": {"position_embedding_type": "rotary", "conv_kernel_size": 3},
-    },
+    causal=_CAUSAL_LAVO,
     kinds=("default", "prenorm-sinusoidal", "local", "no-window"),
     causal_kinds=("default", "prenorm-sinusoidal", "local", "no-window"),
     library_encoder={
@@ -354,6 +355,11 @@ LAVO = Variants(
     fields={
         "local_window": ConfigField((-1,), effect=(7, "outputs")),
         "slot_count_bias": ConfigField(),
+        # Without rotary positions, heads of any size.
+        "num_attention_heads": ConfigField((5, "hidden_size", 48), effect=(2, "outputs")),
+        "pad_token_id": ConfigField(
+            (120, "vocab_size"), effect=(2, "outputs"), together={"position_embedding_type": "sinusoidal"}
+        ),
         "max_position_embeddings": ConfigField(
             (0,), effect=(80, "parameters"), together={"position_embedding_type": "learned"}, encoders_only=True
         ),
@@ -376,6 +382,7 @@ LAVO = Variants(
         "local-full-layer": "flash_varlen",
     },
     causal_reference=lavo_reference.attend,
+    unscaled=dict.fromkeys((*COMMON, *_CAUSAL_LAVO), "bases"),  # vectors of length 1
     causal_keys=_keys_of_lavo,
     deviation={"bases": 0.125},  # columns of length 1 with 64 entries
     state_options={"parts": "global", "context_dissection": False, "local_window": 4},
