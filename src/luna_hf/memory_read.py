@@ -282,8 +282,10 @@ def _put_back(states: Tensor, order: WindowMemory) -> Tensor:
     states = states[:, order.earlier :] if order.earlier else states
     if order.ranks is None:
         return states
-    ranks = order.ranks.view(*order.ranks.shape, *(1 for _ in states.shape[2:]))
-    return states.gather(1, ranks.expand(states.shape))
+    # Whole rows of a (b * places, ...) table: faster than `gather`, which takes single entries.
+    rows, places = states.shape[:2]
+    found = order.ranks + places * torch.arange(rows, device=states.device)[:, None]
+    return states.flatten(0, 1).index_select(0, found.flatten()).view(*found.shape, *states.shape[2:])
 
 
 class _WindowBlocks(NamedTuple):
