@@ -6,8 +6,8 @@
     python experiments/mini.py report
 
 `tokenizer` trains the byte-level BPE that all models share. `train` runs the stages of models that are neither finished
-nor in `checkpoints/`, after what they start from; without names, all models. `finetune` finetunes the checkpoints on
-every task, with one setting for all. `report` writes losses and scores of the finished runs as JSON, tables and plots.
+nor in `checkpoints/`, after what they start from; without names, all models. `finetune` finetunes these models on every
+task, with one setting for all. `report` writes losses and scores of the finished runs as JSON, tables and plots.
 After an interruption, run the same command again.
 
 DATA has `enwiki` and `novels` (train.parquet, validation.parquet; column `text`), and the folders of the tasks. The
@@ -208,7 +208,8 @@ def finetune(options: argparse.Namespace) -> None:
     """Finetune models on the tasks, one model after the other, so that a table of few models comes first."""
     for name in options.models or SHIPPED:
         own = argparse.Namespace(**{**vars(options), "runs": options.runs / "mini-scores" / name})
-        finetuning.finetune(own, [ROOT / "checkpoints" / name], TASKS)
+        folders = [ROOT / "checkpoints" / name, options.runs / name]
+        finetuning.finetune(own, [next(filter(Path.is_dir, folders), folders[1])], TASKS)
 
 
 def report(options: argparse.Namespace) -> None:
