@@ -286,10 +286,9 @@ class Card:
         if not self.shown:
             return ""
         own, lines = self.metrics, [["this model", self._cells(self.metrics)]]
-        twin = self.zoo.checkpoints.get(self.entry.twin)
-        same = ("held_out_targets", "unigram_loss")
-        if twin and all(twin.metrics.get(key) == own[key] for key in same):
-            lines.append([f"`{twin.name}`", self._cells(twin.metrics)])
+        twin = self.zoo.figures(self.entry.twin)
+        if all(twin.get(key) == own[key] for key in ("held_out_targets", "unigram_loss")):
+            lines.append([f"`{self.entry.twin}`", self._cells(twin)])
         unigram = {f"held_out_{key}": own[f"unigram_{key}"] for key in ("loss", "accuracy")}
         unigram["held_out_perplexity"] = math.exp(own["unigram_loss"])
         lines.append(["unigram baseline", self._cells(unigram)])
