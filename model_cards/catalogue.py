@@ -29,7 +29,7 @@ class Entry:
         data: the section of the catalogue's `data` that describes its text.
         language, license: as the Hub writes them.
         base: the checkpoint, or name on the Hub, of the model that its first run started from.
-        start: the command that makes the model its first run started from, if that is not published.
+        command: what trains the model, if its recipes alone do not.
         twin: the checkpoint that it is compared with.
         task: for a finetuned model, the task of its rows in the results.
         datasets: names on the Hub.
@@ -41,7 +41,7 @@ class Entry:
     language: str
     license: str
     base: str = ""
-    start: str = ""
+    command: str = ""
     twin: str = ""
     task: str = ""
     datasets: list[str] = field(default_factory=list)

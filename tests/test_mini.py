@@ -64,6 +64,8 @@ def test_a_shipped_stage_is_not_trained_again(launched, tmp_path):
     train(tmp_path, "luna-mini-en")
     ((_, options),) = launched
     assert (options["--model_name"], options["--model_name_or_path"]) == ("luna-mini-en", str(shipped))
+    train(tmp_path, "luna-mini-en-128")  # but itself it can be repeated
+    assert launched[1][1]["--output_dir"] == str(tmp_path / "luna-mini-en-128")
 
 
 def test_a_model_that_is_not_shipped_is_finetuned_from_its_run(tmp_path, monkeypatch):
