@@ -5,10 +5,10 @@
     python experiments/mini.py finetune luna-mini-en roberta-mini-en ... --data DATA
     python experiments/mini.py report
 
-`tokenizer` trains the byte-level BPE that all models share. `train` runs the stages of models that are neither finished
-nor in `checkpoints/`, after what they start from; without names, all models. `finetune` finetunes the checkpoints on
-every task, with one setting for all. `report` writes losses and scores of the finished runs as JSON, tables and plots.
-After an interruption, run the same command again.
+`tokenizer` trains the byte-level BPE that all models share. `train` runs the stages of models that are not finished,
+after what they start from, unless that is in `checkpoints/`; without names, all models. `finetune` finetunes the models
+of the table on every task, with one setting for all. `report` writes losses and scores of the finished runs as JSON,
+tables and plots. After an interruption, run the same command again.
 
 DATA has `enwiki` and `novels` (train.parquet, validation.parquet; column `text`), and the folders of the tasks. The
 recipes read `data/`. Options that are not listed here, `--key value`, override those of the training commands.
@@ -106,6 +106,12 @@ def train(options: argparse.Namespace) -> None:
         run_stage(options, name)
 
 
+def start_of(options: argparse.Namespace, name: str) -> Path:
+    """Return the folder that a stage starts from: a published checkpoint, so that others can repeat it, else a run."""
+    shipped = ROOT / "checkpoints" / name
+    return shipped if shipped.is_dir() else run_stage(options, name)
+
+
 def run_stage(options: argparse.Namespace, name: str) -> Path:
     """Run a stage after what it starts from, unless it is finished, and return its folder.
 
@@ -113,22 +119,20 @@ def run_stage(options: argparse.Namespace, name: str) -> Path:
         UserError: The run failed.
         KeyboardInterrupt: It was stopped by a signal, and is saved.
     """
-    if (shipped := ROOT / "checkpoints" / name).is_dir():
-        return shipped  # others start from what is published, so that they can be repeated
     folder = options.runs / name
     if (folder / ("metrics.json" if name in STAGES else "config.json")).is_file():
         return folder
     if name == TWIN_START:
         return start_twin(folder, options.runs / TOKENIZER)
     if name == TWIN_AT_512:
-        return lengthen_twin(folder, run_stage(options, "roberta-mini-en-128"))
+        return lengthen_twin(folder, start_of(options, "roberta-mini-en-128"))
     stage = STAGES[name]
     command, _, recipe = stage.recipe.partition("/")
     values = {"model_name": name, "output_dir": folder, "cache_dir": options.runs / "cache", **stage.changes}
     if command == "convert_mlm":
-        values["teacher"] = run_stage(options, stage.start)
+        values["teacher"] = start_of(options, stage.start)
     elif stage.start:
-        values = {"model": "{}", **values, "model_name_or_path": run_stage(options, stage.start), "tokenizer": ""}
+        values = {"model": "{}", **values, "model_name_or_path": start_of(options, stage.start), "tokenizer": ""}
     else:
         values["tokenizer"] = options.runs / TOKENIZER
     progress(f"training {name}")
@@ -208,7 +212,8 @@ def finetune(options: argparse.Namespace) -> None:
     """Finetune models on the tasks, one model after the other, so that a table of few models comes first."""
     for name in options.models or SHIPPED:
         own = argparse.Namespace(**{**vars(options), "runs": options.runs / "mini-scores" / name})
-        finetuning.finetune(own, [ROOT / "checkpoints" / name], TASKS)
+        folders = [ROOT / "checkpoints" / name, options.runs / name]
+        finetuning.finetune(own, [next(filter(Path.is_dir, folders), folders[1])], TASKS)
 
 
 def report(options: argparse.Namespace) -> None:

@@ -28,7 +28,6 @@ from common.models import longest_input
 from engine.card import PLOT
 from golden import KINDS
 from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_yaml
-from ship import output_folders
 from transformers import AutoConfig
 
 from luna_hf import FAMILIES
@@ -286,10 +285,9 @@ class Card:
         if not self.shown:
             return ""
         own, lines = self.metrics, [["this model", self._cells(self.metrics)]]
-        twin = self.zoo.checkpoints.get(self.entry.twin)
-        same = ("held_out_targets", "unigram_loss")
-        if twin and all(twin.metrics.get(key) == own[key] for key in same):
-            lines.append([f"`{twin.name}`", self._cells(twin.metrics)])
+        twin = self.zoo.figures(self.entry.twin)
+        if all(twin.get(key) == own[key] for key in ("held_out_targets", "unigram_loss")):
+            lines.append([f"`{self.entry.twin}`", self._cells(twin)])
         unigram = {f"held_out_{key}": own[f"unigram_{key}"] for key in ("loss", "accuracy")}
         unigram["held_out_perplexity"] = math.exp(own["unigram_loss"])
         lines.append(["unigram baseline", self._cells(unigram)])
@@ -364,15 +362,14 @@ class Card:
 
     def repeat(self) -> str:
         """The commands that train and ship the model again."""
-        folder = f"checkpoints/{self.name}"
-        commands = [self.entry.start] if self.entry.start else []
-        stages = [stage for stage in self.checkpoint.stages if stage.recipe]
+        folder, commands = f"checkpoints/{self.name}", []
         count = len(self.checkpoint.stages)
         for number, stage in enumerate(self.checkpoint.stages, 1):
             if stage.recipe:
                 place = folder if number == count else f"{folder}/stages/{number}"
                 commands.append(f"python {stage.script} {place}/recipe.yaml")
-        outputs = " ".join(output_folders(self.name, len(stages)))
+        outputs = " ".join(stage.recipe["output_dir"] for stage in self.checkpoint.stages if stage.recipe)
+        commands = [self.entry.command] if self.entry.command else commands
         return "\n".join([*commands, f"python model_cards/ship.py {self.name} {outputs}"])
 
 

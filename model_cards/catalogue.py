@@ -29,7 +29,7 @@ class Entry:
         data: the section of the catalogue's `data` that describes its text.
         language, license: as the Hub writes them.
         base: the checkpoint, or name on the Hub, of the model that its first run started from.
-        start: the command that makes the model its first run started from, if that is not published.
+        command: what trains the model, if its recipes alone do not.
         twin: the checkpoint that it is compared with.
         task: for a finetuned model, the task of its rows in the results.
         datasets: names on the Hub.
@@ -41,7 +41,7 @@ class Entry:
     language: str
     license: str
     base: str = ""
-    start: str = ""
+    command: str = ""
     twin: str = ""
     task: str = ""
     datasets: list[str] = field(default_factory=list)
@@ -54,7 +54,8 @@ class Zoo:
 
     The scores lie in `experiments/results/mini-*.json`, each `{"rows": [ROW, ...]}`. A row has the keys `model` (a
     checkpoint, or the name of a baseline), `task`, `metric`, `dataset` (on the Hub), `split` and `values` (one a seed);
-    `config` (of the data set), `type` (the Hub's tag of the task) and `baseline` (true for a baseline) are optional.
+    `config` (of the data set), `type` (the Hub's tag of the task) and `baseline` (true for a baseline) are optional. A
+    file may also have `models`, the held-out figures of models by name, for those that are not shipped.
     """
 
     root: Path = ROOT
@@ -105,8 +106,17 @@ class Zoo:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of all files of scores."""
-        paths = sorted((self.root / "experiments" / "results").glob("mini-*.json"))
-        return [row for path in paths for row in read_json(path).get("rows", [])]
+        return [row for result in self._results for row in result.get("rows", [])]
+
+    def figures(self, name: str) -> dict[str, Any]:
+        """The held-out figures of a model: those of its checkpoint, else of a result file; empty if it has none."""
+        if name in self.checkpoints:
+            return self.checkpoints[name].metrics
+        return next((result["models"][name] for result in self._results if name in result.get("models", {})), {})
+
+    @cached_property
+    def _results(self) -> list[dict[str, Any]]:
+        return [read_json(path) for path in sorted((self.root / "experiments" / "results").glob("mini-*.json"))]
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,10 @@ def repeatable(stages: list[Stage], name: str, entry: Entry, zoo: Zoo) -> list[S
     """The stages with recipes that can be run one after the other in the root of the repository.
 
     A stage starts from the output of the one before it, and the first one from the entry's base, if it has one. The
-    tokenizer is that of the checkpoint.
+    tokenizer is that of the checkpoint. An entry with a command of its own keeps the recipes that were run.
     """
+    if entry.command:
+        return stages
     count = sum(bool(stage.recipe) for stage in stages)
     folders = output_folders(name, count)
     base = f"checkpoints/{entry.base}" if entry.base in zoo.entries else entry.base

@@ -64,6 +64,19 @@ def test_a_shipped_stage_is_not_trained_again(launched, tmp_path):
     train(tmp_path, "luna-mini-en")
     ((_, options),) = launched
     assert (options["--model_name"], options["--model_name_or_path"]) == ("luna-mini-en", str(shipped))
+    train(tmp_path, "luna-mini-en-128")  # but itself it can be repeated
+    assert launched[1][1]["--output_dir"] == str(tmp_path / "luna-mini-en-128")
+
+
+def test_a_model_that_is_not_shipped_is_finetuned_from_its_run(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(mini, "ROOT", tmp_path)
+    monkeypatch.setattr(mini.finetuning, "finetune", lambda options, models, tasks: found.extend(models))
+    (tmp_path / "checkpoints" / "luna-mini-en").mkdir(parents=True)
+    for name in ("luna-mini-en", "roberta-mini-en"):
+        (tmp_path / name).mkdir()
+    assert mini.main(["finetune", "luna-mini-en", "roberta-mini-en", "--data", "data", "--runs", str(tmp_path)]) == 0
+    assert found == [tmp_path / "checkpoints" / "luna-mini-en", tmp_path / "roberta-mini-en"]
 
 
 def tokens(name):

@@ -164,7 +164,7 @@ def test_a_finetuned_model_has_its_own_score_in_the_header_and_all_seeds_in_the_
     assert "0.750 (0.500 to 1.000)" in files["README.md"]
 
 
-def test_cards_without_scores_or_twin(zoo, tmp_path):
+def test_cards_without_scores_and_with_a_twin_that_is_not_shipped(zoo, tmp_path):
     shutil.copytree(zoo.root / "checkpoints/tiny-luna", tmp_path / "checkpoints/tiny-luna")
     shutil.copytree(zoo.root / "model_cards", tmp_path / "model_cards")
     alone = Zoo(tmp_path)
@@ -172,6 +172,11 @@ def test_cards_without_scores_or_twin(zoo, tmp_path):
     folder = alone.checkpoint("tiny-luna").folder
     assert "roberta" not in (folder / "README.md").read_text()
     assert not list(folder.glob(".eval_results/*"))
+    results = tmp_path / "experiments" / "results"
+    results.mkdir(parents=True)
+    twin = {**alone.checkpoint("tiny-luna").metrics, "held_out_loss": 1.2345}
+    (results / "mini-a.json").write_text(json.dumps({"models": {"tiny-roberta": twin}}))
+    assert "| `tiny-roberta` | 1.234 |" in build.build(Zoo(tmp_path), "tiny-luna")["README.md"]
 
 
 def test_a_stale_card_is_found(zoo, monkeypatch, capsys):
