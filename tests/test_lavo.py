@@ -83,13 +83,13 @@ def test_with_one_head_and_values_equal_to_the_tokens_the_memory_is_the_papers()
 
 
 def test_the_size_of_a_layer():
-    """The paper counts 12 x 64 x 768 numbers in the bases of its language model; and one per place of the window."""
+    """The paper counts 12 x 64 x 768 numbers in the bases of its language model, and 2 w - 1 in the biases of positions."""
     with torch.device("meta"):
         sizes = [
             LavoForMaskedLM(LavoConfig(**fields)).num_parameters()
             for fields in ({}, {"parts": "local", "window_position_bias": False}, {"parts": "local"})
         ]
-    assert sizes[0] - sizes[1] == 12 * (64 * 768 + 64) and sizes[2] - sizes[1] == 12 * 64
+    assert sizes[0] - sizes[1] == 12 * (64 * 768 + 127) and sizes[2] - sizes[1] == 12 * 127
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_the_bias_of_a_place_chooses_a_neighbour(kind, window):
     values = attention.value(states)
     for place in range(window):
         attention.position_bias.fill_(-1e9)
-        attention.position_bias[place] = 0.0
         offset = place - (window - 1 if kind == "causal" else window // 2)
+        attention.position_bias[offset + window - 1] = 0.0
         tokens = torch.arange(max(0, -offset), min(23, 23 - offset))
         output = attend(attention, states, window)
         torch.testing.assert_close(output[:, tokens], values[:, tokens + offset], rtol=0, atol=1e-12)
@@ -206,14 +206,13 @@ def test_the_output_is_the_mean_of_its_parts(kind):
 @kinds
 @torch.no_grad()
 def test_a_pass_with_a_smaller_window_is_that_of_a_model_with_it(kind):
-    """Its bias lies in the middle of the encoder's, at the end of the decoder's; 0 leaves the local part out."""
+    """Its bias is that of the same distances; 0 leaves the local part out."""
     attention, states = attention_of(MAKE[kind]("lavo")).double(), normal_states(2, 17, 48)
-    for window, first in ((1, 2), (2, 1), (4, 0), (0, 0)):
+    for window in (1, 2, 4, 0):
         smaller = attention_of(MAKE[kind]("lavo", local_window=window)).double()
         state = {name: attention.state_dict()[name] for name in smaller.state_dict()}
-        first = first if kind == "encoder" else WINDOW - window
         if window:
-            state["position_bias"] = attention.position_bias[first : first + window]
+            state["position_bias"] = attention.position_bias[WINDOW - window : WINDOW + window - 1]
         smaller.load_state_dict(state)
         output = attend(attention, states, local_window=window)
         torch.testing.assert_close(output, attend(smaller, states, window), rtol=0, atol=1e-12)

@@ -16,10 +16,9 @@ The paper leaves some choices open, or its text and figures differ:
 
 - It compresses tokens of the full width. Here each head has its own bases and compresses values, so that all of
   RoBERTa's projections have a use; with W_v = I and one head, this is the paper's.
-- Every token sees exactly w tokens, itself included: those of `windows.window_reach`, half of them on either side. A
-  position's bias is the same for all heads and starts at zero. The paper's has an entry for each of the 2 w - 1
-  distances within two windows, of which a token that sees w tokens reads w; only these exist, from the first token of
-  the window to the last.
+- Every token sees exactly w tokens, itself included: those of `windows.window_reach`, half of them on either side. Its
+  bias P is the same for all heads and starts at zero. P has an entry for each of the 2 w - 1 distances, as in the paper,
+  although the tokens that see w tokens read w of them: an encoder the middle, a decoder the first w.
 - Cross-attention has no local part (section 3.4): the memory holds the values of the source.
 
 Shape letters: b batch, h heads, n tokens, r bases, w tokens of a window, c head size.
@@ -92,7 +91,7 @@ class LavoProjections(MemoryAttention):
         local, bases = self.key is not None, config.parts != "local"
         biased = local and config.window_position_bias
         self.bases = nn.Parameter(torch.empty(self.num_heads, config.num_bases, size)) if bases else None
-        self.position_bias = nn.Parameter(torch.empty(config.local_window)) if biased else None
+        self.position_bias = nn.Parameter(torch.empty(2 * config.local_window - 1)) if biased else None
 
     def initialise(self, config: LavoConfig) -> None:
         """Initialise the bases of each head, orthonormal, and the bias of positions, zero."""
@@ -123,8 +122,8 @@ class LavoProjections(MemoryAttention):
         return Read(memory, *read_memories(self, query, [memory], options))
 
     def window_bias(self, window: int, causal: bool) -> Tensor:
-        """Return the bias (w,) of each place of a window, in the middle or at the end of the configured one."""
-        first = window_reach(self.config.local_window, causal)[0] - window_reach(window, causal)[0]
+        """Return the bias (w,) of each place of a window: P_{j - i + w - 1} with the configured w."""
+        first = self.config.local_window - 1 - window_reach(window, causal)[0]
         return self.position_bias[first : first + window]
 
     def compressed(self, value: Tensor, local: Read | None) -> Tensor:

@@ -49,13 +49,12 @@ def places(t: int, n: int, w: int, causal: bool) -> list[int | None]:
 def local(
     t: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, w: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sections 3.2 and 3.3: the local feature (c,) of token t of (n, c), and its weights (w,); `bias` is (w,)."""
+    """Sections 3.2 and 3.3: the local feature (c,) of token t of (n, c), and its weights (w,); `bias` is P."""
     inside = places(t, len(query), w, causal)
     read_places = [place for place in inside if place is not None]
     scores = key[read_places] @ query[t] / math.sqrt(query.shape[1])
-    if bias is not None:  # P_{j - i}, from the farthest token before
-        farthest = len(bias) - 1 if causal else len(bias) // 2
-        scores = scores + bias[[place - t + farthest for place in read_places]]
+    if bias is not None:  # P_{j - i + w - 1}
+        scores = scores + bias[[place - t + w - 1 for place in read_places]]
     shares = softmax(scores)
     weights = torch.zeros(w, dtype=value.dtype)
     weights[[index for index, place in enumerate(inside) if place is not None]] = shares
