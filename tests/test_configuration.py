@@ -68,6 +68,8 @@ def checks_of(model_type):
     checks = {**FIELDS, **dict.fromkeys(slots_of(model_type), SLOTS)}
     if not ROWS[model_type].mixes:
         checks |= {"local_window": ConfigField((5, 0)), "slot_count_bias": ConfigField()}
+    if ROWS[model_type].positions[1] != "rotary":  # heads of any size
+        checks["num_attention_heads"] = dataclasses.replace(checks["num_attention_heads"], bad_in_decoder=())
     return dict(sorted({**checks, **ROWS[model_type].fields}.items()))
 
 

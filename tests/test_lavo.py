@@ -83,7 +83,7 @@ def test_with_one_head_and_values_equal_to_the_tokens_the_memory_is_the_papers()
 
 
 def test_the_size_of_a_layer():
-    """The paper counts 12 x 64 x 768 numbers in the bases of its language model, and 2 w - 1 in the biases of positions."""
+    """The paper counts 12 x 64 x 768 numbers in the bases of its language model, and P has 2 w - 1."""
     with torch.device("meta"):
         sizes = [
             LavoForMaskedLM(LavoConfig(**fields)).num_parameters()

@@ -275,15 +275,12 @@ LEAPFORMER = Variants(
     causal={
         "elu": {"feature_map": "elu", "leap_factor": 1},
         "linear": {"reweighting": "none"},
-        "linear-elu-sinusoidal": {
-            "reweighting": "none",
-            "feature_map": "elu",
-            "position_embedding_type": "sinusoidal",
-        },
+        "linear-elu-rotary": {"reweighting": "none", "feature_map": "elu", "position_embedding_type": "rotary"},
         "rotary-convolution": {"reweighting": "rotary", "conv_kernel_size": 3},
     },
     kinds=("default", "prenorm-sinusoidal", "cosine", "rotary"),
     causal_kinds=("default", "prenorm-sinusoidal", "linear"),
+    positions=("learned", "sinusoidal"),
     library_encoder={
         # Maps of every pair of tokens, which the output does not depend on.
         "Default": LibraryVariant(num_keys=9, maps_are_copies=True),
@@ -296,6 +293,12 @@ LEAPFORMER = Variants(
         "PreNorm": LibraryVariant(opposite=True, overfit_steps=500),
     },
     fields={
+        "position_embedding_type": ConfigField(
+            ("rotary", "sinusoidal"),
+            bad_in_decoder=("learned", "rotary", "sinusoidal"),
+            effect=("sinusoidal", "outputs"),
+            encoders_only=True,
+        ),
         "reweighting": ConfigField(
             ("cosin", *REWEIGHTINGS), bad_in_decoder=("cosine", *CAUSAL_REWEIGHTINGS), effect=("none", "parameters")
         ),
@@ -355,8 +358,6 @@ LAVO = Variants(
     fields={
         "local_window": ConfigField((-1,), effect=(7, "outputs")),
         "slot_count_bias": ConfigField(),
-        # Without rotary positions, heads of any size.
-        "num_attention_heads": ConfigField((5, "hidden_size", 48), effect=(2, "outputs")),
         "pad_token_id": ConfigField(
             (120, "vocab_size"), effect=(2, "outputs"), together={"position_embedding_type": "sinusoidal"}
         ),
