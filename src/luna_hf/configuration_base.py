@@ -62,8 +62,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
             the extra rows.) Decoders, and encoders without positions, have no table and accept inputs of any length.
         position_embedding_type (`str`, *optional*):
             `"learned"` (encoders only, and their default); `"sinusoidal"` (fixed positions, added to token embeddings
-            scaled by `sqrt(hidden_size)`); or `"rotary"` (decoders only, and their default; queries and keys are
-            rotated by angles proportional to the position).
+            scaled by `sqrt(hidden_size)`); or `"rotary"` (decoders only, and the default of most; queries and keys
+            are rotated by angles proportional to the position).
         type_vocab_size (`int`, defaults to 0):
             Number of segment (token type) embeddings; 0 for none.
         embedding_layer_norm (`bool`, defaults to `True`):
