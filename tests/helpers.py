@@ -85,7 +85,7 @@ def window_of(model_type: str, size: int) -> dict[str, int]:
 
 def tiny_config_for(model_type: str, **overrides: Any) -> PreTrainedConfig:
     """A small configuration of a family, without dropout."""
-    return FAMILIES[model_type].config(**{**TINY, **slots_of(model_type), **overrides})
+    return FAMILIES[model_type].config(**{**TINY, **slots_of(model_type), **ROWS[model_type].sizes, **overrides})
 
 
 def tiny_config(**overrides: Any) -> LunaConfig:

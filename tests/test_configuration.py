@@ -65,10 +65,12 @@ def own_fields(model_type):
 
 def checks_of(model_type):
     """The check of every field of a family, in the order of their names."""
-    checks = {**FIELDS, **dict.fromkeys(slots_of(model_type), SLOTS), **ROWS[model_type].fields}
+    checks = {**FIELDS, **dict.fromkeys(slots_of(model_type), SLOTS)}
     if not ROWS[model_type].mixes:
         checks |= {"local_window": ConfigField((5, 0)), "slot_count_bias": ConfigField()}
-    return dict(sorted(checks.items()))
+    if ROWS[model_type].positions[1] != "rotary":  # heads of any size
+        checks["num_attention_heads"] = dataclasses.replace(checks["num_attention_heads"], bad_in_decoder=())
+    return dict(sorted({**checks, **ROWS[model_type].fields}.items()))
 
 
 def fields_where(condition):
@@ -108,7 +110,8 @@ def test_decoders_refuse_some_values_of_encoders(model_type, name):
         tiny_config_for(model_type, is_decoder=True, **{name: value})
     encoder = tiny_config_for(model_type, **{name: value})
     if name == "position_embedding_type":
-        assert encoder.as_decoder().position_embedding_type == "rotary" and encoder.position_embedding_type == "learned"
+        assert encoder.as_decoder().position_embedding_type == ROWS[model_type].positions[1]
+        assert encoder.position_embedding_type == "learned"
     else:
         with refused(name, value, *allowed):
             encoder.as_decoder()
@@ -118,10 +121,10 @@ def test_decoders_refuse_some_values_of_encoders(model_type, name):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_positions_by_default(model_type):
-    """Learned in an encoder, rotary in a decoder; other positions allow heads of an odd size."""
-    assert tiny_config_for(model_type).position_embedding_type == "learned"
-    decoder = tiny_config_for(model_type, is_decoder=True)
-    assert decoder.position_embedding_type == "rotary" and decoder.as_decoder() is decoder
+    """Learned in an encoder, rotary in a decoder, or those of the family; others allow heads of an odd size."""
+    encoder, decoder = (tiny_config_for(model_type, is_decoder=is_decoder) for is_decoder in (False, True))
+    assert (encoder.position_embedding_type, decoder.position_embedding_type) == ROWS[model_type].positions
+    assert decoder.as_decoder() is decoder
     sinusoidal = tiny_config_for(model_type, position_embedding_type="sinusoidal", num_attention_heads=16)
     assert sinusoidal.as_decoder().position_embedding_type == "sinusoidal"
     assert not sinusoidal.is_decoder

@@ -65,7 +65,7 @@ def test_any_length_up_to_the_limit(model_type, variant):
 
 @families
 def test_inputs_beyond_the_limit_are_refused(model_type):
-    model = tiny_model(model_type)
+    model = tiny_model(model_type, position_embedding_type="learned")
     for inputs in ({"input_ids": random_ids(1, 65)}, {"inputs_embeds": torch.zeros(1, 65, 48)}):
         with refused(65, 64):
             model(**inputs)
@@ -252,8 +252,9 @@ def test_initialisation(model_type):
                 assert parameter.std().item() == pytest.approx(deviation, rel=error), name
                 assert abs(parameter.mean().item()) < 5 * deviation / parameter.numel() ** 0.5, name
         embeddings = model.base_model.embeddings
-        if not model.config.is_decoder:
-            assert not embeddings.word_embeddings.weight[1].any() and not embeddings.position_embeddings.weight[1].any()
+        assert model.config.is_decoder or not embeddings.word_embeddings.weight[1].any()
+        if isinstance(embeddings.position_embeddings, torch.nn.Embedding):
+            assert not embeddings.position_embeddings.weight[1].any()
 
 
 @families
@@ -277,7 +278,7 @@ def test_dropout_only_in_training(model_type, make):
 @pytest.mark.parametrize(("model_type", "variant"), FAMILY_KINDS)
 @torch.no_grad()
 def test_explicit_positions_segments_and_embeddings(model_type, variant):
-    """Positions are rows of RoBERTa's table: by default they count the tokens from `pad_token_id + 1`."""
+    """Positions are rows of RoBERTa's table, if there is one, and by default count tokens from `pad_token_id + 1`."""
     model = tiny_model(model_type, "mlm", **{**variants_of(model_type)[variant], "type_vocab_size": 2})
     inputs = inputs_for("mlm")
     default, ids, mask = model(**inputs).logits, inputs["input_ids"], inputs["attention_mask"]
@@ -286,7 +287,8 @@ def test_explicit_positions_segments_and_embeddings(model_type, variant):
     for same in ({"position_ids": counted}, {"token_type_ids": segments}):
         assert torch.equal(model(**inputs, **same).logits, default)
     segments[:, 4:] = 1
-    for other in ({"position_ids": counted + 5 * mask}, {"token_type_ids": segments}):
-        assert (model(**inputs, **other).logits - default).abs().max() > 1e-3
+    assert (model(**inputs, token_type_ids=segments).logits - default).abs().max() > 1e-3
+    moved = (model(**inputs, position_ids=counted + 5 * mask).logits - default).abs().max().item()
+    assert moved > 1e-3 if model.get_position_embeddings() else moved == 0
     embeds = model.get_input_embeddings()(ids)
     assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask).logits, default)

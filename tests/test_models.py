@@ -32,7 +32,8 @@ LENGTH = 24
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # Fields beyond the sizes with which a model takes LENGTH tokens and leaves nothing out at random.
-OWN = {family: {**slots_of(family), "max_position_embeddings": LENGTH, **NO_DROPOUT} for family in FAMILIES}
+POSITIONS = {"max_position_embeddings": LENGTH, "position_embedding_type": "learned"}
+OWN = {family: {**slots_of(family), **POSITIONS, **NO_DROPOUT} for family in FAMILIES}
 FIELDS = {
     **OWN,
     "luna-sinusoidal": {**OWN["luna"], "model_type": "luna", "position_embedding_type": "sinusoidal"},
@@ -273,6 +274,13 @@ def test_extended_positions_learn():
     model(input_ids=ids, labels=ids).loss.backward()
     gradient = model.base_model.embeddings.position_embeddings.weight.grad
     assert (gradient[2:].abs().sum(-1) > 0).all() and gradient[1].abs().sum() == 0
+
+
+def test_a_model_without_positions_takes_any_length():
+    model = new_model("lavo", position_embedding_type="none")
+    expected = logits(model, 2 * LENGTH)
+    assert "none to extend" in extend_positions(model, 2 * LENGTH)
+    assert longest_input(model.config) == 2 * LENGTH and torch.equal(logits(model, 2 * LENGTH), expected)
 
 
 def test_positions_that_cannot_be_found_are_not_guessed():

@@ -93,7 +93,7 @@ def test_a_decoder_has_no_table(family, tmp_path):
 
 @families
 def test_impossible_sizes_are_refused_and_change_nothing(family, tmp_path):
-    model = tiny_model(family)
+    model = tiny_model(family, position_embedding_type="learned")
     before = output(model, TRAINED)
     for length in (0, -3):
         with refused(TRAINED, length):

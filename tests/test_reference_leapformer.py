@@ -22,7 +22,7 @@ REWEIGHTINGS = {
     "linear-relu": {"reweighting": "none"},
 }
 ENCODERS = {**REWEIGHTINGS, "cosine": {"reweighting": "cosine"}}
-CAUSAL = {**REWEIGHTINGS, "learned-sinusoidal": {"position_embedding_type": "sinusoidal"}}
+CAUSAL = {**REWEIGHTINGS, "learned-rotary": {"position_embedding_type": "rotary"}}
 SIDES = ["left", "right", "middle"]
 
 

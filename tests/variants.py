@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any
 
 from reference import causal as reference
+from reference import lavo as lavo_reference
 from reference import leapformer as leapformer_reference
 from transformers import PreTrainedConfig
 
 from luna_hf.abc_control import random_slots
 from luna_hf.configuration_abc import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS
+from luna_hf.configuration_lavo import PARTS
 from luna_hf.configuration_leapformer import CAUSAL_REWEIGHTINGS, FEATURE_MAPS, REWEIGHTINGS
 
 Options = dict[str, Any]  # fields of a config
@@ -90,6 +92,8 @@ class Variants:
         library_encoder: configurations of encoders for transformers' own tests.
         library_causal: configurations of causal models for transformers' own tests.
         fields: its own config fields, except the number of slots.
+        sizes: fields of the tiny models, besides those of all families and the number of slots.
+        positions: default types of positions, of encoders and of decoders.
         mixes: whether its layers can read a window beside the slots, in one softmax.
         inexact_in_half: encoder variants with comparisons that half precision may flip.
         flash: encoder variants that call a flash-attention kernel under padding, with the kernel.
@@ -97,6 +101,7 @@ class Variants:
         unscaled: by causal variant, the suffix of parameters that are large enough without scaling.
         causal_reference: the literal attention of a causal layer, see `reference.causal.decode_row`.
         causal_maps: whether its causal models return attention weights.
+        causal_keys: the number of keys of these weights, with 8 slots.
         deviation: standard deviation at initialisation by the suffix of a parameter, where it is not 0.02.
         state_options: field values that lead to a decoding state incompatible with the default model's.
         unused: whether a parameter (by name, with the config) has a zero gradient by construction.
@@ -111,6 +116,8 @@ class Variants:
     library_encoder: dict[str, LibraryVariant] = field(default_factory=_both_layouts)
     library_causal: dict[str, LibraryVariant] = field(default_factory=_both_layouts)
     fields: dict[str, ConfigField] = field(default_factory=dict)
+    sizes: Options = field(default_factory=dict)
+    positions: tuple[str, str] = ("learned", "rotary")
     mixes: bool = True
     inexact_in_half: tuple[str, ...] = ()
     flash: dict[str, str] = field(default_factory=lambda: {"default": "flash_dense"})
@@ -118,6 +125,7 @@ class Variants:
     unscaled: dict[str, str] = field(default_factory=dict)
     causal_reference: Callable[..., Any] | None = None
     causal_maps: bool = True
+    causal_keys: Callable[[PreTrainedConfig], int] = lambda config: 8 + config.local_window
     deviation: dict[str, float] = field(default_factory=dict)
     state_options: Options = field(default_factory=dict)
     unused: Callable[[str, PreTrainedConfig], bool] = lambda name, config: False
@@ -267,15 +275,12 @@ LEAPFORMER = Variants(
     causal={
         "elu": {"feature_map": "elu", "leap_factor": 1},
         "linear": {"reweighting": "none"},
-        "linear-elu-sinusoidal": {
-            "reweighting": "none",
-            "feature_map": "elu",
-            "position_embedding_type": "sinusoidal",
-        },
+        "linear-elu-rotary": {"reweighting": "none", "feature_map": "elu", "position_embedding_type": "rotary"},
         "rotary-convolution": {"reweighting": "rotary", "conv_kernel_size": 3},
     },
     kinds=("default", "prenorm-sinusoidal", "cosine", "rotary"),
     causal_kinds=("default", "prenorm-sinusoidal", "linear"),
+    positions=("learned", "sinusoidal"),
     library_encoder={
         # Maps of every pair of tokens, which the output does not depend on.
         "Default": LibraryVariant(num_keys=9, maps_are_copies=True),
@@ -288,6 +293,12 @@ LEAPFORMER = Variants(
         "PreNorm": LibraryVariant(opposite=True, overfit_steps=500),
     },
     fields={
+        "position_embedding_type": ConfigField(
+            ("rotary", "sinusoidal"),
+            bad_in_decoder=("learned", "rotary", "sinusoidal"),
+            effect=("sinusoidal", "outputs"),
+            encoders_only=True,
+        ),
         "reweighting": ConfigField(
             ("cosin", *REWEIGHTINGS), bad_in_decoder=("cosine", *CAUSAL_REWEIGHTINGS), effect=("none", "parameters")
         ),
@@ -305,4 +316,81 @@ LEAPFORMER = Variants(
     },
 )
 
-ROWS: dict[str, Variants] = {"luna": LUNA, "abc_memory": ABC, "leapformer": LEAPFORMER}
+
+def _keys_of_lavo(config: PreTrainedConfig) -> int:
+    """Slots, and places of the window, as far as the output contains them."""
+    return 8 * (config.parts != "local") + config.local_window * (config.parts != "global")
+
+
+_CAUSAL_LAVO: dict[str, Options] = {
+    "without-dissection": {"context_dissection": False},
+    "without-position-bias": {"window_position_bias": False, "local_window": 4},
+    "global": {"parts": "global"},
+    "local": {"parts": "local"},
+    "no-window": {"local_window": 0},
+    "rotary-convolution": {"position_embedding_type": "rotary", "conv_kernel_size": 3},
+}
+# Tiny windows, and the parts of the attention one by one.
+LAVO = Variants(
+    encoder={
+        "without-dissection": {"context_dissection": False},
+        "without-position-bias": {"window_position_bias": False, "local_window": 4},
+        "global": {"parts": "global"},
+        "global-of-values": {"parts": "global", "context_dissection": False},
+        "local": {"parts": "local"},
+        "no-window": {"local_window": 0},
+        "learned-positions": {"position_embedding_type": "learned"},
+        "local-full-layer": {"parts": "local", "full_attention_layers": [0]},
+    },
+    causal=_CAUSAL_LAVO,
+    kinds=("default", "prenorm-sinusoidal", "local", "no-window"),
+    causal_kinds=("default", "prenorm-sinusoidal", "local", "no-window"),
+    library_encoder={
+        "Default": LibraryVariant({"local_window": 3}, num_keys=7, maps_are_copies=True),
+        "PreNorm": LibraryVariant({"local_window": 3}, opposite=True, num_keys=15, maps_are_copies=True),
+        "Local": LibraryVariant({"local_window": 3, "parts": "local"}, num_keys=3, maps_are_copies=True),
+        "NoWindow": LibraryVariant({"local_window": 0}),
+    },
+    library_causal={
+        "Default": LibraryVariant({"local_window": 3}, num_keys=7),
+        "PreNorm": LibraryVariant({"local_window": 3}, opposite=True, num_keys=15),
+    },
+    fields={
+        "local_window": ConfigField((-1,), effect=(7, "outputs")),
+        "slot_count_bias": ConfigField(),
+        "pad_token_id": ConfigField(
+            (120, "vocab_size"), effect=(2, "outputs"), together={"position_embedding_type": "sinusoidal"}
+        ),
+        "max_position_embeddings": ConfigField(
+            (0,), effect=(80, "parameters"), together={"position_embedding_type": "learned"}, encoders_only=True
+        ),
+        "position_embedding_type": ConfigField(
+            ("rotary", "none", "learned", "sinusoidal"),
+            bad_in_decoder=("learned", "none", "rotary", "sinusoidal"),
+            effect=("sinusoidal", "outputs"),
+        ),
+        "parts": ConfigField(("all", *PARTS), effect=("global", "outputs")),
+        "context_dissection": ConfigField(effect=(False, "outputs")),
+        "window_position_bias": ConfigField(effect=(False, "parameters")),
+    },
+    sizes={"local_window": 5},
+    positions=("none", "none"),
+    mixes=False,
+    # The window's masks need sdpa.
+    flash={
+        **dict.fromkeys(("default", "without-dissection", "without-position-bias", "learned-positions"), "flash_dense"),
+        **dict.fromkeys(("global", "global-of-values", "no-window"), "flash_dense"),
+        "local-full-layer": "flash_varlen",
+    },
+    causal_reference=lavo_reference.attend,
+    unscaled=dict.fromkeys((*COMMON, *_CAUSAL_LAVO), "bases"),  # vectors of length 1
+    causal_keys=_keys_of_lavo,
+    deviation={"bases": 0.125},  # columns of length 1 with 64 entries
+    state_options={"parts": "global", "context_dissection": False, "local_window": 4},
+    lora={
+        "query-value": Lora(["query", "value"], {"query", "value"}),
+        "all-linear": Lora("all-linear", {"query", "key", "value", "dense"}),
+    },
+)
+
+ROWS: dict[str, Variants] = {"luna": LUNA, "abc_memory": ABC, "leapformer": LEAPFORMER, "lavo": LAVO}

@@ -59,11 +59,11 @@ class BoundedMemoryConfig(PreTrainedConfig):
         max_position_embeddings (`int`, defaults to 512):
             Maximum input length of an encoder, in tokens. As in RoBERTa, positions start at `pad_token_id + 1`, so the
             position table has `max_position_embeddings + pad_token_id + 1` rows. (RoBERTa's field of this name includes
-            the extra rows.) Decoders have no position table and accept inputs of any length.
+            the extra rows.) Decoders, and encoders without positions, have no table and accept inputs of any length.
         position_embedding_type (`str`, *optional*):
             `"learned"` (encoders only, and their default); `"sinusoidal"` (fixed positions, added to token embeddings
-            scaled by `sqrt(hidden_size)`); or `"rotary"` (decoders only, and their default; queries and keys are
-            rotated by angles proportional to the position).
+            scaled by `sqrt(hidden_size)`); or `"rotary"` (decoders only, and the default of most; queries and keys
+            are rotated by angles proportional to the position).
         type_vocab_size (`int`, defaults to 0):
             Number of segment (token type) embeddings; 0 for none.
         embedding_layer_norm (`bool`, defaults to `True`):
@@ -126,6 +126,11 @@ class BoundedMemoryConfig(PreTrainedConfig):
         *("num_hidden_layers", "hidden_size", "num_attention_heads", "conv_kernel_size", "position_embedding_type"),
         *("local_window", "slot_count_bias"),
     )
+    # Values of `position_embedding_type`, in an encoder and in a decoder (`is_decoder`); the first is the default.
+    positions: ClassVar[dict[bool, tuple[str, ...]]] = {
+        False: ("learned", "sinusoidal"),
+        True: ("rotary", "sinusoidal"),
+    }
     # Name of the field that holds the family's number of slots, if it has any.
     slots_field: ClassVar[str | None] = None
     presets: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
@@ -167,7 +172,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         if not kwargs.pop("_from_file", False):
             self._refuse_foreign(kwargs)
         if self.position_embedding_type is None:
-            self.position_embedding_type = "rotary" if self.is_decoder else "learned"
+            self.position_embedding_type = self.positions[self.is_decoder][0]
         self.validate_values()
         super().__post_init__(**kwargs)
 
@@ -195,8 +200,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         if self.is_decoder:
             constant = "None in a decoder, whose state has constant size"
             self._require("full_attention_layers", lambda value: not value, constant)
-        positions = ("rotary", "sinusoidal") if self.is_decoder else ("learned", "sinusoidal")
-        kind = "a decoder" if self.is_decoder else "an encoder"
+        positions, kind = self.positions[self.is_decoder], "a decoder" if self.is_decoder else "an encoder"
         self._require("position_embedding_type", lambda v: v in positions, f"{' or '.join(positions)} in {kind}")
         self._require_divides("num_attention_heads")
         if self.position_embedding_type == "rotary":
@@ -214,10 +218,19 @@ class BoundedMemoryConfig(PreTrainedConfig):
         """Return the reason why the model cannot take longer inputs even with more positions, or `None` if it can."""
         return None
 
+    def longest_input(self) -> int | None:
+        """Return the maximum input length in tokens, or `None` if there is none."""
+        endless = self.is_decoder or self.position_embedding_type == "none"
+        return None if endless else self.max_position_embeddings
+
+    def mixed_window(self) -> int:
+        """Return the window that a pass may narrow or leave out, and beside which it may leave out the slots, or 0."""
+        return self.local_window
+
     def as_decoder(self) -> "BoundedMemoryConfig":
         """Return the config of the causal model of the same size: `self`, or a copy with `is_decoder=True`.
 
-        Learned positions, which would limit the length, become rotary.
+        Learned positions, which would limit the length, become a decoder's default.
 
         Raises:
             ValueError: The family's causal model does not support a field's value.
@@ -227,7 +240,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         config = copy.deepcopy(self)
         config.is_decoder = True
         if config.position_embedding_type == "learned":
-            config.position_embedding_type = "rotary"
+            config.position_embedding_type = config.positions[True][0]
         config.validate_values()
         return config
 

@@ -19,7 +19,9 @@ class LeapformerConfig(BoundedMemoryConfig):
 
     In addition to the fields of all families (see `BoundedMemoryConfig`), of which `attention_probs_dropout_prob` is 0
     by default, as in the authors' code. Linear attention computes no weights to drop; it drops whole tokens instead,
-    each for all queries of a head. `local_window` must be 0.
+    each for all queries of a head. `local_window` must be 0. Decoders have sinusoidal positions by default, like the
+    paper's language models: rotary ones rotate the features of the numerator alone, so that outputs and rounding errors
+    grow where the normaliser is tiny, as it may be with `"relu"` features.
 
     Args:
         reweighting (`str`, defaults to `"learned"`):
@@ -43,6 +45,7 @@ class LeapformerConfig(BoundedMemoryConfig):
 
     model_type = "leapformer"
     state_fields = (*BoundedMemoryConfig.state_fields, "reweighting", "feature_map")
+    positions = {**BoundedMemoryConfig.positions, True: ("sinusoidal", "rotary")}
     presets = {
         "base": {},
         "cosformer": {"reweighting": "cosine"},

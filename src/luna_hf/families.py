@@ -17,10 +17,13 @@ from transformers import (
 
 from . import (
     configuration_abc,
+    configuration_lavo,
     configuration_leapformer,
     configuration_luna,
     modeling_abc,
     modeling_abc_causal,
+    modeling_lavo,
+    modeling_lavo_causal,
     modeling_leapformer,
     modeling_leapformer_causal,
     modeling_luna,
@@ -28,10 +31,13 @@ from . import (
 )
 from .configuration_abc import *
 from .configuration_base import BoundedMemoryConfig
+from .configuration_lavo import *
 from .configuration_leapformer import *
 from .configuration_luna import *
 from .modeling_abc import *
 from .modeling_abc_causal import *
+from .modeling_lavo import *
+from .modeling_lavo_causal import *
 from .modeling_leapformer import *
 from .modeling_leapformer_causal import *
 from .modeling_luna import *
@@ -118,6 +124,7 @@ FAMILIES: dict[str, Family] = {
         Family(LunaConfig, modeling_luna, modeling_luna_causal, LunaRules),
         Family(AbcConfig, modeling_abc, modeling_abc_causal, AbcRules),
         Family(LeapformerConfig, modeling_leapformer, modeling_leapformer_causal),
+        Family(LavoConfig, modeling_lavo, modeling_lavo_causal),
     )
 }
 
@@ -131,10 +138,13 @@ def register() -> None:
 
 __all__ = ["FAMILIES"]
 __all__ += configuration_abc.__all__
+__all__ += configuration_lavo.__all__
 __all__ += configuration_leapformer.__all__
 __all__ += configuration_luna.__all__
 __all__ += modeling_abc.__all__
 __all__ += modeling_abc_causal.__all__
+__all__ += modeling_lavo.__all__
+__all__ += modeling_lavo_causal.__all__
 __all__ += modeling_leapformer.__all__
 __all__ += modeling_leapformer_causal.__all__
 __all__ += modeling_luna.__all__

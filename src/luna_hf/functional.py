@@ -211,7 +211,9 @@ def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
     """Move each row's real tokens to the front of (b, h, n, c), in order, with zeros behind them."""
     if keep is None:
         return states
-    return write_to_slots(states, ranks[:, None], states.shape[2], keep[:, None])
+    # Padding, as zeros, to the places behind them: the older ONNX exporter loses states that share a place.
+    behind = keep.sum(-1, keepdim=True) + (~keep).long().cumsum(-1) - 1
+    return write_to_slots(states, torch.where(keep, ranks, behind)[:, None], states.shape[2], keep[:, None])
 
 
 def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:

@@ -34,7 +34,7 @@ class MemoryAttention(nn.Module):
     """
 
     is_causal = False  # transformers' sdpa defaults to True without this attribute
-    has_slots = True  # whether `config.local_window` applies
+    has_slots = True  # whether a window of `config.local_window` is read in one softmax with them
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int = 0) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
         return {auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in classes.items()}
 
     def get_position_embeddings(self) -> nn.Module | None:
-        """The position table; `None` if positions are rotary."""
+        """The position table; `None` if there is none."""
         return self.base_model.embeddings.position_embeddings
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
@@ -191,11 +191,12 @@ class BaseModelMixin:
         """
         if window is None and slots is None:
             return
-        own = self.config.local_window
+        own = self.config.mixed_window()
         allowed = f"a pass reads a window of at most {own} tokens, slots, or both" if own else "neither can be given"
         if not own or not 0 <= (own if window is None else window) <= own or (window == 0 and slots is False):
             raise ValueError(
-                f"`local_window` is {window} and `read_slots` {slots}, but with config.local_window={own} {allowed}."
+                f"`local_window` is {window} and `read_slots` {slots}, but with config.local_window="
+                f"{self.config.local_window} {allowed}."
             )
 
     def check_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> None:

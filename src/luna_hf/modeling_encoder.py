@@ -127,8 +127,8 @@ class EncoderModelMixin(BaseModelMixin):
                 a keyword is unknown or not supported.
         """
         self.check_keywords(keywords)
-        length, limit = self.check_shapes(input_ids, inputs_embeds, attention_mask), self.config.max_position_embeddings
-        if length > limit:
+        length, limit = self.check_shapes(input_ids, inputs_embeds, attention_mask), self.config.longest_input()
+        if limit is not None and length > limit:
             raise ValueError(
                 f"The input has {length} tokens, but the model accepts at most {limit} (`max_position_embeddings`). "
                 f"Use `tokenizer(..., truncation=True, max_length={limit})`, or a model with more positions."

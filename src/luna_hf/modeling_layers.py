@@ -72,7 +72,7 @@ class TokenEmbeddings(nn.Module):
         self.scale = math.sqrt(width) if config.position_embedding_type == "sinusoidal" else 1.0
         if config.position_embedding_type == "learned":
             self.position_embeddings = nn.Embedding(num_positions, width, padding_idx=padding_idx)
-        elif config.position_embedding_type == "rotary":  # applied to queries and keys in the attention
+        elif config.position_embedding_type in ("rotary", "none"):  # rotary: applied to queries and keys
             self.position_embeddings = None
         elif config.is_decoder:
             self.position_embeddings = EndlessSinusoids(width)

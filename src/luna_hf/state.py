@@ -216,5 +216,5 @@ def state_fields(config: PreTrainedConfig) -> dict[str, object]:
     """Return the fields, with their values, that models must agree on to share a state."""
     fields = {name: getattr(config, name) for name in ("model_type", *config.state_fields)}
     if fields.get("position_embedding_type") == "learned":  # an encoder's config, converted by `as_decoder`
-        fields["position_embedding_type"] = "rotary"
+        fields["position_embedding_type"] = config.positions[True][0]
     return fields

@@ -178,7 +178,8 @@ def _target_config(
         )
     base = {item.name for item in fields(PreTrainedConfig)}
     shared = known & {item.name for item in fields(loaded.config)} - base - {"tie_word_embeddings"}
-    values = {name: getattr(loaded.config, name) for name in shared}
+    values = {"position_embedding_type": "learned"}  # unless the source says otherwise
+    values |= {name: getattr(loaded.config, name) for name in shared}
     values |= {name: value for name, (value, _) in rules.decided.items()}
     values |= {"max_position_embeddings": length, "tie_word_embeddings": _is_tied(loaded)}
     return config_class(**{**values, **given})

@@ -56,7 +56,8 @@ def key_value(weights: dict, name: str, states: Tensor) -> tuple[Tensor, Tensor]
     if f"{name}.key_value.weight" in weights:
         both = linear(weights, f"{name}.key_value", states)
         return both, both
-    return linear(weights, f"{name}.key", states), linear(weights, f"{name}.value", states)
+    key = "key" if f"{name}.key.weight" in weights else "value"  # LAVO without a window has no keys
+    return linear(weights, f"{name}.{key}", states), linear(weights, f"{name}.value", states)
 
 
 def convolution(weights: dict, name: str, states: Tensor) -> Tensor:

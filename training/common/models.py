@@ -160,6 +160,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
     table = getattr(embeddings, "position_embeddings", None)
     learned = isinstance(table, nn.Embedding)
     rule = f"the {trained:,} learned positions are repeated" if learned else "the sinusoids continue"
+    rule = "there are none to extend" if getattr(config, "position_embedding_type", None) == "none" else rule
     note = f"Positions extended from {trained:,} to {length:,} tokens: {rule}."
     if isinstance(config, BoundedMemoryConfig):
         try:

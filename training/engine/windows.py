@@ -85,7 +85,7 @@ def read_window_dropout(section: dict[str, Any]) -> WindowDropout | None:
 
 def is_mixed(config: PreTrainedConfig) -> bool:
     """Whether a model reads a window and slots."""
-    return isinstance(config, BoundedMemoryConfig) and config.local_window > 0
+    return isinstance(config, BoundedMemoryConfig) and config.mixed_window() > 0
 
 
 def switches_table(figures: dict[str, Any]) -> str:
