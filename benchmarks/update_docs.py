@@ -503,6 +503,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "conversion-deeper-window-32": lambda: _report("conversion-deeper-window-32-cpu-bfloat16"),
     "conversion-deeper-layers": lambda: _report("conversion-deeper-layers-cpu-float32"),
     "conversion-deeper-finetune": lambda: _report("conversion-deeper-finetune-cpu-bfloat16"),
+    "mini-pretrain": lambda: _report("mini-pretrain-cpu-bfloat16"),
     "longer": lambda: _report("longer-imdb-cpu-bfloat16"),
 }
 

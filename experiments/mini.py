@@ -219,7 +219,8 @@ def finetune(options: argparse.Namespace) -> None:
 def report(options: argparse.Namespace) -> None:
     """Write the losses of the trained models, and the scores of the finished finetuning runs."""
     publish_losses(options.runs, options.results, options.header)
-    publish_scores(options.runs / "mini-scores", options.results, options.header)
+    if (scores := options.runs / "mini-scores").is_dir():
+        publish_scores(scores, options.results, options.header)
 
 
 COMMANDS = {"tokenizer": tokenizer, "train": train, "finetune": finetune, "report": report}

@@ -17,8 +17,8 @@ The paper leaves some choices open, or its text and figures differ:
 - It compresses tokens of the full width. Here each head has its own bases and compresses values, so that all of
   RoBERTa's projections have a use; with W_v = I and one head, this is the paper's.
 - Every token sees exactly w tokens, itself included: those of `windows.window_reach`, half of them on either side. Its
-  bias P is the same for all heads and starts at zero. P has the paper's 2 w - 1 entries, one for each distance, of which
-  tokens that see w tokens read only w: an encoder those in the middle, a decoder the first w.
+  bias P is the same for all heads and starts at zero. P has the paper's 2 w - 1 entries, one for each distance; tokens
+  that see w tokens read only w of them: an encoder those in the middle, a decoder the first w.
 - Cross-attention has no local part (section 3.4): the memory holds the values of the source.
 
 Shape letters: b batch, h heads, n tokens, r bases, w tokens of a window, c head size.
