@@ -29,7 +29,7 @@ def query_blocks(query: Tensor, block: int) -> Tensor:
     query = query.contiguous() if is_tracing(query) else query
     if is_tracing(query) or blocks * block > length:
         query = F.pad(query, (0, 0, 0, 0, 0, blocks * block - length))
-    return query.reshape(rows * blocks, block, *query.shape[2:]).transpose(1, 2)
+    return query.flatten(0, 1).view(rows * blocks, block, *query.shape[2:]).transpose(1, 2)
 
 
 def key_places(
@@ -66,7 +66,7 @@ def window_mask(real: Tensor, block: int) -> Tensor:
 def join_blocks(states: Tensor, rows: int, length: int) -> Tensor:
     """Join blocks and drop positions beyond the end: (b * blocks, s, ...) to (b, n, ...)."""
     places = _number_of_blocks(length, states.shape[1]) * states.shape[1]
-    states = states.reshape(rows, places, *states.shape[2:])
+    states = states.flatten(0, 1).view(rows, places, *states.shape[2:])
     return first_places(states, length) if is_tracing(states) or places > length else states
 
 
