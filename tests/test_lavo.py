@@ -87,7 +87,11 @@ def test_the_size_of_a_layer():
     with torch.device("meta"):
         sizes = [
             LavoForMaskedLM(LavoConfig(**fields)).num_parameters()
-            for fields in ({}, {"parts": "local", "window_position_bias": False}, {"parts": "local"})
+            for fields in (
+                {},
+                {"attention_parts": "local", "window_position_bias": False},
+                {"attention_parts": "local"},
+            )
         ]
     assert sizes[0] - sizes[1] == 12 * (64 * 768 + 127) and sizes[2] - sizes[1] == 12 * 127
 
@@ -97,9 +101,9 @@ def test_the_size_of_a_layer():
     [
         ({}, set()),
         ({"window_position_bias": False}, {"position_bias"}),
-        ({"parts": "local"}, {"bases"}),
-        ({"parts": "global"}, set()),
-        ({"parts": "global", "context_dissection": False}, {"key.weight", "key.bias", "position_bias"}),
+        ({"attention_parts": "local"}, {"bases"}),
+        ({"attention_parts": "global"}, set()),
+        ({"attention_parts": "global", "context_dissection": False}, {"key.weight", "key.bias", "position_bias"}),
         ({"local_window": 0}, {"key.weight", "key.bias", "position_bias"}),
     ],
 )
@@ -170,7 +174,7 @@ def test_only_the_window_knows_the_order(kind):
 @torch.no_grad()
 def test_the_bias_of_a_place_chooses_a_neighbour(kind, window):
     """A bias on one place of the window makes every token copy the value of the token there."""
-    attention = attention_of(MAKE[kind]("lavo", parts="local", local_window=window)).double()
+    attention = attention_of(MAKE[kind]("lavo", attention_parts="local", local_window=window)).double()
     attention.query.weight.zero_()
     attention.query.bias.zero_()
     states = normal_states(2, 23, 48)
@@ -192,7 +196,7 @@ def test_the_bias_of_a_place_chooses_a_neighbour(kind, window):
 def test_the_output_is_the_mean_of_its_parts(kind):
     """Without dissection, the parts are those of a model with one part."""
     whole, *parts = (
-        attention_of(MAKE[kind]("lavo", parts=part, context_dissection=False)).double()
+        attention_of(MAKE[kind]("lavo", attention_parts=part, context_dissection=False)).double()
         for part in ("both", "global", "local")
     )
     for part in parts:
@@ -216,7 +220,7 @@ def test_a_pass_with_a_smaller_window_is_that_of_a_model_with_it(kind):
         smaller.load_state_dict(state)
         output = attend(attention, states, local_window=window)
         torch.testing.assert_close(output, attend(smaller, states, window), rtol=0, atol=1e-12)
-    local = attention_of(MAKE[kind]("lavo", parts="local")).double()
+    local = attention_of(MAKE[kind]("lavo", attention_parts="local")).double()
     local.load_state_dict({name: attention.state_dict()[name] for name in local.state_dict()})
     torch.testing.assert_close(attend(attention, states, read_slots=False), attend(local, states), rtol=0, atol=1e-12)
 
@@ -240,7 +244,7 @@ def test_switches_while_decoding(reads):
 def test_switches_that_are_refused(kind):
     wrong = [{"local_window": WINDOW + 1}, {"local_window": -1}, {"local_window": 0, "read_slots": False}]
     for part, given in (("both", wrong), ("global", [{"read_slots": False}]), ("local", [{"local_window": 0}])):
-        model = MAKE[kind]("lavo", parts=part)
+        model = MAKE[kind]("lavo", attention_parts=part)
         for reads in given:
             with refused(*reads, *reads.values(), WINDOW):
                 model(random_ids(1, 9), **reads)
@@ -248,9 +252,9 @@ def test_switches_that_are_refused(kind):
 
 def test_a_model_with_a_local_part_alone():
     with refused("local_window", 0, "local"):
-        tiny_model("lavo", parts="local", local_window=0)
-    with refused("parts", "local"):
-        write_memory(attention_of(tiny_model("lavo", parts="local")).double(), normal_states(1, 9, 48))
+        tiny_model("lavo", attention_parts="local", local_window=0)
+    with refused("attention_parts", "local"):
+        write_memory(attention_of(tiny_model("lavo", attention_parts="local")).double(), normal_states(1, 9, 48))
 
 
 # ---- the state ----

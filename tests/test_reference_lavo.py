@@ -20,9 +20,9 @@ PARTS = {
     "narrow-window": {"local_window": 1},
     "without-dissection": {"context_dissection": False},
     "without-position-bias": {"window_position_bias": False},
-    "global": {"parts": "global"},
-    "global-of-values": {"parts": "global", "context_dissection": False},
-    "local": {"parts": "local"},
+    "global": {"attention_parts": "global"},
+    "global-of-values": {"attention_parts": "global", "context_dissection": False},
+    "local": {"attention_parts": "local"},
     "no-window": {"local_window": 0},
 }
 CAUSAL = {**PARTS, "rotary": {"position_embedding_type": "rotary"}}

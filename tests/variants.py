@@ -325,8 +325,8 @@ def _keys_of_lavo(config: PreTrainedConfig) -> int:
 _CAUSAL_LAVO: dict[str, Options] = {
     "without-dissection": {"context_dissection": False},
     "without-position-bias": {"window_position_bias": False, "local_window": 4},
-    "global": {"parts": "global"},
-    "local": {"parts": "local"},
+    "global": {"attention_parts": "global"},
+    "local": {"attention_parts": "local"},
     "no-window": {"local_window": 0},
     "rotary-convolution": {"position_embedding_type": "rotary", "conv_kernel_size": 3},
 }
@@ -335,12 +335,12 @@ LAVO = Variants(
     encoder={
         "without-dissection": {"context_dissection": False},
         "without-position-bias": {"window_position_bias": False, "local_window": 4},
-        "global": {"parts": "global"},
-        "global-of-values": {"parts": "global", "context_dissection": False},
-        "local": {"parts": "local"},
+        "global": {"attention_parts": "global"},
+        "global-of-values": {"attention_parts": "global", "context_dissection": False},
+        "local": {"attention_parts": "local"},
         "no-window": {"local_window": 0},
         "learned-positions": {"position_embedding_type": "learned"},
-        "local-full-layer": {"parts": "local", "full_attention_layers": [0]},
+        "local-full-layer": {"attention_parts": "local", "full_attention_layers": [0]},
     },
     causal=_CAUSAL_LAVO,
     kinds=("default", "prenorm-sinusoidal", "local", "no-window"),
@@ -348,7 +348,7 @@ LAVO = Variants(
     library_encoder={
         "Default": LibraryVariant({"local_window": 3}, num_keys=7, maps_are_copies=True),
         "PreNorm": LibraryVariant({"local_window": 3}, opposite=True, num_keys=15, maps_are_copies=True),
-        "Local": LibraryVariant({"local_window": 3, "parts": "local"}, num_keys=3, maps_are_copies=True),
+        "Local": LibraryVariant({"local_window": 3, "attention_parts": "local"}, num_keys=3, maps_are_copies=True),
         "NoWindow": LibraryVariant({"local_window": 0}),
     },
     library_causal={
@@ -369,7 +369,7 @@ LAVO = Variants(
             bad_in_decoder=("learned", "none", "rotary", "sinusoidal"),
             effect=("sinusoidal", "outputs"),
         ),
-        "parts": ConfigField(("all", *PARTS), effect=("global", "outputs")),
+        "attention_parts": ConfigField(("all", *PARTS), effect=("global", "outputs")),
         "context_dissection": ConfigField(effect=(False, "outputs")),
         "window_position_bias": ConfigField(effect=(False, "parameters")),
     },
@@ -386,7 +386,7 @@ LAVO = Variants(
     unscaled=dict.fromkeys((*COMMON, *_CAUSAL_LAVO), "bases"),  # vectors of length 1
     causal_keys=_keys_of_lavo,
     deviation={"bases": 0.125},  # columns of length 1 with 64 entries
-    state_options={"parts": "global", "context_dissection": False, "local_window": 4},
+    state_options={"attention_parts": "global", "context_dissection": False, "local_window": 4},
     lora={
         "query-value": Lora(["query", "value"], {"query", "value"}),
         "all-linear": Lora("all-linear", {"query", "key", "value", "dense"}),

@@ -88,7 +88,7 @@ class LavoProjections(MemoryAttention):
     def __init__(self, config: LavoConfig, layer_idx: int = 0) -> None:
         super().__init__(config, layer_idx)
         size = config.hidden_size // config.num_attention_heads
-        local, bases = self.key is not None, config.parts != "local"
+        local, bases = self.key is not None, config.attention_parts != "local"
         biased = local and config.window_position_bias
         self.bases = nn.Parameter(torch.empty(self.num_heads, config.num_bases, size)) if bases else None
         self.position_bias = nn.Parameter(torch.empty(2 * config.local_window - 1)) if biased else None
@@ -105,7 +105,7 @@ class LavoProjections(MemoryAttention):
 
     def add_projections(self, config: LavoConfig) -> None:
         """Create the projections; there are no keys if nothing reads the window."""
-        width, local = config.hidden_size, config.parts != "global" or config.context_dissection
+        width, local = config.hidden_size, config.attention_parts != "global" or config.context_dissection
         self.query, self.value = nn.Linear(width, width), nn.Linear(width, width)
         self.key = nn.Linear(width, width) if local and config.local_window else None
 
@@ -139,10 +139,10 @@ class LavoAttention(LavoProjections):
         """Write the values of (b, n, d) states, as for cross-attention; `carried` passes by unchanged.
 
         Raises:
-            ValueError: The model has no memory (`config.parts` is "local").
+            ValueError: The model has no memory (`config.attention_parts` is "local").
         """
         if self.bases is None:
-            raise ValueError("The attention has no memory to write, since `config.parts` is 'local'.")
+            raise ValueError("The attention has no memory to write, since `config.attention_parts` is 'local'.")
         return Memory([self.slots(self.heads(self.value, states), context)], carried)
 
     def slots(self, states: Tensor, context: ForwardContext) -> SlotMemory:
@@ -173,7 +173,7 @@ class LavoAttention(LavoProjections):
         if self.bases is not None and context.slots:
             slots = self.slots(self.compressed(value, local), context)
             parts.append(self.read_slots(query, slots, context.options))
-        return parts if local is None or self.config.parts == "global" else [*parts, local]
+        return parts if local is None or self.config.attention_parts == "global" else [*parts, local]
 
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext

@@ -71,7 +71,7 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
         if self.bases is not None:
             memory = self.attend_memory(query, self.compressed(value, local), context)
             parts += [memory] if context.slots else []
-        if local is not None and self.config.parts != "global":
+        if local is not None and self.config.attention_parts != "global":
             parts.append(local)
         output, weights = mean_of_parts(parts)
         return output, carried, weights

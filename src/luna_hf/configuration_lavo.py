@@ -21,7 +21,7 @@ class LavoConfig(BoundedMemoryConfig):
     Args:
         num_bases (`int`, defaults to 64):
             Number of orthogonal bases `r` per head, which are the slots of the memory.
-        parts (`str`, defaults to `"both"`):
+        attention_parts (`str`, defaults to `"both"`):
             Output of the attention: `"both"`, the mean of the global part, which reads the memory, and of the local
             part, which reads the window; or one of them, `"global"` or `"local"`.
         context_dissection (`bool`, defaults to `True`):
@@ -40,7 +40,7 @@ class LavoConfig(BoundedMemoryConfig):
     """
 
     model_type = "lavo"
-    state_fields = (*BoundedMemoryConfig.state_fields, "num_bases", "parts", "context_dissection")
+    state_fields = (*BoundedMemoryConfig.state_fields, "num_bases", "attention_parts", "context_dissection")
     positions = {is_decoder: ("none", *types) for is_decoder, types in BoundedMemoryConfig.positions.items()}
     slots_field = "num_bases"
     # `lra`: appendix C.
@@ -48,21 +48,21 @@ class LavoConfig(BoundedMemoryConfig):
 
     local_window: int = 64
     num_bases: int = 64
-    parts: str = "both"
+    attention_parts: str = "both"
     context_dissection: bool = True
     window_position_bias: bool = True
 
     def mixed_window(self) -> int:
         """Like `BoundedMemoryConfig.mixed_window`; with one part alone there is nothing to leave out."""
-        return self.local_window if self.parts == "both" else 0
+        return self.local_window if self.attention_parts == "both" else 0
 
     def validate_values(self) -> None:
         """Validate every field, at construction and again when the config is saved."""
         super().validate_values()
         self._require("num_bases", lambda value: value >= 1, "at least 1 (64 in the paper's language models)")
-        self._require("parts", lambda value: value in PARTS, f"one of {', '.join(PARTS)}")
-        if self.parts == "local":
-            self._require("local_window", lambda value: value >= 1, "at least 1 with parts='local'")
+        self._require("attention_parts", lambda value: value in PARTS, f"one of {', '.join(PARTS)}")
+        if self.attention_parts == "local":
+            self._require("local_window", lambda value: value >= 1, "at least 1 with attention_parts='local'")
 
 
 __all__ = ["LavoConfig"]

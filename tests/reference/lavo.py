@@ -72,15 +72,15 @@ def head(
     query, window_query, key, value = rows
     n, w = len(query), config.local_window
     locals_, tokens = [], value
-    if w and (config.parts != "global" or config.context_dissection):
+    if w and (config.attention_parts != "global" or config.context_dissection):
         locals_ = [local(t, window_query, key, value, bias, w, causal) for t in range(n)]
         if config.context_dissection:
             tokens = torch.stack([feature for feature, _ in locals_])
     parts = []
-    if config.parts != "local":
+    if config.attention_parts != "local":
         memories = code_so_far(bases, tokens) if causal else [code(bases, tokens)] * n
         parts.append([read(query[t], memories[t]) for t in range(n)])
-    if locals_ and config.parts != "global":
+    if locals_ and config.attention_parts != "global":
         parts.append(locals_)
     outputs = torch.stack([sum(part[t][0] for part in parts) / len(parts) for t in range(n)])
     return outputs, torch.stack([torch.cat([part[t][1] for part in parts]) / len(parts) for t in range(n)])
