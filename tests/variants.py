@@ -319,7 +319,7 @@ LEAPFORMER = Variants(
 
 def _keys_of_lavo(config: PreTrainedConfig) -> int:
     """Slots, and places of the window, as far as the output contains them."""
-    return 8 * (config.parts != "local") + config.local_window * (config.parts != "global")
+    return 8 * (config.attention_parts != "local") + config.local_window * (config.attention_parts != "global")
 
 
 _CAUSAL_LAVO: dict[str, Options] = {
