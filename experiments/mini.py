@@ -125,7 +125,7 @@ def run_stage(options: argparse.Namespace, name: str) -> Path:
     if name == TWIN_START:
         return start_twin(folder, options.runs / TOKENIZER)
     if name == TWIN_AT_512:
-        return lengthen_twin(folder, start_of(options, "roberta-mini-en-128"))
+        return lengthen_twin(folder, start_of(options, "roberta-mini-en-128"), 512)
     stage = STAGES[name]
     command, _, recipe = stage.recipe.partition("/")
     values = {"model_name": name, "output_dir": folder, "cache_dir": options.runs / "cache", **stage.changes}
@@ -174,8 +174,8 @@ def start_twin(folder: Path, tokenizer_folder: Path) -> Path:
     return folder
 
 
-def lengthen_twin(folder: Path, source: Path) -> Path:
-    """Write the twin with 512 positions instead of 128: the new ones are extrapolated from the trained ones.
+def lengthen_twin(folder: Path, source: Path, length: int) -> Path:
+    """Write the twin with positions for `length` tokens: the new ones are extrapolated from the trained ones.
 
     Repeated ones, as in Luna, would let softmax attention take tokens that are 128 apart for neighbours, and it would
     need many more updates to recover.
@@ -184,9 +184,9 @@ def lengthen_twin(folder: Path, source: Path) -> Path:
     config, embeddings = model.config, model.roberta.embeddings
     trained = embeddings.position_embeddings.weight.detach()
     embeddings.position_embeddings = nn.Embedding.from_pretrained(
-        extrapolate(trained, config.pad_token_id + 1, 512), freeze=False, padding_idx=config.pad_token_id
+        extrapolate(trained, config.pad_token_id + 1, length), freeze=False, padding_idx=config.pad_token_id
     )
-    config.max_position_embeddings, tokens.model_max_length = len(embeddings.position_embeddings.weight), 512
+    config.max_position_embeddings, tokens.model_max_length = len(embeddings.position_embeddings.weight), length
     model.save_pretrained(folder)
     tokens.save_pretrained(folder)
     return folder
@@ -211,9 +211,19 @@ def extrapolate(trained: Tensor, first: int, length: int) -> Tensor:
 def finetune(options: argparse.Namespace) -> None:
     """Finetune models on the tasks, one model after the other, so that a table of few models comes first."""
     for name in options.models or SHIPPED:
-        own = argparse.Namespace(**{**vars(options), "runs": options.runs / "mini-scores" / name})
-        folders = [ROOT / "checkpoints" / name, options.runs / name]
-        finetuning.finetune(own, [next(filter(Path.is_dir, folders), folders[1])], TASKS)
+        for task in options.tasks:
+            own = argparse.Namespace(**{**vars(options), "runs": options.runs / "mini-scores" / name, "tasks": [task]})
+            finetuning.finetune(own, [encoder_of(options, name, TASKS[task].max_length)], TASKS)
+
+
+def encoder_of(options: argparse.Namespace, name: str, length: int) -> Path:
+    """Return the folder to finetune; a longer twin is made for texts that are longer than it takes."""
+    shipped, run = ROOT / "checkpoints" / name, options.runs / name
+    folder = shipped if shipped.is_dir() else run
+    if name != "roberta-mini-en" or length <= 512:
+        return folder
+    longer = options.runs / f"{name}-{length}-start"
+    return longer if (longer / "config.json").is_file() else lengthen_twin(longer, folder, length)
 
 
 def report(options: argparse.Namespace) -> None:

@@ -30,7 +30,7 @@ def launched(tmp_path, monkeypatch):
 
     monkeypatch.setattr(mini, "launch", launch)
     monkeypatch.setattr(mini, "ROOT", tmp_path)  # nothing is shipped
-    monkeypatch.setattr(mini, "lengthen_twin", lambda folder, source: folder)
+    monkeypatch.setattr(mini, "lengthen_twin", lambda folder, source, length: folder)
     for name in (mini.TOKENIZER, mini.TWIN_START):
         (tmp_path / name).mkdir()
     (tmp_path / mini.TOKENIZER / "tokenizer.json").touch()
@@ -73,10 +73,15 @@ def test_a_model_that_is_not_shipped_is_finetuned_from_its_run(tmp_path, monkeyp
     monkeypatch.setattr(mini, "ROOT", tmp_path)
     monkeypatch.setattr(mini.finetuning, "finetune", lambda options, models, tasks: found.extend(models))
     (tmp_path / "checkpoints" / "luna-mini-en").mkdir(parents=True)
+    monkeypatch.setattr(mini, "lengthen_twin", lambda folder, source, length: folder)
     for name in ("luna-mini-en", "roberta-mini-en"):
         (tmp_path / name).mkdir()
     assert mini.main(["finetune", "luna-mini-en", "roberta-mini-en", "--data", "data", "--runs", str(tmp_path)]) == 0
-    assert found == [tmp_path / "checkpoints" / "luna-mini-en", tmp_path / "roberta-mini-en"]
+    assert set(found) == {
+        tmp_path / "checkpoints" / "luna-mini-en",
+        tmp_path / "roberta-mini-en",
+        tmp_path / "roberta-mini-en-2048-start",  # for imdb-2048
+    }
 
 
 def tokens(name):
@@ -105,7 +110,7 @@ def test_new_positions_are_extrapolated():
 def test_the_longer_twin_is_the_same_on_short_texts(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "tokens")
     source = mini.start_twin(tmp_path / "short", tmp_path / "tokens")
-    target = mini.lengthen_twin(tmp_path / "long", source)
+    target = mini.lengthen_twin(tmp_path / "long", source, 512)
     ids = torch.arange(5, 105).unsqueeze(0)
     short, long = (RobertaForMaskedLM.from_pretrained(folder)(ids).logits for folder in (source, target))
     assert torch.equal(short, long)
