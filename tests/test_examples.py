@@ -54,9 +54,15 @@ def test_only_full_attention_keeps_the_predictions(models, capsys):
     assert table[0][4].strip() == "100%" and changed[0] < 1e-4 < min(changed[1:])
 
 
-@pytest.mark.parametrize("script", [fill_and_classify, finetune_with_trainer, swap_roberta])
+@pytest.mark.parametrize("script", [fill_and_classify, finetune_with_trainer])
 def test_a_missing_checkpoint_is_one_line(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert script.main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "checkpoints/" in line
+
+
+def test_a_roberta_that_cannot_be_loaded_is_one_line(tmp_path, capsys):
+    assert swap_roberta.main([str(tmp_path / "nowhere")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "nowhere is not a folder" in line
