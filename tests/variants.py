@@ -141,7 +141,12 @@ def _unused_in_luna(name: str, config: PreTrainedConfig) -> bool:
 
 
 LUNA = Variants(
-    encoder={"mixed": {"local_window": 5}, "full-layer": {"local_window": 4, "full_attention_layers": [0]}},
+    encoder={
+        "mixed": {"local_window": 5},
+        "full-layer": {"local_window": 4, "full_attention_layers": [0]},
+        "segment-memory": {"segment_length": 9},
+        "segment-memory-mixed": {"segment_length": 10, "local_window": 4},
+    },
     causal={
         "mixed": {"local_window": 5},
         "mixed-untied-convolution": {"local_window": 4, "tie_kv": False, "conv_kernel_size": 3},
@@ -172,6 +177,9 @@ LUNA = Variants(
         ),
         "tie_kv": ConfigField(effect=(False, "parameters")),
         "dynamic_projection": ConfigField(effect=(False, "outputs"), encoders_only=True),
+        "segment_length": ConfigField(
+            (3, "projection_length"), bad_in_decoder=(16,), effect=(9, "outputs"), encoders_only=True
+        ),
         "pack_activation": ConfigField(
             ("softmax", "softplus", "elu", "exp"), effect=("exp", "causal_outputs"), together={"is_decoder": True}
         ),
