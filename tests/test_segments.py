@@ -79,6 +79,30 @@ def test_every_head_passes_packed_states_on(kind):
     assert not torch.allclose(first[0], second[0], atol=1e-4)
 
 
+@pytest.mark.parametrize("window", [0, 4])
+def test_sdpa_equals_eager(window):
+    model = tiny_model(segment_length=SIZE, local_window=window)
+    inputs = padded_batch(LENGTHS)
+    real = inputs["attention_mask"] == 1
+    expected = model(**inputs).last_hidden_state[real]
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(**inputs).last_hidden_state[real], expected, rtol=0, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    model = tiny_model(kind="mlm", segment_length=SIZE)
+    inputs = padded_batch(LENGTHS)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.train().zero_grad()
+        model(**inputs, labels=labels).loss.backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_gradients_pass_through_the_segments(model):
     ids = random_ids(1, 35)
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()

@@ -141,12 +141,7 @@ def _unused_in_luna(name: str, config: PreTrainedConfig) -> bool:
 
 
 LUNA = Variants(
-    encoder={
-        "mixed": {"local_window": 5},
-        "full-layer": {"local_window": 4, "full_attention_layers": [0]},
-        "segment-memory": {"segment_length": 9},
-        "segment-memory-mixed": {"segment_length": 10, "local_window": 4},
-    },
+    encoder={"mixed": {"local_window": 5}, "full-layer": {"local_window": 4, "full_attention_layers": [0]}},
     causal={
         "mixed": {"local_window": 5},
         "mixed-untied-convolution": {"local_window": 4, "tie_kv": False, "conv_kernel_size": 3},
