@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import padded_batch, random_ids, tiny_model, weighted_sum
-from reference.luna import encode_row
+from reference.luna import encode_document, encode_row
 
 SLOTS = 8
 VARIANTS = {
@@ -20,6 +20,9 @@ VARIANTS = {
     },
     "mixed-without-bias": {"local_window": 3, "slot_count_bias": False},
     "mixed-full-layer": {"local_window": 5, "full_attention_layers": [0]},
+    "segment-memory": {"segment_length": SLOTS},
+    "segment-memory-mixed-prenorm": {"segment_length": 10, "local_window": 4, "norm_first": True},
+    "segment-memory-fixed-convolution": {"segment_length": 9, "dynamic_projection": False, "conv_kernel_size": 3},
 }
 
 
@@ -28,7 +31,8 @@ def reference(model, rows):
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     config = SimpleNamespace(**model.config.to_dict())
     config.packed_heads = config.num_projected_attention_heads or config.num_attention_heads
-    return weights, [encode_row(weights, row, config) for row in rows]
+    encode = encode_document if config.segment_length else encode_row
+    return weights, [encode(weights, row, config) for row in rows]
 
 
 def check(model, rows, side="right"):

@@ -111,7 +111,8 @@ class LunaAttention(LunaProjections, MemoryAttention):
             raise ValueError("Luna needs packed states to write a memory: pass `carried`, (batch, slots, width).")
         slots = context.carried_keep
         if slots is None and context.keep is not None and config.dynamic_projection:
-            slots = drop_if_full(valid_slots(context.keep, carried.shape[1]))
+            slots = valid_slots(context.keep, carried.shape[1])
+        slots = None if slots is None else drop_if_full(slots)
         masks = LunaMasks(
             tokens=make_key_mask(config, context.keep, queries=carried, keys=states),
             slots=make_key_mask(config, slots, queries=states, keys=carried),

@@ -1,5 +1,7 @@
 """Configuration of Luna (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021)."""
 
+import math
+
 from huggingface_hub.dataclasses import strict
 
 from .configuration_base import BoundedMemoryConfig
@@ -25,6 +27,10 @@ class LunaConfig(BoundedMemoryConfig):
         dynamic_projection (`bool`, defaults to `True`):
             Whether a row with fewer tokens than slots uses only as many slots as it has tokens. Otherwise, and always
             in a decoder, every row uses all slots.
+        segment_length (`int`, *optional*):
+            Encoders only: longer inputs are read in segments of so many tokens, from `projection_length` to
+            `max_position_embeddings`. Positions start anew in each, and the packed states of a segment are what the
+            next one starts from, so there is no longest input. By default an input is read as a whole.
         pack_activation (`str`, defaults to `"softplus"`):
             Decoders only: activation of the pack attention, `"softplus"` (log2(1 + 2^x), as in the authors' code) or
             `"elu"` (elu(x) + 1), divided by the number of tokens so far; or, not in the paper, `"exp"`, divided by its
@@ -66,7 +72,25 @@ class LunaConfig(BoundedMemoryConfig):
     num_projected_attention_heads: int | None = None
     tie_kv: bool = True
     dynamic_projection: bool = True
+    segment_length: int | None = None
     pack_activation: str = "softplus"
+
+    def longest_input(self) -> int | None:
+        """Return the maximum input length in tokens, or `None` if there is none."""
+        return None if self.segment_length else super().longest_input()
+
+    def check_segment_length(self, length: int) -> None:
+        """Check the number of tokens of a segment.
+
+        Raises:
+            ValueError: It is smaller than the number of slots, or larger than that of positions.
+        """
+        longest = super().longest_input() or math.inf
+        if not self.projection_length <= length <= longest:
+            raise ValueError(
+                f"`segment_length` is {length}, but must be from `projection_length` ({self.projection_length}) to "
+                f"`max_position_embeddings` ({longest})."
+            )
 
     @classmethod
     def classifier_poolings(cls) -> tuple[str, ...]:
@@ -82,6 +106,9 @@ class LunaConfig(BoundedMemoryConfig):
             self._require_divides("num_projected_attention_heads")
         activations = ("softplus", "elu", "exp")
         self._require("pack_activation", lambda value: value in activations, f"one of {', '.join(activations)}")
+        if self.segment_length is not None:
+            self._require("segment_length", lambda value: not self.is_decoder, "None in a decoder, which keeps a state")
+            self.check_segment_length(self.segment_length)
         if self.is_decoder:
             heads, allowed = self.num_attention_heads, "None in a decoder, which packs and unpacks with the same heads"
             self._require("num_projected_attention_heads", lambda value: value in (None, heads), allowed)

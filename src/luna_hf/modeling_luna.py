@@ -6,6 +6,7 @@ Two streams pass through every layer: the tokens X and a packed sequence P of fi
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
 from .attention_base import attend, make_key_mask
@@ -40,6 +42,7 @@ from .modeling_encoder import (
 )
 from .modeling_layers import SinusoidalPositions, TransformerLayer
 from .positions import EncoderPreTrainedModel
+from .segments import read_segments
 
 
 @dataclass
@@ -51,10 +54,12 @@ class PackedStreamOutput(ModelOutput):
             `output_packed_hidden_states=True`.
         pack_attentions: pack weights (b, h_p, l, n) of each layer, with `output_pack_attentions=True` and eager
             attention. The usual `attentions` are the unpack weights (b, h, n, l).
+        packed_states: what the next segment starts from (b, l, d), with `output_packed_states=True`.
     """
 
     packed_hidden_states: tuple[Tensor, ...] | None = None
     pack_attentions: tuple[Tensor, ...] | None = None
+    packed_states: Tensor | None = None
 
 
 @dataclass
@@ -68,7 +73,7 @@ class LunaModelOutput(ModelOutput):
         packed_attention_mask: (b, l) long, 1 for slots in use: with dynamic projection, a row of t tokens uses only its
             first t slots, and the others are never read. `None` without dynamic projection.
         hidden_states, attentions: token states and unpack weights (b, h, n, l) of each layer.
-        packed_hidden_states, pack_attentions: see `PackedStreamOutput`.
+        packed_hidden_states, pack_attentions, packed_states: see `PackedStreamOutput`.
     """
 
     last_hidden_state: Tensor | None = None
@@ -78,6 +83,7 @@ class LunaModelOutput(ModelOutput):
     attentions: tuple[Tensor, ...] | None = None
     packed_hidden_states: tuple[Tensor, ...] | None = None
     pack_attentions: tuple[Tensor, ...] | None = None
+    packed_states: Tensor | None = None
 
 
 @dataclass
@@ -126,8 +132,13 @@ class LunaPackedEmbeddings(nn.Module):
         """Initialise P_0 like the other embeddings."""
         init.normal_(self.weight, mean=0.0, std=config.initializer_range)
 
-    def forward(self, batch: int, num_slots: int, keep: Tensor | None) -> Tensor:
-        """Return P_0, (b, l, d) with l = `num_slots`; slots masked by `keep` (b, l) are zero."""
+    def forward(self, batch: int, num_slots: int, keep: Tensor | None, packed_states: Tensor | None = None) -> Tensor:
+        """Return P_0, (b, l, d) with l = `num_slots`; slots masked by `keep` (b, l) are zero.
+
+        If an earlier segment has left its `packed_states` (b, l, d), P_0 is these.
+        """
+        if packed_states is not None:
+            return packed_states
         packed = self.weight[:num_slots]
         if self.positions is not None:
             packed = packed * self.scale + self.positions.table[:num_slots].to(packed.dtype)
@@ -180,6 +191,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         packed_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.packed_layer_norm = packed_norm if config.norm_first else nn.Identity()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -187,10 +199,38 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
+        packed_states: torch.FloatTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaModelOutput:
-        """Like `EncoderModelMixin.forward`, with `output_packed_hidden_states` and `output_pack_attentions`."""
-        return super().forward(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs)
+        """Like `EncoderModelMixin.forward`, with `output_packed_hidden_states` and `output_pack_attentions`.
+
+        Args:
+            packed_states: (b, l, d) the `packed_states` of an earlier segment of the same texts, from which P starts
+                instead of the learned P_0. All slots are in use then.
+            output_packed_states: keyword only; returns `packed_states` for the next segment.
+
+        Inputs of more than `config.segment_length` tokens are read segment by segment (`segments.read_segments`).
+
+        Raises:
+            ValueError: As in `EncoderModelMixin.forward`; also if `packed_states` have another shape, or `position_ids`
+                are given for more than one segment.
+        """
+        wanted, segment = kwargs.pop("output_packed_states", False), self.config.segment_length
+        read = partial(super().forward, return_dict=True, **kwargs)
+        first = input_ids if inputs_embeds is None else inputs_embeds
+        if segment is None or first is None or first.dim() < 2 or first.shape[1] <= segment:
+            inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+            output = read(*inputs, packed_states=packed_states)
+        else:
+            if position_ids is not None:
+                raise ValueError("Every segment counts its positions from the start: leave out `position_ids`.")
+            self.check_shapes(input_ids, inputs_embeds, attention_mask)
+            keep = self.tokens_to_keep(input_ids, attention_mask)
+            inputs = {"input_ids": input_ids, "token_type_ids": token_type_ids, "inputs_embeds": inputs_embeds}
+            output = read_segments(read, inputs, keep, segment, packed_states)
+        if wanted:
+            output.packed_states = output.packed_last_hidden_state
+        return output
 
     def check_keywords(self, keywords: dict[str, Any]) -> None:
         """Like `BaseModelMixin.check_keywords`; also requires eager attention for `output_pack_attentions`.
@@ -198,7 +238,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         Raises:
             ValueError: A keyword is misspelt or not supported.
         """
-        super().check_keywords(keywords)
+        super().check_keywords({name: value for name, value in keywords.items() if name != "packed_states"})
         if keywords.get("output_pack_attentions") and self.config._attn_implementation != "eager":
             raise ValueError(
                 "`output_pack_attentions` needs eager attention, but the model uses "
@@ -207,11 +247,18 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
 
     def begin(self, hidden_states: Tensor, keep: Tensor | None, **options: Any) -> tuple[Tensor, ForwardContext]:
         """Return P_0 (b, l, d), the first layer's packed states, and the context shared by all layers."""
-        batch, length = hidden_states.shape[:2]
+        (batch, length, width), given = hidden_states.shape, options.pop("packed_states", None)
         window = self.config.local_window
         context = make_context(keep, length, hidden_states.device, options=options, window=window)
         num_slots = self.config.projection_length
-        if self.config.dynamic_projection:
+        if given is not None:
+            if given.shape != (batch, num_slots, width):
+                raise ValueError(
+                    f"`packed_states` must have shape {(batch, num_slots, width)}, but have {tuple(given.shape)}. Take "
+                    "them from a segment with at least as many tokens as slots."
+                )
+            context = context._replace(carried_keep=torch.ones(given.shape[:2], dtype=torch.bool, device=given.device))
+        elif self.config.dynamic_projection:
             # Slots beyond the padded length would be masked in every row, so they can be dropped.
             if choose("dynamic_slots", hidden_states) == "cut":
                 num_slots = min(num_slots, length)
@@ -219,7 +266,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
                 context = context._replace(carried_keep=valid_slots(context.tokens(hidden_states), num_slots))
         packed_queries = hidden_states[:, :1].expand(-1, num_slots, -1)  # a stand-in: masks need only P's shape
         context = self.attention_class.prepare(self.config, hidden_states, packed_queries, context)
-        return self.packed_embeddings(batch, num_slots, context.carried_keep), context
+        return self.packed_embeddings(batch, num_slots, context.carried_keep, given), context
 
     def make_output(self, hidden_states: Tensor, carried: Tensor, context: ForwardContext) -> LunaModelOutput:
         """Return the output with both streams."""
@@ -250,6 +297,11 @@ class LunaPooling(nn.Module):
         super().__init__()
         self.config = config
         self.kind = config.classifier_pooling
+        if self.kind == "cls" and config.segment_length:
+            raise ValueError(
+                '`classifier_pooling="cls"` reads the first segment alone. Choose "packed_mean", "packed_max", '
+                '"packed_attention" or "mean", or leave `segment_length` out.'
+            )
         width = config.hidden_size
         if self.kind in ("cls", "mean"):
             self.tokens = TokenPooling(config)

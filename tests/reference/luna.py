@@ -138,10 +138,15 @@ def sinusoid(position: int, dim: int) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).float().double()
 
 
-def encode_row(weights: dict, token_ids: list[int], config: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """Token states (n, d) and packed states (l, d) of the whole encoder for one row without padding."""
+def encode_row(
+    weights: dict, token_ids: list[int], config: SimpleNamespace, memory: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token states (n, d) and packed states (l, d) of the whole encoder for one row without padding.
+
+    P starts from `memory`, the packed states of an earlier segment, if it is given.
+    """
     n, slots = len(token_ids), config.projection_length
-    used = min(n, slots) if config.dynamic_projection else slots
+    used = min(n, slots) if config.dynamic_projection and memory is None else slots
     x = torch.stack([weights["embeddings.word_embeddings.weight"][i] for i in token_ids])
     p = weights["packed_embeddings.weight"]
     first_position = config.pad_token_id + 1
@@ -156,8 +161,17 @@ def encode_row(weights: dict, token_ids: list[int], config: SimpleNamespace) -> 
     x = layer_norm(weights, "embeddings.LayerNorm", x, config.layer_norm_eps)
     p = layer_norm(weights, "packed_embeddings.LayerNorm", p, config.layer_norm_eps)
     # Unused slots start as zero; they are packed, but never read.
-    p = torch.cat([p[:used], torch.zeros_like(p[used:])])
+    p = torch.cat([p[:used], torch.zeros_like(p[used:])]) if memory is None else memory
     for i in range(config.num_hidden_layers):
         x, p = layer(weights, i, x, p, used, config)
     x = layer_norm(weights, "encoder.final_layer_norm", x, config.layer_norm_eps)
     return x, layer_norm(weights, "packed_layer_norm", p, config.layer_norm_eps)
+
+
+def encode_document(weights: dict, token_ids: list[int], config: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """The same for a row of several segments: token states of all of them, and packed states of the last one."""
+    states, memory = [], None
+    for start in range(0, len(token_ids), config.segment_length):
+        x, memory = encode_row(weights, token_ids[start : start + config.segment_length], config, memory)
+        states.append(x)
+    return torch.cat(states), memory

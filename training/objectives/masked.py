@@ -133,5 +133,5 @@ class MaskedObjective(Objective):
             example=json.dumps(figures["fill_mask"][0]["sentence"]),
             mask_probability=f"{recipe.mask_probability:.0%}",
             masked_unit="words, with all their tokens," if recipe.whole_word_masking else "tokens",
-            longest=figures["longest_input"],
+            longest=f"at most {figures['longest_input']}" if figures["longest_input"] else "any number of",
         )
