@@ -24,14 +24,17 @@ PROTOCOL = (
 
 
 def publish_losses(runs: Path, results: Path, header: dict[str, Any]) -> None:
-    """Write the losses of all finished models.
+    """Write the losses of all finished models; those of others stay as they were published.
 
     Raises:
         UserError: No model is finished.
     """
-    models = {name: describe(runs, stages) for name, stages in CURVES.items() if finished(runs / stages[-1])}
-    if not models:
+    found = {name: describe(runs, stages) for name, stages in CURVES.items() if finished(runs / stages[-1])}
+    if not found:
         raise UserError(f"{runs} has no trained model. Run `python experiments/mini.py train` first.")
+    for path in results.glob("mini-pretrain-*.json"):
+        found = read_json(path)["models"] | found
+    models = {name: found[name] for name in CURVES if name in found}
     head = {name: header[name] for name in ("command", "date", "machine", "versions")}
     publish(results, "mini-pretrain", "bf16", {**head, "protocol": PROTOCOL, "models": models}, table, {"": plot})
 

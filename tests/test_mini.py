@@ -1,6 +1,7 @@
 """The study of the small English models: what runs after what, and the table of their scores."""
 
 import json
+import shutil
 
 import mini
 import mini_losses
@@ -187,3 +188,9 @@ def test_a_curve_goes_on_in_the_second_stage(tmp_path, capsys):
     (model,) = json.loads(path.read_text())["models"].values()
     assert model["curve"]["tokens"] == [10_000_000, 20_000_000, 25_000_000, 30_000_000]
     assert model["seconds"] == 7200 and path.with_suffix(".png").is_file()
+    for run in tmp_path.glob("luna-mini-en*"):
+        shutil.rmtree(run)
+    write_run(tmp_path / "luna-mini-en-4096", [3.0], 1)
+    mini_losses.publish_losses(tmp_path, tmp_path / "results", header)
+    models = json.loads(path.read_text())["models"]  # a model whose runs are gone keeps its figures
+    assert list(models) == ["luna-mini-en", "luna-mini-en-4096"] and models["luna-mini-en"] == model
