@@ -56,12 +56,13 @@ PROTOCOL = (
 
 
 def publish_scores(runs: Path, results: Path, header: dict[str, Any]) -> None:
-    """Write the scores of all finished runs as JSON, Markdown and plot.
+    """Write the scores of all finished runs as JSON, Markdown and plot; those of others stay as they were published.
 
     Raises:
         UserError: There is no finished run.
     """
-    tasks, rows = {}, []
+    tasks: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     for model in SHIPPED:
         for task in TASKS:
             path = runs / model / "finetune" / task / "results.json"
@@ -73,6 +74,10 @@ def publish_scores(runs: Path, results: Path, header: dict[str, Any]) -> None:
             rows += _rows(model, task, own)
     if not rows:
         raise UserError(f"{runs} has no finished run. Run `python experiments/mini.py finetune` first.")
+    for path in results.glob("mini-scores-*.json"):
+        rows += _published(read_json(path), tasks, rows)
+    rows.sort(key=lambda row: (SHIPPED.index(row["model"]), list(TASKS).index(row["task"])))
+    tasks = {task: tasks[task] for task in TASKS if task in tasks}
     result = {
         **{name: header[name] for name in ("command", "date", "machine", "versions")},
         "protocol": PROTOCOL,
@@ -80,7 +85,23 @@ def publish_scores(runs: Path, results: Path, header: dict[str, Any]) -> None:
         "tasks": tasks,
         "rows": rows,
     }
-    publish(results, "mini-scores", "bf16", result, table, {"": plot})
+    publish(results, "mini-scores", "bf16", result, tables, {"": plot})
+
+
+def _published(
+    result: dict[str, Any], tasks: dict[str, dict[str, Any]], rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows of an earlier result that no run replaces, of the same protocol; their tasks join `tasks`."""
+    new, kept = {(row["model"], row["task"]) for row in rows}, []
+    for row in result["rows"]:
+        about = result["tasks"][row["task"]]
+        same = all(
+            about[name] == tasks.get(row["task"], about)[name] for name in ("train_rows", "epochs", "max_length")
+        )
+        if same and (row["model"], row["task"]) not in new:
+            tasks.setdefault(row["task"], about)
+            kept.append(row)
+    return kept
 
 
 def _rows(model: str, task: str, own: dict[str, Any]) -> list[dict[str, Any]]:
@@ -90,8 +111,26 @@ def _rows(model: str, task: str, own: dict[str, Any]) -> list[dict[str, Any]]:
     shared = {"model": model, "task": task, "type": kind, "dataset": dataset, "config": config}
     shared |= {"split": "test" if task.startswith("imdb") else "validation", "seeds": own["seeds"]}
     shared |= {"max_length": TASKS[task].max_length, "training_seconds": own["training_seconds"]}
-    metrics = [metric for metric in own["scores"][0] if metric != "mean"]
+    metrics = [metric for metric in own["scores"][0] if metric not in ("mean", "accuracy_middle")]
     return [{**shared, "metric": metric, "values": [score[metric] for score in own["scores"]]} for metric in metrics]
+
+
+def tables(result: dict[str, Any]) -> str:
+    """The scores, and the cost of long texts."""
+    return "\n\n".join(part for part in (table(result), cost(result)) if part)
+
+
+def cost(result: dict[str, Any]) -> str:
+    """A Markdown row for each model: accuracy on IMDB, and seconds of training for each seed; empty without IMDB."""
+    rows = [row for row in result["rows"] if row["task"].startswith("imdb")]
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for row in (row for row in rows if row["model"] == model):
+            seconds = f"{statistics.mean(row['training_seconds']):.0f}"
+            lines.append(
+                [f"`{model}`", f"{row['max_length']:,}", score_cell([100 * v for v in row["values"]]), seconds]
+            )
+    return markdown_table(["IMDB", "tokens", "accuracy", "seconds of training"], lines) if lines else ""
 
 
 def table(result: dict[str, Any]) -> str:

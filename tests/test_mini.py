@@ -158,6 +158,16 @@ def test_the_table_has_means_extremes_and_the_average_of_common_tasks(tmp_path, 
     rows = json.loads(path.read_text())["rows"]
     assert {row["dataset"] for row in rows} == {"nyu-mll/glue", "stanfordnlp/imdb"}
     assert rows[0]["values"] == [0.8, 0.9] and path.with_suffix(".png").is_file()
+    for model in ("luna-mini-en", "roberta-mini-en"):
+        shutil.rmtree(tmp_path / model)
+    write_scores(tmp_path, "roberta-mini-en", "sst2", [{"accuracy": 0.6}])
+    mini_scores.publish_scores(tmp_path, tmp_path / "results", header)
+    again = json.loads(path.read_text())["rows"]  # scores whose runs are gone stay
+    assert [row for row in again if (row["model"], row["task"]) != ("roberta-mini-en", "sst2")] == [
+        row for row in rows if (row["model"], row["task"]) != ("roberta-mini-en", "sst2")
+    ]
+    (replaced,) = [row for row in again if (row["model"], row["task"]) == ("roberta-mini-en", "sst2")]
+    assert replaced["values"] == [0.6]
 
 
 def write_run(folder, losses, tokens):
