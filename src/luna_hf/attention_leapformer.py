@@ -20,6 +20,7 @@ Shape letters: b batch, h heads, n tokens, q queries, k keys, c head size, f fea
 """
 
 import math
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -30,12 +31,15 @@ from transformers.utils.generic import maybe_autocast
 from .attention_base import linear
 from .configuration_leapformer import LeapformerConfig
 from .context import ForwardContext
+from .dispatch import choose
 from .functional import rotary_angles, rotate, split_heads
 from .memory_attention import Memory, MemoryAttention
 from .memory_read import AttentionMap, Views
 
 # Lower bound of the normaliser.
 FLOOR = 1e-6
+# Number of tokens per part where features are computed in parts.
+_PART_TOKENS = 512
 
 
 class Features(NamedTuple):
@@ -50,6 +54,10 @@ class LinearMemory(NamedTuple):
 
     value: Tensor  # (b, h, f, c) S, the sum of phi(k_j) (x) v_j
     total: Tensor  # (b, h, f) z, the sum of phi(k_j)
+
+    def plus(self, other: "LinearMemory") -> "LinearMemory":
+        """Return the sums over the tokens of both."""
+        return LinearMemory(self.value + other.value, self.total + other.total)
 
 
 def map_features(states: Tensor, feature_map: str) -> Tensor:
@@ -132,9 +140,13 @@ class LinearAttention(MemoryAttention):
         """Half of a head, rounded to an even number of at least 2."""
         return 2 * max(config.hidden_size // config.num_attention_heads // 4, 1)
 
-    def query_features(self, states: Tensor, context: ForwardContext) -> Features:
-        """Project (b, n, d) states to queries and compute their features."""
-        return self.features(split_heads(linear(self.query, states), self.num_heads), self.query_proportion, context)
+    def queries(self, states: Tensor) -> Tensor:
+        """Project (b, n, d) states to queries (b, h, n, c)."""
+        return split_heads(linear(self.query, states), self.num_heads)
+
+    def query_features(self, query: Tensor, context: ForwardContext) -> Features:
+        """Compute the features of queries (b, h, n, c)."""
+        return self.features(query, self.query_proportion, context)
 
     def key_features(self, key: Tensor, context: ForwardContext) -> Features:
         """Compute the features of keys (b, h, n, c); those of padding are zero."""
@@ -156,6 +168,12 @@ class LinearAttention(MemoryAttention):
             angles = rotary_angles(context.ranks, self.rotary_size(self.config), features.dtype)
         return make_features(features, proportions, angles)
 
+    def parts(self, states: Tensor, context: ForwardContext) -> list[tuple[slice, ForwardContext]]:
+        """Return the parts of the tokens (b, h, n, c) whose features are computed at a time, with their contexts."""
+        if choose("linear_features", states, self.training) == "whole":
+            return [(slice(None), context)]
+        return context.split(states.shape[2], _PART_TOKENS)
+
     def drop_tokens(self, value: Tensor) -> Tensor:
         """Apply attention dropout to values (b, h, n, c), each token of a head as a whole."""
         if not (self.attention_dropout and self.training):
@@ -169,12 +187,21 @@ class LeapformerAttention(LinearAttention):
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Write the sums over the tokens."""
         key, value = self.key_and_value(states)
-        return Memory([write_sums(self.key_features(key, context), self.drop_tokens(value))], carried)
+        value = self.drop_tokens(value)
+        written = [
+            write_sums(self.key_features(key[:, :, part], own), value[:, :, part])
+            for part, own in self.parts(key, context)
+        ]
+        return Memory([reduce(LinearMemory.plus, written)], carried)
 
     def read(self, hidden_states: Tensor, memory: Memory, context: ForwardContext) -> tuple[Tensor, None]:
         """Like `MemoryAttention.read`; sums have no weights to return."""
-        output = read_sums(self.query_features(hidden_states, context), *memory.parts)
-        return output.transpose(1, 2).flatten(2).to(hidden_states.dtype), None
+        query = self.queries(hidden_states)
+        outputs = [
+            read_sums(self.query_features(query[:, :, part], own), *memory.parts).transpose(1, 2)
+            for part, own in self.parts(query, context)
+        ]
+        return torch.cat(outputs, dim=1).flatten(2).to(hidden_states.dtype), None
 
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
@@ -189,7 +216,8 @@ class LeapformerAttention(LinearAttention):
     def weights(self, states: Tensor, context: ForwardContext) -> Tensor:
         """Compute the weights (b, h, n, n) of self-attention; rotary positions make some negative."""
         key, _ = self.key_and_value(states)
-        return implied_weights(self.query_features(states, context), self.key_features(key, context)).to(states.dtype)
+        query = self.query_features(self.queries(states), context)
+        return implied_weights(query, self.key_features(key, context)).to(states.dtype)
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
         """Return the attention map; nothing with rotary positions, whose weights are no distribution."""
