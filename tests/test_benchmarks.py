@@ -115,7 +115,7 @@ def test_a_training_step_of_every_kind_learns(name):
 
 def test_models_are_chosen_by_name_or_set():
     standard = ["roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64"]
-    standard += ["leapformer", "lavo"]
+    standard += ["leapformer", "lavo-64"]
     options = encoder.parse(TINY)
     assert options.names == standard and encoder.subject(options) == "encoder-forward-3-layer"
     controls = encoder.parse([*TINY, "--models", "controls"])

@@ -24,6 +24,7 @@ The paper leaves some choices open, or its text and figures differ:
 Shape letters: b batch, h heads, n tokens, r bases, w tokens of a window, c head size.
 """
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ def mean_of_parts(parts: list[Read]) -> tuple[Tensor, Tensor | None]:
     """Average the outputs, and put the weights with which slots and window are then read side by side, slots first."""
     if len(parts) == 1:
         return parts[0].output, parts[0].weights
-    output = sum(part.output for part in parts) / len(parts)
+    output = reduce(torch.add, (part.output for part in parts)) / len(parts)  # `sum` would add to zero first
     if parts[0].weights is None:
         return output, None
     return output, torch.cat([part.weights for part in parts], dim=-1) / len(parts)

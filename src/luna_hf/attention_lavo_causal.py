@@ -66,19 +66,23 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, r + w), and sum to one."""
         query, value = self.heads(self.query, hidden_states), self.heads(self.value, hidden_states)
-        local = None if self.key is None else self.attend_window(hidden_states, query, value, context)
+        key = None if self.key is None else self.heads(self.key, hidden_states)
+        output, weights = mean_of_parts(self.attend(query, key, value, context))
+        return output, carried, weights
+
+    def attend(self, query: Tensor, key: Tensor | None, value: Tensor, context: ForwardContext) -> list[Read]:
+        """Read the parts of the output for (b, h, n, c) queries, keys and values, global before local."""
+        local = None if key is None else self.attend_window(query, key, value, context)
         parts = []
         if self.bases is not None:
             memory = self.attend_memory(query, self.compressed(value, local), context)
             parts += [memory] if context.slots else []
         if local is not None and self.config.attention_parts != "global":
             parts.append(local)
-        output, weights = mean_of_parts(parts)
-        return output, carried, weights
+        return parts
 
-    def attend_window(self, states: Tensor, query: Tensor, value: Tensor, context: ForwardContext) -> Read | None:
+    def attend_window(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Read | None:
         """Update the window of the state, and read it; `None` if this pass leaves it out."""
-        key = self.heads(self.key, states)
         if context.angles is not None:
             query, key = rotate(query, context.angles), rotate(key, context.angles)
         cache = context.layer_cache(self.layer_idx)

@@ -45,12 +45,16 @@ class LeapformerCausalAttention(LinearAttention, CausalAttention):
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, None]:
         """Like `MemoryAttention.forward`, without weights: the state does not hold the earlier tokens."""
+        output = self.attend(self.queries(hidden_states), *self.key_and_value(hidden_states), context)
+        return output.transpose(1, 2).flatten(2).to(hidden_states.dtype), carried, None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
+        """Update the state with (b, h, n, c) keys and values, and read it: (b, h, n, c) in float32 or wider."""
         cache = context.layer_cache(self.layer_idx)
-        key, value = self.key_and_value(hidden_states)
         sums = {} if cache is None else {name: cache.states.get(name) for name in LinearMemory._fields}
         memory = LinearMemory(**sums) if sums.get("value") is not None else None
         output, memory = attend_causally(
-            self.query_features(self.queries(hidden_states), context),
+            self.query_features(query, context),
             self.key_features(key, context),
             self.drop_tokens(value),
             memory,
@@ -58,4 +62,4 @@ class LeapformerCausalAttention(LinearAttention, CausalAttention):
         )
         if cache is not None:
             cache.write(**memory._asdict())
-        return output.transpose(1, 2).flatten(2).to(hidden_states.dtype), carried, None
+        return output
