@@ -65,9 +65,7 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, r + w), and sum to one."""
-        query, value = self.heads(self.query, hidden_states), self.heads(self.value, hidden_states)
-        key = None if self.key is None else self.heads(self.key, hidden_states)
-        output, weights = mean_of_parts(self.attend(query, key, value, context))
+        output, weights = mean_of_parts(self.attend(*self.project(hidden_states), context))
         return output, carried, weights
 
     def attend(self, query: Tensor, key: Tensor | None, value: Tensor, context: ForwardContext) -> list[Read]:

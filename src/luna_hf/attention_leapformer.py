@@ -186,22 +186,29 @@ class LeapformerAttention(LinearAttention):
 
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Write the sums over the tokens."""
-        key, value = self.key_and_value(states)
+        return Memory([self.write_tokens(*self.key_and_value(states), context)], carried)
+
+    def write_tokens(self, key: Tensor, value: Tensor, context: ForwardContext) -> LinearMemory:
+        """Write (b, h, n, c) keys and values."""
         value = self.drop_tokens(value)
         written = [
             write_sums(self.key_features(key[:, :, part], own), value[:, :, part])
             for part, own in self.parts(key, context)
         ]
-        return Memory([reduce(LinearMemory.plus, written)], carried)
+        return reduce(LinearMemory.plus, written)
 
     def read(self, hidden_states: Tensor, memory: Memory, context: ForwardContext) -> tuple[Tensor, None]:
         """Like `MemoryAttention.read`; sums have no weights to return."""
-        query = self.queries(hidden_states)
+        output = self.read_tokens(self.queries(hidden_states), *memory.parts, context)
+        return output.flatten(2).to(hidden_states.dtype), None
+
+    def read_tokens(self, query: Tensor, memory: LinearMemory, context: ForwardContext) -> Tensor:
+        """Read with (b, h, n, c) queries: (b, n, h, c) in float32 or wider."""
         outputs = [
-            read_sums(self.query_features(query[:, :, part], own), *memory.parts).transpose(1, 2)
+            read_sums(self.query_features(query[:, :, part], own), memory).transpose(1, 2)
             for part, own in self.parts(query, context)
         ]
-        return torch.cat(outputs, dim=1).flatten(2).to(hidden_states.dtype), None
+        return torch.cat(outputs, dim=1)
 
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
