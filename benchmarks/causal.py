@@ -326,6 +326,11 @@ def describe_length(length: int, times: dict[str, dict[str, list[float]]], memor
     return {"length": length, "contenders": contenders}
 
 
+def measured_in(result: dict[str, Any]) -> list[str]:
+    """The package's contenders that a result has; a run may be older than some of them."""
+    return [name for name in OWN if name in result["lengths"][0]["contenders"]]
+
+
 def check(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Every floor that applies to a run."""
     checks = []
@@ -335,7 +340,7 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
     if any(result["settings"][name] != value for name, value in BASE.items()):
         return checks
     for row in result["lengths"]:
-        for name in OWN:
+        for name in measured_in(result):
             for mode, measured in row["contenders"][name].items():
                 rivals = {OUTER.get(name): OVER_OUTER, SDPA: {n: own[name] for n, own in OVER_SDPA.items()}}
                 for rival, floors in rivals.items():
@@ -344,7 +349,7 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
                         what = f"{mode}, speed over {rival} at {row['length']}"
                         checks.append(compare(what, name, speed, floor, at_least=True))
     short, long = GROWTH_LENGTHS
-    for name in OWN if result["growth"] else ():
+    for name in measured_in(result) if result["growth"] else ():
         for mode, growth in result["growth"][name].items():
             checks.append(compare(f"{mode}, time at {long} over {short}", name, growth["median"], GROWTH))
     return checks
@@ -373,7 +378,7 @@ def markdown(result: dict[str, Any]) -> str:
         ]
         lines.append(f"* Time at {long:,} tokens relative to {short:,}: {', '.join(growth)}.")
     plain = [error for error in result["errors"] if error["scale"] == 1]
-    largest = {name: max(e["relative_rms"] for e in plain if e["contender"] == name) for name in OWN}
+    largest = {name: max(e["relative_rms"] for e in plain if e["contender"] == name) for name in measured_in(result)}
     scaled = [f"{e['relative_rms']:.1e} ({e['scale']})" for e in result["errors"] if e["scale"] != 1]
     values = ", ".join(f"{name} {error:.1e}" for name, error in largest.items())
     lines.append(
