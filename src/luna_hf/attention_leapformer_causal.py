@@ -35,7 +35,9 @@ def attend_causally(
     else:
         output, values = causal_scan(query.rotated, key.rotated, value, values, keep)
         normaliser, totals = causal_scan(query.plain, key.plain, torch.ones_like(value[..., :1]), totals, keep)
-    return output / normaliser.clamp(min=FLOOR), LinearMemory(values, totals.squeeze(-1))
+    # Copies, so that a state does not depend on how it was computed, nor holds on to more.
+    memory = LinearMemory(values.contiguous(), totals.squeeze(-1).contiguous())
+    return output / normaliser.clamp(min=FLOOR), memory
 
 
 class LeapformerCausalAttention(LinearAttention, CausalAttention):
