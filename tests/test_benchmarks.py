@@ -122,7 +122,8 @@ def test_attention_alone_is_that_of_the_models():
         module = attention.make_module(name, 2, 8, 4).eval()
         key_value = module.key_and_value(states)
         query = split_heads(module.query(states), 2)
-        expected, _, _ = module(states, None, make_context(None, 24, states.device, window=4))
+        window = 4 if name == "lavo" else 0
+        expected, _, _ = module(states, None, make_context(None, 24, states.device, window=window))
         assert torch.allclose(attention.attend(name, (query, *key_value), 4, False).flatten(2), expected, atol=1e-6)
 
 
