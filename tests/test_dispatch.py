@@ -22,7 +22,7 @@ def test_the_device_decides():
 
 
 @pytest.mark.parametrize(
-    ("operation", "states"), [("feed_forward", ACCELERATOR), ("window_blocks", CPU), ("linear_features", CPU)]
+    ("operation", "states"), [("feed_forward", ACCELERATOR), ("window_blocks", CPU), ("token_parts", CPU)]
 )
 def test_parts_are_for_inference(operation, states):
     assert choose(operation, states, training=False) == "whole"  # gradients may be needed

@@ -5,7 +5,7 @@ import torch
 from helpers import normal_states, padded_batch, random_ids, refused, relative_rms, tiny_causal_model, tiny_model
 from variants import ROWS
 
-from luna_hf import LeapformerConfig, attention_leapformer
+from luna_hf import LeapformerConfig, memory_attention
 from luna_hf.attention_leapformer import FLOOR, Features, implied_weights, map_features, read_sums, write_sums
 from luna_hf.attention_leapformer_causal import attend_causally
 from luna_hf.context import make_context
@@ -167,7 +167,7 @@ def test_parts_of_the_tokens_add_up(variant, padded, monkeypatch):
     model = tiny_model("leapformer", **VARIANTS[variant]).double()
     batch = padded_batch([12, 5, 9]) if padded else {"input_ids": random_ids(2, 12)}
     whole = model(**batch).last_hidden_state  # gradients may be needed
-    monkeypatch.setattr(attention_leapformer, "_PART_TOKENS", 5)
+    monkeypatch.setattr(memory_attention, "_PART_TOKENS", 5)
     with torch.no_grad():
         parts = model(**batch).last_hidden_state
     keep = batch.get("attention_mask", torch.ones(2, 12)).bool()

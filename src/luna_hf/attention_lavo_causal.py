@@ -92,15 +92,19 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
     def attend_memory(self, query: Tensor, states: Tensor, context: ForwardContext) -> Read:
         """Update the sum of the state with (b, h, n, c) states, and read the memory of every token."""
         cache = context.layer_cache(self.layer_idx)
-        before = None if cache is None else cache.states.get("total")
-        sums = running_sums(states, self.bases, before, context.keep)
-        means = sums / (context.ranks + 1).to(sums.dtype)[:, None, :, None]
+        total = None if cache is None else cache.states.get("total")
         dropout = self.attention_dropout if self.training else 0.0
-        output, weights = read_orthogonal(query, self.bases, means, dropout)
+        outputs, shown = [], []
+        for part, own in self.token_parts(query, context):
+            sums = running_sums(states[:, :, part], self.bases, total, own.keep)
+            means, total = sums / (own.ranks + 1).to(sums.dtype)[:, None, :, None], sums[:, :, -1]
+            output, weights = read_orthogonal(query[:, :, part], self.bases, means, dropout)
+            # (b, n, h, c) is the layout that the output projection needs.
+            outputs.append(output.transpose(1, 2).to(query.dtype))
+            shown += [weights.to(query.dtype)] if self.config._attn_implementation == "eager" else []
         if cache is not None:
-            cache.write(total=sums[:, :, -1])
-        shown = weights.to(query.dtype) if self.config._attn_implementation == "eager" else None
-        return Read(None, output.transpose(1, 2).flatten(2).to(query.dtype), shown)
+            cache.write(total=total)
+        return Read(None, torch.cat(outputs, dim=1).flatten(2), torch.cat(shown, dim=2) if shown else None)
 
 
 def latest(memory: SlotMemory | WindowMemory, window: int) -> SlotMemory | WindowMemory:

@@ -31,15 +31,12 @@ from transformers.utils.generic import maybe_autocast
 from .attention_base import linear
 from .configuration_leapformer import LeapformerConfig
 from .context import ForwardContext
-from .dispatch import choose
 from .functional import rotary_angles, rotate, split_heads
 from .memory_attention import Memory, MemoryAttention
 from .memory_read import AttentionMap, Views
 
 # Lower bound of the normaliser.
 FLOOR = 1e-6
-# Number of tokens per part where features are computed in parts.
-_PART_TOKENS = 512
 
 
 class Features(NamedTuple):
@@ -168,12 +165,6 @@ class LinearAttention(MemoryAttention):
             angles = rotary_angles(context.ranks, self.rotary_size(self.config), features.dtype)
         return make_features(features, proportions, angles)
 
-    def parts(self, states: Tensor, context: ForwardContext) -> list[tuple[slice, ForwardContext]]:
-        """Return the parts of the tokens (b, h, n, c) whose features are computed at a time, with their contexts."""
-        if choose("linear_features", states, self.training) == "whole":
-            return [(slice(None), context)]
-        return context.split(states.shape[2], _PART_TOKENS)
-
     def drop_tokens(self, value: Tensor) -> Tensor:
         """Apply attention dropout to values (b, h, n, c), each token of a head as a whole."""
         if not (self.attention_dropout and self.training):
@@ -193,7 +184,7 @@ class LeapformerAttention(LinearAttention):
         value = self.drop_tokens(value)
         written = [
             write_sums(self.key_features(key[:, :, part], own), value[:, :, part])
-            for part, own in self.parts(key, context)
+            for part, own in self.token_parts(key, context)
         ]
         return reduce(LinearMemory.plus, written)
 
@@ -206,7 +197,7 @@ class LeapformerAttention(LinearAttention):
         """Read with (b, h, n, c) queries: (b, n, h, c) in float32 or wider."""
         outputs = [
             read_sums(self.query_features(query[:, :, part], own), memory).transpose(1, 2)
-            for part, own in self.parts(query, context)
+            for part, own in self.token_parts(query, context)
         ]
         return torch.cat(outputs, dim=1)
 
