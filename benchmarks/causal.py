@@ -1,16 +1,19 @@
-"""Speed, memory and precision of the causal scan and of the two causal attentions that are built on it.
+"""Speed, memory and precision of the causal scan and of the families' causal attentions.
 
     python benchmarks/causal.py --check-floors
 
 The contenders: `causal_scan` alone, the core of Luna's causal attention (its pack weights given) and that of causal ABC
-(its slot logits given), the same operators written with cumulative sums of outer products, and softmax attention
-through `scaled_dot_product_attention(is_causal=True)`. See docs/speed.md for the protocol.
+(its slot logits given), these operators written with cumulative sums of outer products, LeaPformer's and LAVO's
+attention after their projections, and softmax attention through `scaled_dot_product_attention(is_causal=True)`. See
+docs/speed.md for the protocol.
 """
 
 import argparse
+import copy
+import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,28 +22,35 @@ import measuring
 import torch
 from floors import compare
 from plots import Panel, machine_name, plot_panels
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from luna_hf import LavoConfig, LeapformerConfig
+from luna_hf.attention_lavo import mean_of_parts
+from luna_hf.attention_lavo_causal import LavoCausalAttention
+from luna_hf.attention_leapformer import FLOOR
+from luna_hf.attention_leapformer_causal import LeapformerCausalAttention
 from luna_hf.causal_memory import attend_causal_memory
+from luna_hf.context import make_context
 from luna_hf.functional import causal_scan
 from luna_hf.scripting import describe_run, markdown_table, progress, run_script
 
 PROTOCOL = (
     "One sequence, random normal queries, keys and values; Luna's pack weights are softplus of normal numbers, ABC's "
-    "slot logits normal numbers of deviation 1. forward: no gradients; backward: forward, and backward to all inputs. "
-    "Time: wall clock; every round times every contender at every length, in an order that rotates from round to "
-    "round; a call of less than a second is made three times and the median taken; ratios are taken within a "
-    "round, medians over rounds. The process keeps freed memory for the next call. Memory: peak resident size of one "
-    "call minus the size before it, each contender, length and mode in its own process, where freed blocks of 1 MiB "
-    "and more go back to the system. Error: root mean square of the difference to a token-by-token recurrence in "
-    "float64, relative to that of its outputs."
+    "slot logits normal numbers of deviation 1; LeaPformer includes the network of its proportions, and LAVO's window "
+    "has as many tokens as it has slots. forward: no gradients; backward: forward, and backward to all inputs. Time: "
+    "wall clock; every round times every contender at every length, in an order that rotates from round to round; a "
+    "call of less than a second is made three times and the median taken; ratios are taken within a round, medians "
+    "over rounds. The process keeps freed memory for the next call. Memory: peak resident size of one call minus the "
+    "size before it, each contender, length and mode in its own process, where freed blocks of 1 MiB and more go back "
+    "to the system. Error: root mean square of the difference to a token-by-token recurrence in float64, relative to "
+    "that of its outputs."
 )
 
 FORWARD, BACKWARD = "forward", "backward"
 MODES = (FORWARD, BACKWARD)
-OWN = ("scan", "luna", "abc")
-OUTER = {name: f"{name}-outer" for name in OWN}  # the same operator by cumulative sums of outer products
+OUTER = {name: f"{name}-outer" for name in ("scan", "luna", "abc")}  # the same by cumulative sums of outer products
+OWN = (*OUTER, "leapformer", "lavo")
 SDPA = "sdpa"
 PEERS = (*OUTER.values(), SDPA)
 OUTER_LENGTH = 2048  # at most, since these hold n p r numbers, and their gradients as many again
@@ -50,7 +60,7 @@ SHORT_CALL, REPEATS = 1.0, 3
 # Floors; they hold for the sizes of BASE on one CPU thread in float32.
 BASE = {"heads": 12, "size": 64, "slots": 64, "threads": 1, "device": "cpu", "dtype": "float32"}
 OVER_OUTER = {2048: {FORWARD: 20.0, BACKWARD: 20.0}}
-OVER_SDPA = {8192: {FORWARD: 8.0, BACKWARD: 6.0}}
+OVER_SDPA = {8192: {name: {FORWARD: 8.0, BACKWARD: 6.0 if name in OUTER else 8.0} for name in OWN}}
 GROWTH_LENGTHS, GROWTH = (8192, 16384), 2.1
 ERROR = 1e-6
 
@@ -73,6 +83,38 @@ def luna(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
 def abc(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
     """Causal ABC after its projections and slot logits."""
     return attend_causal_memory(query, key, value, weights, "softmax")[0]
+
+
+@cache
+def make_module(name: str, heads: int, size: int, slots: int) -> nn.Module:
+    """LeaPformer's or LAVO's attention with random parameters, in eval mode."""
+    shape = {"hidden_size": heads * size, "num_attention_heads": heads, "is_decoder": True}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if name == "leapformer":
+            return LeapformerCausalAttention(LeapformerConfig(**shape)).eval().requires_grad_(False)
+        config = LavoConfig(**shape, num_bases=slots, local_window=slots, attn_implementation="sdpa")
+        module = LavoCausalAttention(config).eval().requires_grad_(False)
+        module.initialise(config)
+        module.position_bias.normal_()
+    return module
+
+
+def _module_for(name: str, query: Tensor, weights: Tensor) -> nn.Module:
+    return make_module(name, query.shape[1], query.shape[3], weights.shape[3]).to(query)
+
+
+def leapformer(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+    """LeaPformer's causal attention after its projections, with learned proportions."""
+    context = make_context(None, query.shape[2], query.device)
+    return _module_for("leapformer", query, weights).attend(query, key, value, context)
+
+
+def lavo(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+    """LAVO's causal attention after its projections: slots, and a window of as many tokens."""
+    context = make_context(None, query.shape[2], query.device, window=weights.shape[3])
+    output, _ = mean_of_parts(_module_for("lavo", query, weights).attend(query, key, value, context))
+    return output.unflatten(-1, (query.shape[1], query.shape[3])).transpose(1, 2)
 
 
 def outer_scan(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -105,6 +147,8 @@ CONTENDERS: dict[str, Callable[..., Tensor]] = {
     "scan": scan,
     "luna": luna,
     "abc": abc,
+    "leapformer": leapformer,
+    "lavo": lavo,
     "scan-outer": outer_scan,
     "luna-outer": outer_luna,
     "abc-outer": outer_abc,
@@ -156,8 +200,11 @@ def make_action(name: str, length: int, mode: str, options: argparse.Namespace) 
 
 
 def recurrence(name: str, query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
-    """The outputs of `scan`, `luna` or `abc`, computed token by token in float64."""
+    """The outputs of a contender in `OWN`, computed token by token in float64."""
     query, key, value, weights = (states[0].double() for states in (query, key, value, weights))
+    if name in ("leapformer", "lavo"):
+        module = copy.deepcopy(make_module(name, query.shape[0], query.shape[2], weights.shape[2])).double()
+        return (_recur_leapformer if name == "leapformer" else _recur_lavo)(module, query, key, value)
     if name == "scan":
         return _sum_outer(query, key, value)
     heads, length, slots = weights.shape
@@ -185,6 +232,31 @@ def _sum_outer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     for x, y, z in zip(query.split(1, 1), key.split(1, 1), value.split(1, 1), strict=True):
         state = state + y.transpose(1, 2) @ z
         outputs.append(x @ state)
+    return torch.cat(outputs, dim=1)
+
+
+def _recur_leapformer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def features(states: Tensor, proportion: nn.Module) -> Tensor:
+        states = states.relu()
+        part = proportion.outer(proportion.inner(states).relu()).sigmoid() * (math.pi / 2)
+        return torch.cat([states * part.cos(), states * part.sin()], dim=-1)
+
+    query, key = features(query, module.query_proportion), features(key, module.key_proportion)
+    normaliser = _sum_outer(query, key, torch.ones_like(value[..., :1]))
+    return _sum_outer(query, key, value) / normaliser.clamp(min=FLOOR)
+
+
+def _recur_lavo(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    width, outputs, total = module.config.local_window, [], 0.0
+    for token in range(query.shape[1]):
+        first = max(token - width + 1, 0)
+        asked, seen = query[:, token : token + 1], slice(first, token + 1)
+        bias = module.position_bias[width - 1 - (token - first) : width]
+        scores = asked @ key[:, seen].transpose(1, 2) * query.shape[-1] ** -0.5 + bias
+        local = scores.softmax(-1) @ value[:, seen]
+        total = total + local @ module.bases.transpose(1, 2)
+        memory = module.bases * (total / (token + 1)).transpose(1, 2)
+        outputs.append((local + (asked @ memory.transpose(1, 2)).softmax(-1) @ memory) / 2)
     return torch.cat(outputs, dim=1)
 
 
@@ -254,6 +326,11 @@ def describe_length(length: int, times: dict[str, dict[str, list[float]]], memor
     return {"length": length, "contenders": contenders}
 
 
+def measured_in(result: dict[str, Any]) -> list[str]:
+    """The package's contenders that a result has; a run may be older than some of them."""
+    return [name for name in OWN if name in result["lengths"][0]["contenders"]]
+
+
 def check(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Every floor that applies to a run."""
     checks = []
@@ -263,15 +340,16 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
     if any(result["settings"][name] != value for name, value in BASE.items()):
         return checks
     for row in result["lengths"]:
-        for name in OWN:
+        for name in measured_in(result):
             for mode, measured in row["contenders"][name].items():
-                for rival, floors in ((OUTER[name], OVER_OUTER), (SDPA, OVER_SDPA)):
-                    if row["length"] in floors:
+                rivals = {OUTER.get(name): OVER_OUTER, SDPA: {n: own[name] for n, own in OVER_SDPA.items()}}
+                for rival, floors in rivals.items():
+                    if rival and row["length"] in floors:
                         speed, floor = measured["speed_over"][rival]["median"], floors[row["length"]][mode]
                         what = f"{mode}, speed over {rival} at {row['length']}"
                         checks.append(compare(what, name, speed, floor, at_least=True))
     short, long = GROWTH_LENGTHS
-    for name in OWN if result["growth"] else ():
+    for name in measured_in(result) if result["growth"] else ():
         for mode, growth in result["growth"][name].items():
             checks.append(compare(f"{mode}, time at {long} over {short}", name, growth["median"], GROWTH))
     return checks
@@ -300,7 +378,7 @@ def markdown(result: dict[str, Any]) -> str:
         ]
         lines.append(f"* Time at {long:,} tokens relative to {short:,}: {', '.join(growth)}.")
     plain = [error for error in result["errors"] if error["scale"] == 1]
-    largest = {name: max(e["relative_rms"] for e in plain if e["contender"] == name) for name in OWN}
+    largest = {name: max(e["relative_rms"] for e in plain if e["contender"] == name) for name in measured_in(result)}
     scaled = [f"{e['relative_rms']:.1e} ({e['scale']})" for e in result["errors"] if e["scale"] != 1]
     values = ", ".join(f"{name} {error:.1e}" for name, error in largest.items())
     lines.append(

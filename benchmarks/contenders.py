@@ -40,17 +40,24 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "abc-full": {"memory_control": "full"},
         "abc-mixed-64": {**MIXED, "memory_size": 64},
     },
+    "leapformer": {
+        "leapformer": {"reweighting": "learned"},
+        "cosformer": {"reweighting": "cosine"},
+        "linear-attention": {"reweighting": "none"},
+    },
+    "lavo": {"lavo-64": {"num_bases": 64, "local_window": 64}},
 }
 OWN = {name: (family, fields) for family in FAMILIES for name, fields in VARIANTS.get(family, {family: {}}).items()}
 
 # Sets of models that `--models` accepts.
 MODEL_SETS: dict[str, tuple[str, ...]] = {
     "standard": (
-        *("roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64"),
+        *("roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64", "leapformer", "lavo-64"),
         *(family for family in FAMILIES if family not in VARIANTS),
     ),
     "luna": ("roberta", "modernbert", "luna-untied", "luna-tied"),
     "abc": ("roberta", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
+    "linear": ("roberta", *VARIANTS["leapformer"], *VARIANTS["lavo"]),
     "eager": ("roberta", "roberta-eager", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "controls": (
         *("roberta", "abc-mlp-64"),

@@ -12,6 +12,8 @@ SPEED: dict[tuple[str, str, int | str | None], dict[str, dict[int, float]]] = {
         "abc-mlp-64": {512: 0.95, 2048: 1.25, 4096: 1.75},
         "luna-mixed-64": {512: 0.85, 2048: 1.15, 4096: 1.6, 16384: 3.6},
         "abc-mixed-64": {512: 0.85, 2048: 1.15, 4096: 1.6, 16384: 3.6},
+        "leapformer": {512: 0.95, 2048: 1.3, 4096: 1.75, 16384: 4.2},
+        "lavo-64": {512: 0.85, 2048: 1.2, 4096: 1.6, 16384: 3.8},
     },
     ("forward", "bfloat16", None): {"luna-untied": {4096: 3.6}, "luna-tied": {4096: 4.0}},
     ("mlm_step", "float32", 4): {"luna-untied": {512: 1.75}},

@@ -30,9 +30,14 @@ LABELS = {
     "luna-mixed-64": "Luna, tied, window and slots",
     "luna-mixed-64-untied": "Luna, untied, window and slots",
     "abc-mixed-64": "ABC, window and slots",
+    "leapformer": "LeaPformer",
+    "cosformer": "cosFormer",
+    "linear-attention": "linear attention",
+    "lavo-64": "LAVO, 64 bases, window of 64",
 }
 FORWARD, ABC = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-layer-abc-cpu-float32"
 MIXED = "encoder-forward-1-layer-mixed-cpu-float32"
+LINEAR, ATTENTION = "encoder-forward-1-layer-linear-cpu-float32", "attention-12-heads-of-64-cpu-float32"
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 CAUSAL, CAUSAL_LENGTH = "causal-attention-cpu-float32", 8192
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
@@ -121,7 +126,7 @@ def _source(name: str) -> str:
     commands = "\n".join(f"- Command: `{command}`" for command in [*result.get("commands", []), result["command"]])
     minutes = f" ({MINUTES[name]} min)" if name in MINUTES else ""
     date = f"; {result['date']}" if "date" in result else ""
-    spread = f"\n- Spread: {_spread(name)}" if name.startswith(("encoder", "generation", "causal")) else ""
+    spread = f"\n- Spread: {_spread(name)}" if name.startswith(("attention", "encoder", "generation", "causal")) else ""
     return f"{commands}{minutes}\n- Machine: {_machine(result)}{date}; [data](../{path}){spread}"
 
 
@@ -280,6 +285,18 @@ def _mixed() -> str:
     models = [name for name in _load(MIXED)["models"] if name != "roberta"]
     table = _by_length(MIXED, [(name, "roberta") for name in models], [*models, "roberta"])
     return _with_source(f"{table}\n\n{_growth(MIXED, models)}", MIXED)
+
+
+def _linear() -> str:
+    models = [name for name in _load(LINEAR)["models"] if name != "roberta"]
+    table = _by_length(LINEAR, [(name, "roberta") for name in models], [*models, "roberta"])
+    return _with_source(f"{table}\n\n{_growth(LINEAR, models)}", LINEAR)
+
+
+def _once_measured(name: str, command: str, write: Callable[[], str]) -> Callable[[], str]:
+    """A block whose result may not be committed yet: until then it names the command that makes it."""
+    missing = f"Not measured on a quiet machine yet: `{command}`."
+    return lambda: write() if any(ROOT.glob(f"*/results/{name}-torch*.json")) else missing
 
 
 def _controls() -> str:
@@ -467,6 +484,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "whole": _whole,
     "abc": _abc,
     "mixed": _mixed,
+    "linear": _once_measured(
+        LINEAR,
+        "python benchmarks/encoder.py --models linear --layers 1 --lengths 512 2048 4096 16384 --check-floors",
+        _linear,
+    ),
+    "attention": _once_measured(ATTENTION, "python benchmarks/attention.py", lambda: _report(ATTENTION)),
     "controls": _controls,
     "training-step": lambda: _one_length(
         {

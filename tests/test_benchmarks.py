@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import attention
 import causal
 import causal_training
 import contenders
@@ -25,6 +26,8 @@ from transformers import ModernBertConfig, RobertaConfig
 
 from luna_hf import LunaConfig
 from luna_hf.configuration_abc import CONTROLS
+from luna_hf.context import make_context
+from luna_hf.functional import split_heads
 from luna_hf.scripting import UserError
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -94,6 +97,36 @@ def test_benchmarks_as_scripts(script, words, tmp_path):
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
+def test_attention_alone(tmp_path, monkeypatch, capsys):
+    words = ["--lengths", "24", "32", "--heads", "2", "--size", "8", "--slots", "4", "--rounds", "2", "--rows", "2"]
+    path, result = run_here(attention, words, tmp_path, monkeypatch)
+    assert path.name.startswith("attention-2-heads-of-8-cpu-float32-torch")
+    assert path.with_suffix(".md").read_text().strip() in capsys.readouterr().out
+    for row in result["lengths"]:
+        assert list(row["contenders"]) == [*attention.OWN, *attention.PEERS]
+        linear, cosformer, eager = (
+            {"seconds": row["contenders"][name]["training"]["seconds"]} for name in ("linear", "cosformer", "eager")
+        )
+        measured = row["contenders"]["cosformer"]["training"]
+        assert_ratios(measured["speed_over"]["eager"], eager, cosformer)
+        assert_ratios(measured["time_over_linear"], cosformer, linear)
+
+
+@torch.no_grad()
+def test_attention_alone_is_that_of_the_models():
+    """The contenders are given what a layer's projections make of its states; both kinds of softmax agree."""
+    inputs = attention.make_inputs(24, attention.parse(["--heads", "2", "--size", "8", "--rows", "2"]))
+    assert torch.allclose(*(attention.attend(name, inputs, 4, False) for name in attention.PEERS), atol=1e-6)
+    states = torch.randn(2, 24, 16)
+    for name in attention.OWN:
+        module = attention.make_module(name, 2, 8, 4).eval()
+        key_value = module.key_and_value(states)
+        query = split_heads(module.query(states), 2)
+        window = 4 if name == "lavo" else 0
+        expected, _, _ = module(states, None, make_context(None, 24, states.device, window=window))
+        assert torch.allclose(attention.attend(name, (query, *key_value), 4, False).flatten(2), expected, atol=1e-6)
+
+
 def test_peak_memory_of_a_call():
     measuring.steady_allocator()
     assert 60 < measuring.extra_memory(lambda: torch.ones(2**24), "cpu") / 2**20 < 90
@@ -115,7 +148,7 @@ def test_a_training_step_of_every_kind_learns(name):
 
 def test_models_are_chosen_by_name_or_set():
     standard = ["roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64"]
-    standard += ["leapformer", "lavo"]
+    standard += ["leapformer", "lavo-64"]
     options = encoder.parse(TINY)
     assert options.names == standard and encoder.subject(options) == "encoder-forward-3-layer"
     controls = encoder.parse([*TINY, "--models", "controls"])
@@ -132,6 +165,7 @@ def test_models_are_chosen_by_name_or_set():
         (encoder, ["--device", "cuda:99"], "cuda:99"),
         (causal, ["--rounds", "0"], "--rounds"),
         (causal_training, ["--lengths", "x"], "--lengths"),
+        (attention, ["--rows", "0"], "--rows"),
         (generation, ["--speed"], "--speed"),
         (guarantees, ["--models", "NoModel"], "NoModel"),
     ],
@@ -316,7 +350,7 @@ def test_a_missed_floor_fails_alone(name, place, value):
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_results_name_their_origin(path):
     result, name = json.loads(path.read_text()), path.name.split("-")[0]
-    scripts = (causal, causal_training, encoder, generation, guarantees)
+    scripts = (attention, causal, causal_training, encoder, generation, guarantees)
     script = {module.__name__: module for module in scripts}[name]
     check_header(result, name)
     script.parse(result["command"].split()[2:])

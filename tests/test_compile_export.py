@@ -51,8 +51,8 @@ CASES = [
 ]
 CASES += [slow_unless((family, variant) in FAST, family, "mlm", variant) for family, variant in FAMILY_VARIANTS]
 cases = pytest.mark.parametrize(("family", "kind", "variant"), CASES)
-# The two schedules of a causal memory, which are all that depends on the length.
-CAUSAL = [("luna", "default"), ("abc_memory", "default")]
+# The two schedules of a causal memory, and the scans of the families without one: all that depends on the length.
+CAUSAL = [(family, "default") for family in FAMILIES]
 causal = pytest.mark.parametrize(
     ("family", "variant"), [slow_unless(case in CAUSAL, *case) for case in FAMILY_CAUSAL_VARIANTS]
 )

@@ -21,7 +21,9 @@ def test_the_device_decides():
     assert choose("nearest_centroid", CPU) == "parts" and choose("nearest_centroid", ACCELERATOR) == "whole"
 
 
-@pytest.mark.parametrize(("operation", "states"), [("feed_forward", ACCELERATOR), ("window_blocks", CPU)])
+@pytest.mark.parametrize(
+    ("operation", "states"), [("feed_forward", ACCELERATOR), ("window_blocks", CPU), ("token_parts", CPU)]
+)
 def test_parts_are_for_inference(operation, states):
     assert choose(operation, states, training=False) == "whole"  # gradients may be needed
     with torch.no_grad():

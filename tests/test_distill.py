@@ -37,6 +37,8 @@ STUDENTS = {
     "abc": ("abc_memory", {"memory_size": 3, "sparse_prediction": True}),
     "luna": ("luna", {"projection_length": 6}),
     "prenorm": ("abc_memory", {"memory_size": 3, "norm_first": True}),
+    "leapformer": ("leapformer", {"sparse_prediction": True}),
+    "lavo": ("lavo", {"num_bases": 3, "local_window": 4}),
 }
 
 

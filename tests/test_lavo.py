@@ -13,7 +13,7 @@ from helpers import (
     tiny_model,
 )
 
-from luna_hf import LavoConfig, LavoForMaskedLM, LavoModel, MemoryCache, read_memory, write_memory
+from luna_hf import LavoConfig, LavoForMaskedLM, LavoModel, MemoryCache, memory_attention, read_memory, write_memory
 from luna_hf.attention_lavo import compress
 from luna_hf.attention_lavo_causal import running_sums
 from luna_hf.context import make_context
@@ -266,3 +266,17 @@ def test_the_state_is_a_sum_and_a_window():
     states = model(random_ids(2, 40)).past_key_values.layers[0].states
     shapes = {name: tuple(tensor.shape) for name, tensor in states.items()}
     assert shapes == {"total": (2, 4, 8), "window_key": (2, 4, 5, 12), "window_value": (2, 4, 5, 12)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [[12, 12], [12, 5]])
+def test_parts_of_the_tokens_continue_each_other(lengths, monkeypatch):
+    model, batch = tiny_causal_model("lavo").double(), padded_batch(lengths)
+    with torch.enable_grad():  # gradients may be needed: all tokens at once
+        whole = model(**batch)
+    monkeypatch.setattr(memory_attention, "_PART_TOKENS", 5)
+    parts = model(**batch)
+    keep = batch["attention_mask"].bool()
+    torch.testing.assert_close(parts.logits[keep], whole.logits[keep], rtol=1e-10, atol=1e-12)
+    totals = [out.past_key_values.layers[0].states["total"] for out in (parts, whole)]
+    torch.testing.assert_close(*totals, rtol=1e-6, atol=1e-6)  # a state in float32

@@ -5,7 +5,7 @@ import torch
 from helpers import normal_states, padded_batch, random_ids, refused, relative_rms, tiny_causal_model, tiny_model
 from variants import ROWS
 
-from luna_hf import LeapformerConfig
+from luna_hf import LeapformerConfig, memory_attention
 from luna_hf.attention_leapformer import FLOOR, Features, implied_weights, map_features, read_sums, write_sums
 from luna_hf.attention_leapformer_causal import attend_causally
 from luna_hf.context import make_context
@@ -156,3 +156,19 @@ def test_the_size_of_the_learned_proportions(factor):
     ]
     inner = 12 // factor
     assert counts[0] - counts[1] == 3 * 2 * (12 * inner + inner + inner + 1)
+
+
+# ---- parts ----
+
+
+@variants
+@pytest.mark.parametrize("padded", [False, True])
+def test_parts_of_the_tokens_add_up(variant, padded, monkeypatch):
+    model = tiny_model("leapformer", **VARIANTS[variant]).double()
+    batch = padded_batch([12, 5, 9]) if padded else {"input_ids": random_ids(2, 12)}
+    whole = model(**batch).last_hidden_state  # gradients may be needed
+    monkeypatch.setattr(memory_attention, "_PART_TOKENS", 5)
+    with torch.no_grad():
+        parts = model(**batch).last_hidden_state
+    keep = batch.get("attention_mask", torch.ones(2, 12)).bool()
+    torch.testing.assert_close(parts[keep], whole[keep], rtol=1e-10, atol=1e-12)

@@ -203,7 +203,8 @@ def test_causal_cosformer(dtype):
     states = fixture.input("self", "query").to(dtype)
     context = make_context(None, states.shape[1], states.device)
     key, value = attention.key_and_value(states)
-    output, _ = attend_causally(attention.query_features(states, context), attention.key_features(key, context), value)
+    query = attention.query_features(attention.queries(states), context)
+    output, _ = attend_causally(query, attention.key_features(key, context), value)
     for name in ("output", "output_quadratic"):
         ours = project(output.transpose(1, 2).flatten(2))
         assert_near(ours, fixture.output("self", name), fixture, "self", name)
@@ -245,7 +246,7 @@ def test_translation(case, dtype):
             assert_near(output, theirs, fixture, case, name)
     if case == "cross":
         return
-    queries, (key, value) = attention.query_features(query, own), attention.key_and_value(source)
+    queries, (key, value) = attention.query_features(attention.queries(query), own), attention.key_and_value(source)
     keys = attention.key_features(key, context)
     output, sums = attend_causally(queries, keys, value, keep=keep)
     output = project(output.transpose(1, 2).flatten(2))

@@ -113,7 +113,30 @@ def test_state_bytes_count_slots_and_window():
     assert mixed - plain == layers * 4 * (window * 2 * width + slots)  # and the counts
 
 
-@pytest.mark.parametrize("name", ["luna", "luna-x", "softmax+shift", "mamba-16"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("system", ["leapformer+conv", "linear", "lavo-4", "lavo-4+window"])
+def test_systems_of_the_linear_families(system, causal):
+    """Each is what its name says, and reads across the gap."""
+    task = Task("recall", causal, 4, 8, REACH + 2)
+    torch.manual_seed(0)
+    model = make_model(system, task).eval()
+    fields = {"leapformer+conv": ("learned", TAPS, 0), "linear": ("none", None, 0)}
+    fields |= {"lavo-4": (4, None, 0), "lavo-4+window": (4, None, WINDOW)}
+    first = "num_bases" if system.startswith("lavo") else "reweighting"
+    found = [getattr(model.config, name) for name in (first, "conv_kernel_size", "local_window")]
+    assert (found[0], found[1] or None, found[2]) == fields[system]
+    ids, labels = drawn(task, 2)
+    other = ids.clone()
+    other[:, 1:8:2] = ids[:, 1:8:2].flip(1)
+    with torch.no_grad():
+        one, two = (model(input_ids=row).logits[labels != IGNORED] for row in (ids, other))
+    assert torch.isfinite(one).all() and not torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["luna", "luna-x", "softmax+shift", "mamba-16", "lavo", "leapformer-16", "linear+window", "lavo-4+both-uncounted"],
+)
 def test_unknown_systems_are_refused(name):
     with pytest.raises(ValueError, match="no system"):
         fields_of(name, TASKS[0])

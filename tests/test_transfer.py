@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,8 @@ from objectives import teacher as teachers
 from objectives import transfer as objective
 from objectives.transfer import AttentionTransfer
 from reference import abc as abc_reference
+from reference import lavo as lavo_reference
+from reference import leapformer as leapformer_reference
 from reference import luna as luna_reference
 from safetensors.torch import save_file
 from tiny_training import (
@@ -62,6 +65,9 @@ STUDENTS = {
     "mlp-of-each-layer": ("abc_memory", {"memory_size": 3, "share_control": False}),
     "luna": ("luna", {"projection_length": 6, "tie_kv": False}),
     "luna-convolution": ("luna", {"projection_length": 20, "conv_kernel_size": 3}),
+    "leapformer": ("leapformer", {"conv_kernel_size": 3}),
+    "cosformer": ("leapformer", {"reweighting": "cosine"}),
+    "lavo": ("lavo", {"num_bases": 3, "local_window": 4}),
 }
 
 
@@ -114,6 +120,24 @@ def luna_added(student, states):
         yield luna_reference.linear(own, "output.dense", mixed) + convolved(own, x)
 
 
+def added_by(reference, student, states):
+    """What the layers of a family with such a reference add to given states of one row."""
+    for layer, x in zip(student.encoder.layer, states, strict=True):
+        own = dict(layer.attention.named_parameters())
+        heads, _ = reference.attention(
+            {name.removeprefix("self."): value for name, value in own.items()}, x, student.config
+        )
+        yield luna_reference.linear(own, "output.dense", heads.transpose(0, 1).flatten(1)) + convolved(own, x)
+
+
+LITERAL = {
+    "luna": luna_added,
+    "abc_memory": abc_added,
+    "leapformer": partial(added_by, leapformer_reference),
+    "lavo": partial(added_by, lavo_reference),
+}
+
+
 def convolved(own, x):
     return luna_reference.convolution(own, "convolution", x) if "convolution.weight" in own else 0
 
@@ -129,7 +153,7 @@ def test_the_error_is_the_literal_one(kind):
     sums = torch.zeros(3, 2, dtype=torch.float64)
     for ids, length in zip(batch["input_ids"], LENGTHS, strict=True):
         states, expected = teaching(teacher, ids[:length])
-        added = {"luna": luna_added, "abc_memory": abc_added}[family](student.base_model, states)
+        added = LITERAL[family](student.base_model, states)
         for layer, (own, target) in enumerate(zip(added, expected, strict=True)):
             sums[layer] += torch.stack([((own - target) ** 2).sum(), (target**2).sum()])
     torch.testing.assert_close(out.sums, sums, rtol=1e-10, atol=0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine import checkpoint, log, loop, windows
 from engine.windows import WindowDropout
-from helpers import tiny_model
+from helpers import slots_of, tiny_model
 from tiny_training import CAUSAL, DEMO, arguments, batch_of, make_run, masked_rows, run, start, write_corpus
 from torch.nn.functional import cross_entropy
 
@@ -92,8 +92,9 @@ def test_a_recipe_for_a_model_without_a_window_is_refused(corpus, tmp_path, caps
 
 
 @torch.no_grad()
-def test_switched_losses_are_those_of_passes_that_read_one_part(tmp_path):
-    model, rows = tiny_model("luna", "mlm", projection_length=4, local_window=4), masked_rows()
+@pytest.mark.parametrize("family", ["luna", "abc_memory", "lavo"])
+def test_switched_losses_are_those_of_passes_that_read_one_part(family, tmp_path):
+    model, rows = tiny_model(family, "mlm", **slots_of(family, 4), local_window=4), masked_rows()
     made = make_run(tmp_path, [[]], model=model)
     found = loop.switched_losses(made.accelerator, made.module, rows, 4, False)
     batch, places = batch_of(rows), batch_of(rows)["labels"] != -100

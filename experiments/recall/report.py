@@ -12,6 +12,7 @@ from luna_hf.scripting import UserError, markdown_table
 
 Run = dict[str, Any]
 COLOURS = {"softmax": "black", "window": "0.5", "abc": "tab:blue", "luna": "tab:orange", "luna-exp": "tab:red"}
+COLOURS |= {"leapformer": "tab:purple", "linear": "tab:brown", "lavo": "tab:green"}
 LINES = {"": ":", "window": "-", "conv": "--", "both": "-."}
 LINES |= {"conv-narrow": (0, (1, 3)), "window-uncounted": (0, (5, 1)), "both-uncounted": (0, (3, 1, 1, 1))}
 PLOTTED = ("", "window", "conv", "both")  # ablations are in the tables

@@ -1,10 +1,13 @@
 """The systems that the recall study compares, as fields of a config.
 
 A name is a base, and what is added to it: `luna-16+window`. Bases are `softmax`, `window` (sliding-window attention
-alone), and Luna or ABC-MLP with a number of slots. `+window` reads the slots and a window in one softmax; `+conv` adds
-a depthwise convolution, `+both` both. Behind them, `-uncounted` leaves out the bias by counts, and `-narrow` starts the
-filters like any other matrix. `luna-exp` is causal Luna with `pack_activation="exp"`. In this study only, `luna-total`
-divides the sums of causal Luna by the sum of the weights instead of the number of tokens.
+alone), `leapformer` and `linear` (attention with LeaPformer's re-weighting and without one, whose memory has no slots),
+and Luna, ABC-MLP or LAVO with a number of slots. LAVO without a window writes values to its slots. `+window` reads the
+slots and a window in one softmax; `+conv` adds a depthwise convolution, `+both` both. Behind them, `-uncounted` leaves
+out the bias by counts, and `-narrow` starts the filters like any other matrix. `luna-exp` is causal Luna with
+`pack_activation="exp"`. In this study only, `luna-total` divides the sums of causal Luna by the sum of the weights
+instead of the number of tokens. LAVO reads a window with a softmax of its own, which no counts enter, and linear
+attention reads none.
 """
 
 from typing import Any
@@ -13,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from luna_hf import AbcConfig, AbcForCausalLM, AbcForMaskedLM, LunaConfig, LunaForCausalLM, LunaForMaskedLM, MemoryCache
+from luna_hf import FAMILIES, MemoryCache
 from luna_hf.attention_luna_causal import LunaCausalAttention
 
 from .tasks import FILLER, PAD, QUESTION, Task
@@ -40,7 +43,13 @@ BASES: dict[str, dict[str, Any]] = {
     "luna-exp": {**LUNA, "pack_activation": "exp"},
     "luna-exp-tied": {"family": "luna", "pack_activation": "exp"},
     "luna-total": LUNA,
-    "abc": {"family": "abc"},
+    "abc": {"family": "abc_memory"},
+    "lavo": {"family": "lavo", "local_window": 0},
+}
+# Without slots.
+LINEAR: dict[str, dict[str, Any]] = {
+    "leapformer": {"family": "leapformer"},
+    "linear": {"family": "leapformer", "reweighting": "none"},
 }
 CONV = {"conv_kernel_size": TAPS, "conv_initializer_range": TAPS**-0.5}
 ADDED: dict[str, dict[str, Any]] = {"": {}, "window": {"local_window": WINDOW}, "conv": CONV}
@@ -49,10 +58,6 @@ ADDED["conv-narrow"] = {"conv_kernel_size": TAPS}
 ADDED["both"] = {**ADDED["window"], **ADDED["conv"]}
 for name in ("window", "both"):
     ADDED[f"{name}-uncounted"] = {**ADDED[name], "slot_count_bias": False}
-_MODELS = {
-    "luna": (LunaConfig, LunaForMaskedLM, LunaForCausalLM),
-    "abc": (AbcConfig, AbcForMaskedLM, AbcForCausalLM),
-}
 
 
 def fields_of(system: str, task: Task) -> dict[str, Any]:
@@ -66,22 +71,25 @@ def fields_of(system: str, task: Task) -> dict[str, Any]:
     if added in ADDED and base == "softmax":
         # A causal model has no `full`: a window over the whole row is the same.
         control = {"memory_control": "sliding_window", "memory_size": task.length} if task.causal else {}
-        return {"family": "abc", "memory_control": "full", **control, **ADDED[added]}
+        return {"family": "abc_memory", "memory_control": "full", **control, **ADDED[added]}
     if added in ADDED and base == "window":
-        return {"family": "abc", "memory_control": "sliding_window", "memory_size": WINDOW, **ADDED[added]}
-    if added in ADDED and name in BASES and slots.isdecimal():
+        return {"family": "abc_memory", "memory_control": "sliding_window", "memory_size": WINDOW, **ADDED[added]}
+    if added in ADDED and base in LINEAR and "local_window" not in ADDED[added]:
+        return {**LINEAR[base], **ADDED[added]}
+    uncounted = name == "lavo" and "slot_count_bias" in ADDED.get(added, {})
+    if added in ADDED and name in BASES and slots.isdecimal() and not uncounted:
         fields = BASES[name]
-        size = "projection_length" if fields["family"] == "luna" else "memory_size"
-        return {**fields, size: int(slots), **ADDED[added]}
-    bases, added = ", ".join(f"{name}-<slots>" for name in BASES), " or ".join(f"+{name}" for name in ADDED if name)
-    raise ValueError(f"There is no system {system!r}. Choose softmax, window, {bases}; add {added}.")
+        return {**fields, FAMILIES[fields["family"]].config.slots_field: int(slots), **ADDED[added]}
+    bases = ", ".join(["softmax", "window", *LINEAR, *(f"{name}-<slots>" for name in BASES)])
+    added = " or ".join(f"+{name}" for name in ADDED if name)
+    raise ValueError(f"There is no system {system!r}. Choose {bases}; add {added}.")
 
 
 def make_model(system: str, task: Task, positions: str | None = None) -> nn.Module:
     """A masked or causal language model for a task; `positions` are those of `Recipe`."""
     fields = {**BODY, **fields_of(system, task)}
-    config_class, *models = _MODELS[fields.pop("family")]
-    config: PreTrainedConfig = config_class(
+    family = FAMILIES[fields.pop("family")]
+    config: PreTrainedConfig = family.config(
         vocab_size=task.vocab_size,
         max_position_embeddings=task.length,
         bos_token_id=FILLER,
@@ -91,7 +99,7 @@ def make_model(system: str, task: Task, positions: str | None = None) -> nn.Modu
         position_embedding_type=positions or ("sinusoidal" if task.causal else "learned"),
         **fields,
     )
-    model = models[task.causal](config)
+    model = (family.causal_lm if task.causal else family.masked_lm)(config)
     return model.apply(divide_by_total) if system.startswith("luna-total") else model
 
 

@@ -24,6 +24,7 @@ The paper leaves some choices open, or its text and figures differ:
 Shape letters: b batch, h heads, n tokens, r bases, w tokens of a window, c head size.
 """
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ def mean_of_parts(parts: list[Read]) -> tuple[Tensor, Tensor | None]:
     """Average the outputs, and put the weights with which slots and window are then read side by side, slots first."""
     if len(parts) == 1:
         return parts[0].output, parts[0].weights
-    output = sum(part.output for part in parts) / len(parts)
+    output = reduce(torch.add, (part.output for part in parts)) / len(parts)  # `sum` would add to zero first
     if parts[0].weights is None:
         return output, None
     return output, torch.cat([part.weights for part in parts], dim=-1) / len(parts)
@@ -112,6 +113,11 @@ class LavoProjections(MemoryAttention):
     def heads(self, layer: nn.Linear, states: Tensor) -> Tensor:
         """Project (b, n, d) states to (b, h, n, c)."""
         return split_heads(linear(layer, states), self.num_heads)
+
+    def project(self, states: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Project (b, n, d) states to queries, keys (`None` if nothing reads the window) and values (b, h, n, c)."""
+        key = None if self.key is None else self.heads(self.key, states)
+        return self.heads(self.query, states), key, self.heads(self.value, states)
 
     def read_window(self, query: Tensor, memory: SlotMemory | WindowMemory, window: int, options: dict) -> Read:
         """Read a window, or in a decoding step its tokens as slots, with queries (b, h, n, c)."""
@@ -163,12 +169,11 @@ class LavoAttention(LavoProjections):
         # The backends divide the logits by the root of the head size.
         return Read(slots, *read_memories(self, query * query.shape[-1] ** 0.5, [slots], options))
 
-    def attend(self, states: Tensor, context: ForwardContext) -> list[Read]:
-        """Read the parts of the output for (b, n, d) states, global before local."""
-        query, value = self.heads(self.query, states), self.heads(self.value, states)
+    def attend(self, query: Tensor, key: Tensor | None, value: Tensor, context: ForwardContext) -> list[Read]:
+        """Read the parts of the output for (b, h, n, c) queries, keys and values, global before local."""
         local, parts = None, []
-        if self.key is not None and context.window:
-            window = tokens_in_window(self.heads(self.key, states), value, context.window, context)
+        if key is not None and context.window:
+            window = tokens_in_window(key, value, context.window, context)
             local = self.read_window(query, window, context.window, context.options)
         if self.bases is not None and context.slots:
             slots = self.slots(self.compressed(value, local), context)
@@ -179,12 +184,12 @@ class LavoAttention(LavoProjections):
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, r + w), and sum to one."""
-        output, weights = mean_of_parts(self.attend(hidden_states, context))
+        output, weights = mean_of_parts(self.attend(*self.project(hidden_states), context))
         return output, carried, weights
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
         """Like `MemoryAttention.views`; each part's weights sum to one."""
         views: Views = {}
-        for memory, _, weights in self.attend(states, context):
+        for memory, _, weights in self.attend(*self.project(states), context):
             views |= memory.views(weights, context.tokens(states))
         return views

@@ -65,20 +65,22 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, r + w), and sum to one."""
-        query, value = self.heads(self.query, hidden_states), self.heads(self.value, hidden_states)
-        local = None if self.key is None else self.attend_window(hidden_states, query, value, context)
+        output, weights = mean_of_parts(self.attend(*self.project(hidden_states), context))
+        return output, carried, weights
+
+    def attend(self, query: Tensor, key: Tensor | None, value: Tensor, context: ForwardContext) -> list[Read]:
+        """Read the parts of the output for (b, h, n, c) queries, keys and values, global before local."""
+        local = None if key is None else self.attend_window(query, key, value, context)
         parts = []
         if self.bases is not None:
             memory = self.attend_memory(query, self.compressed(value, local), context)
             parts += [memory] if context.slots else []
         if local is not None and self.config.attention_parts != "global":
             parts.append(local)
-        output, weights = mean_of_parts(parts)
-        return output, carried, weights
+        return parts
 
-    def attend_window(self, states: Tensor, query: Tensor, value: Tensor, context: ForwardContext) -> Read | None:
+    def attend_window(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Read | None:
         """Update the window of the state, and read it; `None` if this pass leaves it out."""
-        key = self.heads(self.key, states)
         if context.angles is not None:
             query, key = rotate(query, context.angles), rotate(key, context.angles)
         cache = context.layer_cache(self.layer_idx)
@@ -90,15 +92,19 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
     def attend_memory(self, query: Tensor, states: Tensor, context: ForwardContext) -> Read:
         """Update the sum of the state with (b, h, n, c) states, and read the memory of every token."""
         cache = context.layer_cache(self.layer_idx)
-        before = None if cache is None else cache.states.get("total")
-        sums = running_sums(states, self.bases, before, context.keep)
-        means = sums / (context.ranks + 1).to(sums.dtype)[:, None, :, None]
+        total = None if cache is None else cache.states.get("total")
         dropout = self.attention_dropout if self.training else 0.0
-        output, weights = read_orthogonal(query, self.bases, means, dropout)
+        outputs, shown = [], []
+        for part, own in self.token_parts(query, context):
+            sums = running_sums(states[:, :, part], self.bases, total, own.keep)
+            means, total = sums / (own.ranks + 1).to(sums.dtype)[:, None, :, None], sums[:, :, -1]
+            output, weights = read_orthogonal(query[:, :, part], self.bases, means, dropout)
+            # (b, n, h, c) is the layout that the output projection needs.
+            outputs.append(output.transpose(1, 2).to(query.dtype))
+            shown += [weights.to(query.dtype)] if self.config._attn_implementation == "eager" else []
         if cache is not None:
-            cache.write(total=sums[:, :, -1])
-        shown = weights.to(query.dtype) if self.config._attn_implementation == "eager" else None
-        return Read(None, output.transpose(1, 2).flatten(2).to(query.dtype), shown)
+            cache.write(total=total)
+        return Read(None, torch.cat(outputs, dim=1).flatten(2), torch.cat(shown, dim=2) if shown else None)
 
 
 def latest(memory: SlotMemory | WindowMemory, window: int) -> SlotMemory | WindowMemory:

@@ -20,6 +20,7 @@ Shape letters: b batch, h heads, n tokens, q queries, k keys, c head size, f fea
 """
 
 import math
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,10 @@ class LinearMemory(NamedTuple):
 
     value: Tensor  # (b, h, f, c) S, the sum of phi(k_j) (x) v_j
     total: Tensor  # (b, h, f) z, the sum of phi(k_j)
+
+    def plus(self, other: "LinearMemory") -> "LinearMemory":
+        """Return the sums over the tokens of both."""
+        return LinearMemory(self.value + other.value, self.total + other.total)
 
 
 def map_features(states: Tensor, feature_map: str) -> Tensor:
@@ -132,9 +137,13 @@ class LinearAttention(MemoryAttention):
         """Half of a head, rounded to an even number of at least 2."""
         return 2 * max(config.hidden_size // config.num_attention_heads // 4, 1)
 
-    def query_features(self, states: Tensor, context: ForwardContext) -> Features:
-        """Project (b, n, d) states to queries and compute their features."""
-        return self.features(split_heads(linear(self.query, states), self.num_heads), self.query_proportion, context)
+    def queries(self, states: Tensor) -> Tensor:
+        """Project (b, n, d) states to queries (b, h, n, c)."""
+        return split_heads(linear(self.query, states), self.num_heads)
+
+    def query_features(self, query: Tensor, context: ForwardContext) -> Features:
+        """Compute the features of queries (b, h, n, c)."""
+        return self.features(query, self.query_proportion, context)
 
     def key_features(self, key: Tensor, context: ForwardContext) -> Features:
         """Compute the features of keys (b, h, n, c); those of padding are zero."""
@@ -168,13 +177,29 @@ class LeapformerAttention(LinearAttention):
 
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Write the sums over the tokens."""
-        key, value = self.key_and_value(states)
-        return Memory([write_sums(self.key_features(key, context), self.drop_tokens(value))], carried)
+        return Memory([self.write_tokens(*self.key_and_value(states), context)], carried)
+
+    def write_tokens(self, key: Tensor, value: Tensor, context: ForwardContext) -> LinearMemory:
+        """Write (b, h, n, c) keys and values."""
+        value = self.drop_tokens(value)
+        written = [
+            write_sums(self.key_features(key[:, :, part], own), value[:, :, part])
+            for part, own in self.token_parts(key, context)
+        ]
+        return reduce(LinearMemory.plus, written)
 
     def read(self, hidden_states: Tensor, memory: Memory, context: ForwardContext) -> tuple[Tensor, None]:
         """Like `MemoryAttention.read`; sums have no weights to return."""
-        output = read_sums(self.query_features(hidden_states, context), *memory.parts)
-        return output.transpose(1, 2).flatten(2).to(hidden_states.dtype), None
+        output = self.read_tokens(self.queries(hidden_states), *memory.parts, context)
+        return output.flatten(2).to(hidden_states.dtype), None
+
+    def read_tokens(self, query: Tensor, memory: LinearMemory, context: ForwardContext) -> Tensor:
+        """Read with (b, h, n, c) queries: (b, n, h, c) in float32 or wider."""
+        outputs = [
+            read_sums(self.query_features(query[:, :, part], own), memory).transpose(1, 2)
+            for part, own in self.token_parts(query, context)
+        ]
+        return torch.cat(outputs, dim=1)
 
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
@@ -189,7 +214,8 @@ class LeapformerAttention(LinearAttention):
     def weights(self, states: Tensor, context: ForwardContext) -> Tensor:
         """Compute the weights (b, h, n, n) of self-attention; rotary positions make some negative."""
         key, _ = self.key_and_value(states)
-        return implied_weights(self.query_features(states, context), self.key_features(key, context)).to(states.dtype)
+        query = self.query_features(self.queries(states), context)
+        return implied_weights(query, self.key_features(key, context)).to(states.dtype)
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
         """Return the attention map; nothing with rotary positions, whose weights are no distribution."""

@@ -3,7 +3,9 @@
 The state, both sums after the last token, has constant size.
 """
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .attention_leapformer import FLOOR, Features, LinearAttention, LinearMemory
 from .causal_attention import CausalAttention
@@ -25,12 +27,17 @@ def attend_causally(
     Returns:
         The outputs (b, h, n, c) in the dtype of the features, and the sums after the last token.
     """
-    before = None if memory is None else memory.value
-    output, values = causal_scan(query.rotated, key.rotated, value, before, keep)
-    totals = key.plain.cumsum(2)
-    totals = totals if memory is None else totals + memory.total.unsqueeze(2)
-    normaliser = (query.plain * totals).sum(-1, keepdim=True)
-    return output / normaliser.clamp(min=FLOOR), LinearMemory(values, totals[:, :, -1])
+    values, totals = (None, None) if memory is None else (memory.value, memory.total.unsqueeze(-1))
+    if query.rotated is query.plain:  # the normaliser is the sum of values of 1, a column of the same scan
+        before = None if memory is None else torch.cat([values, totals], dim=-1)
+        output, sums = causal_scan(query.plain, key.plain, F.pad(value, (0, 1), value=1.0), before, keep)
+        (output, normaliser), (values, totals) = (both.split([value.shape[-1], 1], -1) for both in (output, sums))
+    else:
+        output, values = causal_scan(query.rotated, key.rotated, value, values, keep)
+        normaliser, totals = causal_scan(query.plain, key.plain, torch.ones_like(value[..., :1]), totals, keep)
+    # Copies, so that a state does not depend on how it was computed, nor holds on to more.
+    memory = LinearMemory(values.contiguous(), totals.squeeze(-1).contiguous())
+    return output / normaliser.clamp(min=FLOOR), memory
 
 
 class LeapformerCausalAttention(LinearAttention, CausalAttention):
@@ -40,12 +47,16 @@ class LeapformerCausalAttention(LinearAttention, CausalAttention):
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, None]:
         """Like `MemoryAttention.forward`, without weights: the state does not hold the earlier tokens."""
+        output = self.attend(self.queries(hidden_states), *self.key_and_value(hidden_states), context)
+        return output.transpose(1, 2).flatten(2).to(hidden_states.dtype), carried, None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
+        """Update the state with (b, h, n, c) keys and values, and read it: (b, h, n, c) in float32 or wider."""
         cache = context.layer_cache(self.layer_idx)
-        key, value = self.key_and_value(hidden_states)
         sums = {} if cache is None else {name: cache.states.get(name) for name in LinearMemory._fields}
         memory = LinearMemory(**sums) if sums.get("value") is not None else None
         output, memory = attend_causally(
-            self.query_features(hidden_states, context),
+            self.query_features(query, context),
             self.key_features(key, context),
             self.drop_tokens(value),
             memory,
@@ -53,4 +64,4 @@ class LeapformerCausalAttention(LinearAttention, CausalAttention):
         )
         if cache is not None:
             cache.write(**memory._asdict())
-        return output.transpose(1, 2).flatten(2).to(hidden_states.dtype), carried, None
+        return output

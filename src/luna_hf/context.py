@@ -32,6 +32,16 @@ class ForwardContext(NamedTuple):
         """Return the padding mask (b, n) of (b, n, d) states; all True if nothing is padded."""
         return torch.ones_like(states[..., 0], dtype=torch.bool) if self.keep is None else self.keep
 
+    def split(self, length: int, size: int) -> list[tuple[slice, "ForwardContext"]]:
+        """Split the tokens into parts of at most `size`: where each is, and its context, without the family's masks."""
+        parts = [slice(first, first + size) for first in range(0, length, size)]
+        own = {name: getattr(self, name) for name in ("keep", "ranks", "angles")}
+        own = {name: tensor for name, tensor in own.items() if tensor is not None}
+        return [
+            (part, self._replace(masks=None, **{name: tensor[:, part] for name, tensor in own.items()}))
+            for part in parts
+        ]
+
     def layer_cache(self, layer_idx: int) -> CacheLayerMixin | None:
         """Return a layer's cache, or `None` without a cache."""
         return None if self.cache is None else self.cache.layers[layer_idx]

@@ -19,6 +19,9 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "causal_softmax_memory": {"graph": "tree", "default": "loop"},
     # Blocks copy the keys and values of their windows; a few blocks at a time, the copies fit in a CPU's cache.
     "window_blocks": {"cpu inference": "parts", "default": "whole"},
+    # Features of linear attention, and each token's memory in causal LAVO, are several tensors as large as the queries
+    # or larger; those of some hundred tokens fit in a CPU's cache.
+    "token_parts": {"cpu inference": "parts", "default": "whole"},
     # A graph masks the slots beyond the length: taking min(length, slots) would specialise it to one side.
     "dynamic_slots": {"graph": "mask", "default": "cut"},
     # A graph pads even and odd lengths alike, so that it is not recompiled.

@@ -15,8 +15,12 @@ from transformers import initialization as init
 from .attention_base import KeyMask, linear, make_key_mask
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext
+from .dispatch import choose
 from .functional import count_bias, split_heads
 from .memory_read import Memories, SlotMemory, Views, read_memories, tokens_in_window, view_parts
+
+# Number of tokens per part where tokens are processed in parts.
+_PART_TOKENS = 512
 
 
 class Memory(NamedTuple):
@@ -89,6 +93,12 @@ class MemoryAttention(nn.Module):
             context: context of the tokens, with the family's masks (`prepare`).
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `write`.")
+
+    def token_parts(self, states: Tensor, context: ForwardContext) -> list[tuple[slice, ForwardContext]]:
+        """Return the parts of the tokens (b, h, n, c) that are processed at a time, with their contexts."""
+        if choose("token_parts", states, self.training) == "whole":
+            return [(slice(None), context)]
+        return context.split(states.shape[2], _PART_TOKENS)
 
     def slot_memory(
         self,
