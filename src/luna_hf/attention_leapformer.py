@@ -166,6 +166,8 @@ class LinearAttention(MemoryAttention):
 class LeapformerAttention(LinearAttention):
     """Encoder attention: all tokens write the sums."""
 
+    memory_class = LinearMemory
+
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Write the sums over the tokens."""
         key, value = self.key_and_value(states)

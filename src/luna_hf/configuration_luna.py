@@ -18,13 +18,13 @@ class LunaConfig(BoundedMemoryConfig):
             Number of slots `l` of the packed sequence P.
         num_projected_attention_heads (`int`, *optional*):
             Number of heads of the pack attention; must divide `hidden_size`. Defaults to `num_attention_heads`, the
-            only choice in a decoder.
+            only choice in a decoder alone, and what causal attention always has.
         tie_kv (`bool`, defaults to `True`):
             Whether keys and values share one matrix, in both pack and unpack attention. The base model has 132 M
             parameters if tied and 146 M if not (147 M in the paper).
         dynamic_projection (`bool`, defaults to `True`):
             Whether a row with fewer tokens than slots uses only as many slots as it has tokens. Otherwise, and always
-            in a decoder, every row uses all slots.
+            in a decoder alone, every row uses all slots.
         pack_activation (`str`, defaults to `"softplus"`):
             Decoders only: activation of the pack attention, `"softplus"` (log2(1 + 2^x), as in the authors' code) or
             `"elu"` (elu(x) + 1), divided by the number of tokens so far; or, not in the paper, `"exp"`, divided by its
@@ -82,7 +82,7 @@ class LunaConfig(BoundedMemoryConfig):
             self._require_divides("num_projected_attention_heads")
         activations = ("softplus", "elu", "exp")
         self._require("pack_activation", lambda value: value in activations, f"one of {', '.join(activations)}")
-        if self.is_decoder:
+        if self.is_decoder and not self.is_encoder_decoder:
             heads, allowed = self.num_attention_heads, "None in a decoder, which packs and unpacks with the same heads"
             self._require("num_projected_attention_heads", lambda value: value in (None, heads), allowed)
 
