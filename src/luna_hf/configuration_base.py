@@ -237,12 +237,13 @@ class BoundedMemoryConfig(PreTrainedConfig):
         poolings = self.classifier_poolings()
         self._require("classifier_pooling", lambda v: v in poolings, f"one of {', '.join(poolings)}")
         self._require("pad_token_id", lambda v: 0 <= v < self.vocab_size, f"in [0, vocab_size={self.vocab_size})")
+        for name in ("decoder_layers", "decoder_vocab_size"):
+            self._require(name, lambda value: value is None or value >= 1, "None or at least 1")
+        self._require("decoder_start_token_id", lambda value: value is None or value >= 0, "None or a token's id")
         if self.is_encoder_decoder and not self.is_decoder:
             self._validate_encoder_decoder()
 
     def _validate_encoder_decoder(self) -> None:
-        for name in ("decoder_layers", "decoder_vocab_size"):
-            self._require(name, lambda value: value is not None and value >= 1, "at least 1")
         if self.share_encoder_decoder_embeddings:
             same = f"vocab_size={self.vocab_size}, or share_encoder_decoder_embeddings=False"
             self._require("decoder_vocab_size", lambda value: value == self.vocab_size, same)

@@ -36,6 +36,7 @@ from .modeling_base import BoundedMemoryPreTrainedModel, HeadMixin
 from .modeling_decoder import DecoderModelMixin
 from .modeling_encoder import cross_entropy
 from .modeling_layers import LayerStack, SubLayerOutput, TransformerLayer
+from .positions import EncoderPreTrainedModel, resize_table
 from .state import SOURCE, MemoryCache
 
 _SOURCE_WORDS = "encoder.embeddings.word_embeddings.weight"
@@ -254,7 +255,7 @@ class CrossDecoderMixin(DecoderModelMixin):
         return states, carried, context._replace(source=written)
 
 
-class Seq2SeqPreTrainedModel(BoundedMemoryPreTrainedModel):
+class Seq2SeqPreTrainedModel(EncoderPreTrainedModel):
     """Base class of the encoder-decoders: embeddings, which source, target and output layer may share."""
 
     _no_split_modules = CrossDecoderMixin._no_split_modules
@@ -303,12 +304,13 @@ class Seq2SeqPreTrainedModel(BoundedMemoryPreTrainedModel):
         return tuple(part.embeddings.position_embeddings for part in (self.base_model.encoder, self.base_model.decoder))
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
-        """Not supported.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError("The positions of an encoder-decoder cannot be resized.")
+        """Like `EncoderPreTrainedModel.resize_position_embeddings`, for source and target."""
+        trained = self.config.max_position_embeddings
+        encoder, decoder = self.base_model.encoder, self.base_model.decoder
+        encoder.resize_position_embeddings(new_num_position_embeddings)
+        resize_table(decoder.embeddings.position_embeddings, trained, new_num_position_embeddings)
+        for part in (self, decoder):
+            part.config.max_position_embeddings = new_num_position_embeddings
 
 
 class Seq2SeqModelMixin:
