@@ -1,7 +1,5 @@
 """Converting the authors' translation checkpoints: both dictionaries, shared or not, and the authors' numbers."""
 
-import argparse
-
 import fairseq_luna
 import pytest
 import torch
@@ -9,27 +7,10 @@ from fairseq_format import translation
 from fairseq_format.checkpoint import open_original
 from official_luna import Fixture
 from test_parity_luna_seq2seq import CASES, NAMES, PAD
+from tiny_translation import write_checkpoint, write_dictionary
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from luna_hf import LunaForConditionalGeneration
-
-
-def write_dictionary(path, rows):
-    """A dictionary of BPE words for an embedding with so many rows."""
-    words = [f"w{number}{'@@' if number % 2 else ''}" for number in range(rows - 4)]
-    path.write_text("".join(f"{word} {1000 - place}\n" for place, word in enumerate(words)))
-
-
-def write_checkpoint(folder, name, changes=None, **arguments):
-    """A folder as fairseq writes it, with the weights of a fixture."""
-    fixture = Fixture("luna_seq2seq", name)
-    folder.mkdir()
-    options = {**fixture.config["args"], "task": "translation", "source_lang": "de", "target_lang": "en", **arguments}
-    weights = {key: tensor.clone() for key, tensor in fixture.weights().items()} | (changes or {})
-    torch.save({"model": weights, "args": argparse.Namespace(**options)}, folder / "checkpoint_best.pt")
-    for language, rows in (("de", fixture.config["src_vocab"]), ("en", fixture.config["tgt_vocab"])):
-        write_dictionary(folder / f"dict.{language}.txt", rows)
-    return fixture, folder
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,10 +1,13 @@
-"""A tiny parallel corpus, and the command lines of translation runs that take seconds."""
+"""A tiny parallel corpus, command lines of translation runs that take seconds, and checkpoints of the authors' code."""
 
+import argparse
 import random
 from pathlib import Path
 from typing import Any
 
+import torch
 from helpers import ROOT
+from official_luna import Fixture
 
 RECIPES = sorted((ROOT / "training" / "recipes" / "train_translation").glob("*.yaml"))
 LUNA = next(path for path in RECIPES if path.stem == "multi30k_luna16")
@@ -61,3 +64,23 @@ def arguments(data: object, output_dir: object, recipe: Path = LUNA, **changes: 
         if value is not None:
             words += [f"--{name}", str(value)]
     return words
+
+
+def write_dictionary(path: Path, rows: int) -> None:
+    """A dictionary of BPE words for an embedding with so many rows."""
+    words = [f"w{number}{'@@' if number % 2 else ''}" for number in range(rows - 4)]
+    path.write_text("".join(f"{word} {1000 - place}\n" for place, word in enumerate(words)))
+
+
+def write_checkpoint(
+    folder: Path, name: str, changes: dict[str, torch.Tensor] | None = None, **arguments: Any
+) -> tuple[Fixture, Path]:
+    """A folder as fairseq writes it, with the weights of a fixture."""
+    fixture = Fixture("luna_seq2seq", name)
+    folder.mkdir(parents=True)
+    options = {**fixture.config["args"], "task": "translation", "source_lang": "de", "target_lang": "en", **arguments}
+    weights = {key: tensor.clone() for key, tensor in fixture.weights().items()} | (changes or {})
+    torch.save({"model": weights, "args": argparse.Namespace(**options)}, folder / "checkpoint_best.pt")
+    for language, rows in (("de", fixture.config["src_vocab"]), ("en", fixture.config["tgt_vocab"])):
+        write_dictionary(folder / f"dict.{language}.txt", rows)
+    return fixture, folder

@@ -158,7 +158,7 @@ LUNA = Variants(
     seq2seq={
         "mixed": {"local_window": 5},
         "fixed-untied-kv": {"dynamic_projection": False, "tie_kv": False, "num_projected_attention_heads": 2},
-        "exp-full-layer": {"pack_activation": "exp", "full_attention_layers": [0]},
+        "exp-mixed-full-layer": {"pack_activation": "exp", "local_window": 4, "full_attention_layers": [0]},
     },
     kinds=("default", "convolution-segments-untied", "mixed"),
     causal_kinds=("default", "convolution-segments-untied", "mixed"),

@@ -94,8 +94,8 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         dropout = self.attention_dropout if self.training else 0.0
         return F.dropout(weights, dropout) if dropout else weights, "steps"
 
-    def readable_slots(self, carried: Tensor | None, context: ForwardContext) -> Tensor | None:
-        """Like `CausalMemoryAttention.readable_slots`; in an encoder-decoder, the slots that the source uses."""
+    def used_slots(self, carried: Tensor | None, context: ForwardContext) -> Tensor | None:
+        """Like `CausalMemoryAttention.used_slots`; in an encoder-decoder, the slots that the source uses."""
         if self.pack.slots is not None:
             return None
         if carried is None:

@@ -40,7 +40,7 @@ class CausalMemoryAttention(CausalAttention):
         """Return the weight of each token in each slot, (b, h, n, m), and one of `causal_memory.NORMALISERS`."""
         raise NotImplementedError(f"{type(self).__name__} must implement `write_weights`.")
 
-    def readable_slots(self, carried: Tensor | None, context: ForwardContext) -> Tensor | None:
+    def used_slots(self, carried: Tensor | None, context: ForwardContext) -> Tensor | None:
         """Return the mask (b, m) of the slots in use; all by default."""
         return None
 
@@ -64,7 +64,7 @@ class CausalMemoryAttention(CausalAttention):
             window = write_window(key, value, own_window, context, cache, prefix="window_")
             beside = window_logits(query, window, context.window)
         num_slots = weights.shape[-1]
-        readable = self.readable_slots(carried, context)
+        readable = used = self.used_slots(carried, context)
         if not context.slots:
             readable = torch.zeros(query.shape[0], num_slots, dtype=torch.bool, device=key.device)
         output, read, state = attend_causal_memory(
@@ -81,6 +81,7 @@ class CausalMemoryAttention(CausalAttention):
             need_weights=self.config._attn_implementation == "eager",
             count_scale=self.slot_scale,
             beside=beside,
+            used=used,
         )
         if window is not None:
             output = output + read_window(read[..., num_slots:], window)

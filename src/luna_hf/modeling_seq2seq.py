@@ -263,6 +263,11 @@ class Seq2SeqPreTrainedModel(EncoderPreTrainedModel):
     _supports_flex_attn = False
     _can_record_outputs = {}  # the encoder and the decoder record theirs
 
+    def post_init(self) -> None:
+        """Like `PreTrainedModel.post_init`; saving must know which of the embeddings are tied by this config."""
+        self._tied_weights_keys = self.get_expanded_tied_weights_keys() or None
+        super().post_init()
+
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """Return the tied weights and their sources, by the config's two fields."""
         base = "" if self.base_model is self else f"{self.base_model_prefix}."

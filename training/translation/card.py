@@ -20,7 +20,7 @@ def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
     names = {"bleu": "BLEU", "bleu_lowercase": "BLEU, lower case", "chrf": "chrF"}
     results = []
     for split in splits:
-        dataset = {"dataset_type": "text", "dataset_name": f"{portable(recipe.data)} ({split})"}
+        dataset = {"dataset_type": "text", "dataset_name": portable(recipe.data), "dataset_split": split}
         for metric, name in names.items():
             value = round(figures[split][metric]["score"], 2)
             results.append(
