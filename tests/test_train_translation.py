@@ -156,7 +156,7 @@ def test_a_killed_run_continues_with_the_same_numbers(data, tmp_path, monkeypatc
         with pytest.raises(Killed):
             run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)
     assert run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)["held_out_loss"] == whole["held_out_loss"]
-    same_weights(tmp_path / "whole", tmp_path / "killed")
+    assert same_weights(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_the_model_is_the_mean_of_the_last_checkpoints(data, tmp_path, monkeypatch):
