@@ -55,7 +55,7 @@ FIELDS = {
     "bos_token_id": ConfigField(),
     "eos_token_id": ConfigField(),
     "tie_word_embeddings": ConfigField(effect=(False, "tied")),
-    "scale_embedding": ConfigField(effect=(True, "outputs")),
+    "scale_embedding": ConfigField(effect=(False, "outputs"), together={"position_embedding_type": "sinusoidal"}),
     "is_decoder": ConfigField(effect=(True, "outputs"), encoders_only=True),
     "decoder_layers": ConfigField((0,), effect=(2, "seq2seq_parameters"), **SEQ2SEQ),
     "decoder_vocab_size": ConfigField(

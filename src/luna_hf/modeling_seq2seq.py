@@ -481,10 +481,12 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
     def _prepare_text_encoder_decoder_kwargs_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Like transformers', with the mask that the encoder would derive from the ids."""
+        """Like transformers', with the mask that the encoder would derive from the ids, and without the target."""
         if model_kwargs.get("attention_mask") is None and not inputs_tensor.is_floating_point():
             model_kwargs["attention_mask"] = (inputs_tensor != self.config.pad_token_id).long()
-        return super()._prepare_text_encoder_decoder_kwargs_for_generation(inputs_tensor, model_kwargs, *args, **kwargs)
+        given = {name: value for name, value in model_kwargs.items() if name not in ("labels", "logits_to_keep")}
+        given = super()._prepare_text_encoder_decoder_kwargs_for_generation(inputs_tensor, given, *args, **kwargs)
+        return model_kwargs | {"encoder_outputs": given["encoder_outputs"]}
 
     def _prepare_cache_for_generation(
         self,
