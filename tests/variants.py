@@ -308,6 +308,10 @@ LEAPFORMER = Variants(
         "Default": LibraryVariant(overfit_steps=500),
         "PreNorm": LibraryVariant(opposite=True, overfit_steps=500),
     },
+    library_seq2seq={
+        "Default": LibraryVariant(overfit_steps=500),
+        "PreNorm": LibraryVariant(opposite=True, overfit_steps=500),
+    },
     fields={
         "position_embedding_type": ConfigField(
             ("rotary", "sinusoidal"),
@@ -375,6 +379,11 @@ LAVO = Variants(
     library_causal={
         "Default": LibraryVariant({"local_window": 3}, num_keys=7),
         "PreNorm": LibraryVariant({"local_window": 3}, opposite=True, num_keys=15),
+    },
+    # Without a window: cross-attention has none, and the library expects maps of one width.
+    library_seq2seq={
+        "Default": LibraryVariant({"local_window": 0}),
+        "PreNorm": LibraryVariant({"local_window": 0}, opposite=True, overfit_steps=400),
     },
     fields={
         "local_window": ConfigField((-1,), effect=(7, "outputs")),
