@@ -3,7 +3,8 @@
     python conversion/fairseq_luna.py luna.base.tied.zip outputs/luna-base-tied
 
 SOURCE is a published archive, or whatever was trained or finetuned with that code: an archive, a folder with model.pt
-(or checkpoint_best.pt, ...) and dict.txt, or a checkpoint file. Writes weights, config, code, tokenizer and card, after
+(or checkpoint_best.pt, ...) and dict.txt, or a checkpoint file. A translation model has two dictionaries, dict.de.txt
+and dict.en.txt for example. Writes weights, config, code, tokenizer and card, after
 every layer of the result has been compared with the numbers in the checkpoint.
 """
 
@@ -14,9 +15,10 @@ from functools import reduce
 from pathlib import Path
 
 import torch
+from fairseq_format import translation
 from fairseq_format.arguments import add_reading_options, open_checkpoint
-from fairseq_format.card import KINDS, is_half, make_card, make_tokenizer_card
-from fairseq_format.checkpoint import BPE_NAMES, DICTIONARIES, EMBEDDING, LM_HEAD, OUTPUT, Original
+from fairseq_format.card import KINDS, is_half, make_card, make_tokenizer_card, make_translation_card
+from fairseq_format.checkpoint import BPE_NAMES, DICTIONARIES, EMBEDDING, LM_HEAD, OUTPUT, Original, TranslationOptions
 from fairseq_format.config import HEAD_TYPES, MODELS, POOLINGS, RANKING_TASKS, UNK, Head, classes, make_config
 from fairseq_format.names import to_ours
 from fairseq_format.tokenizer import build_tokenizer, is_roberta, read_bpe, read_dictionary, write_vocabulary
@@ -41,6 +43,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add_reading_options(parser)
     add = parser.add_argument
     add("--dict", type=Path, metavar="FILE", help="the dictionary (default: dict.txt beside the model file)")
+    add("--target-dict", type=Path, metavar="FILE", help="the target's dictionary of a translation model")
     add(
         "--gpt2-bpe",
         metavar="SOURCE",
@@ -223,6 +226,11 @@ def convert(options: argparse.Namespace) -> None:
         return
     # The target comes first, so that one that cannot be written fails before long work.
     with writing(options.target) as folder, open_checkpoint(options.source, options) as original:
+        if isinstance(original.options, TranslationOptions):
+            results = convert_translation(options, folder, original)
+            print("\n".join(results))
+            print(f"Written to {options.target}. Load it with AutoModelForSeq2SeqLM.from_pretrained.")
+            return
         head = choose_head(original, options)
         config = make_config(original, head)
         dictionary = find_dictionary(options.dict, original.dictionary, original.name)
@@ -248,6 +256,51 @@ def convert(options: argparse.Namespace) -> None:
     print(f"Written to {options.target}. Load it with {KINDS[head.kind][1]}.from_pretrained.")
     if is_half(model):
         print(f"It is stored in {name_of(model.dtype)}. To train it, load it with dtype=torch.float32.")
+
+
+def convert_translation(options: argparse.Namespace, folder: Path, original: Original) -> list[str]:
+    """Convert an encoder-decoder; the tokenizer of a target with its own dictionary goes to the folder `target`.
+
+    Raises:
+        UserError: An option applies to encoders only, a dictionary does not fit, or the result is not equal.
+    """
+    for name in ("head", "head_type", "labels", "gpt2_bpe", "dtype"):
+        if getattr(options, name):
+            raise UserError(f"--{name.replace('_', '-')} does not apply to a translation model. Leave it out.")
+    model, unused = translation.make_model(original)
+    config, facts = model.config, []
+    source = find_dictionary(options.dict, original.dictionary, original.name)
+    shared = config.share_encoder_decoder_embeddings
+    target = source if shared else find_dictionary(options.target_dict, original.target_dictionary, original.name)
+    for path, rows, place in (
+        (source, config.vocab_size, folder),
+        (target, config.decoder_vocab_size, folder / "target"),
+    ):
+        symbols = translation.read_symbols(path)
+        if len(symbols) != rows:
+            raise UserError(
+                f"{portable(path)} makes {len(symbols):,} tokens (its lines and 4 specials), but the embedding has "
+                f"{rows:,} rows. Name the dictionary of the training run: --dict FILE, --target-dict FILE."
+            )
+        facts.append(f"Tokenizer: {len(symbols):,} words of {path.name}, for text split as in the training run")
+        if place == folder:
+            save(folder, model, translation.make_tokenizer(symbols, config.max_position_embeddings), "")
+        elif not shared:
+            translation.make_tokenizer(symbols, config.max_position_embeddings).save_pretrained(place)
+    report = translation.compare(folder, original)
+    if not report.ok:
+        lines = "\n".join(report.lines())
+        raise UserError(f"The converted model does not compute what the checkpoint does:\n{lines}")
+    described = (
+        f"Model: {model.num_parameters():,} parameters; {config.num_hidden_layers} and {config.decoder_layers} layers "
+        f"of width {config.hidden_size}, {config.projection_length} slots"
+    )
+    facts = [f"Read {original.name}", described, *facts[: 1 if shared else 2]]
+    facts += [f"Tensors: {len(original.weights) - len(unused)} used, {len(unused)} unused", report.summary()]
+    name = options.target.resolve().name
+    card = make_translation_card(name, options.command, original, facts)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    return facts
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> str:

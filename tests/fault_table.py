@@ -21,6 +21,8 @@ from tiny_training import (
     write_corpus,
     write_student,
 )
+from tiny_translation import arguments as translation_arguments
+from tiny_translation import write_checkpoint, write_parallel
 
 OUT = Path("disk/out")
 
@@ -161,6 +163,20 @@ EMBEDDINGS = {
     )
 }
 
+# ---- translation ----
+
+TRANSLATION = {
+    "train_translation": Row(
+        "train_translation",
+        lambda inputs: write_parallel(inputs / "data"),
+        translation_arguments("inputs/data", OUT, model__hidden_dropout_prob=0.1),
+        (),
+        ("inputs/data/train.en", ["--accept_changed_data", "true"]),
+        "out/checkpoints/step-*",
+        r"os.rename out/checkpoints/step-0+6",
+    )
+}
+
 # ---- evaluation and conversion ----
 
 
@@ -192,6 +208,12 @@ CONVERSION = {
     "fairseq_luna": Row(
         "fairseq_luna", lambda inputs: write_tiny(inputs / "model"), ["inputs/model", "disk/out"], ("model",)
     ),
+    "fairseq_luna, translation": Row(
+        "fairseq_luna",
+        lambda inputs: write_checkpoint(inputs / "model", "post_tied_sinusoidal"),
+        ["inputs/model", "disk/out"],
+        ("model",),
+    ),
     "roberta_to_luna": Row(
         "roberta_to_luna", _roberta, ["inputs/model", "disk/out", "--projection-length", "8"], ("model",)
     ),
@@ -200,4 +222,4 @@ CONVERSION = {
     "verify": Row("verify", _both, ["inputs/model", "inputs/theirs"], ("model", "theirs")),
 }
 
-ROWS = {**PRETRAINING, **FINETUNING, **EMBEDDINGS, **EVALUATION, **CONVERSION}
+ROWS = {**PRETRAINING, **FINETUNING, **EMBEDDINGS, **TRANSLATION, **EVALUATION, **CONVERSION}

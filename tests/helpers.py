@@ -140,6 +140,14 @@ def tiny_causal_model(model_type: str = "luna", seed: int = 0, **overrides: Any)
     return model
 
 
+def tiny_seq2seq_model(model_type: str = "luna", seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A small encoder-decoder in eval mode with random parameters."""
+    torch.manual_seed(seed)
+    model = FAMILIES[model_type].seq2seq_lm(tiny_config_for(model_type, is_encoder_decoder=True, **overrides)).eval()
+    randomise(model)
+    return model
+
+
 def normal_states(batch: int, length: int, width: int, seed: int = 0) -> torch.Tensor:
     """(batch, length, width) states in float64."""
     generator = torch.Generator().manual_seed(seed)

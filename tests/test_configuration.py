@@ -13,6 +13,8 @@ from variants import ROWS, ConfigField
 from luna_hf import AbcConfig, LunaConfig, LunaForMaskedLM, LunaModel
 
 LIBRARY_FIELDS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+# Of fields of encoder-decoders only.
+SEQ2SEQ = {"together": {"is_encoder_decoder": True}, "encoders_only": True}
 
 # Checks of the common fields; those of a family's own fields are in its row of `variants.py`.
 FIELDS = {
@@ -53,7 +55,17 @@ FIELDS = {
     "bos_token_id": ConfigField(),
     "eos_token_id": ConfigField(),
     "tie_word_embeddings": ConfigField(effect=(False, "tied")),
+    "scale_embedding": ConfigField(effect=(False, "outputs"), together={"position_embedding_type": "sinusoidal"}),
     "is_decoder": ConfigField(effect=(True, "outputs"), encoders_only=True),
+    "decoder_layers": ConfigField((0,), effect=(2, "seq2seq_parameters"), **SEQ2SEQ),
+    "decoder_vocab_size": ConfigField(
+        (0,),
+        effect=(130, "seq2seq_parameters"),
+        together={"is_encoder_decoder": True, "share_encoder_decoder_embeddings": False},
+        encoders_only=True,
+    ),
+    "share_encoder_decoder_embeddings": ConfigField(effect=(False, "seq2seq_parameters"), **SEQ2SEQ),
+    "decoder_start_token_id": ConfigField((-1,), effect=(5, "shifted_labels"), **SEQ2SEQ),
     "use_cache": ConfigField(effect=(False, "returns_state"), encoders_only=True),
 }
 SLOTS = ConfigField((0,), effect=(6, "outputs"))
@@ -303,6 +315,15 @@ def causal_outputs(config):
     """Of a causal model in training, to include dropout."""
     others = {name: value for name, value in changed(config).items() if name != "is_decoder"}
     return run(tiny_causal_model(config.model_type, **others), train=True)
+
+
+def seq2seq_parameters(config):
+    return {n: tuple(p.shape) for n, p in FAMILIES[config.model_type].seq2seq_lm(config).named_parameters()}
+
+
+def shifted_labels(config):
+    model = FAMILIES[config.model_type].seq2seq_lm(config)
+    return model.prepare_decoder_input_ids_from_labels(padded_batch([4])["input_ids"]).tolist()
 
 
 def returns_state(config):

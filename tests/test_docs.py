@@ -12,6 +12,7 @@ from common import options
 from helpers import ROOT
 from tiny_finetuning import SHORT, checkpoint, csqa_rows, glue_folder, race_rows, topics, write_rows, write_split
 from tiny_training import SHRINK, write_corpus
+from tiny_translation import SETTINGS, write_parallel
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in update_docs.PAGES}
 MORE = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "conversion/README.md")
@@ -33,6 +34,7 @@ MINIATURE = {
     "finetune_glue": {**SHORT, "num_train_epochs": 1, "seeds": 1, "sweep_batch_sizes": 16, "dataset_name": "glue"},
     "finetune_race": {**SHORT, "num_train_epochs": 1, "dataset_name": "race"},
     "finetune_csqa": {**SHORT, "num_train_epochs": 1, "dataset_name": "csqa"},
+    "train_translation": SETTINGS,
     "evaluate_perplexity": {"tokens": 2048, "part": 128},
     "roberta_to_abc": {},
     "roberta_to_luna": {},
@@ -71,6 +73,7 @@ def workplace(tmp_path_factory):
         checkpoint(folder / "outputs" / name, max_position_embeddings=128)
     checkpoint(folder / "FacebookAI" / "roberta-base", "roberta")
     write_corpus(folder / "texts")
+    write_parallel(folder / "data" / "multi30k")
     glue_folder(folder / "glue")
     for name, seed in (("train", 0), ("dev", 1)):
         texts, labels = topics(32, seed)

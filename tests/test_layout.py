@@ -18,7 +18,8 @@ ALLOWED = {
     "engine": {"common", "data"},
     "objectives": {"common", "data", "engine"},
     "tasks": {"common"},
-    "commands": {"common", "data", "engine", "objectives", "tasks"},
+    "translation": {"common", "data", "engine"},
+    "commands": {"common", "data", "engine", "objectives", "tasks", "translation"},
 }
 
 

@@ -182,7 +182,8 @@ def without_rules(request, monkeypatch):
         names = [model.__name__.replace(like.config.__name__.removesuffix("Config"), "Toy") for model in models]
         return SimpleNamespace(**{name: type(name, (model,), own) for name, model in zip(names, models, strict=True)})
 
-    row = Family(config, renamed(like.models), renamed(like.causal_models))
+    kinds = (like.models, like.causal_models, like.seq2seq_models)
+    row = Family(config, *map(renamed, kinds))
     monkeypatch.setitem(FAMILIES, "toy", row)
     return request.param
 

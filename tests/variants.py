@@ -87,10 +87,12 @@ class Variants:
     Args:
         encoder: options of the family's encoder variants, by name.
         causal: options of the family's causal variants, by name.
+        seq2seq: options of the family's encoder-decoder variants, by name.
         kinds: encoder variants, `COMMON` included, that represent the code paths.
         causal_kinds: the same for causal models.
         library_encoder: configurations of encoders for transformers' own tests.
         library_causal: configurations of causal models for transformers' own tests.
+        library_seq2seq: configurations of encoder-decoders for transformers' own tests.
         fields: its own config fields, except the number of slots.
         sizes: fields of the tiny models, besides those of all families and the number of slots.
         positions: default types of positions, of encoders and of decoders.
@@ -111,10 +113,12 @@ class Variants:
 
     encoder: dict[str, Options] = field(default_factory=dict)
     causal: dict[str, Options] = field(default_factory=dict)
+    seq2seq: dict[str, Options] = field(default_factory=dict)
     kinds: tuple[str, ...] = ("default",)
     causal_kinds: tuple[str, ...] = ("default",)
     library_encoder: dict[str, LibraryVariant] = field(default_factory=_both_layouts)
     library_causal: dict[str, LibraryVariant] = field(default_factory=_both_layouts)
+    library_seq2seq: dict[str, LibraryVariant] = field(default_factory=_both_layouts)
     fields: dict[str, ConfigField] = field(default_factory=dict)
     sizes: Options = field(default_factory=dict)
     positions: tuple[str, str] = ("learned", "rotary")
@@ -150,6 +154,11 @@ LUNA = Variants(
         "exp-mixed": {"pack_activation": "exp", "local_window": 4},
         "untied-kv": {"tie_kv": False},
         "elu-untied-kv-prenorm": {"pack_activation": "elu", "tie_kv": False, "norm_first": True},
+    },
+    seq2seq={
+        "mixed": {"local_window": 5},
+        "fixed-untied-kv": {"dynamic_projection": False, "tie_kv": False, "num_projected_attention_heads": 2},
+        "exp-mixed-full-layer": {"pack_activation": "exp", "local_window": 4, "full_attention_layers": [0]},
     },
     kinds=("default", "convolution-segments-untied", "mixed"),
     causal_kinds=("default", "convolution-segments-untied", "mixed"),
@@ -213,6 +222,12 @@ ABC = Variants(
         "mixed": {"local_window": 5},
         "mixed-linformer": {"memory_control": "linformer", "local_window": 4},
         "mixed-relu": {"control_activation": "relu", "local_window": 4},
+    },
+    seq2seq={
+        "mixed": {"local_window": 5},
+        "linformer": {"memory_control": "linformer"},
+        "random-of-each-layer": {"memory_control": "random", "share_control": False},
+        "relu-of-each-layer": {"control_activation": "relu", "share_control": False},
     },
     kinds=("default", "prenorm-sinusoidal", "sliding-window", "mixed"),
     causal_kinds=("default", "prenorm-sinusoidal", "sliding-window", "mixed"),
@@ -281,6 +296,7 @@ LEAPFORMER = Variants(
         "linear-elu-rotary": {"reweighting": "none", "feature_map": "elu", "position_embedding_type": "rotary"},
         "rotary-convolution": {"reweighting": "rotary", "conv_kernel_size": 3},
     },
+    seq2seq={"rotary": {"reweighting": "rotary", "feature_map": "elu"}, "linear": {"reweighting": "none"}},
     kinds=("default", "prenorm-sinusoidal", "cosine", "rotary"),
     causal_kinds=("default", "prenorm-sinusoidal", "linear"),
     positions=("learned", "sinusoidal"),
@@ -292,6 +308,10 @@ LEAPFORMER = Variants(
     },
     # After 300 steps the gradient has fallen by 45 % of the required 90 %.
     library_causal={
+        "Default": LibraryVariant(overfit_steps=500),
+        "PreNorm": LibraryVariant(opposite=True, overfit_steps=500),
+    },
+    library_seq2seq={
         "Default": LibraryVariant(overfit_steps=500),
         "PreNorm": LibraryVariant(opposite=True, overfit_steps=500),
     },
@@ -346,6 +366,11 @@ LAVO = Variants(
         "local-full-layer": {"attention_parts": "local", "full_attention_layers": [0]},
     },
     causal=_CAUSAL_LAVO,
+    seq2seq={
+        "global": {"attention_parts": "global"},
+        "no-window": {"local_window": 0},
+        "learned-positions": {"position_embedding_type": "learned"},
+    },
     kinds=("default", "prenorm-sinusoidal", "local", "no-window"),
     causal_kinds=("default", "prenorm-sinusoidal", "local", "no-window"),
     library_encoder={
@@ -357,6 +382,11 @@ LAVO = Variants(
     library_causal={
         "Default": LibraryVariant({"local_window": 3}, num_keys=7),
         "PreNorm": LibraryVariant({"local_window": 3}, opposite=True, num_keys=15),
+    },
+    # Without a window: cross-attention has none, and the library expects maps of one width.
+    library_seq2seq={
+        "Default": LibraryVariant({"local_window": 0}),
+        "PreNorm": LibraryVariant({"local_window": 0}, opposite=True, overfit_steps=400),
     },
     fields={
         "local_window": ConfigField((-1,), effect=(7, "outputs")),

@@ -38,6 +38,13 @@ _TOKENIZER_CARD = Template(
 )
 
 
+_TRANSLATION_CARD = Template(
+    "---\n$metadata\n---\n\n# $name\n\nAn encoder-decoder of the type `luna` (Ma et al. 2021, arXiv 2106.01540), "
+    "converted from the authors' fairseq format. Its tokenizer looks up words: split texts first as in the training "
+    "run, and undo these steps on the model's output.\n\n$facts\n- Command: `$command`\n"
+)
+
+
 def make_card(
     name: str, original: Original, head: Head, model: PreTrainedModel, command: str, facts: Sequence[str]
 ) -> str:
@@ -84,6 +91,21 @@ def make_tokenizer_card(name: str, command: str, kind: str) -> str:
     """The card of a tokenizer converted alone, which `kind` describes in a few words."""
     metadata = ModelCardData(library_name="transformers", tags=["fairseq"], model_name=name)
     return _TOKENIZER_CARD.substitute(metadata=metadata.to_yaml(), name=name, command=command, kind=kind)
+
+
+def make_translation_card(name: str, command: str, original: Original, facts: Sequence[str]) -> str:
+    """The card of a translation model."""
+    languages = [language for language in (original.options.source_lang, original.options.target_lang) if language]
+    metadata = ModelCardData(
+        language=languages or None,
+        library_name="transformers",
+        pipeline_tag="translation",
+        tags=["luna", "linear-attention", "custom_code", "fairseq"],
+        model_name=name,
+    )
+    return _TRANSLATION_CARD.substitute(
+        metadata=metadata.to_yaml(), name=name, command=command, facts="\n".join(f"- {fact}" for fact in facts)
+    )
 
 
 def is_half(model: PreTrainedModel) -> bool:

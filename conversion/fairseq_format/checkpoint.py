@@ -34,7 +34,7 @@ BPE_NAMES = ("encoder.json", "vocab.bpe", "vocab.json", "merges.txt")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SENTENCE_ENCODER, LM_HEAD, HEADS = "encoder.sentence_encoder.", "encoder.lm_head.", "classification_heads."
 EMBEDDING, OUTPUT = f"{SENTENCE_ENCODER}embed_tokens.weight", f"{LM_HEAD}weight"
-NORM = re.compile(r"(layer_norm|layernorm)\.weight$")
+NORM = re.compile(r"(layer_norm|layernorm|layernorm_embedding|layernorm_porjected_embedding)\.weight$")
 # Arguments whose absence is reported. A file without one of the others means "no".
 _REPORTED = (
     *("encoder_attention_heads", "activation_fn", "pooler_activation_fn", "fix_projection_length"),
@@ -63,18 +63,60 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
+class TranslationOptions:
+    """The authors' arguments that define an encoder-decoder, with their names and defaults.
+
+    `pack_activation` is not one of theirs: their code had elu + 1 until August 2021, and softplus since.
+    """
+
+    arch: str | None = None
+    task: str | None = None
+    criterion: str | None = None
+    source_lang: str = ""
+    target_lang: str = ""
+    encoder_embed_dim: int = 0
+    decoder_embed_dim: int = 0
+    encoder_ffn_embed_dim: int = 0
+    decoder_ffn_embed_dim: int = 0
+    encoder_attention_heads: int = 8
+    decoder_attention_heads: int = 8
+    encoder_projected_attention_heads: int = 0
+    decoder_projected_attention_heads: int = 0
+    encoder_learned_pos: bool = False
+    decoder_learned_pos: bool = False
+    encoder_normalize_before: bool = False
+    decoder_normalize_before: bool = False
+    no_token_positional_embeddings: bool = False
+    no_scale_embedding: bool = False
+    fix_projection_length: bool = False
+    activation_fn: str = "relu"
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    max_source_positions: int = 1024
+    max_target_positions: int = 1024
+    pack_activation: str = "softplus"
+
+
+def is_translation(weights: Mapping[str, Tensor]) -> bool:
+    """Whether the tensors are those of an encoder-decoder of the authors."""
+    return "decoder.layers.0.encoder_attn.pq_proj.weight" in weights and "encoder.projected_embeddings" in weights
+
+
+@dataclasses.dataclass(frozen=True)
 class Original:
     """A checkpoint of the authors' code."""
 
     name: str  # of the file, with its archive or folder
     weights: dict[str, Tensor]  # as stored; every name begins with `encoder.` or `classification_heads.`
-    options: Options  # the arguments of the training run
+    options: Options | TranslationOptions  # the arguments of the training run
     assumed: tuple[str, ...] = ()  # options that the file lacks, which have the authors' defaults
     norm_offset: float = 0.0  # to add to every LayerNorm weight: 0, or 1 where the file stores `weight - 1`
     norm_mean: float = 1.0  # median over the norms of their mean weight, as stored
     norm_detected: bool = True  # whether the offset was detected rather than given
     left_out: tuple[str, ...] = ()  # entries of the file other than tensors and arguments
-    dictionary: Path | None = None  # dict.txt
+    dictionary: Path | None = None  # dict.txt, or dict.de.txt of the source language
+    target_dictionary: Path | None = None  # dict.en.txt of the target language
     labels: Path | None = None  # label/dict.txt
     bpe: Path | None = None  # the folder of GPT-2's files
 
@@ -153,8 +195,12 @@ def read(
 ) -> Original:
     """The checkpoint in the file `model` of a folder, reported as `name`; see `open_original`."""
     state = _load(folder / model, name)
-    weights = official_names(_tensors(state, name), name)
-    options, assumed = _options(state, overrides or {})
+    weights = _tensors(state, name)
+    if is_translation(weights):
+        options, assumed = _options(state, overrides or {}, TranslationOptions)
+    else:
+        weights = official_names(weights, name)
+        options, assumed = _options(state, overrides or {}, Options)
     offset, mean = _norm_offset(weights, layer_norm)
     places = [(folder / model).parent, folder]
 
@@ -171,7 +217,8 @@ def read(
         norm_mean=mean,
         norm_detected=layer_norm is None,
         left_out=tuple(str(key) for key in state if key not in ("model", "args", "cfg")) if "model" in state else (),
-        dictionary=beside(*DICTIONARIES),
+        dictionary=beside(*_source_dictionaries(options)),
+        target_dictionary=beside(f"dict.{getattr(options, 'target_lang', '')}.txt"),
         labels=beside(LABELS),
         bpe=bpe.parent if bpe else None,
     )
@@ -268,7 +315,9 @@ def _unpack_members(
 ) -> str:
     model = _choose(names, checkpoint, source)
     for name in names:
-        if name != model and (PurePosixPath(name).name not in (DICTIONARY, *BPE_NAMES) or _is_junk(name)):
+        file = PurePosixPath(name).name
+        is_dictionary = file.startswith("dict.") and file.endswith(".txt")
+        if name != model and ((not is_dictionary and file not in BPE_NAMES) or _is_junk(name)):
             continue
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
@@ -367,9 +416,11 @@ def official_names(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor
     return named
 
 
-def _options(state: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Options, tuple[str, ...]]:
+def _options(
+    state: Mapping[str, Any], overrides: Mapping[str, Any], kind_of_model: type[Any]
+) -> tuple[Any, tuple[str, ...]]:
     """The arguments, and the names of those that have a default because the file lacks them."""
-    fields = {field.name: field for field in dataclasses.fields(Options)}
+    fields = {field.name: field for field in dataclasses.fields(kind_of_model)}
     if unknown := sorted(set(overrides) - set(fields)):
         raise UserError(f"--override has no argument {', '.join(unknown)}. It has {', '.join(sorted(fields))}.")
     given = _arguments(state)
@@ -383,7 +434,8 @@ def _options(state: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Op
         if kind is not type(None) and type(value) is not kind:
             raise UserError(f"The argument `{name}` is {value!r}, but must be of type {kind.__name__}.")
         values[name] = value
-    return Options(**values), tuple(name for name in _REPORTED if name not in present)
+    reported = (name for name in _REPORTED if name in fields)
+    return kind_of_model(**values), tuple(name for name in reported if name not in present)
 
 
 def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -406,6 +458,11 @@ def _plain(values: Any) -> dict[str, Any]:
     if isinstance(values, dict):
         return values
     raise UserError(f"The arguments of the checkpoint are a {type(values).__name__}, not a namespace or dictionary.")
+
+
+def _source_dictionaries(options: Options | TranslationOptions) -> tuple[str, ...]:
+    language = getattr(options, "source_lang", "")
+    return (f"dict.{language}.txt",) if language else DICTIONARIES
 
 
 def _norm_offset(weights: Mapping[str, Tensor], layer_norm: str | None) -> tuple[float, float]:

@@ -35,14 +35,15 @@ _LAYER = {
 }
 
 
-def _with_tensors(modules: Mapping[str, str], **tensors: str) -> dict[str, str | None]:
+def with_tensors(modules: Mapping[str, str], **tensors: str) -> dict[str, str | None]:
+    """Spell out the weight and bias of each module, beside other tensors."""
     kinds = ("weight", "bias")
     return {**{f"{a}.{kind}": f"{b}.{kind}" for a, b in modules.items() for kind in kinds}, **tensors}
 
 
 # Complete names to complete names, by part of the model.
 ENCODER = {
-    **_with_tensors(
+    **with_tensors(
         {
             "emb_layer_norm": "embeddings.LayerNorm",
             "proj_emb_layer_norm": "packed_embeddings.LayerNorm",
@@ -60,10 +61,10 @@ ENCODER = {
     "embed_positions._float_tensor": None,
     "embed_positions.version": None,
 }
-MASKED_LM = _with_tensors(
+MASKED_LM = with_tensors(
     {"dense": "lm_head.dense", "layer_norm": "lm_head.layer_norm"}, weight="lm_head.decoder.weight", bias="lm_head.bias"
 )
-CLASSIFIER = _with_tensors(
+CLASSIFIER = with_tensors(
     {
         "dense": "classifier.dense",
         "out_proj": "classifier.out_proj",

@@ -350,7 +350,13 @@ def choose_lengths(slots: int, longest: int) -> list[int]:
 
 def random_rows(original: Original, lengths: list[int]) -> list[Tensor]:
     """Rows of these lengths with random ids other than padding's, always the same."""
-    ids = usable_ids(original)
+    return random_ids(len(original.weights[EMBEDDING]), lengths)
+
+
+def random_ids(vocab_size: int, lengths: list[int]) -> list[Tensor]:
+    """Rows of these lengths with random ids of a vocabulary other than padding's, always the same."""
+    ids = torch.arange(vocab_size)
+    ids = ids[ids != PADDING_ID]
     generator = torch.Generator().manual_seed(SEED)
     return [ids[torch.randint(len(ids), (length,), generator=generator)] for length in lengths]
 

@@ -175,6 +175,8 @@ class LinearAttention(MemoryAttention):
 class LeapformerAttention(LinearAttention):
     """Encoder attention: all tokens write the sums."""
 
+    memory_class = LinearMemory
+
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Write the sums over the tokens."""
         return Memory([self.write_tokens(*self.key_and_value(states), context)], carried)

@@ -1,6 +1,7 @@
 """Luna's causal attention (Ma et al. 2021, section 3.3), as decoder self-attention.
 
-P does not depend on the tokens: it is a parameter of each layer. With f(x, y, z)_t = x_t sum_{j<=t} y_j^T z_j / t,
+P does not depend on the tokens: it is a parameter of each layer, or in an encoder-decoder the packed states of the
+source (section 3.4), which change from layer to layer. With f(x, y, z)_t = x_t sum_{j<=t} y_j^T z_j / t,
 
     A_pack   = omega(P W_pq (X W_pc)^T / sqrt(c))             omega: softplus or elu + 1, no softmax
     A_unpack = softmax(f(X W_q / sqrt(c), X W_k, A_pack))     over the slots
@@ -27,7 +28,10 @@ from .causal_attention import CausalMemoryAttention
 from .configuration_luna import LunaConfig
 from .context import ForwardContext
 from .functional import split_heads
-from .state import MemoryCacheLayer
+from .state import SOURCE, MemoryCacheLayer
+
+# Names in a decoding state.
+_SOURCE_QUERY, _SOURCE_SLOTS = f"{SOURCE}pack_query", f"{SOURCE}pack_slots"
 
 
 def pack_weights(pack_query: Tensor, pack_key: Tensor, activation: str) -> Tensor:
@@ -52,17 +56,19 @@ def pack_weights(pack_query: Tensor, pack_key: Tensor, activation: str) -> Tenso
 
 
 class LunaCausalPack(nn.Module):
-    """A layer's P and its query projection, and the key projection of the tokens."""
+    """A layer's P, unless it comes from a source, its query projection, and the key projection of the tokens."""
 
     def __init__(self, config: LunaConfig) -> None:
         super().__init__()
         width = config.hidden_size
-        self.slots = nn.Parameter(torch.empty(config.projection_length, width))
+        own = not config.is_encoder_decoder
+        self.slots = nn.Parameter(torch.empty(config.projection_length, width)) if own else None
         self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
 
     def initialise(self, config: LunaConfig) -> None:
         """Initialise P at the scale of normed token states: it has no LayerNorm, and near zero all slots coincide."""
-        init.normal_(self.slots, mean=0.0, std=1.0)
+        if self.slots is not None:
+            init.normal_(self.slots, mean=0.0, std=1.0)
 
 
 class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
@@ -72,15 +78,38 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         super().__init__(config, layer_idx)
         self.pack = LunaCausalPack(config)
 
-    def write_weights(self, hidden_states: Tensor, carried: None, context: ForwardContext) -> tuple[Tensor, str]:
+    def write_weights(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, str]:
         """Return A_pack (b, h, n, l), or its logarithm with "exp", and how the sums are normalised."""
         pack_key = split_heads(linear(self.pack.key, hidden_states), self.num_heads)
-        pack_query = self.pack_query(context.layer_cache(self.layer_idx))
+        cache = context.layer_cache(self.layer_idx)
+        if self.pack.slots is None:
+            pack_query = cache.states[_SOURCE_QUERY] if carried is None else self.source_query(carried)
+        else:
+            pack_query = self.pack_query(cache)
         weights = pack_weights(pack_query, pack_key, self.config.pack_activation)
         if self.config.pack_activation == "exp":
             return weights, "softmax"
         dropout = self.attention_dropout if self.training else 0.0
         return F.dropout(weights, dropout) if dropout else weights, "steps"
+
+    def used_slots(self, carried: Tensor | None, context: ForwardContext) -> Tensor | None:
+        """Like `CausalMemoryAttention.used_slots`; in an encoder-decoder, the slots that the source uses."""
+        if self.pack.slots is not None:
+            return None
+        if carried is None:
+            return context.layer_cache(self.layer_idx).states.get(_SOURCE_SLOTS)
+        return context.source.carried_keep
+
+    def source_query(self, carried: Tensor) -> Tensor:
+        """Return P W_pq, (b, h, l, c), with the packed states of the source (b, l, d)."""
+        return split_heads(linear(self.pack.query, carried), self.num_heads)
+
+    def write_source(self, carried: Tensor, context: ForwardContext) -> None:
+        """Keep P W_pq, and which slots the source uses."""
+        kept = {_SOURCE_QUERY: self.source_query(carried), _SOURCE_SLOTS: context.source.carried_keep}
+        context.layer_cache(self.layer_idx).write(**kept)
 
     def pack_query(self, cache: MemoryCacheLayer | None) -> Tensor:
         """Return P W_pq, (1, h, l, c); cached while decoding, where it would cost more than the rest of the layer."""

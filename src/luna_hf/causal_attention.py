@@ -27,6 +27,9 @@ class CausalAttention(MemoryAttention):
             "Causal attention writes and reads in one scan and has no memory to share; write it with an encoder."
         )
 
+    def write_source(self, carried: Tensor | None, context: ForwardContext) -> None:
+        """Put what self-attention needs of the source of an encoder-decoder into the cache; nothing by default."""
+
 
 class CausalMemoryAttention(CausalAttention):
     """Causal multi-head attention to a memory of slots; each family implements `write_weights`."""
@@ -36,6 +39,10 @@ class CausalMemoryAttention(CausalAttention):
     ) -> tuple[Tensor, str]:
         """Return the weight of each token in each slot, (b, h, n, m), and one of `causal_memory.NORMALISERS`."""
         raise NotImplementedError(f"{type(self).__name__} must implement `write_weights`.")
+
+    def used_slots(self, carried: Tensor | None, context: ForwardContext) -> Tensor | None:
+        """Return the mask (b, m) of the slots in use; all by default."""
+        return None
 
     def project(self, hidden_states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Project to queries, keys and values (b, h, n, c), and rotate queries and keys if positions are rotary."""
@@ -57,7 +64,9 @@ class CausalMemoryAttention(CausalAttention):
             window = write_window(key, value, own_window, context, cache, prefix="window_")
             beside = window_logits(query, window, context.window)
         num_slots = weights.shape[-1]
-        unread = None if context.slots else torch.zeros(query.shape[0], num_slots, dtype=torch.bool, device=key.device)
+        readable = used = self.used_slots(carried, context)
+        if not context.slots:
+            readable = torch.zeros(query.shape[0], num_slots, dtype=torch.bool, device=key.device)
         output, read, state = attend_causal_memory(
             query,
             key,
@@ -67,11 +76,12 @@ class CausalMemoryAttention(CausalAttention):
             memory=None if cache is None else cache.sums(),
             keep=context.keep,
             steps=context.ranks + 1,
-            slots=unread,
+            slots=readable,
             dropout=self.attention_dropout if self.training else 0.0,
             need_weights=self.config._attn_implementation == "eager",
             count_scale=self.slot_scale,
             beside=beside,
+            used=used,
         )
         if window is not None:
             output = output + read_window(read[..., num_slots:], window)

@@ -107,6 +107,7 @@ def attend_causal_memory(
     chunk_size: int = SCAN_CHUNK,
     count_scale: Tensor | None = None,
     beside: Tensor | None = None,
+    used: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, CausalMemory]:
     """Write to the memory and read it, from left to right.
 
@@ -123,6 +124,7 @@ def attend_causal_memory(
         chunk_size: number of tokens per chunk; the result does not depend on it.
         count_scale: (h,) scale of the logarithm of each slot's count, which is added to its logit; see `slot_counts`.
         beside: (b, h, n, k) logits of k other keys that each token reads in the same softmax, such as a window's.
+        used: (b, m) slots among which `slot_counts` divides the tokens; all by default.
 
     Returns:
         The outputs (b, h, n, c) in `query`'s dtype, without the values of the keys `beside`; the read weights
@@ -146,7 +148,7 @@ def attend_causal_memory(
     slots = None if slots is None else slots[:, None, None, :].expand(-1, heads, 1, -1).flatten(0, 1)
     count, bias = None, None
     if count_scale is not None:
-        counts, count = slot_counts(weights.to(precise), normaliser, steps, memory.count)
+        counts, count = slot_counts(weights.to(precise), normaliser, steps, memory.count, used)
         bias = count_bias(counts, count_scale).to(precise).expand(batch, -1, -1, -1)
     beside = None if beside is None else beside.to(precise)
     need_weights = need_weights or beside is not None
@@ -160,7 +162,7 @@ def attend_causal_memory(
 
 
 def slot_counts(
-    weights: Tensor, normaliser: str, steps: Tensor | None, before: Tensor | None
+    weights: Tensor, normaliser: str, steps: Tensor | None, before: Tensor | None, used: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Count the tokens that each slot stands for, at every token.
 
@@ -168,7 +170,7 @@ def slot_counts(
     the normaliser "steps", the slots share the tokens so far evenly.
 
     Args:
-        weights, normaliser, steps: see `attend_causal_memory`; the weights of padding are zero, or minus infinity.
+        weights, normaliser, steps, used: see `attend_causal_memory`; padding has zero weights, or minus infinity.
         before: (b, h, 1, m) counts after earlier tokens; `None` for none.
 
     Returns:
@@ -176,7 +178,11 @@ def slot_counts(
         to be kept in the state.
     """
     if normaliser == "steps":
-        return steps[:, None, :, None].to(weights.dtype) / weights.shape[-1], None
+        slots = weights.shape[-1] if used is None else used.sum(-1)[:, None, None, None].clamp(min=1)
+        return steps[:, None, :, None].to(weights.dtype) / slots, None
+    if used is not None:
+        unused = ~used[:, None, None]
+        weights = weights.masked_fill(unused, torch.finfo(weights.dtype).min if normaliser == "softmax" else 0.0)
     if normaliser == "softmax":
         lowest = torch.finfo(weights.dtype).min  # of padding, whose softmax would be NaN
         shares = weights.clamp(min=lowest).softmax(-1).masked_fill(weights[..., :1] == -torch.inf, 0.0)

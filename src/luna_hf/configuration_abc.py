@@ -46,7 +46,8 @@ class AbcConfig(BoundedMemoryConfig):
         control_activation (`str`, defaults to `"exp"`):
             `"mlp"` only: `"exp"`, or the paper's ablations `"relu"` and `"sigmoid"`.
         share_control (`bool`, defaults to `True`):
-            `"mlp"`, `"linformer"` and `"random"` only: whether all layers share one control.
+            `"mlp"`, `"linformer"` and `"random"` only: whether all layers share one control. An encoder and a decoder
+            have one each, and each layer's cross-attention has its own.
         control_seed (`int`, defaults to 0):
             `"random"` only: seed of the random slots.
         cluster_iterations (`int`, defaults to 2):
@@ -79,6 +80,12 @@ class AbcConfig(BoundedMemoryConfig):
             return None
         return "its control (`linformer`) has learned weights for every position, which cannot be extended"
 
+    def across(self) -> "AbcConfig":
+        """Like `BoundedMemoryConfig.across`; a shared control is written from other states, the decoder's own."""
+        config = super().across()
+        config.share_control = False
+        return config
+
     def validate_values(self) -> None:
         """Validate every field, at construction and again when the config is saved."""
         super().validate_values()
@@ -86,6 +93,9 @@ class AbcConfig(BoundedMemoryConfig):
         if self.is_decoder:
             causal = f"one of {', '.join(CAUSAL_CONTROLS)} in a causal model"
             self._require("memory_control", lambda value: value in CAUSAL_CONTROLS, causal)
+            slots = "a control with slots in an encoder-decoder, whose cross-attention reads no window"
+            across = not self.is_encoder_decoder or self.memory_control not in WITHOUT_SLOTS
+            self._require("memory_control", lambda _: across, slots)
         if self.memory_control in WITHOUT_SLOTS:
             self._require("local_window", lambda w: w == 0, f"0 with memory_control={self.memory_control!r}")
         self._require("memory_size", lambda value: value >= 1, "at least 1 (64 or 128 in the paper)")

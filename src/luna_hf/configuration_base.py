@@ -21,6 +21,7 @@ _LIBRARY_KEYWORDS = {
 # What other libraries call our fields.
 _OTHER_NAMES = {
     "hidden_size": "d_model dim embed_dim embedding_dim model_dim n_embd width",
+    "decoder_layers": "num_decoder_layers",
     "num_hidden_layers": "depth encoder_layers n_layer n_layers num_layers",
     "num_attention_heads": "encoder_attention_heads heads n_head n_heads num_heads",
     "intermediate_size": "d_ff d_inner dim_feedforward encoder_ffn_dim ffn_dim n_inner",
@@ -61,9 +62,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
             position table has `max_position_embeddings + pad_token_id + 1` rows. (RoBERTa's field of this name includes
             the extra rows.) Decoders, and encoders without positions, have no table and accept inputs of any length.
         position_embedding_type (`str`, *optional*):
-            `"learned"` (encoders only, and their default); `"sinusoidal"` (fixed positions, added to token embeddings
-            scaled by `sqrt(hidden_size)`); or `"rotary"` (decoders only, and the default of most; queries and keys
-            are rotated by angles proportional to the position).
+            `"learned"` (encoders and encoder-decoders only, and their default); `"sinusoidal"` (fixed positions, added
+            to token embeddings scaled by `sqrt(hidden_size)`); or `"rotary"` (decoders alone only, and the default of
+            most; queries and keys are rotated by angles proportional to the position).
         type_vocab_size (`int`, defaults to 0):
             Number of segment (token type) embeddings; 0 for none.
         embedding_layer_norm (`bool`, defaults to `True`):
@@ -105,8 +106,22 @@ class BoundedMemoryConfig(PreTrainedConfig):
             Special tokens, as in RoBERTa.
         tie_word_embeddings (`bool`, defaults to `True`):
             Whether the language modelling head shares its output matrix with the token embedding.
+        scale_embedding (`bool`, *optional*):
+            Whether token embeddings are multiplied by `sqrt(hidden_size)`; by default, if positions are sinusoidal, and
+            in an encoder-decoder.
         is_decoder (`bool`, defaults to `False`):
             Whether the model is causal. Set automatically by the `...ForCausalLM` classes, see `as_decoder`.
+        is_encoder_decoder (`bool`, defaults to `False`):
+            Whether the model has an encoder and a decoder. Set automatically by the `...ForConditionalGeneration`
+            classes, see `as_encoder_decoder`. The fields above hold for both parts, except `full_attention_layers`.
+        decoder_layers (`int`, *optional*):
+            Encoder-decoders only: number of layers of the decoder; defaults to `num_hidden_layers`.
+        decoder_vocab_size (`int`, *optional*):
+            Encoder-decoders only: vocabulary size of the target; defaults to `vocab_size`.
+        share_encoder_decoder_embeddings (`bool`, defaults to `True`):
+            Encoder-decoders only: whether source and target share one token embedding, which needs one vocabulary.
+        decoder_start_token_id (`int`, *optional*):
+            Encoder-decoders only: the target's first input; defaults to `eos_token_id`, as in fairseq.
         use_cache (`bool`, defaults to `True`):
             Decoders only: whether a forward pass outside training returns the decoding state.
         chunk_size_feed_forward (`int`, defaults to 0):
@@ -124,9 +139,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
     # Fields that a decoding state depends on: models that differ in one cannot share a state. Families add theirs.
     state_fields = (
         *("num_hidden_layers", "hidden_size", "num_attention_heads", "conv_kernel_size", "position_embedding_type"),
-        *("local_window", "slot_count_bias"),
+        *("local_window", "slot_count_bias", "is_encoder_decoder"),
     )
-    # Values of `position_embedding_type`, in an encoder and in a decoder (`is_decoder`); the first is the default.
+    # Values of `position_embedding_type`, in an encoder or encoder-decoder, and in a decoder alone; the first is the
+    # default.
     positions: ClassVar[dict[bool, tuple[str, ...]]] = {
         False: ("learned", "sinusoidal"),
         True: ("rotary", "sinusoidal"),
@@ -165,7 +181,12 @@ class BoundedMemoryConfig(PreTrainedConfig):
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = True
+    scale_embedding: bool | None = None
     is_decoder: bool = False
+    decoder_layers: int | None = None
+    decoder_vocab_size: int | None = None
+    share_encoder_decoder_embeddings: bool = True
+    decoder_start_token_id: int | None = None
     use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -173,6 +194,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
             self._refuse_foreign(kwargs)
         if self.position_embedding_type is None:
             self.position_embedding_type = self.positions[self.is_decoder][0]
+        if self.is_encoder_decoder:
+            self._complete_encoder_decoder()
         self.validate_values()
         super().__post_init__(**kwargs)
 
@@ -200,7 +223,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
         if self.is_decoder:
             constant = "None in a decoder, whose state has constant size"
             self._require("full_attention_layers", lambda value: not value, constant)
-        positions, kind = self.positions[self.is_decoder], "a decoder" if self.is_decoder else "an encoder"
+        alone = self.is_decoder and not self.is_encoder_decoder
+        positions, kind = self.positions[alone], "a decoder" if alone else "an encoder"
         self._require("position_embedding_type", lambda v: v in positions, f"{' or '.join(positions)} in {kind}")
         self._require_divides("num_attention_heads")
         if self.position_embedding_type == "rotary":
@@ -213,6 +237,29 @@ class BoundedMemoryConfig(PreTrainedConfig):
         poolings = self.classifier_poolings()
         self._require("classifier_pooling", lambda v: v in poolings, f"one of {', '.join(poolings)}")
         self._require("pad_token_id", lambda v: 0 <= v < self.vocab_size, f"in [0, vocab_size={self.vocab_size})")
+        for name in ("decoder_layers", "decoder_vocab_size"):
+            self._require(name, lambda value: value is None or value >= 1, "None or at least 1")
+        self._require("decoder_start_token_id", lambda value: value is None or value >= 0, "None or a token's id")
+        if self.is_encoder_decoder and not self.is_decoder:
+            self._validate_encoder_decoder()
+
+    def _validate_encoder_decoder(self) -> None:
+        if self.share_encoder_decoder_embeddings:
+            same = f"vocab_size={self.vocab_size}, or share_encoder_decoder_embeddings=False"
+            self._require("decoder_vocab_size", lambda value: value == self.vocab_size, same)
+        tokens = range(self.decoder_vocab_size)
+        self._require("decoder_start_token_id", lambda v: v in tokens, f"in [0, decoder_vocab_size={len(tokens)})")
+        self.decoder_part().validate_values()
+
+    def _complete_encoder_decoder(self) -> None:
+        """Set the fields of an encoder-decoder that follow from others."""
+        if self.decoder_layers is None:
+            self.decoder_layers = self.num_hidden_layers
+        if self.decoder_vocab_size is None:
+            self.decoder_vocab_size = self.vocab_size
+        if self.decoder_start_token_id is None:
+            ends = self.eos_token_id
+            self.decoder_start_token_id = ends[0] if isinstance(ends, list) else ends
 
     def fixed_length(self) -> str | None:
         """Return the reason why the model cannot take longer inputs even with more positions, or `None` if it can."""
@@ -220,7 +267,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
 
     def longest_input(self) -> int | None:
         """Return the maximum input length in tokens, or `None` if there is none."""
-        endless = self.is_decoder or self.position_embedding_type == "none"
+        limited = self.position_embedding_type == "learned" if self.is_decoder else True
+        endless = not limited or self.position_embedding_type == "none"
         return None if endless else self.max_position_embeddings
 
     def mixed_window(self) -> int:
@@ -233,8 +281,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
         Learned positions, which would limit the length, become a decoder's default.
 
         Raises:
-            ValueError: The family's causal model does not support a field's value.
+            ValueError: The family's causal model does not support a field's value, or the config is an
+                encoder-decoder's.
         """
+        self.refuse_encoder_decoder("A causal model")
         if self.is_decoder:
             return self
         config = copy.deepcopy(self)
@@ -243,6 +293,59 @@ class BoundedMemoryConfig(PreTrainedConfig):
             config.position_embedding_type = config.positions[True][0]
         config.validate_values()
         return config
+
+    def as_encoder_decoder(self) -> "BoundedMemoryConfig":
+        """Return the config of the encoder-decoder of the same size: `self`, or a copy with `is_encoder_decoder=True`.
+
+        Raises:
+            ValueError: The config is a causal model's, or the family's decoder does not support a field's value.
+        """
+        if self.is_decoder:
+            raise ValueError(
+                "An encoder-decoder needs an encoder's config or its own, but this is a causal model's "
+                "(`is_decoder=True`)."
+            )
+        if self.is_encoder_decoder:
+            return self
+        config = copy.deepcopy(self)
+        config.is_encoder_decoder = True
+        config._complete_encoder_decoder()
+        config.validate_values()
+        return config
+
+    def encoder_part(self) -> "BoundedMemoryConfig":
+        """Return the config of an encoder-decoder's encoder."""
+        config = copy.deepcopy(self)
+        config.is_encoder_decoder, config.scale_embedding = False, self.scales_embedding()
+        return config
+
+    def decoder_part(self) -> "BoundedMemoryConfig":
+        """Return the config of an encoder-decoder's decoder, with both `is_decoder` and `is_encoder_decoder`."""
+        config = copy.deepcopy(self)
+        config.is_decoder, config.scale_embedding = True, self.scales_embedding()
+        config.num_hidden_layers, config.vocab_size = self.decoder_layers, self.decoder_vocab_size
+        config.full_attention_layers = None
+        return config
+
+    def across(self) -> "BoundedMemoryConfig":
+        """Return the config with which a decoder creates its cross-attention, which reads no window."""
+        config = copy.deepcopy(self)
+        config.local_window = 0
+        return config
+
+    def scales_embedding(self) -> bool:
+        """Return whether token embeddings are multiplied by the root of the width."""
+        if self.scale_embedding is not None:
+            return self.scale_embedding
+        return self.position_embedding_type == "sinusoidal" or self.is_encoder_decoder
+
+    def refuse_encoder_decoder(self, kind: str) -> None:
+        """Raise a `ValueError` if the config is an encoder-decoder's, which `kind` of model cannot have."""
+        if self.is_encoder_decoder:
+            raise ValueError(
+                f"{kind} cannot have the config of an encoder-decoder (`is_encoder_decoder=True`). Load it with "
+                "AutoModelForSeq2SeqLM, or without its head with AutoModel."
+            )
 
     def _require(self, name: str, accepts: Callable[[Any], bool], allowed: str) -> None:
         value = getattr(self, name)

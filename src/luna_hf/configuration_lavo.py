@@ -63,6 +63,9 @@ class LavoConfig(BoundedMemoryConfig):
         self._require("attention_parts", lambda value: value in PARTS, f"one of {', '.join(PARTS)}")
         if self.attention_parts == "local":
             self._require("local_window", lambda value: value >= 1, "at least 1 with attention_parts='local'")
+        if self.is_encoder_decoder:
+            memory = "'both' or 'global' in an encoder-decoder, whose cross-attention reads the memory"
+            self._require("attention_parts", lambda value: value != "local", memory)
 
 
 __all__ = ["LavoConfig"]

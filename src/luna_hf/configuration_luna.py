@@ -20,13 +20,13 @@ class LunaConfig(BoundedMemoryConfig):
             Number of slots `l` of the packed sequence P.
         num_projected_attention_heads (`int`, *optional*):
             Number of heads of the pack attention; must divide `hidden_size`. Defaults to `num_attention_heads`, the
-            only choice in a decoder.
+            only choice in a decoder alone, and what causal attention always has.
         tie_kv (`bool`, defaults to `True`):
             Whether keys and values share one matrix, in both pack and unpack attention. The base model has 132 M
             parameters if tied and 146 M if not (147 M in the paper).
         dynamic_projection (`bool`, defaults to `True`):
             Whether a row with fewer tokens than slots uses only as many slots as it has tokens. Otherwise, and always
-            in a decoder, every row uses all slots.
+            in a decoder alone, every row uses all slots.
         segment_length (`int`, *optional*):
             Encoders only: longer inputs are read in segments of so many tokens, from `projection_length` to
             `max_position_embeddings`. Positions start anew in each, and the packed states of a segment are what the
@@ -107,9 +107,10 @@ class LunaConfig(BoundedMemoryConfig):
         activations = ("softplus", "elu", "exp")
         self._require("pack_activation", lambda value: value in activations, f"one of {', '.join(activations)}")
         if self.segment_length is not None:
-            self._require("segment_length", lambda value: not self.is_decoder, "None in a decoder, which keeps a state")
+            alone = not (self.is_decoder or self.is_encoder_decoder)
+            self._require("segment_length", lambda value: alone, "None except in an encoder alone")
             self.check_segment_length(self.segment_length)
-        if self.is_decoder:
+        if self.is_decoder and not self.is_encoder_decoder:
             heads, allowed = self.num_attention_heads, "None in a decoder, which packs and unpacks with the same heads"
             self._require("num_projected_attention_heads", lambda value: value in (None, heads), allowed)
 

@@ -27,6 +27,7 @@ class ForwardContext(NamedTuple):
     window: int = 0  # number of tokens that a token reads besides the slots
     slots: bool = True  # whether the slots are read
     options: dict[str, Any] = {}  # keyword arguments for the attention backend
+    source: Any = None  # cross-attention only: the `ForwardContext` of the source, while it is written
 
     def tokens(self, states: Tensor) -> Tensor:
         """Return the padding mask (b, n) of (b, n, d) states; all True if nothing is padded."""

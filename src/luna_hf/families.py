@@ -22,12 +22,16 @@ from . import (
     configuration_luna,
     modeling_abc,
     modeling_abc_causal,
+    modeling_abc_seq2seq,
     modeling_lavo,
     modeling_lavo_causal,
+    modeling_lavo_seq2seq,
     modeling_leapformer,
     modeling_leapformer_causal,
+    modeling_leapformer_seq2seq,
     modeling_luna,
     modeling_luna_causal,
+    modeling_luna_seq2seq,
 )
 from .configuration_abc import *
 from .configuration_base import BoundedMemoryConfig
@@ -36,12 +40,16 @@ from .configuration_leapformer import *
 from .configuration_luna import *
 from .modeling_abc import *
 from .modeling_abc_causal import *
+from .modeling_abc_seq2seq import *
 from .modeling_lavo import *
 from .modeling_lavo_causal import *
+from .modeling_lavo_seq2seq import *
 from .modeling_leapformer import *
 from .modeling_leapformer_causal import *
+from .modeling_leapformer_seq2seq import *
 from .modeling_luna import *
 from .modeling_luna_causal import *
+from .modeling_luna_seq2seq import *
 from .tokenization_fairseq import FairseqBpeTokenizer
 from .warm_start_abc import AbcRules
 from .warm_start_luna import LunaRules
@@ -58,16 +66,18 @@ _HEADS = {
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table: a mechanism's `<Name>Config`, and the modules that define `<Name>Model` and its heads."""
+    """A row of the table: a mechanism's `<Name>Config`, and the modules that define its models and their heads."""
 
     config: type[BoundedMemoryConfig]
     encoders: ModuleType
     decoders: ModuleType
+    seq2seq: ModuleType
     warm_start: type[WarmStartRules] = WarmStartRules
 
     def model(self, kind: str) -> type[PreTrainedModel]:
         """Return the class `<Name><kind>`."""
-        module = self.decoders if "Causal" in kind else self.encoders
+        modules = {"Causal": self.decoders, "Seq2Seq": self.seq2seq, "ForConditionalGeneration": self.seq2seq}
+        module = next((module for part, module in modules.items() if part in kind), self.encoders)
         return getattr(module, self.config.__name__.removesuffix("Config") + kind)
 
     @property
@@ -91,6 +101,16 @@ class Family:
         return self.model("ForCausalLM")
 
     @property
+    def seq2seq_model(self) -> type[PreTrainedModel]:
+        """The encoder-decoder."""
+        return self.model("Seq2SeqModel")
+
+    @property
+    def seq2seq_lm(self) -> type[PreTrainedModel]:
+        """The encoder-decoder with a language modelling head."""
+        return self.model("ForConditionalGeneration")
+
+    @property
     def heads(self) -> dict[type, type[PreTrainedModel]]:
         """The encoders with a task head, by the Auto class that loads them."""
         return {auto_class: self.model(kind) for auto_class, kind in _HEADS.items()}
@@ -99,6 +119,11 @@ class Family:
     def causal_models(self) -> tuple[type[PreTrainedModel], ...]:
         """Every decoder class of the family, the base model first."""
         return (self.causal_model, self.causal_lm)
+
+    @property
+    def seq2seq_models(self) -> tuple[type[PreTrainedModel], ...]:
+        """Every encoder-decoder class of the family, the base model first."""
+        return (self.seq2seq_model, self.seq2seq_lm)
 
     @property
     def models(self) -> tuple[type[PreTrainedModel], ...]:
@@ -113,7 +138,8 @@ class Family:
         for tokenizer_class in (FairseqBpeTokenizer, RobertaTokenizer):
             AutoTokenizer.register(self.config, tokenizer_class, exist_ok=True)
         self.base_model.causal_model_class = self.causal_model
-        for model_class in (*self.models, self.causal_lm):
+        self.base_model.seq2seq_model_class = self.seq2seq_model
+        for model_class in (*self.models, self.causal_lm, self.seq2seq_lm):
             for auto_class in model_class.auto_classes:
                 getattr(transformers, auto_class).register(self.config, model_class, exist_ok=True)
 
@@ -121,10 +147,10 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.config.model_type: family
     for family in (
-        Family(LunaConfig, modeling_luna, modeling_luna_causal, LunaRules),
-        Family(AbcConfig, modeling_abc, modeling_abc_causal, AbcRules),
-        Family(LeapformerConfig, modeling_leapformer, modeling_leapformer_causal),
-        Family(LavoConfig, modeling_lavo, modeling_lavo_causal),
+        Family(LunaConfig, modeling_luna, modeling_luna_causal, modeling_luna_seq2seq, LunaRules),
+        Family(AbcConfig, modeling_abc, modeling_abc_causal, modeling_abc_seq2seq, AbcRules),
+        Family(LeapformerConfig, modeling_leapformer, modeling_leapformer_causal, modeling_leapformer_seq2seq),
+        Family(LavoConfig, modeling_lavo, modeling_lavo_causal, modeling_lavo_seq2seq),
     )
 }
 
@@ -143,9 +169,13 @@ __all__ += configuration_leapformer.__all__
 __all__ += configuration_luna.__all__
 __all__ += modeling_abc.__all__
 __all__ += modeling_abc_causal.__all__
+__all__ += modeling_abc_seq2seq.__all__
 __all__ += modeling_lavo.__all__
 __all__ += modeling_lavo_causal.__all__
+__all__ += modeling_lavo_seq2seq.__all__
 __all__ += modeling_leapformer.__all__
 __all__ += modeling_leapformer_causal.__all__
+__all__ += modeling_leapformer_seq2seq.__all__
 __all__ += modeling_luna.__all__
 __all__ += modeling_luna_causal.__all__
+__all__ += modeling_luna_seq2seq.__all__

@@ -39,6 +39,7 @@ class MemoryAttention(nn.Module):
 
     is_causal = False  # transformers' sdpa defaults to True without this attribute
     has_slots = True  # whether a window of `config.local_window` is read in one softmax with them
+    memory_class: type = SlotMemory  # the part that cross-attention writes and reads
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int = 0) -> None:
         super().__init__()
@@ -49,6 +50,15 @@ class MemoryAttention(nn.Module):
         counts = config.local_window and config.slot_count_bias and self.has_slots
         self.slot_scale = nn.Parameter(torch.empty(self.num_heads)) if counts else None
         self.add_projections(config)
+
+    @classmethod
+    def across(cls, config: BoundedMemoryConfig, layer_idx: int) -> "MemoryAttention":
+        """Create a decoder layer's cross-attention, without what only self-attention needs."""
+        attention = cls(config.across(), layer_idx)
+        for module in attention.modules():
+            if hasattr(module, "config"):
+                module.config = config  # the decoder's own, whose attention backend may change
+        return attention
 
     def initialise(self, config: BoundedMemoryConfig) -> None:
         """Initialise the scales, such that a slot counts as many tokens as it stands for."""

@@ -283,7 +283,8 @@ class HeadMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         prefix = getattr(cls, "base_model_prefix", "")
-        cls._tied_weights_keys = {name: source.format(prefix) for name, source in cls.tied_weights.items()} or None
+        tied = {name.format(prefix): source.format(prefix) for name, source in cls.tied_weights.items()}
+        cls._tied_weights_keys = tied or None
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__(config)

@@ -1,11 +1,9 @@
-"""The decoder shared by all families, with its decoding state, language modelling head and hooks for `generate`."""
+"""The decoder shared by all families, with its decoding state and language modelling head."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
-from transformers.generation import GenerationMode, MaxLengthCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
@@ -17,6 +15,7 @@ from .attention_base import linear
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext, make_context
 from .functional import causal_convolution, move_to_ranks, rotary_angles, token_ranks
+from .generation_hooks import GenerationHooks, check_mask_of_past, text_checksum
 from .modeling_base import BaseModelMixin, HeadMixin
 from .modeling_layers import DepthwiseConvolution
 from .state import MemoryCache, state_fields
@@ -82,7 +81,27 @@ class DecoderModelMixin(BaseModelMixin):
             ValueError: A shape is wrong, the input is empty, the cache belongs to another model or batch, the mask
                 contradicts the tokens in the state, `position_ids` fall within a row, or a keyword is unknown.
         """
-        self.check_keywords(kwargs)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        hidden_states, cache = self.decode(*inputs, past_key_values, use_cache, kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache)
+
+    def decode(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        past_key_values: MemoryCache | None,
+        use_cache: bool | None,
+        keywords: dict[str, Any],
+        *source: Any,
+    ) -> tuple[Tensor, MemoryCache | None]:
+        """Do what `forward` does, for its arguments; returns states (b, n, d), and the state if `use_cache`.
+
+        Further arguments are passed to `run_layers`.
+        """
+        self.check_keywords(keywords)
         self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=past_key_values is not None)
         use_cache = use_cache and (past_key_values is not None or not self.training)
         first = input_ids if inputs_embeds is None else inputs_embeds
@@ -98,15 +117,36 @@ class DecoderModelMixin(BaseModelMixin):
             attention_mask = attention_mask[:, -length:]
         keep = self.given_mask(attention_mask)
         self.check_positions(position_ids, keep)
-        context = make_context(keep, length, first.device, cache, kwargs, self.config.local_window)
+        context = make_context(keep, length, first.device, cache, keywords, self.config.local_window)
+        self.check_length(length, context)
         positions = context.ranks if position_ids is None else position_ids
         context = context._replace(angles=self.rotary_angles(positions))
         hidden_states = self.embeddings(input_ids, inputs_embeds, positions, token_type_ids, keep)
-        hidden_states, _ = self.encoder(hidden_states, self.first_carried(), context)
+        hidden_states = self.run_layers(hidden_states, context, *source)
         if cache is not None:
             checksum = -1 if input_ids is None else text_checksum(input_ids, context.ranks, keep)
             cache.count(context.lengths[:, 0].expand(batch), length, checksum)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache if use_cache else None)
+        return hidden_states, cache if use_cache else None
+
+    def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
+        """Apply the layers to embedded tokens (b, n, d)."""
+        return self.encoder(hidden_states, self.first_carried(), context)[0]
+
+    def check_length(self, length: int, context: ForwardContext) -> None:
+        """Reject n tokens that go beyond the learned positions, if the decoder has any; skipped while tracing.
+
+        Raises:
+            ValueError: A row has more tokens than positions.
+        """
+        limit = self.config.longest_input()
+        if limit is None or is_tracing(context.lengths) or context.lengths.is_meta:
+            return
+        seen = 0 if context.cache is None else context.cache.get_seq_length()
+        if seen + length > limit and context.lengths.max() > limit:
+            raise ValueError(
+                f"The target has {context.lengths.max()} tokens, but the decoder has {limit} learned positions "
+                "(`max_position_embeddings`). Generate fewer tokens, or use a model with sinusoidal positions."
+            )
 
     def rotary_angles(self, positions: Tensor) -> Tensor | None:
         """Return rotary angles (b or 1, n, r / 2) of positions (b or 1, n); `None` if positions are not rotary."""
@@ -147,11 +187,10 @@ class DecoderModelMixin(BaseModelMixin):
         return past_key_values
 
 
-class CausalLMMixin(HeadMixin):
+class CausalLMMixin(GenerationHooks, HeadMixin):
     """Causal language modelling, with an output layer tied to the token embedding, and `generate`."""
 
     auto_classes = ("AutoModelForCausalLM",)
-    _is_stateful = True  # the state cannot be rolled back, which rules out assisted generation
     _supports_flash_attn = False
     _supports_flex_attn = False
     output_class = CausalLMOutputWithPast
@@ -223,127 +262,3 @@ class CausalLMMixin(HeadMixin):
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Replace the output layer."""
         self.lm_head = new_embeddings
-
-    # ---- hooks of `generate` ----
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the state is a `MemoryCache`
-
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        """Create a `MemoryCache` unless one is given or `use_cache` is off; its size is always static."""
-        asked = generation_config.cache_implementation
-        if asked not in (None, "dynamic", "static"):
-            raise ValueError(
-                f"`cache_implementation` is {asked!r}, but a {self.config.model_type} model's state has constant size. "
-                "Leave it out, or set it to 'static' to compile the decoding step."
-            )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = MemoryCache(self.config, compileable=asked == "static")
-
-    def _prefill(
-        self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], **others: Any
-    ) -> CausalLMOutputWithPast:
-        """Check that the prompt continues a given state, before transformers leaves out what the state contains."""
-        cache = self.base_model.open_cache(model_kwargs.get("past_key_values"), False, input_ids.shape[0])
-        if cache is not None and cache.is_initialized:
-            mask, embeds = (model_kwargs.get(name) for name in ("attention_mask", "inputs_embeds"))
-            columns = generation_config._mask_length if mask is None else mask.shape[1]  # of a mask that was dropped
-            check_prompt(input_ids, embeds, mask, columns, cache)
-        return super()._prefill(input_ids, generation_config, model_kwargs, **others)
-
-    def _prepare_generated_length(
-        self, generation_config: GenerationConfig, has_default_max_length: bool, **others: Any
-    ) -> GenerationConfig:
-        """Like transformers', which lets a default length end at `max_position_embeddings`."""
-        config, tokens = generation_config, generation_config.max_length
-        config = super()._prepare_generated_length(config, has_default_max_length=has_default_max_length, **others)
-        if has_default_max_length and config.max_new_tokens is None:
-            config.max_length = tokens + others["input_ids_length"]
-        return config
-
-    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
-        """Like transformers', which warns of texts beyond `max_position_embeddings`; these models have no end."""
-        criteria = super()._get_stopping_criteria(*args, **kwargs)
-        for criterion in criteria:
-            if isinstance(criterion, MaxLengthCriteria):
-                criterion.max_position_embeddings = None
-        return criteria
-
-    @staticmethod
-    def create_masks_for_generate(
-        config: BoundedMemoryConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> Tensor | None:
-        """Return the mask of the new tokens only: its shape stays constant, so a compiled step is not recompiled."""
-        if attention_mask is None:
-            return None
-        length = inputs_embeds.shape[1]
-        if kwargs.get("is_first_iteration"):
-            check_mask_of_past(attention_mask, length, kwargs.get("past_key_values"))
-        return attention_mask[:, -length:]
-
-
-def text_checksum(input_ids: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
-    """Sum each row's ids, weighted with their ranks, to tell texts apart: (b, n) to (b,); additive over parts."""
-    weighted = input_ids * (ranks + 1)
-    return (weighted if keep is None else weighted.masked_fill(~keep, 0)).sum(1)
-
-
-def check_prompt(
-    input_ids: Tensor, inputs_embeds: Tensor | None, attention_mask: Tensor | None, columns: int, cache: MemoryCache
-) -> None:
-    """Check that a prompt (b, n) of `generate`, with a mask of so many columns, continues a state.
-
-    Raises:
-        ValueError: It is neither the state's text with more tokens, nor new tokens with a mask over all tokens.
-    """
-    seen, length = cache.get_seq_length(), (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-    continues = length > seen if columns == length else inputs_embeds is None and columns == seen + length
-    if continues and input_ids.shape[1] == columns:
-        keep = None if attention_mask is None else attention_mask[:, :seen] != 0
-        given = text_checksum(input_ids[:, :seen], token_ranks(keep, seen, input_ids.device), keep)
-        read = cache.rows.states["checksum"].to(given.device)
-        continues = ((given == read) | (read < 0)).all()
-    if not continues:
-        raise ValueError(
-            f"The state in `past_key_values` contains {seen} tokens, and the given {length} do not continue it. Pass "
-            f"the whole text, the same {seen} tokens and at least one more; or only new tokens, with an "
-            f"`attention_mask` of {seen + length} columns."
-        )
-
-
-def check_mask_of_past(attention_mask: Tensor, length: int, cache: MemoryCache | None) -> None:
-    """Check that a mask over earlier and new tokens agrees with the state; skipped while tracing.
-
-    Args:
-        attention_mask: (b, n) or (b, seen + n).
-        length: number of new tokens n.
-        cache: state after the earlier tokens.
-
-    Raises:
-        ValueError: The mask's length, or its number of earlier real tokens, differs from the state's.
-    """
-    earlier = attention_mask[:, :-length]
-    if earlier.shape[1] == 0 or is_tracing(attention_mask):
-        return
-    seen = 0 if cache is None else cache.get_seq_length()
-    if earlier.shape[1] != seen:
-        raise ValueError(
-            f"`attention_mask` has {attention_mask.shape[1]} columns, but there are {length} new tokens and {seen} in "
-            f"the state. It must have {length} or {seen + length} columns."
-        )
-    kept, read = (earlier != 0).sum(1), cache.tokens.to(earlier.device)
-    if not torch.equal(kept, read):
-        row = (kept != read).nonzero()[0].item()
-        raise ValueError(
-            f"`attention_mask` keeps {kept[row]} earlier tokens of row {row}, but the state contains {read[row]}, and "
-            "they can no longer be masked (`generate` also adds the padding after a row that ends early). Leave the "
-            "state out to process the whole text again, or pass the mask that the state was made with."
-        )

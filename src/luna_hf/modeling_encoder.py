@@ -44,22 +44,24 @@ class EncoderModelMixin(BaseModelMixin):
 
     auto_classes = ("AutoModel", "AutoModelForTextEncoding")
     convolution_class = DepthwiseConvolution
-    # AutoModel maps a config class to one model class, so the encoder also creates decoders; `families.py` sets this.
+    # AutoModel maps a config class to one model class, so the encoder also creates the family's other models;
+    # `families.py` sets these.
     causal_model_class: type[PreTrainedModel] | None = None
+    seq2seq_model_class: type[PreTrainedModel] | None = None
 
     def __new__(cls, config: BoundedMemoryConfig | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Create the encoder, or the family's decoder without a head if `config.is_decoder`.
+        """Create the encoder, or the family's decoder or encoder-decoder without a head if the config is one's.
 
         Raises:
-            ValueError: The config is a decoder's, but `cls` comes from an encoder checkpoint's code.
+            ValueError: The config is not an encoder's, but `cls` comes from an encoder checkpoint's code.
         """
-        if config is None or not config.is_decoder:
+        if config is None or not (config.is_decoder or config.is_encoder_decoder):
             return super().__new__(cls)
-        if cls.causal_model_class is None:
-            raise ValueError(
-                f"{cls.__name__} is an encoder, but the config has `is_decoder=True`. Load it with AutoModel."
-            )
-        return cls.causal_model_class(config, *args, **kwargs)
+        kind = "is_decoder" if config.is_decoder else "is_encoder_decoder"
+        model_class = cls.causal_model_class if config.is_decoder else cls.seq2seq_model_class
+        if model_class is None:
+            raise ValueError(f"{cls.__name__} is an encoder, but the config has `{kind}=True`. Load it with AutoModel.")
+        return model_class(config, *args, **kwargs)
 
     @capture_outputs
     def forward(
@@ -249,6 +251,7 @@ class EncoderHeadMixin(HeadMixin):
                 f"{type(self).__name__} needs an encoder, but the config is a causal model's (`is_decoder=True`). "
                 f"Load it with AutoModelForCausalLM, or without its head with AutoModel."
             )
+        config.refuse_encoder_decoder(type(self).__name__)
         super().__init__(config)
 
 

@@ -69,7 +69,9 @@ class TokenEmbeddings(nn.Module):
         num_positions = config.max_position_embeddings + padding_idx + 1
         self.padding_idx = padding_idx
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_idx)
-        self.scale = math.sqrt(width) if config.position_embedding_type == "sinusoidal" else 1.0
+        self.scale = math.sqrt(width) if config.scales_embedding() else 1.0
+        # Decoders count positions from 0. That of an encoder-decoder has the positions of its encoder.
+        self.first_position = padding_idx + 1 if config.is_encoder_decoder else 0
         if config.position_embedding_type == "learned":
             self.position_embeddings = nn.Embedding(num_positions, width, padding_idx=padding_idx)
         elif config.position_embedding_type in ("rotary", "none"):  # rotary: applied to queries and keys
@@ -100,7 +102,7 @@ class TokenEmbeddings(nn.Module):
             position_ids = token_positions(every, self.padding_idx)
         states = tokens * self.scale if self.scale != 1.0 else tokens
         if self.position_embeddings is not None:
-            states = states + self.position_embeddings(position_ids).to(states.dtype)
+            states = states + self.position_embeddings(position_ids + self.first_position).to(states.dtype)
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
                 token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
@@ -239,22 +241,18 @@ class LayerStack(nn.Module):
     def __init__(
         self,
         config: BoundedMemoryConfig,
-        attention_class: type[MemoryAttention],
-        convolution_class: type[DepthwiseConvolution],
+        *classes: type[nn.Module],
+        layer_class: type[TransformerLayer] = TransformerLayer,
     ) -> None:
         super().__init__()
-        self.layer = nn.ModuleList(
-            TransformerLayer(config, layer_idx, attention_class, convolution_class)
-            for layer_idx in range(config.num_hidden_layers)
-        )
+        layers = range(config.num_hidden_layers)
+        self.layer = nn.ModuleList(layer_class(config, layer_idx, *classes) for layer_idx in layers)
         final = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.final_layer_norm = final if config.norm_first else nn.Identity()
 
-    def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
-    ) -> tuple[Tensor, Tensor | None]:
-        """Apply all layers; returns token states (b, n, d) and `carried`."""
+    def forward(self, hidden_states: Tensor, carried: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Apply all layers, with their other inputs; returns token states (b, n, d) and `carried`."""
         for layer in self.layer:
             # Positional arguments, because re-entrant checkpointing gives keyword arguments no gradient.
-            hidden_states, carried = layer(hidden_states, carried, context)
+            hidden_states, carried = layer(hidden_states, carried, *inputs)
         return self.final_layer_norm(hidden_states), carried

@@ -118,11 +118,9 @@ class LunaPackedEmbeddings(nn.Module):
         super().__init__()
         length, width = config.projection_length, config.hidden_size
         self.weight = nn.Parameter(torch.empty(length, width))
-        self.scale = 1.0
-        self.positions = None
-        if config.position_embedding_type == "sinusoidal":
-            self.scale = math.sqrt(width)
-            self.positions = SinusoidalPositions(length, width)
+        self.scale = math.sqrt(width) if config.scales_embedding() else 1.0
+        is_sinusoidal = config.position_embedding_type == "sinusoidal"
+        self.positions = SinusoidalPositions(length, width) if is_sinusoidal else None
         self.LayerNorm = (
             nn.LayerNorm(width, eps=config.layer_norm_eps) if config.embedding_layer_norm else nn.Identity()
         )
@@ -140,8 +138,9 @@ class LunaPackedEmbeddings(nn.Module):
         if packed_states is not None:
             return packed_states
         packed = self.weight[:num_slots]
+        packed = packed * self.scale if self.scale != 1.0 else packed
         if self.positions is not None:
-            packed = packed * self.scale + self.positions.table[:num_slots].to(packed.dtype)
+            packed = packed + self.positions.table[:num_slots].to(packed.dtype)
         packed = self.dropout(self.LayerNorm(packed).expand(batch, -1, -1))
         return packed if keep is None else packed.masked_fill(~keep.unsqueeze(-1), 0.0)
 

@@ -80,9 +80,15 @@ class EncoderPreTrainedModel(BoundedMemoryPreTrainedModel):
         if weight is not None and (len(weight) < trained or (weight.is_meta and hasattr(table, "_hf_hook"))):
             raise ValueError("The position table is sharded or offloaded. Resize it before you distribute the model.")
         super().resize_position_embeddings(length)
-        if weight is not None:
-            rows = repeat_positions(weight.detach(), table.num_embeddings - trained, length)
-            table.weight, table.num_embeddings = nn.Parameter(rows, requires_grad=weight.requires_grad), len(rows)
-        elif table is not None:  # sinusoids
-            table.num_positions += length - trained
-            table.table = nn.Buffer(table.make_table().to(table.table), persistent=False)
+        resize_table(table, trained, length)
+
+
+def resize_table(table: nn.Module | None, trained: int, length: int) -> None:
+    """Resize a table of learned or sinusoidal positions in place, from one number of positions to another."""
+    weight = getattr(table, "weight", None)
+    if weight is not None:
+        rows = repeat_positions(weight.detach(), table.num_embeddings - trained, length)
+        table.weight, table.num_embeddings = nn.Parameter(rows, requires_grad=weight.requires_grad), len(rows)
+    elif hasattr(table, "make_table"):  # sinusoids; a decoder's are endless
+        table.num_positions += length - trained
+        table.table = nn.Buffer(table.make_table().to(table.table), persistent=False)

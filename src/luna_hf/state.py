@@ -8,6 +8,9 @@ from transformers.utils import is_torchdynamo_compiling
 
 from .causal_memory import CausalMemory
 
+# Prefix of the names of what a decoder keeps of the source.
+SOURCE = "source_"
+
 
 class MemoryCacheLayer(CacheLayerMixin):
     """State of one layer: named tensors with the batch as their first dimension.
@@ -109,6 +112,9 @@ def _own(state: Tensor) -> Tensor:
 class MemoryCache(Cache):
     """Decoding state of a causal model, for `past_key_values`; as large after 16 tokens as after 16,000.
 
+    That of an encoder-decoder also contains the memory that the source was written to, which is as large for 16 source
+    tokens as for 16,000.
+
     `generate` creates one and returns it with `return_dict_in_generate=True`. Create one to carry the state from call
     to call:
 
@@ -127,6 +133,8 @@ class MemoryCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, compileable: bool = False) -> None:
+        if config.is_encoder_decoder and not config.is_decoder:
+            config = config.decoder_part()
         super().__init__(layers=[MemoryCacheLayer() for _ in range(config.num_hidden_layers)])
         self.compileable = compileable
         self.made_for = state_fields(config)
@@ -144,6 +152,11 @@ class MemoryCache(Cache):
         return bool(self.rows.states)
 
     @property
+    def has_source(self) -> bool:
+        """Whether the state of an encoder-decoder contains the memory of the source."""
+        return any(name.startswith(SOURCE) for name in self.layers[0].states)
+
+    @property
     def nbytes(self) -> int:
         """Total size of all tensors in bytes."""
         layers = (*self.layers, self.rows)
@@ -152,8 +165,9 @@ class MemoryCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        """Number of rows; -1 before the first token."""
-        return self.rows.states["tokens"].shape[0] if self.is_initialized else -1
+        """Number of rows; -1 before the first token or source."""
+        states = self.rows.states if self.is_initialized else self.layers[0].states
+        return next((state.shape[0] for state in states.values()), -1)
 
     @property
     def tokens(self) -> Tensor | None:
@@ -215,6 +229,7 @@ class MemoryCache(Cache):
 def state_fields(config: PreTrainedConfig) -> dict[str, object]:
     """Return the fields, with their values, that models must agree on to share a state."""
     fields = {name: getattr(config, name) for name in ("model_type", *config.state_fields)}
-    if fields.get("position_embedding_type") == "learned":  # an encoder's config, converted by `as_decoder`
+    is_learned = fields.get("position_embedding_type") == "learned"
+    if is_learned and not config.is_encoder_decoder:  # an encoder's config, converted by `as_decoder`
         fields["position_embedding_type"] = config.positions[True][0]
     return fields

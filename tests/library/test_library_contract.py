@@ -19,7 +19,13 @@ import pytest
 import torch
 import transformers_suite
 from helpers import slots_of
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 from transformers.testing_utils import torch_device
 from variants import ROWS, LibraryVariant
 
@@ -79,6 +85,13 @@ ENCODER_SKIPS: dict[str, str] = {
     "test_causal_lm_loss_honors_shift_labels": "No decoder-only language modeling head",
 }
 
+# Skips of encoder-decoders only.
+SEQ2SEQ_SKIPS: dict[str, str] = {
+    **ENCODER_SKIPS,
+    # Encoder and decoder have their own.
+    "test_can_capture_specific_layers_hidden_states": "uses another name",
+}
+
 # Reasons of transformers' decorators to skip on a machine that lacks something.
 MISSING_ON_THIS_MACHINE = (
     "test requires accelerator",
@@ -136,15 +149,29 @@ class TinyModelTester:
         return self.get_config(), {"input_ids": words.where(mask.bool(), self.pad_token_id), "attention_mask": mask}
 
 
+class TinySeq2SeqTester(TinyModelTester):
+    """The same for an encoder-decoder."""
+
+    @property
+    def decoder_key_length(self) -> int:
+        return self.key_length
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[BoundedMemoryConfig, dict[str, torch.Tensor]]:
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        target = ids_tensor([self.batch_size, self.seq_length], self.vocab_size - 3) + 3
+        return config, {**inputs, "decoder_input_ids": target}
+
+
 @pytest.fixture(scope="class")
-def listed_model_classes() -> Iterator[None]:
+def listed_model_classes(request: pytest.FixtureRequest) -> Iterator[None]:
     """Add the models to the library's tables of class names, by which the mixins distinguish kinds of models."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, family in FAMILIES.items():
             models = {
-                AutoModel: family.base_model,
+                AutoModel: family.model(request.cls.base_kind),
                 AutoModelForMaskedLM: family.masked_lm,
                 AutoModelForCausalLM: family.causal_lm,
+                AutoModelForSeq2SeqLM: family.seq2seq_lm,
                 **family.heads,
             }
             for auto_class, model_class in models.items():
@@ -164,6 +191,8 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
     test_can_init_all_missing_weights_before_2023 = True
     expected_skips = {**EXPECTED_SKIPS, **ENCODER_SKIPS}
     special_ids = {"pad_token_id": 1}
+    model_tester_class = TinyModelTester
+    base_kind = "Model"
     common_fields: dict[str, Any] = {}
     opposite_fields = {**OPPOSITE, "type_vocab_size": 2}
     maps_are_copies = False  # of every variant
@@ -172,7 +201,7 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
 
     def setUp(self) -> None:
         fields = {**self.common_fields, **(self.opposite_fields if self.variant.opposite else {})}
-        self.model_tester = TinyModelTester(self.family_name, self.variant, fields, self.special_ids)
+        self.model_tester = self.model_tester_class(self.family_name, self.variant, fields, self.special_ids)
         self.training_overfit_steps = self.variant.overfit_steps
         positions = self.model_tester.get_config().position_embedding_type
         self.test_resize_position_embeddings = positions == "learned"
@@ -249,6 +278,30 @@ class CausalTests(FamilyTests, GenerationTesterMixin):
         return FAMILIES[self.family_name].causal_lm
 
 
+class Seq2SeqTests(FamilyTests, GenerationTesterMixin):
+    """The same for a family's encoder-decoder."""
+
+    expected_skips = {**EXPECTED_SKIPS, **SEQ2SEQ_SKIPS}
+    special_ids = {"pad_token_id": 0, "bos_token_id": 1}
+    is_encoder_decoder = True
+    model_tester_class = TinySeq2SeqTester
+    base_kind = "Seq2SeqModel"
+    common_fields = {"is_encoder_decoder": True}
+    opposite_fields = OPPOSITE
+    maps_are_copies = True
+
+    @property
+    def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
+        return FAMILIES[self.family_name].seq2seq_models
+
+    @property
+    def _torch_compile_train_cls(self) -> type[PreTrainedModel]:
+        return FAMILIES[self.family_name].seq2seq_lm
+
+    def _get_trainable_model_class(self) -> type[PreTrainedModel]:
+        return FAMILIES[self.family_name].seq2seq_lm
+
+
 def decorator_skips(test: Callable[..., None] | None) -> Iterator[str]:
     """Reasons of all decorators that skip a test, from the outermost in."""
     while test is not None:
@@ -263,6 +316,7 @@ def make_test_cases() -> dict[str, type[unittest.TestCase]]:
     for family_name, family in FAMILIES.items():
         prefix, row = family.config.__name__.removesuffix("Config"), ROWS[family_name]
         kinds = ((FamilyTests, row.library_encoder, ""), (CausalTests, row.library_causal, "Causal"))
+        kinds += ((Seq2SeqTests, row.library_seq2seq, "Seq2Seq"),)
         for tests, variants, kind in kinds:
             for variant_name, variant in variants.items():
                 name = f"{prefix}{kind}{variant_name}Test"

@@ -14,9 +14,11 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -58,6 +60,13 @@ CAUSAL = ModelKind(
     "A causal model",
     "gpt2",
     f"{_OURS} made by training/pretrain_clm.py, gpt2, or another that has a causal-LM head",
+)
+SEQ2SEQ = ModelKind(
+    AutoModelForSeq2SeqLM,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    "An encoder-decoder",
+    "bart",
+    f"{_OURS} made by training/train_translation.py, bart, or another that is an encoder-decoder",
 )
 # Attention backends that a recipe may choose; transformers' default is sdpa.
 _BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -104,8 +113,8 @@ def make_config(
     for name in fields:
         if name == "vocab_size" or name in _FROM_TOKENIZER:
             raise UserError(f"`model.{name}` follows from the tokenizer: remove it from the model section.")
-        if name == "is_decoder":
-            raise UserError("`model.is_decoder` follows from the command: remove it from the model section.")
+        if name in ("is_decoder", "is_encoder_decoder"):
+            raise UserError(f"`model.{name}` follows from the command: remove it from the model section.")
         if name not in known:
             raise UserError(f"A {model_type} config has no field `{name}`.{did_you_mean(name, known)}")
     _check_backend(fields)
@@ -113,6 +122,11 @@ def make_config(
         fields.setdefault("sparse_prediction", True)
     if kind is CAUSAL and "is_decoder" in known:
         fields["is_decoder"] = True
+    if kind is SEQ2SEQ:
+        fields["is_encoder_decoder"] = True
+        # Their defaults are ids of another vocabulary.
+        fields |= {"decoder_start_token_id": special["eos_token_id"]}
+        fields |= {"forced_eos_token_id": None} if "forced_eos_token_id" in known else {}
     try:
         return AutoConfig.for_model(model_type, vocab_size=vocab_size, **special, **fields)
     except (ValueError, TypeError, StrictDataclassError) as error:

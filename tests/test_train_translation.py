@@ -1,0 +1,196 @@
+"""Translation from end to end: batches by tokens, schedule, average, scores, resuming, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import train_translation
+from helpers import refused
+from safetensors.torch import load_file, save_file
+from tiny_training import Killed, dies_at_call, same_weights, start
+from tiny_translation import RECIPES, arguments, pairs, write_parallel
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from translation import run as runs
+from translation import scores
+from translation.objective import SmoothedLoss, inverse_square_root
+from translation.pairs import EncodedPairs, Order, epoch_batches, read_pairs, updates
+
+from luna_hf import LunaForConditionalGeneration
+from luna_hf.scripting import UserError
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_parallel(tmp_path_factory.mktemp("parallel"))
+
+
+def run(data, folder, **changes):
+    assert start(train_translation, arguments(data, folder, **changes)) == 0
+    return json.loads((folder / "metrics.json").read_text())
+
+
+# ---- parts ----
+
+
+def test_batches_hold_every_pair_once_and_few_tokens():
+    lengths = np.random.default_rng(0).integers(2, 30, 500)
+    batches = epoch_batches(lengths, 120, seed=1, epoch=0)
+    assert sorted(np.concatenate(batches)) == list(range(500))
+    sizes = [len(batch) * lengths[batch].max() for batch in batches]
+    assert max(sizes) <= 120 and np.mean(sizes) > 80
+    again = epoch_batches(lengths, 120, seed=1, epoch=0)
+    assert all((a == b).all() for a, b in zip(batches, again, strict=True))
+    assert not np.array_equal(batches[0], epoch_batches(lengths, 120, seed=1, epoch=1)[0])
+
+
+def test_processes_share_the_batches_and_resuming_skips():
+    rows = [np.arange(4, 4 + length) for length in (3, 5, 2, 4, 6, 3, 2, 5)]
+    encoded = EncodedPairs(rows, rows, 0)
+    whole = updates(encoded, Order(12, 2, 1, 0, 0), 1, 2)
+    parts = [updates(encoded, Order(12, 1, 2, index, 0), 1, 2) for index in range(2)]
+    first = [next(whole) for _ in range(6)]
+    for update in first:
+        for batch, part in zip(update, parts, strict=True):
+            assert torch.equal(next(part)[0]["labels"], batch["labels"])
+    resumed = next(updates(encoded, Order(12, 2, 1, 0, 0), 1, 2, first_update=5))
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(resumed, first[5], strict=True))
+    labels, shifted = first[0][0]["labels"], first[0][0]["decoder_input_ids"]
+    assert (shifted[:, 0] == 2).all() and torch.equal(shifted[labels != -100][1:2], labels[labels != -100][:1])
+
+
+def test_the_schedule_rises_and_falls_with_the_root():
+    assert [inverse_square_root(step, 4) for step in (0, 1, 3)] == [0.25, 0.5, 1.0]
+    assert inverse_square_root(15, 4) == 0.5
+
+
+def test_smoothed_labels():
+    """(1 - s) times the label's loss and s times the mean over the vocabulary."""
+
+    class Logits(torch.nn.Module):
+        def forward(self, logits, use_cache):
+            return type("Output", (), {"logits": logits})
+
+    logits, labels = torch.randn(2, 3, 7), torch.tensor([[1, 2, -100], [3, -100, -100]])
+    loss = SmoothedLoss(Logits(), 0.1)(labels, logits=logits).loss
+    negative = -logits.log_softmax(-1)[labels != -100]
+    expected = 0.9 * negative[range(3), [1, 2, 3]] + 0.1 * negative.mean(-1)
+    torch.testing.assert_close(loss, expected.mean())
+
+
+def test_the_average_of_checkpoints(tmp_path):
+    for name, value in (("a", 1.0), ("b", 4.0)):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.full((2,), value)}, tmp_path / name / "model.safetensors")
+    assert scores.average([tmp_path / "a", tmp_path / "b"])["w"].tolist() == [2.5, 2.5]
+    with refused("average_checkpoints", error=UserError):
+        scores.average([tmp_path])
+
+
+def test_scores_name_their_signatures():
+    perfect = scores.score(["ein hund rennt im park"], ["ein Hund rennt im Park"])
+    assert perfect["bleu_lowercase"]["score"] == pytest.approx(100) and perfect["bleu"]["score"] < 100
+    assert "tok:13a" in perfect["bleu"]["signature"] and "case:lc" in perfect["bleu_lowercase"]["signature"]
+    assert perfect["chrf"]["signature"].startswith("nrefs:1")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_tables(suffix, tmp_path, data):
+    import datasets
+
+    rows = [{"en": source, "de": target} for source, target in pairs(5, 0)]
+    write = {"jsonl": "to_json", "parquet": "to_parquet", "csv": "to_csv"}[suffix]
+    getattr(datasets.Dataset.from_list(rows), write)(tmp_path / f"train.{suffix}")
+    recipe = train_translation.read_recipe(*_recipe(tmp_path, tmp_path))
+    assert read_pairs(recipe, "train").source == [row["en"] for row in rows]
+    recipe = train_translation.read_recipe(*_recipe(tmp_path, tmp_path, target_language="fr"))
+    with refused("fr", error=UserError):
+        read_pairs(recipe, "train")
+    with refused("test", error=UserError):
+        read_pairs(recipe, "test")
+
+
+def _recipe(data, folder, **changes):
+    words = arguments(data, folder, **changes)
+    return words[0], words[1:]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_make_models_of_one_size(path):
+    recipe = train_translation.read_recipe(path)
+    config = runs.make_config(recipe.model, None, recipe.vocab_size, runs.SEQ2SEQ)
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(config)
+    assert model.num_parameters() == pytest.approx(3.0e6, rel=0.3)
+    assert recipe.output_dir.endswith(recipe.model_name)
+
+
+# ---- runs ----
+
+
+@pytest.mark.parametrize("kind", ["luna", "bart"])
+def test_a_run(kind, data, tmp_path):
+    changes = {}
+    if kind == "bart":
+        recipe = next(path for path in RECIPES if path.stem == "multi30k_softmax")
+        changes = {f"model__{name}": None for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+        changes |= {"model__intermediate_size": None, "model__projection_length": None, "recipe": recipe}
+        changes |= {"model__d_model": 16, "model__encoder_layers": 1, "model__encoder_ffn_dim": 24}
+        changes |= {"model__decoder_ffn_dim": 24}
+    figures = run(data, tmp_path / "out", **changes)
+    assert figures["averaged_checkpoints"] == 2 and figures["validation"]["pairs"] == figures["test"]["pairs"] == 8
+    assert {"bleu", "bleu_lowercase", "chrf"} <= figures["test"].keys()
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert (type(model) is LunaForConditionalGeneration) == (kind == "luna")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    batch = tokenizer(["two red dog" + tokenizer.eos_token], add_special_tokens=False, return_tensors="pt")
+    assert model.generate(**batch, max_new_tokens=3).shape[0] == 1
+    assert not (tmp_path / "out" / "checkpoints").exists()
+    assert figures["validation"]["bleu"]["signature"] in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_killed_run_continues_with_the_same_numbers(data, tmp_path, monkeypatch):
+    whole = run(data, tmp_path / "whole", model__hidden_dropout_prob=0.1)
+    with monkeypatch.context() as patch:
+        dies_at_call(patch, runs, "save_checkpoint", 3)
+        with pytest.raises(Killed):
+            run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)
+    assert run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)["held_out_loss"] == whole["held_out_loss"]
+    assert same_weights(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_the_model_is_the_mean_of_the_last_checkpoints(data, tmp_path, monkeypatch):
+    kept = {}
+    real = runs.average
+    monkeypatch.setattr(runs, "average", lambda folders: kept.setdefault("mean", real(folders)))
+    run(data, tmp_path / "out")
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, kept["mean"][f"model.{name}"].float(), rtol=0, atol=1e-7)
+
+
+def test_changed_data_are_refused(data, tmp_path, monkeypatch, capsys):
+    folder = write_parallel(tmp_path / "data")
+    with monkeypatch.context() as patch:
+        dies_at_call(patch, runs, "save_checkpoint", 2)
+        with pytest.raises(Killed):
+            run(folder, tmp_path / "out")
+    (folder / "train.en").write_text((folder / "train.en").read_text().replace("dog", "cat"))
+    assert start(train_translation, arguments(folder, tmp_path / "out")) != 0
+    assert "accept_changed_data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"batch_tokens": 10}, "max_length"),
+        ({"average_checkpoints": 3}, "save_total_limit"),
+        ({"max_length": 65, "batch_tokens": 100}, "64"),
+        ({"label_smoothing": 1}, "label_smoothing"),
+        ({"model__is_encoder_decoder": True}, "is_encoder_decoder"),
+    ],
+)
+def test_bad_values(changes, named, data, tmp_path, capsys):
+    assert start(train_translation, arguments(data, tmp_path / "out", **changes)) != 0
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

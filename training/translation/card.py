@@ -1,0 +1,74 @@
+"""The card of a translation model."""
+
+import dataclasses
+from typing import Any
+
+import yaml
+from common import cards
+from engine.card import PLOT
+from huggingface_hub import EvalResult
+
+from luna_hf.scripting import portable
+from translation.recipe import TranslationRecipe
+
+__all__ = ["PLOT", "make_card"]
+
+
+def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
+    """Fill `model_cards/translation.md` from what `metrics.json` holds."""
+    splits = [name for name in ("validation", "test") if name in figures]
+    names = {"bleu": "BLEU", "bleu_lowercase": "BLEU, lower case", "chrf": "chrF"}
+    results = []
+    for split in splits:
+        dataset = {"dataset_type": "text", "dataset_name": portable(recipe.data), "dataset_split": split}
+        for metric, name in names.items():
+            value = round(figures[split][metric]["score"], 2)
+            results.append(
+                EvalResult("translation", metric_type=metric, metric_name=name, metric_value=value, **dataset)
+            )
+    metadata = cards.metadata(
+        name=recipe.model_name,
+        model_type=figures["model_type"],
+        base_model="",
+        tags=[figures["model_type"], "translation"],
+        results=results,
+        language=[recipe.source_language, recipe.target_language],
+        license=recipe.license,
+        pipeline_tag="translation",
+        datasets=[recipe.data] if "/" in recipe.data and cards.on_hub(recipe.data) else [],
+    )
+    scores = [
+        [split, f"{figures[split]['pairs']:,}", *(f"{figures[split][metric]['score']:.2f}" for metric in names)]
+        for split in splits
+    ]
+    samples = [[cards.code(row[part]) for part in row] for row in figures[splits[-1]]["samples"]]
+    values = dataclasses.asdict(recipe) | {"data": portable(recipe.data), "output_dir": portable(recipe.output_dir)}
+    averaged = figures["averaged_checkpoints"]
+    return cards.fill(
+        "translation.md",
+        figures["model_type"],
+        metadata,
+        model_name=recipe.model_name,
+        plot=PLOT,
+        source=recipe.source_language,
+        target=recipe.target_language,
+        parameters=f"{figures['parameters']:,}",
+        beams=recipe.num_beams,
+        max_new_tokens=recipe.max_new_tokens,
+        scores=cards.table(["split", "pairs", *names.values()], scores),
+        signatures="\n".join(f"- {names[m]}: `{figures[splits[0]][m]['signature']}`" for m in names),
+        samples=cards.table(["source", "translation", "reference"], samples),
+        loss=f"{figures['held_out_loss']:.3f}",
+        unigram_loss=f"{figures['unigram_loss']:.3f}",
+        pairs=f"{figures['training_pairs']:,}",
+        data=portable(recipe.data),
+        vocabulary=f"{figures['vocabulary']:,}",
+        command=figures["command"],
+        notes="".join(f"- {note}\n" for note in figures["notes"]),
+        steps=f"{recipe.max_steps:,} of at most {recipe.accumulation * recipe.batch_tokens:,} tokens a side",
+        averaged=f"the mean of the last {averaged} checkpoints" if averaged > 1 else "the last checkpoint",
+        seconds=f"{figures['training_seconds']:,.0f}",
+        hardware=figures["hardware"],
+        versions=figures["versions"],
+        recipe=yaml.safe_dump(values, sort_keys=False, width=110).strip(),
+    )

@@ -1,0 +1,216 @@
+"""Parallel text from files or the Hub, its tokens, and batches of about equally many tokens."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from data.tokenizer import train_tokenizer
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from luna_hf.scripting import UserError, reason
+from translation.recipe import TranslationRecipe
+
+IGNORED = -100
+_READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+# Batches whose pairs are sorted by length together.
+_POOL = 64
+_ORDER = 0
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The texts of a split; both lists are equally long."""
+
+    source: list[str]
+    target: list[str]
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def digest(self) -> str:
+        """A fingerprint of all texts."""
+        digest = hashlib.blake2b(digest_size=16)
+        for text in (*self.source, *self.target):
+            digest.update(f"{len(text)} {text}".encode())
+        return digest.hexdigest()
+
+
+def read_pairs(recipe: TranslationRecipe, split: str) -> Pairs:
+    """The pairs of a split, without those that have an empty side.
+
+    `data` is a folder with a table for each split (`train.parquet`, `.jsonl` or `.csv`) or two text files (`train.de`,
+    `train.en`), or a name on the Hub. A table has a column for each language, or a column `translation` with both.
+
+    Raises:
+        UserError: There is no such split, or it lacks a language.
+    """
+    folder, languages = Path(recipe.data), (recipe.source_language, recipe.target_language)
+    files = [folder / f"{split}.{language}" for language in languages]
+    if all(file.is_file() for file in files):
+        sides = [_lines(file) for file in files]
+        if len(sides[0]) != len(sides[1]):
+            raise UserError(f"{files[0]} has {len(sides[0]):,} lines, but {files[1]} has {len(sides[1]):,}.")
+    else:
+        sides = _columns(_table(recipe.data, split), languages, f"{recipe.data} ({split})")
+    kept = [(a.strip(), b.strip()) for a, b in zip(*sides, strict=True) if a and b and a.strip() and b.strip()]
+    if not kept:
+        raise UserError(f"{recipe.data} has no pairs in its split {split}.")
+    return Pairs([a for a, _ in kept], [b for _, b in kept], split)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error}).") from error
+
+
+def _table(data: str, split: str) -> datasets.Dataset:
+    folder = Path(data)
+    found = [file for file in sorted(folder.glob(f"{split}.*")) if file.suffix in _READERS]
+    if folder.is_dir() and len(found) != 1:
+        raise UserError(
+            f"{folder} has {len(found)} tables for the split {split}. It needs one of "
+            f"{', '.join(split + suffix for suffix in _READERS)}, or a text file for each language."
+        )
+    try:
+        if found:
+            return datasets.load_dataset(_READERS[found[0].suffix], data_files=str(found[0]), split="train")
+        return datasets.load_dataset(data, split=split)
+    except Exception as error:  # of `datasets`, for a damaged file, a missing name or no network
+        raise UserError(f"{found[0] if found else data} cannot be read ({reason(error)}).") from error
+
+
+def _columns(table: datasets.Dataset, languages: tuple[str, str], name: str) -> list[list[str]]:
+    if "translation" in table.column_names:
+        rows = table["translation"]
+        if missing := [language for language in languages if language not in rows[0]]:
+            raise UserError(f"{name} has the languages {', '.join(rows[0])}, but not {', '.join(missing)}.")
+        return [[row[language] for row in rows] for language in languages]
+    if missing := [language for language in languages if language not in table.column_names]:
+        raise UserError(f"{name} has the columns {', '.join(table.column_names)}, but not {', '.join(missing)}.")
+    return [list(table[language]) for language in languages]
+
+
+def joint_tokenizer(pairs: Pairs, vocab_size: int, longest: int) -> PreTrainedTokenizerBase:
+    """One byte-level BPE for both languages; a text is its tokens and `</s>`."""
+    tokenizer = train_tokenizer((text for side in (pairs.source, pairs.target) for text in side), vocab_size, longest)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class EncodedPairs:
+    """Token ids of pairs, each ending with the end token, and how many pairs were too long."""
+
+    source: list[np.ndarray]
+    target: list[np.ndarray]
+    left_out: int
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The longer side of each pair: int64 [pairs]."""
+        return np.array([max(len(a), len(b)) for a, b in zip(self.source, self.target, strict=True)])
+
+    def batch(self, rows: np.ndarray, pad: int, start: int, width: int | None = None) -> dict[str, Tensor]:
+        """A padded batch of rows, `width` or as long as the longest row.
+
+        Returns:
+            `input_ids`, `attention_mask`, `decoder_input_ids` (the labels behind `start`) and `labels`, int64 each.
+        """
+        source, target = [self.source[row] for row in rows], [self.target[row] for row in rows]
+        shifted = [np.concatenate([[start], ids[:-1]]) for ids in target]
+        return {
+            "input_ids": _pad(source, pad, width),
+            "attention_mask": _pad([np.ones_like(ids) for ids in source], 0, width),
+            "decoder_input_ids": _pad(shifted, pad, width),
+            "labels": _pad(target, IGNORED, width),
+        }
+
+
+def _pad(rows: list[np.ndarray], value: int, width: int | None) -> Tensor:
+    padded = np.full((len(rows), width or max(map(len, rows))), value, dtype=np.int64)
+    for place, ids in enumerate(rows):
+        padded[place, : len(ids)] = ids
+    return torch.from_numpy(padded)
+
+
+def encode_pairs(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, longest: int, leave_out: bool) -> EncodedPairs:
+    """Encode pairs; those with a side of more than `longest` tokens are left out, or an error.
+
+    Raises:
+        UserError: A pair is too long and may not be left out, or nothing remains.
+    """
+    sides = [encode(texts, tokenizer) for texts in (pairs.source, pairs.target)]
+    fits = [max(len(a), len(b)) <= longest for a, b in zip(*sides, strict=True)]
+    if not leave_out and not all(fits):
+        raise UserError(
+            f"{fits.count(False):,} pairs of the split {pairs.name} have more than `max_length` ({longest}) tokens. "
+            "Raise it, since none may be left out of an evaluation."
+        )
+    if not any(fits):
+        raise UserError(f"Every pair of the split {pairs.name} has more than `max_length` ({longest}) tokens.")
+    source, target = ([ids for ids, kept in zip(side, fits, strict=True) if kept] for side in sides)
+    return EncodedPairs(source, target, fits.count(False))
+
+
+def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+    """Token ids of texts, each ending with the end token: int64 [length]."""
+    ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, truncation=False, verbose=False)
+    return [np.array([*row, tokenizer.eos_token_id], dtype=np.int64) for row in ids["input_ids"]]
+
+
+def epoch_batches(lengths: np.ndarray, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """The batches of an epoch in random order: pairs of similar length, at most `tokens` a side with padding.
+
+    They depend on the lengths, the seed and the epoch alone.
+    """
+    generator = np.random.default_rng((seed, _ORDER, epoch))
+    order = generator.permutation(len(lengths))
+    pool = max(_POOL * tokens // int(lengths.mean()), 1)
+    batches = []
+    for first in range(0, len(order), pool):
+        part = order[first : first + pool]
+        part = part[np.argsort(lengths[part], kind="stable")]
+        begin = 0
+        for place in range(len(part)):
+            if (place + 1 - begin) * lengths[part[place]] > tokens:
+                batches.append(part[begin:place])
+                begin = place
+        batches.append(part[begin:])
+    return [batches[place] for place in generator.permutation(len(batches))]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which batches a process gets."""
+
+    tokens: int
+    accumulation: int
+    processes: int
+    index: int
+    seed: int
+
+
+def updates(
+    pairs: EncodedPairs, order: Order, pad: int, start: int, first_update: int = 0
+) -> Iterator[list[dict[str, Tensor]]]:
+    """The batches of this process for every update from `first_update` on, without an end; resuming needs no state."""
+    lengths = pairs.lengths
+
+    def rows() -> Iterator[np.ndarray]:
+        for epoch in count():
+            yield from epoch_batches(lengths, order.tokens, order.seed, epoch)
+
+    batches, group = rows(), order.accumulation * order.processes
+    for update in count():
+        mine: list[Any] = [next(batches) for _ in range(group)][order.index :: order.processes]
+        if update >= first_update:
+            yield [pairs.batch(part, pad, start) for part in mine]

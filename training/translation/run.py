@@ -1,0 +1,257 @@
+"""A translation run: from a recipe to a folder that is ready for the Hub."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from common.hub import push_folder, reserve_repository
+from common.machine import machine, plural
+from common.models import SEQ2SEQ, load_tokenizer, make_config
+from engine.checkpoint import (
+    Counters,
+    StopRequest,
+    checkpoints,
+    load_checkpoint,
+    read_state,
+    remove_all,
+    remove_unfinished,
+    save_checkpoint,
+)
+from engine.log import RunLog
+from engine.loop import Evaluation, Run, evaluate, make_accelerator, train
+from engine.output import changed_inputs, clear_output, find_checkpoint, held, on_main, save_model
+from engine.sharding import prepare_model
+from engine.throughput import peak_flops
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
+
+from luna_hf.scripting import TOKENIZER_FILES, UserError, write_json, write_text
+from translation.card import PLOT, make_card
+from translation.objective import TranslationObjective, inverse_square_root, unigram_loss
+from translation.pairs import EncodedPairs, Order, Pairs, encode_pairs, joint_tokenizer, read_pairs, updates
+from translation.recipe import TranslationRecipe
+from translation.scores import average, evaluate_split
+
+
+def run(recipe: TranslationRecipe, command: str) -> dict[str, Any] | None:
+    """Start or resume a run; `command` is the command line for the card.
+
+    Returns:
+        The content of `metrics.json`; `None` if a signal stopped the run.
+
+    Raises:
+        UserError: A mistake in the recipe, a folder or a text; where possible before anything is written.
+    """
+    accelerator = make_accelerator(recipe)
+    accelerator.gradient_accumulation_steps = recipe.accumulation
+    folder = Path(recipe.output_dir)
+    tokenizer = load_tokenizer(recipe.tokenizer) if recipe.tokenizer else None
+    config = make_config(recipe.model, tokenizer, len(tokenizer) if tokenizer else recipe.vocab_size, SEQ2SEQ)
+    limit = getattr(config, "max_position_embeddings", math.inf)
+    if recipe.max_length > limit:
+        raise UserError(f"`max_length` is {recipe.max_length}, but the model takes at most {limit} tokens.")
+    splits = {name: read_pairs(recipe, name) for name in (recipe.train_split, recipe.validation_split)}
+    if recipe.test_split:
+        splits["test"] = read_pairs(recipe, recipe.test_split)
+    with held(accelerator, folder):
+        found = on_main(accelerator, lambda: find_checkpoint(recipe, print))
+        repository = on_main(accelerator, lambda: _reserve(recipe))
+        inputs = {f"{recipe.data} ({name})": pairs.digest() for name, pairs in splits.items()}
+        changed = on_main(accelerator, lambda: _open(recipe, found, inputs, tokenizer, splits[recipe.train_split]))
+        tokenizer = load_tokenizer(str(folder))
+        run, counters = _prepare(recipe, accelerator, tokenizer, splits, found, inputs, changed)
+        with run.stop:
+            last = train(run, counters)
+        if last is None:
+            accelerator.print(
+                f"Stopped by {run.stop.name or 'request'} after step {counters.step:,} of {recipe.max_steps:,}, saved "
+                f"in {checkpoints(folder)[-1]}. The same command resumes from there."
+            )
+            return None
+        figures = _finish(run, tokenizer, splits, counters, command)
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        if repository and accelerator.is_main_process:
+            push_folder(folder, repository, "Translation model", ignore=["checkpoints/**", f"{recipe.model_name}/**"])
+            print(f"Pushed to {repository}.")
+    return figures
+
+
+def _reserve(recipe: TranslationRecipe) -> str:
+    if not recipe.push_to_hub:
+        return ""
+    return reserve_repository(recipe.hub_model_id or recipe.model_name, recipe.hub_private)
+
+
+def _open(
+    recipe: TranslationRecipe,
+    found: Path | None,
+    inputs: dict[str, str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    pairs: Pairs,
+) -> list[str]:
+    """Clean the output folder, and give a run that starts its tokenizer; names of inputs changed since `found`."""
+    folder = Path(recipe.output_dir)
+    if found:
+        remove_unfinished(folder)
+        return changed_inputs(recipe, found, inputs)
+    clear_output(folder)
+    for name in TOKENIZER_FILES:
+        (folder / name).unlink(missing_ok=True)
+    tokenizer = tokenizer or joint_tokenizer(pairs, recipe.vocab_size, recipe.max_length)
+    tokenizer.save_pretrained(folder)
+    return []
+
+
+def _prepare(
+    recipe: TranslationRecipe,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
+    splits: dict[str, Pairs],
+    found: Path | None,
+    inputs: dict[str, str],
+    changed: list[str],
+) -> tuple[Run, Counters]:
+    """Model, optimizer and schedule, new or from a checkpoint, and the run's progress."""
+    objective, folder = TranslationObjective(), Path(recipe.output_dir)
+    training = encode_pairs(splits[recipe.train_split], tokenizer, recipe.max_length, leave_out=True)
+    held_out = encode_pairs(splits[recipe.validation_split], tokenizer, recipe.max_length, leave_out=False)
+    set_seed(recipe.seed)
+    model = AutoModelForSeq2SeqLM.from_config(make_config(recipe.model, tokenizer, len(tokenizer), SEQ2SEQ))
+    start, pad = model.config.decoder_start_token_id, tokenizer.pad_token_id
+    rows = _rows(held_out, pad, start)
+    module = objective.make_module(model, recipe, accelerator)
+    flops = objective.flops_per_token(module, {name: tensor.unsqueeze(0) for name, tensor in rows[0].items()})
+    optimizer = torch.optim.AdamW(
+        _groups(model, recipe.weight_decay),
+        lr=recipe.learning_rate,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+        fused=accelerator.device.type == "cpu",
+    )
+    scheduler = LambdaLR(optimizer, lambda step: inverse_square_root(step, recipe.warmup_steps))
+    accelerator.register_for_checkpointing(scheduler)
+    module, optimizer = prepare_model(accelerator, module, optimizer, recipe, 1)
+    peak, _ = peak_flops(accelerator.device, recipe.mixed_precision)
+    order = Order(
+        recipe.batch_tokens, recipe.accumulation, accelerator.num_processes, accelerator.process_index, recipe.seed
+    )
+    # Between here and the loop no random number may be drawn, or a resumed run would draw others.
+    set_seed(recipe.seed, device_specific=True)
+    counters = Counters(processes=accelerator.num_processes)
+    if found:
+        load_checkpoint(accelerator, found)
+        counters = read_state(found)[0]
+    log = RunLog(folder / "log.jsonl", accelerator.is_main_process, counters.step if found else None)
+    if found:
+        log.add("resumed", counters.step, **({"changed": changed} if changed else {}))
+        accelerator.print(f"Resuming from {found}: step {counters.step:,} of {recipe.max_steps:,}.")
+        if changed:
+            accelerator.print(f"Data have changed since, which the recipe accepts: {', '.join(changed)}.")
+    if recipe.trackers:
+        flat = {key: value for key, value in dataclasses.asdict(recipe).items() if isinstance(value, int | float | str)}
+        accelerator.init_trackers(recipe.model_name, config=flat)
+    record = {"recipe": dataclasses.asdict(recipe), "inputs": inputs}
+
+    def save(counters: Counters) -> None:
+        counters.logged = len(log.entries)
+        save_checkpoint(accelerator, folder, counters, record, {}, recipe.save_total_limit)
+
+    notes = [f"{training.left_out:,} training pairs of more than {recipe.max_length} tokens were left out."]
+    run = Run(
+        recipe=recipe,
+        objective=objective,
+        accelerator=accelerator,
+        module=module,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        updates=updates(training, order, pad, start, counters.step),
+        held_out=rows,
+        save=save,
+        stop=StopRequest(),
+        log=log,
+        unigram_loss=unigram_loss(rows, _counts(training, len(tokenizer))),
+        flops_per_token=flops,
+        peak_flops=peak,
+        notes=notes if training.left_out else [],
+    )
+    batches, processes = plural(recipe.accumulation, "batch", "batches"), accelerator.num_processes
+    accelerator.print(
+        f"Pairs: {len(training.source):,} for training, {len(held_out.source):,} held out. Vocabulary: "
+        f"{len(tokenizer):,}.\nModel: {recipe.model['model_type']}, {model.num_parameters():,} parameters.\n"
+        f"Steps: {recipe.max_steps - counters.step:,} to go, each of {batches} of at most {recipe.batch_tokens:,} "
+        f"tokens a side on {plural(processes, 'process', 'processes')}."
+    )
+    return run, counters
+
+
+def _rows(pairs: EncodedPairs, pad: int, start: int) -> list[dict[str, Tensor]]:
+    """Held-out pairs as rows of one width."""
+    width = int(pairs.lengths.max())
+    batches = (pairs.batch([row], pad, start, width) for row in range(len(pairs.source)))
+    return [{name: tensor[0] for name, tensor in batch.items()} for batch in batches]
+
+
+def _counts(pairs: EncodedPairs, vocabulary: int) -> Tensor:
+    return torch.bincount(torch.cat([torch.from_numpy(ids) for ids in pairs.target]), minlength=vocabulary)
+
+
+def _groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; biases, norms and scales do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _finish(
+    run: Run, tokenizer: PreTrainedTokenizerBase, splits: dict[str, Pairs], counters: Counters, command: str
+) -> dict[str, Any]:
+    """Average the last checkpoints, save the model, translate with its files, and write card and figures."""
+    recipe, accelerator, folder = run.recipe, run.accelerator, Path(run.recipe.output_dir)
+    model = accelerator.unwrap_model(run.trained)
+    averaged = checkpoints(folder)[-recipe.average_checkpoints :]
+    if len(averaged) > 1:
+        weights = {name.removeprefix("model."): tensor for name, tensor in average(averaged).items()}
+        own = model.state_dict()
+        missing, unexpected = model.load_state_dict({n: t.to(own[n].dtype) for n, t in weights.items()}, strict=False)
+        if unexpected or set(missing) - set(model.all_tied_weights_keys):
+            raise RuntimeError(f"The checkpoints hold other weights: {missing}, {unexpected}")
+    save_model(accelerator, model, folder)
+    reloaded = AutoModelForSeq2SeqLM.from_pretrained(folder).to(accelerator.device)
+    result: Evaluation = evaluate(accelerator, reloaded, run.held_out, recipe.eval_batch_size)
+    figures: dict[str, Any] = {
+        **{f"held_out_{name}": value for name, value in dataclasses.asdict(result).items()},
+        "unigram_loss": run.unigram_loss,
+        "gain_nats": run.unigram_loss - result.loss,
+        "training_seconds": counters.seconds,
+        "parameters": sum(parameter.numel() for parameter in reloaded.parameters()),
+        "model_type": reloaded.config.model_type,
+        "seen_tokens": counters.seen_tokens,
+        "skipped_updates": counters.skipped,
+        "averaged_checkpoints": len(averaged),
+        "training_pairs": len(splits[recipe.train_split]),
+        "vocabulary": len(tokenizer),
+        "notes": run.notes,
+        "command": command,
+        **machine(),
+    }
+    if accelerator.is_main_process:
+        names = {"validation": recipe.validation_split, **({"test": "test"} if recipe.test_split else {})}
+        for name, split in names.items():
+            figures[name] = evaluate_split(reloaded, tokenizer, splits[split], recipe)
+            bleu, chrf = (figures[name][metric]["score"] for metric in ("bleu", "chrf"))
+            print(f"{name}: BLEU {bleu:.2f}, chrF {chrf:.2f} on {figures[name]['pairs']:,} pairs")
+        run.objective.plot(run.log, run.unigram_loss, folder / PLOT)
+        write_text(folder / "README.md", make_card(recipe, figures))
+        write_json(folder / "metrics.json", figures)  # a run that has this file is finished
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        remove_all(folder)
+    return figures

@@ -1,0 +1,77 @@
+"""Translating with a beam, BLEU and chrF with their signatures, and the average of checkpoints."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from sacrebleu.metrics import BLEU, CHRF
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from luna_hf.scripting import UserError
+from translation.pairs import Pairs, encode
+from translation.recipe import TranslationRecipe
+
+
+@torch.no_grad()
+def translate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], recipe: TranslationRecipe
+) -> list[str]:
+    """Translate texts with the recipe's beam, in batches of similar length."""
+    rows = encode(texts, tokenizer)
+    order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+    found: dict[int, str] = {}
+    options = {"num_beams": recipe.num_beams, "max_new_tokens": recipe.max_new_tokens, "do_sample": False}
+    if recipe.num_beams > 1:
+        options |= {"length_penalty": recipe.length_penalty, "early_stopping": True}
+    for first in range(0, len(order), recipe.eval_batch_size):
+        places = order[first : first + recipe.eval_batch_size]
+        width = max(len(rows[place]) for place in places)
+        ids = torch.full((len(places), width), tokenizer.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for row, place in enumerate(places):
+            ids[row, : len(rows[place])] = torch.from_numpy(rows[place])
+            mask[row, : len(rows[place])] = 1
+        made = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **options)
+        texts_of = tokenizer.batch_decode(made, skip_special_tokens=True)
+        found |= {place: text.strip() for place, text in zip(places, texts_of, strict=True)}
+    return [found[place] for place in range(len(rows))]
+
+
+def score(translations: list[str], references: list[str]) -> dict[str, Any]:
+    """BLEU, lower-case BLEU and chrF of a corpus with one reference, each with the signature of sacreBLEU."""
+    scores = {}
+    for name, metric in (("bleu", BLEU()), ("bleu_lowercase", BLEU(lowercase=True)), ("chrf", CHRF())):
+        result = metric.corpus_score(translations, [references])
+        scores[name] = {"score": result.score, "signature": str(metric.get_signature())}
+    return scores
+
+
+def evaluate_split(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Pairs, recipe: TranslationRecipe
+) -> dict[str, Any]:
+    """Scores of a split, its number of pairs, and a few translations."""
+    made = translate(model, tokenizer, pairs.source, recipe)
+    samples = [
+        {"source": source, "translation": text, "reference": reference}
+        for source, text, reference in list(zip(pairs.source, made, pairs.target, strict=True))[:5]
+    ]
+    return {"pairs": len(pairs), **score(made, pairs.target), "samples": samples}
+
+
+def average(folders: Sequence[Path]) -> dict[str, Tensor]:
+    """The mean of the weights in checkpoints, in float64, by name.
+
+    Raises:
+        UserError: A checkpoint has no weights in one file.
+    """
+    total: dict[str, Tensor] = {}
+    for folder in folders:
+        path = folder / "model.safetensors"
+        if not path.is_file():
+            raise UserError(f"{folder} has no model.safetensors to average. Set `average_checkpoints` to 1.")
+        for name, tensor in load_file(path).items():
+            total[name] = total.get(name, 0) + tensor.double()
+    return {name: tensor / len(folders) for name, tensor in total.items()}
