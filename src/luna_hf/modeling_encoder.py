@@ -44,22 +44,20 @@ class EncoderModelMixin(BaseModelMixin):
 
     auto_classes = ("AutoModel", "AutoModelForTextEncoding")
     convolution_class = DepthwiseConvolution
-    # AutoModel maps a config class to one model class, so the encoder also creates the family's other models;
-    # `families.py` sets these.
-    causal_model_class: type[PreTrainedModel] | None = None
+    causal_model_class: type[PreTrainedModel] | None = None  # both are set by `families.py`
     seq2seq_model_class: type[PreTrainedModel] | None = None
 
     def __new__(cls, config: BoundedMemoryConfig | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Create the encoder, or the family's decoder or encoder-decoder without a head if the config is one's.
+        """Create the encoder, or the decoder or encoder-decoder if the config is one's: AutoModel knows one class.
 
         Raises:
-            ValueError: The config is not an encoder's, but `cls` comes from an encoder checkpoint's code.
+            ValueError: It is, but `cls` comes from an encoder checkpoint's code.
         """
         if config is None or not (config.is_decoder or config.is_encoder_decoder):
             return super().__new__(cls)
-        kind = "is_decoder" if config.is_decoder else "is_encoder_decoder"
         model_class = cls.causal_model_class if config.is_decoder else cls.seq2seq_model_class
         if model_class is None:
+            kind = "is_decoder" if config.is_decoder else "is_encoder_decoder"
             raise ValueError(f"{cls.__name__} is an encoder, but the config has `{kind}=True`. Load it with AutoModel.")
         return model_class(config, *args, **kwargs)
 
