@@ -527,6 +527,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "conversion-deeper-layers": lambda: _report("conversion-deeper-layers-cpu-float32"),
     "conversion-deeper-finetune": lambda: _report("conversion-deeper-finetune-cpu-bfloat16"),
     "mini-pretrain": lambda: _report("mini-pretrain-cpu-bfloat16"),
+    "mini-scores": lambda: _report("mini-scores-cpu-bfloat16"),
     "longer": lambda: _report("longer-imdb-cpu-bfloat16"),
 }
 

@@ -29,7 +29,7 @@ def publish_losses(runs: Path, results: Path, header: dict[str, Any]) -> None:
     Raises:
         UserError: No model is finished.
     """
-    found = {name: describe(runs, stages) for name, stages in CURVES.items() if finished(runs / stages[-1])}
+    found = {name: describe(runs, stages) for name, stages in CURVES.items() if finished(runs, stages)}
     if not found:
         raise UserError(f"{runs} has no trained model. Run `python experiments/mini.py train` first.")
     for path in results.glob("mini-pretrain-*.json"):
@@ -39,9 +39,9 @@ def publish_losses(runs: Path, results: Path, header: dict[str, Any]) -> None:
     publish(results, "mini-pretrain", "bf16", {**head, "protocol": PROTOCOL, "models": models}, table, {"": plot})
 
 
-def finished(folder: Path) -> bool:
-    """Whether a run is complete."""
-    return (folder / "metrics.json").is_file()
+def finished(runs: Path, stages: tuple[str, ...]) -> bool:
+    """Whether all stages of a model are complete."""
+    return all((runs / stage / "metrics.json").is_file() for stage in stages)
 
 
 def describe(runs: Path, stages: tuple[str, ...]) -> dict[str, Any]:
