@@ -3,6 +3,7 @@
 A new command in `training/` or `conversion/` needs a row here, and nothing else.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from tiny_training import (
     write_student,
 )
 from tiny_translation import arguments as translation_arguments
-from tiny_translation import write_checkpoint, write_parallel
+from tiny_translation import pairs, write_checkpoint
 
 OUT = Path("disk/out")
 
@@ -165,13 +166,22 @@ EMBEDDINGS = {
 
 # ---- translation ----
 
+
+def _parallel(inputs: Path) -> None:
+    for seed, (split, number) in enumerate({"train": 80, "validation": 8, "test": 8}.items()):
+        rows = [{"en": f"token {one}", "de": f"zeichen {other}"} for one, other in pairs(number, seed)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (inputs / "data").mkdir(parents=True, exist_ok=True)
+        (inputs / "data" / f"{split}.jsonl").write_text(text, encoding="utf-8")
+
+
 TRANSLATION = {
     "train_translation": Row(
         "train_translation",
-        lambda inputs: write_parallel(inputs / "data"),
+        _parallel,
         translation_arguments("inputs/data", OUT, model__hidden_dropout_prob=0.1),
         (),
-        ("inputs/data/train.en", ["--accept_changed_data", "true"]),
+        ("inputs/data/train.jsonl", ["--accept_changed_data", "true"]),
         "out/checkpoints/step-*",
         r"os.rename out/checkpoints/step-0+6",
     )

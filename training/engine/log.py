@@ -19,6 +19,11 @@ class RunLog:
         if self.path:
             write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
 
+    def report_lost(self, expected: int, report: Callable[[str], None]) -> None:
+        """Report entries that were in the log when the checkpoint was written, and are not any more."""
+        if (lost := expected - len(self.entries)) > 0:
+            report(f"{self.path} lacks {lost} of the {expected} entries before this checkpoint.")
+
     def add(self, kind: str, step: int, **values: Any) -> None:
         """Append an entry of kind "train", "held_out", "probe", "objective" or "resumed"."""
         entry = {"kind": kind, "step": step, **values}

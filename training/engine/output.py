@@ -107,12 +107,17 @@ def fingerprint_inputs(recipe: RunRecipe, corpus: Corpus) -> dict[str, str]:
     folder, names, teacher = Path(recipe.output_dir), [], getattr(recipe, "teacher", "")
     if teacher and Path(teacher).is_dir():
         names = [*sorted(Path(teacher).glob("*.safetensors")), Path(teacher, "config.json")]
-    tokenizer = fingerprint(path for name in TOKENIZER_FILES if (path := folder / name).is_file())
     return {
         **corpus.fingerprint(),
-        **{f"{Path(path).name} in output_dir": content for path, content in tokenizer.items()},  # it may be moved
+        **fingerprint_tokenizer(folder),
         **fingerprint(path for path in names if path.is_file()),
     }
+
+
+def fingerprint_tokenizer(folder: Path) -> dict[str, str]:
+    """The content of the tokenizer in an output folder, without the folder's name, since it may be moved."""
+    found = fingerprint(path for name in TOKENIZER_FILES if (path := folder / name).is_file())
+    return {f"{Path(path).name} in output_dir": content for path, content in found.items()}
 
 
 def changed_inputs(recipe: RunRecipe, found: Path, inputs: dict[str, str]) -> list[str]:

@@ -188,10 +188,7 @@ def prepare_run(
         text.rows.load_state_dict(load_checkpoint(accelerator, found))
         counters = read_state(found)[0]
     log = RunLog(folder / "log.jsonl", accelerator.is_main_process, counters.step if found else None)
-    if (lost := counters.logged - len(log.entries)) > 0:
-        accelerator.print(
-            f"{folder / 'log.jsonl'} lacks {lost} of the {counters.logged} entries before this checkpoint."
-        )
+    log.report_lost(counters.logged, accelerator.print)
     if found:
         log.add("resumed", counters.step, **({"changed": opened.changed} if opened.changed else {}))
         accelerator.print(f"Resuming from {found}: step {counters.step:,} of {recipe.max_steps:,}.")

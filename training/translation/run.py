@@ -23,7 +23,15 @@ from engine.checkpoint import (
 )
 from engine.log import RunLog
 from engine.loop import Evaluation, Run, evaluate, make_accelerator, train
-from engine.output import changed_inputs, clear_output, find_checkpoint, held, on_main, save_model
+from engine.output import (
+    changed_inputs,
+    clear_output,
+    find_checkpoint,
+    fingerprint_tokenizer,
+    held,
+    on_main,
+    save_model,
+)
 from engine.sharding import prepare_model
 from engine.throughput import peak_flops
 from torch import Tensor
@@ -61,8 +69,7 @@ def run(recipe: TranslationRecipe, command: str) -> dict[str, Any] | None:
     with held(accelerator, folder):
         found = on_main(accelerator, lambda: find_checkpoint(recipe, print))
         repository = on_main(accelerator, lambda: _reserve(recipe))
-        inputs = {f"{recipe.data} ({name})": pairs.digest() for name, pairs in splits.items()}
-        changed = on_main(accelerator, lambda: _open(recipe, found, inputs, tokenizer, splits[recipe.train_split]))
+        inputs, changed = on_main(accelerator, lambda: _open(recipe, found, tokenizer, splits))
         tokenizer = load_tokenizer(str(folder))
         run, counters = _prepare(recipe, accelerator, tokenizer, splits, found, inputs, changed)
         with run.stop:
@@ -91,21 +98,26 @@ def _reserve(recipe: TranslationRecipe) -> str:
 def _open(
     recipe: TranslationRecipe,
     found: Path | None,
-    inputs: dict[str, str],
     tokenizer: PreTrainedTokenizerBase | None,
-    pairs: Pairs,
-) -> list[str]:
-    """Clean the output folder, and give a run that starts its tokenizer; names of inputs changed since `found`."""
+    splits: dict[str, Pairs],
+) -> tuple[dict[str, str], list[str]]:
+    """Clean the output folder, and give a run that starts its tokenizer.
+
+    Returns:
+        The content of the run's inputs, and the names of those that have changed since `found`.
+    """
     folder = Path(recipe.output_dir)
     if found:
         remove_unfinished(folder)
-        return changed_inputs(recipe, found, inputs)
-    clear_output(folder)
-    for name in TOKENIZER_FILES:
-        (folder / name).unlink(missing_ok=True)
-    tokenizer = tokenizer or joint_tokenizer(pairs, recipe.vocab_size, recipe.max_length)
-    tokenizer.save_pretrained(folder)
-    return []
+    else:
+        clear_output(folder)
+        for name in TOKENIZER_FILES:
+            (folder / name).unlink(missing_ok=True)
+        tokenizer = tokenizer or joint_tokenizer(splits[recipe.train_split], recipe.vocab_size, recipe.max_length)
+        tokenizer.save_pretrained(folder)
+    inputs = {f"{recipe.data} ({name})": pairs.digest() for name, pairs in splits.items()}
+    inputs |= fingerprint_tokenizer(folder)
+    return inputs, changed_inputs(recipe, found, inputs) if found else []
 
 
 def _prepare(
@@ -148,6 +160,7 @@ def _prepare(
         load_checkpoint(accelerator, found)
         counters = read_state(found)[0]
     log = RunLog(folder / "log.jsonl", accelerator.is_main_process, counters.step if found else None)
+    log.report_lost(counters.logged, accelerator.print)
     if found:
         log.add("resumed", counters.step, **({"changed": changed} if changed else {}))
         accelerator.print(f"Resuming from {found}: step {counters.step:,} of {recipe.max_steps:,}.")
