@@ -38,7 +38,7 @@ DATASETS = {
     "race-middle": ("ehovy/race", "middle"),
     "csqa": ("tau/commonsense_qa", "default"),
     "imdb-512": ("stanfordnlp/imdb", "plain_text"),
-    "imdb-2048": ("stanfordnlp/imdb", "plain_text"),
+    "imdb-2048": ("stanfordnlp/imdb", "plain_text, 2,048 tokens"),
 }
 # Turc et al., "Well-Read Students Learn Better", 2019, and the table in google-research/bert: GLUE's test sets.
 PUBLISHED = {

@@ -256,7 +256,7 @@ class Card:
             return "With the package `luna_hf` imported, `trust_remote_code` is not needed." if self.custom else ""
         load = USAGE[self.kind][1].format(model=self._model(f"USER/{self.name}")).replace("\n", "`, `")
         without = " luna_hf is not needed then." if self.custom else ""
-        return f"The path is that in a clone of luna_hf. From the Hub: `{load}`.{without}"
+        return f"The path is the one in a clone of luna_hf. From the Hub: `{load}`.{without}"
 
     def _model(self, repository: str) -> str:
         trust = ", trust_remote_code=True" if self.custom else ""

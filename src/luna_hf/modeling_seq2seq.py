@@ -293,6 +293,8 @@ class Seq2SeqModelMixin:
             source = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
             encoder_outputs = self.encoder(*source, return_dict=True, **kwargs)
             attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
+        if "attentions" not in self.decoder._can_record_outputs:  # LeaPformer's decoder has no weights to return
+            kwargs.pop("output_attentions", None)
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
