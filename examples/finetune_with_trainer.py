@@ -3,8 +3,9 @@
     python examples/finetune_with_trainer.py [MODEL]
 
 MODEL is a pretrained folder, by default `checkpoints/luna-mini-en`. The model learns whether a sentence is favourable.
-The words of praise and blame are the same in training and test, the sentences around them are not. It takes less than
-two minutes on two CPU cores. `training/finetune_glue.py` finetunes on real tasks, with tuned settings.
+The words of praise and blame are the same in training and test, the sentences around them are not. It takes about two
+minutes on two CPU cores, and needs `pip install -e ".[train]"`. `training/finetune_glue.py` finetunes on real tasks,
+with tuned settings.
 """
 
 import argparse

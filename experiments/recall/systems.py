@@ -6,7 +6,7 @@ and Luna, ABC-MLP or LAVO with a number of slots. LAVO without a window writes v
 slots and a window in one softmax; `+conv` adds a depthwise convolution, `+both` both. Behind them, `-uncounted` leaves
 out the bias by counts, and `-narrow` starts the filters like any other matrix. `luna-exp` is causal Luna with
 `pack_activation="exp"`. In this study only, `luna-total` divides the sums of causal Luna by the sum of the weights
-instead of the number of tokens. LAVO reads a window with a softmax of its own, which no counts enter, and linear
+instead of the number of tokens. LAVO's window has its own softmax, which ignores these counts, and linear
 attention reads none.
 """
 
