@@ -34,8 +34,13 @@ from luna_hf.scripting import UserError, progress
 
 SCRIPT = "experiments/mini.py"
 VOCABULARY, TOKENIZER = 8192, "bpe-mini-en"
-# The twin before its first stage, and before its second.
-TWIN_START, TWIN_AT_512 = "roberta-mini-en-start", "roberta-mini-en-512-start"
+# Twins before their first stage and before their second: what each is made from, with its width.
+STARTS = {
+    "roberta-mini-en-start": ("", 256),
+    "roberta-mini-en-512-start": ("roberta-mini-en-128", 256),
+    "roberta-tiny-en-start": ("", 128),
+    "roberta-tiny-en-512-start": ("roberta-tiny-en-128", 128),
+}
 
 
 @dataclass(frozen=True)
@@ -51,14 +56,26 @@ class Stage:
 _AT_512 = {"block_size": 512, "batch_size": 4, "max_steps": 17100}
 # sdpa's backward pass on a CPU makes an update of such short rows a third slower.
 _EAGER = {"model": "{attn_implementation: eager}"}
+# The models of width 128 read 10 and 5 million tokens; RoBERTa of that size is their twin.
+_TINY, _TINY_AT_512 = {"max_steps": 5000}, {**_AT_512, "max_steps": 2500}
+_SIZE_128 = "hidden_size: 128, num_hidden_layers: 4, num_attention_heads: 2, intermediate_size: 512, "
+_SIZE_128 += "initializer_range: 0.04, hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0"
+_LEAPFORMER = "model_type: leapformer, max_position_embeddings: 128, conv_kernel_size: 3, conv_initializer_range: 0.58"
+_LAVO = "model_type: lavo, num_bases: 64, local_window: 32"
 _AT_4096 = {"block_size": 4096, "global_batch_tokens": 8192, "batch_size": 1, "max_steps": 1000, "learning_rate": 3e-4}
 STAGES = {
     "luna-mini-en-128": Stage(),
     "luna-mini-en": Stage(start="luna-mini-en-128", changes={**_AT_512, "learning_rate": 7e-4}),
     "luna-mini-en-4096": Stage(start="luna-mini-en", changes=_AT_4096),
-    "roberta-mini-en-128": Stage(start=TWIN_START, changes={**_EAGER, "learning_rate": 1e-3}),
-    "roberta-mini-en": Stage(start=TWIN_AT_512, changes={**_AT_512, **_EAGER, "learning_rate": 5e-4}),
+    "roberta-mini-en-128": Stage(start="roberta-mini-en-start", changes={**_EAGER, "learning_rate": 1e-3}),
+    "roberta-mini-en": Stage(start="roberta-mini-en-512-start", changes={**_AT_512, **_EAGER, "learning_rate": 5e-4}),
     "abc-mini-en": Stage("convert_mlm/abc-mini-en", start="roberta-mini-en"),
+    "leapformer-mini-en-128": Stage(changes={**_TINY, "model": f"{{{_LEAPFORMER}, {_SIZE_128}}}"}),
+    "leapformer-mini-en": Stage(start="leapformer-mini-en-128", changes=_TINY_AT_512),
+    "lavo-mini-en-128": Stage(changes={**_TINY, "model": f"{{{_LAVO}, {_SIZE_128}}}"}),
+    "lavo-mini-en": Stage(start="lavo-mini-en-128", changes=_TINY_AT_512),
+    "roberta-tiny-en-128": Stage(start="roberta-tiny-en-start", changes={**_TINY, **_EAGER}),
+    "roberta-tiny-en": Stage(start="roberta-tiny-en-512-start", changes={**_TINY_AT_512, **_EAGER}),
     "luna-mini-en-clm": Stage("pretrain_clm/luna-mini-en-clm"),
 }
 
@@ -71,7 +88,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="of `finetune` (default: all)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of `finetune` (default: 0 1 2)")
     options, options.overrides = parser.parse_known_args(arguments)
-    if unknown := [name for name in options.models if name not in (*STAGES, TWIN_START, TWIN_AT_512)]:
+    if unknown := [name for name in options.models if name not in (*STAGES, *STARTS)]:
         raise UserError(f"There is no model {unknown[0]}. Choose from {', '.join(STAGES)}.")
     return options
 
@@ -122,10 +139,13 @@ def run_stage(options: argparse.Namespace, name: str) -> Path:
     folder = options.runs / name
     if (folder / ("metrics.json" if name in STAGES else "config.json")).is_file():
         return folder
-    if name == TWIN_START:
-        return start_twin(folder, options.runs / TOKENIZER)
-    if name == TWIN_AT_512:
-        return lengthen_twin(folder, start_of(options, "roberta-mini-en-128"), 512)
+    if name in STARTS:
+        source, width = STARTS[name]
+        return (
+            lengthen_twin(folder, start_of(options, source), 512)
+            if source
+            else start_twin(folder, options.runs / TOKENIZER, width)
+        )
     stage = STAGES[name]
     command, _, recipe = stage.recipe.partition("/")
     values = {"model_name": name, "output_dir": folder, "cache_dir": options.runs / "cache", **stage.changes}
@@ -143,8 +163,8 @@ def run_stage(options: argparse.Namespace, name: str) -> Path:
     return folder
 
 
-def start_twin(folder: Path, tokenizer_folder: Path) -> Path:
-    """Write the untrained twin: a RoBERTa of luna-mini-en's size whose learned positions start as sinusoids.
+def start_twin(folder: Path, tokenizer_folder: Path, width: int = 256) -> Path:
+    """Write an untrained twin: a RoBERTa of four layers whose learned positions start as sinusoids.
 
     With random positions, a RoBERTa this small takes several times as long to learn more than token frequencies.
     """
@@ -152,10 +172,10 @@ def start_twin(folder: Path, tokenizer_folder: Path) -> Path:
     torch.manual_seed(0)
     config = RobertaConfig(
         vocab_size=len(tokens),
-        hidden_size=256,
+        hidden_size=width,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=1024,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
         max_position_embeddings=130,  # 128 tokens; RoBERTa counts from the padding token's id
         type_vocab_size=1,
         initializer_range=0.04,

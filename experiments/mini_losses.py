@@ -14,6 +14,9 @@ CURVES = {
     "roberta-mini-en": ("roberta-mini-en-128", "roberta-mini-en"),
     "abc-mini-en": ("abc-mini-en-fit", "abc-mini-en"),
     "luna-mini-en-4096": ("luna-mini-en-4096",),
+    "leapformer-mini-en": ("leapformer-mini-en-128", "leapformer-mini-en"),
+    "lavo-mini-en": ("lavo-mini-en-128", "lavo-mini-en"),
+    "roberta-tiny-en": ("roberta-tiny-en-128", "roberta-tiny-en"),
     "luna-mini-en-clm": ("luna-mini-en-clm",),
 }
 PROTOCOL = (

@@ -32,10 +32,9 @@ def launched(tmp_path, monkeypatch):
     monkeypatch.setattr(mini, "launch", launch)
     monkeypatch.setattr(mini, "ROOT", tmp_path)  # nothing is shipped
     monkeypatch.setattr(mini, "lengthen_twin", lambda folder, source, length: folder)
-    for name in (mini.TOKENIZER, mini.TWIN_START):
+    for name, file in ((mini.TOKENIZER, "tokenizer.json"), ("roberta-mini-en-start", "config.json")):
         (tmp_path / name).mkdir()
-    (tmp_path / mini.TOKENIZER / "tokenizer.json").touch()
-    (tmp_path / mini.TWIN_START / "config.json").touch()
+        (tmp_path / name / file).touch()
     return calls
 
 
@@ -50,7 +49,7 @@ def test_a_model_is_trained_after_what_it_starts_from_and_finished_stages_are_sk
         "roberta-mini-en",
         "abc-mini-en",
     ]
-    assert launched[0][1]["--model_name_or_path"] == str(tmp_path / mini.TWIN_START)
+    assert launched[0][1]["--model_name_or_path"] == str(tmp_path / "roberta-mini-en-start")
     assert launched[2][0] == "training/convert_mlm.py"
     assert launched[2][1]["--teacher"] == str(tmp_path / "roberta-mini-en")
     train(tmp_path, "luna-mini-en")
@@ -87,16 +86,17 @@ def test_a_model_that_is_not_shipped_is_finetuned_from_its_run(tmp_path, monkeyp
 
 def tokens(name):
     """What a stage and those before it read, in tokens."""
-    name = "roberta-mini-en-128" if name == mini.TWIN_AT_512 else name
-    if name == mini.TWIN_START:
-        return 0
+    if name in mini.STARTS:
+        source, _ = mini.STARTS[name]
+        return tokens(source) if source else 0
     stage, recipe = mini.STAGES[name], read_recipe(RECIPE)
     keys = {key: stage.changes.get(key, getattr(recipe, key)) for key in ("max_steps", "global_batch_tokens")}
     return keys["max_steps"] * keys["global_batch_tokens"] + (tokens(stage.start) if stage.start else 0)
 
 
-def test_luna_and_its_twin_read_the_same_number_of_tokens():
+def test_models_and_their_twins_read_the_same_number_of_tokens():
     assert tokens("luna-mini-en") == tokens("roberta-mini-en") >= 80e6
+    assert tokens("leapformer-mini-en") == tokens("lavo-mini-en") == tokens("roberta-tiny-en") >= 15e6
     assert tokens("luna-mini-en-4096") - tokens("luna-mini-en") >= 8e6
 
 
