@@ -25,7 +25,7 @@ from accelerate import PartialState
 from common.options import did_you_mean, fill, parse
 from engine.checkpoint import checkpoints, remove_all
 from engine.loop import make_accelerator
-from engine.objective import Objective
+from engine.objective import PretrainingObjective
 from engine.output import on_main
 from engine.pretraining import pretrain
 from engine.start import choose
@@ -45,7 +45,7 @@ from luna_hf.scripting import (
 )
 from luna_hf.warm_start import warm_start
 
-COMMANDS: dict[str, tuple[type[PretrainRecipe], type[Objective]]] = {
+COMMANDS: dict[str, tuple[type[PretrainRecipe], type[PretrainingObjective]]] = {
     "transfer_attention": (TransferRecipe, TransferObjective),
     "distill_mlm": (DistillRecipe, DistillObjective),
     "pretrain_mlm": (PretrainRecipe, MaskedObjective),
@@ -75,7 +75,7 @@ class ConvertRecipe(DistillRecipe):
         """The folder of the converted model before training."""
         return Path(f"{self.output_dir}-start")
 
-    def runs(self) -> list[tuple[PretrainRecipe, type[Objective]]]:
+    def runs(self) -> list[tuple[PretrainRecipe, type[PretrainingObjective]]]:
         """The recipe and objective of each stage.
 
         Raises:
@@ -101,7 +101,7 @@ class ConvertRecipe(DistillRecipe):
             raise UserError("`stages`: two stages have the same `name`, or one is called start. Rename it.")
         return found
 
-    def _run(self, stage: dict[str, Any], own: dict[str, Any]) -> tuple[PretrainRecipe, type[Objective]]:
+    def _run(self, stage: dict[str, Any], own: dict[str, Any]) -> tuple[PretrainRecipe, type[PretrainingObjective]]:
         changes = {key: value for key, value in stage.items() if key not in ("name", "command", "share")}
         where = f"`stages`, {stage['name']}: "
         if stage["command"] not in COMMANDS:

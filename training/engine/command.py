@@ -9,7 +9,7 @@ from accelerate import PartialState
 from common.models import ModelKind, model_fields
 from common.options import parse
 
-from engine.objective import Objective
+from engine.objective import PretrainingObjective
 from engine.pretraining import pretrain
 from engine.recipe import RunRecipe
 from luna_hf.scripting import portable_command, run_script
@@ -20,7 +20,9 @@ _STOPPED = "the same command resumes from the last checkpoint, if there is one"
 class Command:
     """A pretraining command: the name and docstring of its script, the keys of its recipes, and its objective."""
 
-    def __init__(self, name: str, description: str, recipe_class: type[RunRecipe], objective: type[Objective]) -> None:
+    def __init__(
+        self, name: str, description: str, recipe_class: type[RunRecipe], objective: type[PretrainingObjective]
+    ) -> None:
         self.name, self.description, self.recipe_class, self.objective = name, description, recipe_class, objective
 
     def read_recipe(self, path: str | Path, words: Sequence[str] = ()) -> Any:

@@ -21,7 +21,7 @@ from engine.checkpoint import Counters, StopRequest
 from engine.groups import drop_frozen
 from engine.log import RunLog
 from engine.objective import Objective, stack
-from engine.recipe import RunRecipe
+from engine.recipe import Recipe
 from engine.sharding import check_backend
 from engine.windows import SWITCHES, is_mixed
 from luna_hf.scripting import UserError
@@ -56,7 +56,7 @@ def split_update(rows: int, batch_size: int, processes: int) -> tuple[int, int]:
     return share // passes, passes
 
 
-def make_accelerator(recipe: RunRecipe) -> Accelerator:
+def make_accelerator(recipe: Recipe) -> Accelerator:
     """An `Accelerator` for the recipe's precision and trackers; the number of passes in an update is set later.
 
     Raises:
@@ -160,7 +160,7 @@ def perplexity(loss: float, what: str) -> float:
 class Run:
     """The parts of a run. `module` and `optimizer` are prepared by `accelerate`; `scheduler` counts updates."""
 
-    recipe: RunRecipe
+    recipe: Recipe
     objective: Objective
     accelerator: Accelerator
     module: nn.Module
@@ -244,7 +244,7 @@ def _train(run: Run, counters: Counters, progress: tqdm) -> Evaluation | None:
     recipe = run.recipe
     run.module.train()
     tokens, seconds, result = 0, 0.0, None
-    if recipe.model_name_or_path and counters.step == 0:
+    if recipe.continues and counters.step == 0:
         log_evaluation(run, counters, run.evaluate(), progress)
     while counters.step < recipe.max_steps:
         started = time.perf_counter()

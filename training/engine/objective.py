@@ -27,58 +27,22 @@ def stack(rows: Rows, device: torch.device) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
 
 
-class Objective(ABC):
-    """An objective; the defaults suit a model that returns its own loss. Methods raise `UserError` for bad input.
+class Objective:
+    """What the training loop asks of an objective; the defaults suit a model that returns its own loss.
 
     Attributes:
-        kind: of model.
-        targets_name: what the loss is a mean over, in words.
         loss_name: the loss in words.
         next_token: whether the logits at a position are for the label of the next one.
         plateau_gain: gain over the unigram baseline, in nats, below which an evaluation reports a plateau.
     """
 
-    kind: ClassVar[ModelKind]
-    targets_name: ClassVar[str]
     loss_name: ClassVar[str]
     next_token: ClassVar[bool] = False
     plateau_gain: ClassVar[float] = 0.0
 
-    def check(self, recipe: RunRecipe) -> None:
-        """Check a recipe before anything is written."""
-        return
-
-    # ---- tokenizer and rows ----
-
-    @abstractmethod
-    def train_tokenizer(
-        self, documents: Iterable[str], vocab_size: int, longest: int | float
-    ) -> PreTrainedTokenizerBase:
-        """A new tokenizer for a model that takes `longest` tokens."""
-
-    def adapt_tokenizer(
-        self, tokenizer: PreTrainedTokenizerBase, name: str, new_model: bool
-    ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-        """A loaded tokenizer as the model needs it, and notes; the vocabulary may grow only for a new model."""
-        return tokenizer, []
-
-    @abstractmethod
-    def check_tokenizer(self, recipe: RunRecipe, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
-        """Check that the recipe's sample texts can be used with a tokenizer, in at most `longest` tokens."""
-
-    @abstractmethod
-    def row_format(self, recipe: RunRecipe, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
-        """How text is cut to rows, and their labels."""
-
-    # ---- training ----
-
-    def make_module(self, model: PreTrainedModel, recipe: RunRecipe, accelerator: Accelerator) -> nn.Module:
+    def make_module(self, model: PreTrainedModel, recipe: Any, accelerator: Accelerator) -> nn.Module:
         """The module that is called with a batch and returns a `loss`; it contains the model that is trained."""
         return model
-
-    def compile(self, model: PreTrainedModel, module: nn.Module) -> None:
-        """Compile what is trained, in place: the model, without a teacher beside it."""
-        model.compile()
 
     def trained(self, module: nn.Module, accelerator: Accelerator) -> nn.Module:
         """The model inside a prepared module, which is evaluated, probed and saved."""
@@ -106,6 +70,52 @@ class Objective(ABC):
         """What attention does on a batch, for the log."""
         return probe(model, batch)
 
+    def plot(self, log: RunLog, unigram_loss: float, path: Path) -> None:
+        """Draw the log."""
+        plot_loss(log, unigram_loss, path, self.loss_name)
+
+
+class PretrainingObjective(Objective, ABC):
+    """An objective of text that is cut to rows, for `pretrain`. Methods raise `UserError` for bad input.
+
+    Attributes:
+        kind: of model.
+        targets_name: what the loss is a mean over, in words.
+    """
+
+    kind: ClassVar[ModelKind]
+    targets_name: ClassVar[str]
+
+    def check(self, recipe: RunRecipe) -> None:
+        """Check a recipe before anything is written."""
+        return
+
+    # ---- tokenizer and rows ----
+
+    @abstractmethod
+    def train_tokenizer(
+        self, documents: Iterable[str], vocab_size: int, longest: int | float
+    ) -> PreTrainedTokenizerBase:
+        """A new tokenizer for a model that takes `longest` tokens."""
+
+    def adapt_tokenizer(
+        self, tokenizer: PreTrainedTokenizerBase, name: str, new_model: bool
+    ) -> tuple[PreTrainedTokenizerBase, list[str]]:
+        """A loaded tokenizer as the model needs it, and notes; the vocabulary may grow only for a new model."""
+        return tokenizer, []
+
+    @abstractmethod
+    def check_tokenizer(self, recipe: RunRecipe, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
+        """Check that the recipe's sample texts can be used with a tokenizer, in at most `longest` tokens."""
+
+    @abstractmethod
+    def row_format(self, recipe: RunRecipe, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
+        """How text is cut to rows, and their labels."""
+
+    def compile(self, model: PreTrainedModel, module: nn.Module) -> None:
+        """Compile what is trained, in place: the model, without a teacher beside it."""
+        model.compile()
+
     # ---- results ----
 
     @abstractmethod
@@ -129,7 +139,3 @@ class Objective(ABC):
     @abstractmethod
     def card(self, recipe: RunRecipe, figures: dict[str, Any]) -> str:
         """The model card, from what `metrics.json` holds."""
-
-    def plot(self, log: RunLog, unigram_loss: float, path: Path) -> None:
-        """Draw the log."""
-        plot_loss(log, unigram_loss, path, self.loss_name)

@@ -15,7 +15,7 @@ from data.corpus import Corpus
 
 from engine.card import PLOT
 from engine.checkpoint import checkpoints, newest_complete, read_state, remove_all
-from engine.recipe import RunRecipe
+from engine.recipe import Recipe
 from luna_hf.scripting import TOKENIZER_FILES, UserError, locked
 
 _RESULTS = ("model.safetensors", "metrics.json", "README.md", PLOT)
@@ -60,7 +60,7 @@ def held(accelerator: Accelerator, folder: Path) -> Iterator[None]:
         yield
 
 
-def find_checkpoint(recipe: RunRecipe, log: Callable[[str], None]) -> Path | None:
+def find_checkpoint(recipe: Recipe, log: Callable[[str], None]) -> Path | None:
     """The checkpoint to resume from, or `None` for a run that starts.
 
     Raises:
@@ -102,7 +102,7 @@ def find_checkpoint(recipe: RunRecipe, log: Callable[[str], None]) -> Path | Non
     return None
 
 
-def fingerprint_inputs(recipe: RunRecipe, corpus: Corpus) -> dict[str, str]:
+def fingerprint_inputs(recipe: Recipe, corpus: Corpus) -> dict[str, str]:
     """The content of what a run reads again when it resumes: text, the tokenizer in its folder, and the teacher."""
     folder, names, teacher = Path(recipe.output_dir), [], getattr(recipe, "teacher", "")
     if teacher and Path(teacher).is_dir():
@@ -120,7 +120,7 @@ def fingerprint_tokenizer(folder: Path) -> dict[str, str]:
     return {f"{Path(path).name} in output_dir": content for path, content in found.items()}
 
 
-def changed_inputs(recipe: RunRecipe, found: Path, inputs: dict[str, str]) -> list[str]:
+def changed_inputs(recipe: Recipe, found: Path, inputs: dict[str, str]) -> list[str]:
     """The names of inputs that have changed since a checkpoint, if the recipe accepts it.
 
     Raises:

@@ -4,12 +4,12 @@ import dataclasses
 import hashlib
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common.hub import push_folder, reserve_repository
+from common.hub import push_folder
 from common.machine import machine, plural
 from common.models import load_tokenizer, longest_input
 from data.corpus import Corpus, open_corpus
@@ -21,7 +21,6 @@ from engine.card import PLOT, count
 from engine.checkpoint import (
     Counters,
     StopRequest,
-    checkpoints,
     load_checkpoint,
     read_state,
     remove_all,
@@ -29,7 +28,6 @@ from engine.checkpoint import (
     save_checkpoint,
 )
 from engine.groups import parameter_groups
-from engine.log import RunLog
 from engine.loop import (
     Evaluation,
     Run,
@@ -41,7 +39,7 @@ from engine.loop import (
     utilisation,
     warmup_then_decay,
 )
-from engine.objective import Objective
+from engine.objective import PretrainingObjective
 from engine.output import (
     changed_inputs,
     clear_output,
@@ -52,13 +50,14 @@ from engine.output import (
     save_model,
 )
 from engine.recipe import RunRecipe
+from engine.setup import Opened, close_trackers, make_optimizer, reserve, start_log, stopped
 from engine.sharding import prepare_model
 from engine.start import Choice, Start, choose, make_start, write_tokenizer
 from engine.throughput import peak_flops
 from luna_hf.scripting import portable, write_json, write_text
 
 
-def pretrain(recipe: RunRecipe, command: str, objective: Objective) -> dict[str, Any] | None:
+def pretrain(recipe: RunRecipe, command: str, objective: PretrainingObjective) -> dict[str, Any] | None:
     """Start or resume a run; `command` is the command line for the card. The caller parts the processes at the end.
 
     Returns:
@@ -91,10 +90,7 @@ def pretrain(recipe: RunRecipe, command: str, objective: Objective) -> dict[str,
         with run.stop:  # before and after training nothing can be lost, and signals have their usual effect
             last = train(run, counters)
         if last is None:
-            accelerator.print(
-                f"Stopped by {run.stop.name or 'request'} after step {counters.step:,} of {recipe.max_steps:,}, saved "
-                f"in {checkpoints(folder)[-1]}. The same command resumes from there."
-            )
+            accelerator.print(stopped(run, counters))
             close_trackers(accelerator)
             return None
         figures = finish(run, text, counters, last, command)
@@ -105,21 +101,9 @@ def pretrain(recipe: RunRecipe, command: str, objective: Objective) -> dict[str,
     return figures
 
 
-def close_trackers(accelerator: Accelerator) -> None:
-    """End the trackers; the processes stay connected for another run (`Accelerator.end_training` would part them)."""
-    for tracker in accelerator.trackers:
-        tracker.finish()
-
-
-class Opened(NamedTuple):
-    """An output folder in use: the checkpoint to resume from, the run's inputs, and which have changed since."""
-
-    found: Path | None
-    inputs: dict[str, str]
-    changed: list[str]
-
-
-def open_folder(recipe: RunRecipe, objective: Objective, choice: Choice, corpus: Corpus, found: Path | None) -> Opened:
+def open_folder(
+    recipe: RunRecipe, objective: PretrainingObjective, choice: Choice, corpus: Corpus, found: Path | None
+) -> Opened:
     """Clean the output folder, and give a run that starts its tokenizer.
 
     Raises:
@@ -135,16 +119,9 @@ def open_folder(recipe: RunRecipe, objective: Objective, choice: Choice, corpus:
     return Opened(found, inputs, changed_inputs(recipe, found, inputs) if found else [])
 
 
-def reserve(recipe: RunRecipe) -> str:
-    """The repository that the run will be pushed to, or "" if it will not be."""
-    if not recipe.push_to_hub:
-        return ""
-    return reserve_repository(recipe.hub_model_id or recipe.model_name, recipe.hub_private)
-
-
 def prepare_run(
     recipe: RunRecipe,
-    objective: Objective,
+    objective: PretrainingObjective,
     accelerator: Accelerator,
     plan: Plan,
     text: PreparedText,
@@ -167,14 +144,8 @@ def prepare_run(
     if recipe.compile:
         objective.compile(model, module)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, recipe.weight_decay, recipe.learning_rate, recipe.groups, recipe.max_steps),
-        lr=recipe.learning_rate,
-        betas=(recipe.adam_beta1, recipe.adam_beta2),
-        eps=recipe.adam_epsilon,
-        # Faster on a CPU. Not elsewhere: accelerate cannot tell that loss scaling has skipped a fused step.
-        fused=accelerator.device.type == "cpu",
-    )
+    groups = parameter_groups(model, recipe.weight_decay, recipe.learning_rate, recipe.groups, recipe.max_steps)
+    optimizer = make_optimizer(recipe, groups, accelerator.device)
     scheduler = warmup_then_decay(optimizer, recipe.max_steps, recipe.warmup_fraction, recipe.decay_power)
     accelerator.register_for_checkpointing(scheduler)
     module, optimizer = prepare_model(accelerator, module, optimizer, recipe, plan.micro_batch)
@@ -187,17 +158,7 @@ def prepare_run(
     if found := opened.found:
         text.rows.load_state_dict(load_checkpoint(accelerator, found))
         counters = read_state(found)[0]
-    log = RunLog(folder / "log.jsonl", accelerator.is_main_process, counters.step if found else None)
-    log.report_lost(counters.logged, accelerator.print)
-    if found:
-        log.add("resumed", counters.step, **({"changed": opened.changed} if opened.changed else {}))
-        accelerator.print(f"Resuming from {found}: step {counters.step:,} of {recipe.max_steps:,}.")
-        if opened.changed:
-            accelerator.print(f"Data have changed since, which the recipe accepts: {', '.join(opened.changed)}.")
-    if recipe.trackers:
-        flat = {key: value for key, value in dataclasses.asdict(recipe).items() if isinstance(value, int | float | str)}
-        accelerator.init_trackers(recipe.model_name, config=flat)
-
+    log = start_log(recipe, accelerator, counters, opened)
     record = {"recipe": dataclasses.asdict(recipe), "inputs": opened.inputs}
     text.facts["inputs_fingerprint"] = hashlib.blake2b(
         " ".join(sorted(opened.inputs.values())).encode(), digest_size=16
@@ -301,7 +262,7 @@ def finish(run: Run, text: PreparedText, counters: Counters, last: Evaluation, c
     return figures
 
 
-def report(figures: dict[str, Any], folder: str, objective: Objective) -> None:
+def report(figures: dict[str, Any], folder: str, objective: PretrainingObjective) -> None:
     """Print the results and samples."""
     print(f"\nReloaded from {folder}; held-out {objective.targets_name}: {figures['held_out_targets']:,}")
     print(f"  model            loss {figures['held_out_loss']:.3f}  accuracy {figures['held_out_accuracy']:.1%}")

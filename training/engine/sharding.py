@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engine.recipe import RunRecipe
+from engine.recipe import Recipe
 from luna_hf.scripting import UserError
 
 # Variables that `accelerate launch` sets for a sharding backend.
@@ -30,7 +30,7 @@ def check_backend(accelerator: Accelerator) -> None:
 
 
 def prepare_model(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, recipe: RunRecipe, micro_batch: int
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, recipe: Recipe, micro_batch: int
 ) -> tuple[nn.Module, Optimizer]:
     """`accelerator.prepare`, with the settings that the sharding backends need.
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from engine.groups import check_groups
-from engine.objective import Objective
+from engine.objective import PretrainingObjective
 from engine.recipe import RunRecipe
 from luna_hf.scripting import UserError, portable
 
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
     notes: list[str]
 
 
-def choose(recipe: RunRecipe, objective: Objective) -> Choice:
+def choose(recipe: RunRecipe, objective: PretrainingObjective) -> Choice:
     """Load the tokenizer, and check the model that the recipe describes before anything is written.
 
     Raises:
@@ -63,7 +63,7 @@ def parameter_names(config: PreTrainedConfig, kind: ModelKind = MASKED) -> list[
 
 
 def write_tokenizer(
-    recipe: RunRecipe, objective: Objective, choice: Choice, documents: Iterable[str], folder: Path
+    recipe: RunRecipe, objective: PretrainingObjective, choice: Choice, documents: Iterable[str], folder: Path
 ) -> None:
     """Train the tokenizer if none was chosen, and save it in `folder`."""
     tokenizer = choice.tokenizer
@@ -85,7 +85,10 @@ class Start(NamedTuple):
 
 
 def make_start(
-    recipe: RunRecipe, objective: Objective, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase | None = None
+    recipe: RunRecipe,
+    objective: PretrainingObjective,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Start:
     """Make or load the model, and what the objective needs beside it; a new model needs the tokenizer.
 

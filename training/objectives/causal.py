@@ -11,7 +11,7 @@ from common.models import CAUSAL
 from data.masking import RowFormat, next_tokens
 from data.tokenizer import open_ended, train_causal_tokenizer
 from engine.card import make_card
-from engine.objective import Objective
+from engine.objective import PretrainingObjective
 from engine.recipe import RunRecipe
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ class CausalRecipe(RunRecipe):
         self.require(("sample_tokens",), lambda value: value >= 1, "at least 1")
 
 
-class CausalObjective(Objective):
+class CausalObjective(PretrainingObjective):
     """The loss of the next token, over rows `<s> ...` cut from running text."""
 
     kind = CAUSAL

@@ -12,7 +12,7 @@ from data.masking import IGNORED, RowFormat
 from data.prepare import masked_rows
 from data.tokenizer import train_tokenizer
 from engine.card import make_card
-from engine.objective import Objective
+from engine.objective import PretrainingObjective
 from engine.recipe import RunRecipe
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
@@ -55,7 +55,7 @@ class SparseHead(nn.Module):
         return MaskedLMOutput(loss=F.cross_entropy(logits.float(), labels[labelled]))
 
 
-class MaskedObjective(Objective):
+class MaskedObjective(PretrainingObjective):
     """The loss of the masked tokens."""
 
     kind = MASKED

@@ -1,17 +1,12 @@
 """What a translation run minimises: cross-entropy with smoothed labels, over the tokens of the target."""
 
-from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from common.models import SEQ2SEQ
-from data.masking import RowFormat
 from engine.objective import Objective
-from engine.throughput import training_flops
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from translation.pairs import IGNORED
 from translation.recipe import TranslationRecipe
@@ -37,10 +32,8 @@ class SmoothedLoss(nn.Module):
 
 
 class TranslationObjective(Objective):
-    """Translation; only what the training loop calls."""
+    """Translation: the model is trained through `SmoothedLoss`, and its attention is not probed."""
 
-    kind = SEQ2SEQ
-    targets_name = "target tokens"
     loss_name = "loss of the target's tokens"
 
     def make_module(self, model: PreTrainedModel, recipe: TranslationRecipe, accelerator: Accelerator) -> nn.Module:
@@ -51,38 +44,9 @@ class TranslationObjective(Objective):
         """The model inside."""
         return accelerator.unwrap_model(module).model
 
-    def flops_per_token(self, module: nn.Module, sample: dict[str, Tensor]) -> float:
-        """Floating-point operations of a training step per source token."""
-        return training_flops(module, sample)
-
     def probe(self, model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
         """Nothing."""
         return None
-
-    def train_tokenizer(
-        self, documents: Iterable[str], vocab_size: int, longest: int | float
-    ) -> PreTrainedTokenizerBase:
-        """Not called: see `pairs.joint_tokenizer`."""
-        raise NotImplementedError
-
-    def check_tokenizer(self, recipe: Any, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
-        """Nothing to check."""
-
-    def row_format(self, recipe: Any, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
-        """Not called: rows are pairs."""
-        raise NotImplementedError
-
-    def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Any) -> dict[str, Any]:
-        """Nothing: translations come with their scores."""
-        return {}
-
-    def samples_text(self, figures: dict[str, Any]) -> str:
-        """Nothing."""
-        return ""
-
-    def card(self, recipe: Any, figures: dict[str, Any]) -> str:
-        """Not called: see `card.make_card`."""
-        raise NotImplementedError
 
 
 def inverse_square_root(step: int, warmup: int) -> float:

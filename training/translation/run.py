@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common.hub import push_folder, reserve_repository
+from common.hub import push_folder
 from common.machine import machine, plural
 from common.models import SEQ2SEQ, load_tokenizer, make_config
 from engine.checkpoint import (
@@ -21,7 +21,7 @@ from engine.checkpoint import (
     remove_unfinished,
     save_checkpoint,
 )
-from engine.log import RunLog
+from engine.groups import parameter_groups
 from engine.loop import Evaluation, Run, evaluate, make_accelerator, train
 from engine.output import (
     changed_inputs,
@@ -32,6 +32,7 @@ from engine.output import (
     on_main,
     save_model,
 )
+from engine.setup import Opened, close_trackers, make_optimizer, reserve, start_log, stopped
 from engine.sharding import prepare_model
 from engine.throughput import peak_flops
 from torch import Tensor
@@ -68,31 +69,22 @@ def run(recipe: TranslationRecipe, command: str) -> dict[str, Any] | None:
         splits["test"] = read_pairs(recipe, recipe.test_split)
     with held(accelerator, folder):
         found = on_main(accelerator, lambda: find_checkpoint(recipe, print))
-        repository = on_main(accelerator, lambda: _reserve(recipe))
-        inputs, changed = on_main(accelerator, lambda: _open(recipe, found, tokenizer, splits))
+        repository = on_main(accelerator, lambda: reserve(recipe))
+        opened = on_main(accelerator, lambda: _open(recipe, found, tokenizer, splits))
         tokenizer = load_tokenizer(str(folder))
-        run, counters = _prepare(recipe, accelerator, tokenizer, splits, found, inputs, changed)
+        run, counters = _prepare(recipe, accelerator, tokenizer, splits, opened)
         with run.stop:
             last = train(run, counters)
         if last is None:
-            accelerator.print(
-                f"Stopped by {run.stop.name or 'request'} after step {counters.step:,} of {recipe.max_steps:,}, saved "
-                f"in {checkpoints(folder)[-1]}. The same command resumes from there."
-            )
+            accelerator.print(stopped(run, counters))
+            close_trackers(accelerator)
             return None
         figures = _finish(run, tokenizer, splits, counters, command)
-        for tracker in accelerator.trackers:
-            tracker.finish()
+        close_trackers(accelerator)
         if repository and accelerator.is_main_process:
             push_folder(folder, repository, "Translation model", ignore=["checkpoints/**", f"{recipe.model_name}/**"])
             print(f"Pushed to {repository}.")
     return figures
-
-
-def _reserve(recipe: TranslationRecipe) -> str:
-    if not recipe.push_to_hub:
-        return ""
-    return reserve_repository(recipe.hub_model_id or recipe.model_name, recipe.hub_private)
 
 
 def _open(
@@ -100,12 +92,8 @@ def _open(
     found: Path | None,
     tokenizer: PreTrainedTokenizerBase | None,
     splits: dict[str, Pairs],
-) -> tuple[dict[str, str], list[str]]:
-    """Clean the output folder, and give a run that starts its tokenizer.
-
-    Returns:
-        The content of the run's inputs, and the names of those that have changed since `found`.
-    """
+) -> Opened:
+    """Clean the output folder, and give a run that starts its tokenizer."""
     folder = Path(recipe.output_dir)
     if found:
         remove_unfinished(folder)
@@ -117,7 +105,7 @@ def _open(
         tokenizer.save_pretrained(folder)
     inputs = {f"{recipe.data} ({name})": pairs.digest() for name, pairs in splits.items()}
     inputs |= fingerprint_tokenizer(folder)
-    return inputs, changed_inputs(recipe, found, inputs) if found else []
+    return Opened(found, inputs, changed_inputs(recipe, found, inputs) if found else [])
 
 
 def _prepare(
@@ -125,9 +113,7 @@ def _prepare(
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase,
     splits: dict[str, Pairs],
-    found: Path | None,
-    inputs: dict[str, str],
-    changed: list[str],
+    opened: Opened,
 ) -> tuple[Run, Counters]:
     """Model, optimizer and schedule, new or from a checkpoint, and the run's progress."""
     objective, folder = TranslationObjective(), Path(recipe.output_dir)
@@ -139,13 +125,8 @@ def _prepare(
     rows = _rows(held_out, pad, start)
     module = objective.make_module(model, recipe, accelerator)
     flops = objective.flops_per_token(module, {name: tensor.unsqueeze(0) for name, tensor in rows[0].items()})
-    optimizer = torch.optim.AdamW(
-        _groups(model, recipe.weight_decay),
-        lr=recipe.learning_rate,
-        betas=(recipe.adam_beta1, recipe.adam_beta2),
-        eps=recipe.adam_epsilon,
-        fused=accelerator.device.type == "cpu",
-    )
+    groups = parameter_groups(model, recipe.weight_decay)
+    optimizer = make_optimizer(recipe, groups, accelerator.device)
     scheduler = LambdaLR(optimizer, lambda step: inverse_square_root(step, recipe.warmup_steps))
     accelerator.register_for_checkpointing(scheduler)
     module, optimizer = prepare_model(accelerator, module, optimizer, recipe, 1)
@@ -156,20 +137,11 @@ def _prepare(
     # Between here and the loop no random number may be drawn, or a resumed run would draw others.
     set_seed(recipe.seed, device_specific=True)
     counters = Counters(processes=accelerator.num_processes)
-    if found:
-        load_checkpoint(accelerator, found)
-        counters = read_state(found)[0]
-    log = RunLog(folder / "log.jsonl", accelerator.is_main_process, counters.step if found else None)
-    log.report_lost(counters.logged, accelerator.print)
-    if found:
-        log.add("resumed", counters.step, **({"changed": changed} if changed else {}))
-        accelerator.print(f"Resuming from {found}: step {counters.step:,} of {recipe.max_steps:,}.")
-        if changed:
-            accelerator.print(f"Data have changed since, which the recipe accepts: {', '.join(changed)}.")
-    if recipe.trackers:
-        flat = {key: value for key, value in dataclasses.asdict(recipe).items() if isinstance(value, int | float | str)}
-        accelerator.init_trackers(recipe.model_name, config=flat)
-    record = {"recipe": dataclasses.asdict(recipe), "inputs": inputs}
+    if opened.found:
+        load_checkpoint(accelerator, opened.found)
+        counters = read_state(opened.found)[0]
+    log = start_log(recipe, accelerator, counters, opened)
+    record = {"recipe": dataclasses.asdict(recipe), "inputs": opened.inputs}
 
     def save(counters: Counters) -> None:
         counters.logged = len(log.entries)
@@ -212,15 +184,6 @@ def _rows(pairs: EncodedPairs, pad: int, start: int) -> list[dict[str, Tensor]]:
 
 def _counts(pairs: EncodedPairs, vocabulary: int) -> Tensor:
     return torch.bincount(torch.cat([torch.from_numpy(ids) for ids in pairs.target]), minlength=vocabulary)
-
-
-def _groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases, norms and scales do not."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
 
 
 def _finish(
