@@ -15,17 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lra_path  # noqa: F401, I001
+import lra_path  # noqa: F401
+
+# isort: split
 import floors
 import measuring
 import torch
+from plots import Panel, machine_name, plot_panels
+from torch import Tensor
+
 from lra.models import build, find_encoder, load_plugin
 from lra.recipes import load_recipe
 from lra.results import label
 from lra.tasks import Task
-from plots import Panel, machine_name, plot_panels
-from torch import Tensor
-
 from luna_hf.scripting import describe_run, markdown_table, progress, run_script
 
 PEERS = ("roberta-eager", "roberta")

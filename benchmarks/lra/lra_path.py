@@ -1,6 +1,6 @@
 """Puts the packages that the commands of this folder use on the path; imported for that alone.
 
-Started as a script, a command has its own folder first on the path, where `tasks` would hide the package of `training/`.
+Started as a script, a command has its own folder first on the path, where `tasks` would hide that of `training/`.
 """
 
 import sys

@@ -94,8 +94,8 @@ def _body(recipe: Recipe, length: int) -> dict[str, Any]:
 
 
 def _library(family: str, fields: dict[str, Any], recipe: Recipe, length: int, slots: int | None = None) -> nn.Module:
-    own = {name: getattr(recipe, name) for name in ("norm_first", "embedding_layer_norm", "classifier_pooling")}
-    own = {**own, "position_embedding_type": "learned", **slots_of(family, recipe.slots), **fields}
+    names = ("norm_first", "embedding_layer_norm", "position_embedding_type", "classifier_pooling")
+    own = {**{name: getattr(recipe, name) for name in names}, **slots_of(family, recipe.slots), **fields}
     own |= slots_of(family, slots) if slots else {}
     kind = FAMILIES[family]
     return kind.base_model(kind.config(**_body(recipe, length) | own))
@@ -106,7 +106,13 @@ def _window(recipe: Recipe, length: int) -> nn.Module:
 
 
 def _roberta(backend: str, recipe: Recipe, length: int) -> nn.Module:
-    """The RoBERTa of transformers, post- or pre-norm."""
+    """The RoBERTa of transformers, post- or pre-norm.
+
+    Raises:
+        ValueError: The recipe asks for other positions than learned ones.
+    """
+    if recipe.position_embedding_type != "learned":
+        raise ValueError("transformers' RoBERTa has learned positions only: set `position_embedding_type: learned`.")
     name = "RobertaPreLayerNorm" if recipe.norm_first else "Roberta"
     fields = {**_body(recipe, length + 1), "attn_implementation": backend}  # the table has a row for padding
     encoder = getattr(hf, f"{name}Model")(getattr(hf, f"{name}Config")(**fields), add_pooling_layer=False)

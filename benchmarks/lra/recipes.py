@@ -36,6 +36,7 @@ class Recipe:
     num_attention_heads: int
     intermediate_size: int
     norm_first: bool
+    position_embedding_type: str
     embedding_layer_norm: bool
     initializer_range: float
     hidden_dropout_prob: float

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lra_path  # noqa: F401, I001
+import lra_path  # noqa: F401
+
+# isort: split
 import measuring
-from lra import results
 from trade_off import plot_trade_off
 
+from lra import results
 from luna_hf.scripting import Parser, UserError, run_script, write_result
 
 SCRIPT = "benchmarks/lra/report.py"

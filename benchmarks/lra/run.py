@@ -3,9 +3,9 @@
     python benchmarks/lra/run.py --task listops --model luna
     python benchmarks/lra/run.py --task listops text image pathfinder --model luna-16 abc roberta --seeds 0 1 2
 
-It trains every learning rate of the recipe with every seed, chooses the rate by validation, reads the test split for it
-once, and prints a row of the table. The same command continues after a kill; what is finished is kept. docs/results/lra.md
-describes tasks, models and recipes; lra/models.py says how to add a model.
+It trains every learning rate of the recipe with every seed, chooses the rate by validation, reads the test split for
+it once, and prints a row of the table. The same command continues after a kill; what is finished is kept.
+docs/results/lra.md describes tasks, models and recipes; lra/models.py says how to add a model.
 """
 
 import argparse
@@ -13,16 +13,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import lra_path  # noqa: F401, I001
+import lra_path  # noqa: F401
+
+# isort: split
 import torch
 from datasets import disable_progress_bars
+from measuring import positive
+
 from lra import results, tasks
 from lra.models import find_encoder, load_plugin
 from lra.recipes import load_recipe
 from lra.recipes import names as recipe_names
 from lra.training import Cell, run_cell
-from measuring import positive
-
 from luna_hf.scripting import Parser, describe_run, locked, run_script, write_json
 
 SCRIPT, OUTPUT = "benchmarks/lra/run.py", Path("outputs/lra")
