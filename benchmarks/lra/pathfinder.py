@@ -1,18 +1,18 @@
 """Pathfinder32: do two discs lie on one path? Images generated to the specification of Long Range Arena.
 
-The task is Linsley et al.'s (2018, "Learning long-range spatial dependencies with horizontal gated recurrent units"); the
-sizes are those of the benchmark's hard split. An image shows two contours, dashed curves of 14 paddles, and up to five
-distractors of 4 paddles. One disc marks the beginning of a contour, the other the end of the same contour (label 1) or of
-the other one (label 0).
+The task is Linsley et al.'s (2018, arXiv 1805.08315); the sizes are those of the benchmark's hard split. An image shows
+two contours, dashed curves of 14 paddles, and up to five distractors of 4 paddles. One disc marks the beginning of a
+contour, the other the end of the same contour (label 1) or of the other one (label 0).
 
-A contour grows paddle by paddle. The pivot lies `margin` before the head of the last paddle; the next head is a pixel at
-the distance `paddle_length + margin` from the pivot, drawn with the weight cos^2(continuity * turn), or 0 beyond a right
-angle. The paddle reaches back from the head. No paddle comes within the margin of an earlier one, except of the one that
-it continues. The first paddle of one contour lies in the middle of the image, that of the other begins `seed_distance`
-from it. Where a contour cannot go on, the image is begun anew.
+A contour grows paddle by paddle. The pivot lies `margin` beyond the head of the last paddle. The next head is a
+pixel at the distance `paddle_length + margin` from the pivot, drawn with the weight cos^2(continuity * turn), or 0
+beyond a right angle, and the paddle reaches back from it. No paddle comes within the margins of earlier ones,
+except of the one that it continues. The first paddle of one contour lies in the middle of the image, that of the
+other begins `seed_distance` from it. Where a contour cannot go on, the image is begun anew. As in the published
+images, the contours are darker than the distractors, and all of them are drawn so thin that the discs stand out.
 
-In one respect this is stricter than the published generator, which does not compare the paddles that the two contours
-place at the same time: there they may touch, here they do not, so that the label is always right.
+In one respect this is stricter than the published generator, which does not compare the paddles that the two
+contours place at the same time: there they may touch, here they may not, so that the label is always right.
 """
 
 import math
@@ -165,7 +165,7 @@ def _distance(y: np.ndarray, x: np.ndarray, end_y: float, end_x: float) -> np.nd
 
 
 # ---- growing ----
-# A set of pixels is an integer with a bit for each: sets move by shifts and meet in `&`, in a fraction of a microsecond.
+# A set of pixels is an integer with a bit for each: sets move by shifts and meet in `&`, faster than arrays do.
 # The set of what lies around a pixel has its bit 0 `_reach` rows above and `_reach` columns before it.
 
 _DRAWS = 3  # of a paddle, before its path is given up
