@@ -1,12 +1,7 @@
-"""Puts the packages that the commands of this folder use on the path; imported for that alone.
-
-Started as a script, a command has its own folder first on the path, where `tasks` would hide that of `training/`.
-"""
+"""Lets the commands of this folder import the package that it is, and what the benchmarks share; imported for that."""
 
 import sys
 from pathlib import Path
 
-_OWN = Path(__file__).resolve().parent
-_FOLDERS = (_OWN.parent, _OWN.parents[1] / "training", _OWN)
-sys.path[:] = [place for place in sys.path if Path(place).resolve() != _OWN]
-sys.path += [str(folder) for folder in _FOLDERS if str(folder) not in sys.path]
+if (_folder := str(Path(__file__).resolve().parents[1])) not in sys.path:
+    sys.path.insert(0, _folder)

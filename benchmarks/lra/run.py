@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=positive, help="updates of each run (default: the recipe's)")
     add("--rows", type=positive, nargs="+", help="use so many rows for training, and for each of the other splits")
     add("--length", type=positive, help="cut inputs to so many tokens")
-    add("--data", type=Path, help="folder of the data of text, retrieval and image; other tasks are generated")
+    add("--data", help="folder or Hub name of the data of text, image or retrieval; other tasks are generated")
     add("--cache", type=Path, default=OUTPUT / "data", help="folder of generated data (default: %(default)s)")
     add("--output", type=Path, default=OUTPUT, help="folder of the runs (default: %(default)s)")
     add("--threads", type=positive, default=1, help="CPU threads (default: 1)")
