@@ -89,7 +89,7 @@ def _body(recipe: Recipe, length: int) -> dict[str, Any]:
     """What the config of a family and that of RoBERTa have in common. The classifier has the token embedding."""
     shared = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "initializer_range")
     shared += ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    special = {"vocab_size": 1, "pad_token_id": 0}
+    special = {"vocab_size": 1, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
     return {**{name: getattr(recipe, name) for name in shared}, **special, "max_position_embeddings": length}
 
 
@@ -114,7 +114,8 @@ def _roberta(backend: str, recipe: Recipe, length: int) -> nn.Module:
     if recipe.position_embedding_type != "learned":
         raise ValueError("transformers' RoBERTa has learned positions only: set `position_embedding_type: learned`.")
     name = "RobertaPreLayerNorm" if recipe.norm_first else "Roberta"
-    fields = {**_body(recipe, length + 1), "attn_implementation": backend}  # the table has a row for padding
+    own = {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "attn_implementation": backend}
+    fields = {**_body(recipe, length + 1), **own}  # the position table has a row for padding
     encoder = getattr(hf, f"{name}Model")(getattr(hf, f"{name}Config")(**fields), add_pooling_layer=False)
     if not recipe.embedding_layer_norm:
         encoder.embeddings.LayerNorm = nn.Identity()

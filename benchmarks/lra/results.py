@@ -14,7 +14,7 @@ from luna_hf.scripting import markdown_table
 
 PUBLISHED = Path(__file__).resolve().parent / "published.yaml"
 SOFTMAX = "roberta"
-TITLES = {name: name.capitalize() for name in ("text", "retrieval", "image", "pathfinder")} | {"listops": "ListOps"}
+TITLES = {"listops": "ListOps", **{name: name.capitalize() for name in ("text", "retrieval", "image", "pathfinder")}}
 _FLAT = 0.98  # of the training loss in the second quarter of a run, above which that in the last has not fallen
 # What the models are called in this benchmark. A number behind a name is one of slots.
 _LABELS = {

@@ -279,9 +279,9 @@ def best_rate(runs: list[Result]) -> float | None:
     """The learning rate with the best mean validation accuracy over its seeds; `None` if every run diverged."""
     scores: dict[float, list[float]] = {}
     for run in runs:
-        scores.setdefault(run["rate"], []).append(0.0 if run["validation"] is None else run["validation"])
+        scores.setdefault(run["rate"], []).append(-1.0 if run["validation"] is None else run["validation"])
     rate = max(scores, key=lambda rate: statistics.mean(scores[rate]))
-    return rate if max(scores[rate]) > 0 else None
+    return rate if max(scores[rate]) >= 0 else None
 
 
 def run_cell(cell: Cell, rates: list[float], seeds: list[int]) -> Result:
