@@ -45,7 +45,7 @@ PROTOCOL = (
 # Training on one CPU thread over softmax attention in steps (eager), and memory relative to it.
 SPEED = {"luna-16": {1024: 2.2, 2048: 3.9, 4096: 7.0}}
 MEMORY = {"luna-16": {4096: 0.17}}
-BASE = {"recipe": "small", "threads": 1, "device": "cpu", "dtype": "float32"}
+BASE = {"threads": 1, "device": "cpu", "dtype": "float32"}  # of the recipes `small` and `luna`
 SETTINGS = ("recipe", "tokens_per_batch", "max_length", "dtype", "device", "threads", "rounds")
 
 Seconds = dict[int, dict[str, dict[str, list[float]]]]  # length, model, mode: of every round
@@ -163,7 +163,8 @@ def describe_length(
 
 def check(result: dict[str, Any]) -> list[floors.Check]:
     """The floors that apply to a run."""
-    if any(result["settings"][name] != value for name, value in BASE.items()):
+    settings = result["settings"]
+    if settings["recipe"] not in ("small", "luna") or any(settings[name] != value for name, value in BASE.items()):
         return []
     checks = []
     for row in result["lengths"]:

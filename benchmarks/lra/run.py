@@ -21,10 +21,10 @@ from datasets import disable_progress_bars
 from measuring import positive
 
 from lra import results, tasks
+from lra.cells import Cell, run_cell
 from lra.models import find_encoder, load_plugin
 from lra.recipes import load_recipe
 from lra.recipes import names as recipe_names
-from lra.cells import Cell, run_cell
 from luna_hf.scripting import Parser, describe_run, locked, run_script, write_json
 
 SCRIPT, OUTPUT = "benchmarks/lra/run.py", Path("outputs/lra")
