@@ -1,7 +1,13 @@
-"""Lets the commands of this folder import the package that it is, and what the benchmarks share; imported for that."""
+"""Puts the packages that the commands of this folder use on the path; imported for that alone.
+
+Started as a script, a command has its own folder first on the path, where `tasks` would hide that of `training/`.
+"""
 
 import sys
 from pathlib import Path
 
-if (_folder := str(Path(__file__).resolve().parents[1])) not in sys.path:
-    sys.path.insert(0, _folder)
+_OWN = Path(__file__).resolve().parent
+_others = [place for place in sys.path if Path(place).resolve() != _OWN]
+_new = [str(folder) for folder in (_OWN.parents[1] / "training", _OWN.parent) if str(folder) not in _others]
+# Last, so that a process that measures memory can import this module again.
+sys.path[:] = [*_new, *_others, str(_OWN)]

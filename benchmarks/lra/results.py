@@ -74,8 +74,8 @@ def is_flat(curve: Sequence[dict[str, float]]) -> bool:
 
 
 def verdict(cell: Cell) -> str:
-    """Whether a cell is at chance: its validation accuracy is within three standard errors of the majority class."""
-    runs, guess = chosen(cell), cell["majority"]
+    """Whether a cell is at chance: its validation accuracy is within three standard errors of a guess."""
+    runs, guess = chosen(cell), max(cell["majority"], 1 / cell["task"]["num_labels"])
     if not runs:
         return "diverged"
     error = math.sqrt(guess * (1 - guess) / cell["rows"]["validation"])
@@ -172,10 +172,10 @@ def trade_off(cells: Sequence[Cell], cost: dict[str, Any]) -> str:
 
 def text(result: dict[str, Any]) -> str:
     """The Markdown of a result of `report.py`."""
-    sources = {cell["task"]["name"]: cell["task"]["source"] for cell in result["cells"]}
+    sources = dict.fromkeys(cell["task"]["source"] for cell in result["cells"])
     parts = [accuracy(result["cells"]), "Every cell:", details(result["cells"])]
     parts += [result["trade_off"]] if result["trade_off"] else []
-    parts.append("\n".join(f"- {TITLES[name]}: {source}" for name, source in sources.items()))
+    parts.append("\n".join(f"- {source}" for source in sources))
     return "\n\n".join(parts)
 
 
