@@ -189,10 +189,17 @@ WORDS = ["--task", "listops", "--model", "luna", "--recipe", "tiny", "--steps", 
 
 
 class Kill(TrainerCallback):
-    """Ctrl-C between two checkpoints."""
+    """Ctrl-C between two checkpoints, or behind the last one, which is inside an epoch of five updates."""
+
+    def __init__(self, step):
+        self.step = step
 
     def on_step_end(self, args, state, control, **_):
-        if state.global_step == 5:
+        if state.global_step == self.step == 5:
+            raise KeyboardInterrupt
+
+    def on_train_end(self, args, state, control, **_):
+        if self.step == 8:
             raise KeyboardInterrupt
 
 
@@ -211,13 +218,14 @@ def left(folder):
     return found, {path.parent.name: load_file(path) for path in weights}
 
 
-def test_a_killed_run_continues_exactly(tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", [5, 8])
+def test_a_killed_run_continues_exactly(tmp_path, monkeypatch, step):
     assert command(tmp_path / "whole") == 0
     make = cells.make_trainer
 
     def make_killed(*arguments):
         trainer = make(*arguments)
-        trainer.add_callback(Kill())
+        trainer.add_callback(Kill(step))
         return trainer
 
     monkeypatch.setattr(cells, "make_trainer", make_killed)

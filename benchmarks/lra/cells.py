@@ -25,6 +25,7 @@ from datasets import Dataset
 from tasks.arguments import FinetuneTrainingArguments
 from tasks.labels import SINGLE_LABEL
 from tasks.plan import RUN_FILE, SETTINGS_FILE, read_json, read_run
+from tasks.runs import train
 from tasks.trainer import Diverged, FinetuneTrainer, checkpoints, find_checkpoint
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, set_seed
@@ -213,7 +214,7 @@ def train_run(cell: Cell, rate: float, seed: int) -> Result:
         start = find_checkpoint(folder, progress)
         result: Result = {"rate": rate, "seed": seed, "validation": None, "diverged": None}
         try:
-            trainer.train(resume_from_checkpoint=str(start) if start else None)
+            train(trainer, start, patience=0)
             # Of the best weights, which were just loaded: they must score as they did.
             result["validation"] = accuracy(trainer, trainer.eval_dataset)
             result["best_step"] = trainer.state.best_global_step
