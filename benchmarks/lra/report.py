@@ -52,11 +52,9 @@ def read_cells(folder: Path) -> dict[tuple[str, bool], list[dict[str, Any]]]:
 
 def read_cost(folder: Path, recipe: str) -> dict[str, Any] | None:
     """The newest result of `cost.py` for a recipe, if there is one."""
-    for path in sorted(folder.glob("lra-cost-*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
-        cost = json.loads(path.read_text(encoding="utf-8"))
-        if Path(cost["settings"]["recipe"]).stem == recipe:
-            return cost
-    return None
+    costs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("lra-cost*.json")]
+    own = [cost for cost in costs if Path(cost["settings"]["recipe"]).stem == recipe]
+    return max(own, key=lambda cost: cost["date"], default=None)
 
 
 def publish(recipe: str, bf16: bool, cells: list[dict[str, Any]], folder: Path) -> None:
