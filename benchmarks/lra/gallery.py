@@ -28,8 +28,9 @@ def draw_gallery(path: Path, seed: int = 0) -> list[Scene]:
         scene = spec.scene(generator)
         by_label[scene.label].append(scene)
     shown = [scene for scenes in by_label.values() for scene in scenes[:COLUMNS]]
-    figure = Figure(figsize=(2 * COLUMNS, 8.6), layout="constrained")
+    figure = Figure(figsize=(2 * COLUMNS, 8.6))
     axes = figure.subplots(4, COLUMNS)
+    figure.subplots_adjust(0.005, 0.005, 0.995, 0.97, 0.03, 0.12)
     for index, scene in enumerate(shown):
         row, column = divmod(index, COLUMNS)
         for axis in axes[2 * row : 2 * row + 2, column]:

@@ -193,7 +193,8 @@ def _read(
     if held_out:
         splits["train"], splits["validation"] = _hold_out(splits["train"], _COLUMNS[published.inputs], generator)
     splits = {split: _some(splits[split], rows.get(split), split, generator) for split in SPLITS}
-    source += f", read from {portable(data)}: {_counts(splits)}"
+    place = portable(Path(data).resolve()) if Path(data).is_dir() else data
+    source += f", read from {place}: {_counts(splits)}"
     return splits, source + (", validation held out of train" if held_out else "")
 
 
