@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lra import results as lra
+
 from luna_hf.scripting import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +43,7 @@ LINEAR, ATTENTION = "encoder-forward-1-layer-linear-cpu-float32", "attention-12-
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 CAUSAL, CAUSAL_LENGTH = "causal-attention-cpu-float32", 8192
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
+LRA, LRA_COST, LRA_COST_LUNA = "lra-small-cpu-float32", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
 # What the command of a result took on its machine while that was quiet.
 MINUTES = {
     FORWARD: 7,
@@ -529,6 +532,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mini-pretrain": lambda: _report("mini-pretrain-cpu-bfloat16"),
     "mini-scores": lambda: _report("mini-scores-cpu-bfloat16"),
     "longer": lambda: _report("longer-imdb-cpu-bfloat16"),
+    "lra": _once_measured(LRA, "python benchmarks/lra/report.py", lambda: _report(LRA)),
+    "lra-cost": _once_measured(LRA_COST, "python benchmarks/lra/cost.py --check-floors", lambda: _report(LRA_COST)),
+    "lra-cost-luna": _once_measured(
+        LRA_COST_LUNA, "python benchmarks/lra/cost.py --recipe luna --check-floors", lambda: _report(LRA_COST_LUNA)
+    ),
+    "lra-published": lra.published,
 }
 
 

@@ -368,11 +368,15 @@ def longest_first(encoded: Encoded) -> tuple[Dataset, np.ndarray]:
 
 def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
     """Train to the end; the model then has the best weights."""
-    if start is None or not stopped_early(start, patience):
+    last = trainer.args.max_steps
+    # From a last checkpoint inside an epoch, the Trainer would go on to one more update.
+    is_over = start is not None and 0 < last <= read_state(start)["global_step"]
+    if start is None or not (is_over or stopped_early(start, patience)):
         trainer.train(resume_from_checkpoint=str(start) if start else None)
         return
     state = type(trainer.state).load_from_json(str(start / "trainer_state.json"))
-    weights = Path(state.best_model_checkpoint or start) / "model.safetensors"
+    best = state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    weights = Path(best or start) / "model.safetensors"
     trainer.model.load_state_dict(safetensors.torch.load_file(weights))
     trainer.state = state
     trainer._load_callback_state()

@@ -1,0 +1,1 @@
+"""Long Range Arena: five tasks, every family and softmax attention, quality beside cost."""

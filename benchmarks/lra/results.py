@@ -1,0 +1,251 @@
+"""Tables and plots of finished cells, and the tables of published figures."""
+
+import functools
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trade_off import System, deviation, relative_performance
+
+from luna_hf.scripting import markdown_table
+
+PUBLISHED = Path(__file__).resolve().parent / "published.yaml"
+SOFTMAX = "roberta"
+TITLES = {"listops": "ListOps", **{name: name.capitalize() for name in ("text", "retrieval", "image", "pathfinder")}}
+_FLAT = 0.98  # of the training loss in the second quarter of a run, above which that in the last has not fallen
+# What the models are called in this benchmark. A number behind a name is one of slots.
+_LABELS = {
+    "luna": "Luna",
+    "luna-tied": "Luna, tied key and value",
+    "luna-packed": "Luna, pooled over P",
+    "abc": "ABC",
+    "linformer": "Linformer",
+    "leapformer": "LeaPformer",
+    "cosformer": "cosFormer",
+    "linear": "linear attention",
+    "lavo": "LAVO",
+    "window": "window alone",
+    "roberta": "softmax (sdpa)",
+    "roberta-eager": "softmax (eager)",
+}
+Cell = dict[str, Any]
+
+
+def label(name: str) -> str:
+    """A model's name in tables."""
+    base, _, slots = name.rpartition("-")
+    if slots.isdecimal() and base in _LABELS:
+        return f"{_LABELS[base]}, {slots} slots"
+    return _LABELS.get(name, name)
+
+
+# ---- one cell ----
+
+
+def chosen(cell: Cell) -> list[dict[str, Any]]:
+    """The runs with the chosen learning rate that did not diverge, which are those that were tested."""
+    return [run for run in cell["runs"] if "test" in run]
+
+
+def scores(cell: Cell, split: str) -> list[float]:
+    """Accuracies of the chosen runs in per cent: `validation` or `test`."""
+    return [100 * run[split] for run in chosen(cell)]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean, and with several values their sample deviation and number."""
+    if not values:
+        return "diverged"
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} ({len(values)})"
+
+
+def is_flat(curve: Sequence[dict[str, float]]) -> bool:
+    """Whether the training loss has not fallen by 2 % from the second quarter of a run to its last."""
+    losses = [row["loss"] for row in curve if "loss" in row]
+    quarter = len(losses) // 4
+    if not quarter:
+        return False
+    return statistics.mean(losses[-quarter:]) > _FLAT * statistics.mean(losses[quarter : 2 * quarter])
+
+
+def verdict(cell: Cell) -> str:
+    """Whether a cell is at chance: its validation accuracy is within three standard errors of a guess."""
+    runs, guess = chosen(cell), max(cell["majority"], 1 / cell["task"]["num_labels"])
+    if not runs:
+        return "diverged"
+    error = math.sqrt(guess * (1 - guess) / cell["rows"]["validation"])
+    if statistics.mean(run["validation"] for run in runs) > guess + 3 * error:
+        return ""
+    flat = all(is_flat(run["curve"]) for run in runs)
+    return "at chance, the curve is still flat" if flat else "at chance, the training loss falls"
+
+
+def details(cells: Sequence[Cell]) -> str:
+    """A row for every cell: scores, learning rate, cost, and whether it is at chance."""
+    header = ["task", "model", "learning rate", "validation (%)", "test (%)", "majority (%)", "updates x rows"]
+    header += ["training rows", "longest", "parameters", "s / 1,000 updates", "hours of the recipe", "remark"]
+    rows = []
+    for cell in cells:
+        recipe, runs = cell["recipe"], cell["runs"]
+        pace = statistics.median(run["seconds"] / max(1, run["steps"]) for run in runs)
+        rates = len({run["rate"] for run in runs})
+        rate = "-" if cell["rate"] is None else f"{cell['rate']:g} of {rates}"
+        row = [TITLES[cell["task"]["name"]], label(cell["model"]), rate]
+        row += [spread(scores(cell, "validation")), spread(scores(cell, "test")), f"{100 * cell['majority']:.1f}"]
+        row += [f"{recipe['steps']:,} x {recipe['batch_size']}", f"{cell['rows']['train']:,}"]
+        row += [f"{cell['task']['max_length']:,}", f"{runs[0]['parameters']:,}", f"{1000 * pace:.0f}"]
+        rows.append([*row, f"{pace * cell['full_steps'] / 3600:.1f}", verdict(cell)])
+    return markdown_table(header, rows)
+
+
+# ---- tables over cells ----
+
+
+def settings(cell: Cell) -> tuple[int, int, int]:
+    """What must be equal in a column: updates, training rows and the longest input."""
+    return cell["recipe"]["steps"], cell["rows"]["train"], cell["task"]["max_length"]
+
+
+def columns(cells: Sequence[Cell]) -> dict[str, dict[str, Cell]]:
+    """By task, and settings where there are several, the cells by model."""
+    found: dict[str, dict[str, Cell]] = {}
+    for task, title in TITLES.items():
+        own = [cell for cell in cells if cell["task"]["name"] == task]
+        kinds = sorted({settings(cell) for cell in own})
+        for cell in own:
+            updates, rows, longest = settings(cell)
+            name = f"{title} ({updates:,} x {rows:,} rows of {longest:,})" if len(kinds) > 1 else title
+            found.setdefault(name, {})[cell["model"]] = cell
+    return found
+
+
+def accuracy(cells: Sequence[Cell]) -> str:
+    """Test accuracy by model and task, and the mean over the tasks of the models that have all columns."""
+    found = columns(cells)
+    models = list(dict.fromkeys(cell["model"] for cell in cells))
+    rows = []
+    for model in models:
+        values = [scores(own[model], "test") if model in own else None for own in found.values()]
+        texts = ["-" if value is None else spread(value) for value in values]
+        mean = f"{statistics.mean(map(statistics.mean, values)):.2f}" if all(values) else "-"
+        rows.append([label(model), *texts, mean])
+    return markdown_table(["test accuracy (%)", *found, "mean"], rows)
+
+
+def systems(cells: Sequence[Cell], cost: dict[str, Any]) -> tuple[list[System], str]:
+    """The models with a measured cost and all columns as systems of the trade-off, and what they were measured on.
+
+    Accuracy is the mean over the columns, throughput and memory those of a training step at the longest input.
+    """
+    found, last = columns(cells), cost["lengths"][-1]
+    rows = []
+    for model, own in last["models"].items():
+        if not all(model in column and chosen(column[model]) for column in found.values()):
+            continue
+        mean = statistics.mean(statistics.mean(scores(column[model], "test")) for column in found.values())
+        one = own["training"]
+        rows.append(System(model, mean, one["rows_per_second"], max(1, one["peak_memory_bytes"])))
+    return rows, f"{', '.join(found)}; training at {last['length']:,} tokens"
+
+
+def trade_off(cells: Sequence[Cell], cost: dict[str, Any]) -> str:
+    """RCP and RCP_mem of every system, the softmax of transformers (sdpa) being the yardstick; empty without two."""
+    rows, what = systems(cells, cost)
+    softmax = next((system for system in rows if system.name == SOFTMAX), None)
+    if softmax is None or len(rows) < 2:
+        return ""
+    width = deviation(rows)
+    lines = []
+    for system in rows:
+        speed, memory = system.throughput / softmax.throughput, system.memory / softmax.memory
+        values = [relative_performance(system, softmax, width, part) if width else math.nan for part in (False, True)]
+        cells_of = [label(system.name), f"{system.accuracy:.2f}", f"{speed:.2f}", f"{memory:.2f}"]
+        lines.append([*cells_of, *(f"{value:.2f}" for value in values)])
+    header = ["model", "mean accuracy (%)", "speed", "memory", "RCP", "RCP_mem"]
+    return f"Accuracy against cost ({what}; speed and memory relative to softmax):\n\n{markdown_table(header, lines)}"
+
+
+def text(result: dict[str, Any]) -> str:
+    """The Markdown of a result of `report.py`."""
+    sources = dict.fromkeys(cell["task"]["source"] for cell in result["cells"])
+    parts = [accuracy(result["cells"]), "Every cell:", details(result["cells"])]
+    parts += [result["trade_off"]] if result["trade_off"] else []
+    parts.append("\n".join(f"- {source}" for source in sources))
+    return "\n\n".join(parts)
+
+
+# ---- published figures ----
+
+
+@functools.cache
+def _published() -> dict[str, Any]:
+    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
+
+
+def published() -> str:
+    """The published figures, a table for each suite, and those of cost."""
+    content = _published()
+    parts = []
+    for suite in content["accuracy"].values():
+        rows = [[name, *(_figure(value) for value in own), _mean(own)] for name, own in suite["rows"].items()]
+        parts += [f"{suite['title']}:", markdown_table(["test accuracy (%)", *content["columns"], "mean"], rows)]
+    cost = content["cost"]
+    header = ["model", *(f"{kind}, {n:,}" for kind in ("speed", "memory") for n in cost["lengths"])]
+    missing = [None] * len(cost["lengths"])
+    rows = [
+        [name, *map(_figure, [*speeds, *cost["memory"].get(name, missing)])] for name, speeds in cost["speed"].items()
+    ]
+    return "\n\n".join([*parts, f"{cost['title']}:", markdown_table(header, rows)])
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    return "-" if None in values else f"{statistics.mean(values):.2f}"
+
+
+# ---- plots ----
+
+
+def plot_curves(cells: Sequence[Cell], path: Path) -> None:
+    """Write a PNG: validation accuracy and training loss against updates, a column for each task.
+
+    Of several cells, a curve shows the first seed of the chosen learning rate; of one cell, every run.
+    """
+    from matplotlib.figure import Figure
+
+    tasks = [task for task in TITLES if any(cell["task"]["name"] == task for cell in cells)]
+    figure = Figure(figsize=(max(7, 4.6 * len(tasks)), 6.4), layout="constrained")
+    axes = figure.subplots(2, len(tasks), squeeze=False, sharex="col")
+    for column, task in enumerate(tasks):
+        own = [cell for cell in cells if cell["task"]["name"] == task]
+        for number, (name, run) in enumerate(_curves(own)):
+            steps = [row["step"] for row in run["curve"]]
+            style = {"label": name, "color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+            axes[0, column].plot(steps, [100 * row["accuracy"] for row in run["curve"]], **style)
+            axes[1, column].plot(steps, [row.get("loss", math.nan) for row in run["curve"]], **style)
+        axes[0, column].axhline(100 * own[0]["majority"], color="black", linestyle=":", linewidth=1)
+        axes[0, column].set_title(f"{TITLES[task]} (dotted: majority class)", fontsize=10)
+        axes[1, column].set_xlabel("updates")
+    axes[0, 0].set_ylabel("validation accuracy (%)")
+    axes[1, 0].set_ylabel("training loss (nats)")
+    for axis in axes.flat:
+        axis.grid(True, color="0.9")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, -1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    # Without the library's version in its metadata the file depends on the numbers only.
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def _curves(cells: Sequence[Cell]) -> list[tuple[str, dict[str, Any]]]:
+    if len(cells) == 1:
+        runs = cells[0]["runs"]
+        return [(f"{label(cells[0]['model'])}, {run['rate']:g}, seed {run['seed']}", run) for run in runs]
+    return [(label(cell["model"]), chosen(cell)[0]) for cell in cells if chosen(cell)]
