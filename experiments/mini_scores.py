@@ -26,7 +26,7 @@ TASKS = {
     "mrpc": _glue("mrpc", 3166, 3),
     "qnli": _glue("qnli", 4000, 1, evaluated=2000),
     "qqp": _glue("qqp", 8000, 1),
-    "stsb": _glue("stsb", 5243, 2),
+    "stsb": _glue("stsb", 5243, 6),
     "race-middle": Finetuning("race", 160, 1, 512, _RACE, "training/finetune_race.py"),
     "csqa": Finetuning("commonsense_qa", 2000, 1, 128, _SMALL, "training/finetune_csqa.py"),
     "imdb-512": Finetuning("imdb", 600, 2, 512, _IMDB),
