@@ -21,6 +21,7 @@ from .context import ForwardContext
 from .dispatch import choose
 from .functional import depthwise_convolution, sinusoids, sinusoids_at, token_positions
 from .memory_attention import FullAttention, MemoryAttention
+from .unpadding import StreamContext, in_rows
 
 # Number of tokens per block of the feed-forward network in inference, by device type; the CPU's blocks fit in cache.
 _FEED_FORWARD_ROWS = {"cpu": 1024}
@@ -190,14 +191,15 @@ class AttentionBlock(nn.Module):
         return hidden_states if self.norm_first else self.output.LayerNorm(hidden_states), carried
 
     def mix(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext | StreamContext
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        mixed, carried, _ = self.self(states, carried, context)
+        mixed, carried = in_rows(lambda *inputs: self.self(*inputs)[:2], states, carried, context)
         mixed = linear(self.output.dense, mixed)
         if self.convolution is not None:
-            mixed = mixed + self.convolution(states, context)
+            convolved, _ = in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None, context)
+            mixed = mixed + convolved
         return mixed, carried
 
 
