@@ -15,9 +15,10 @@ from helpers import (
     refused,
     tiny_model,
     tiny_seq2seq_model,
+    tiny_tokenizer,
     variants_of,
 )
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorForTokenClassification, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from luna_hf import unpadding
 from luna_hf.unpadding import find_starts, plan_buckets
@@ -244,6 +245,41 @@ def test_an_encoder_decoder_refuses_packed_sources(family):
         model(**packed, decoder_input_ids=target)
     with refused("cu_seq_lens_q", "DataCollatorWithPadding"):
         model(packed["input_ids"], decoder_input_ids=target, cu_seq_lens_q=torch.tensor([0, 4, 9]))
+
+
+@families
+@pytest.mark.parametrize("kind", ["mlm", "token"])
+def test_the_trainer_with_the_flattening_collator(family, kind, tmp_path):
+    """An update on flattened texts is that on padded ones; the collator labels no first token of a text."""
+    rows = texts([9, 4, 21, 1, 13, 30])
+    data = [{"input_ids": row.tolist(), "labels": [-100, *(row[1:] % 2).tolist()]} for row in rows]
+    collators = {
+        "padded": DataCollatorForTokenClassification(tiny_tokenizer()),
+        "positions": DataCollatorWithFlattening(),
+        "lengths": DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
+    }
+    updated = {}
+    for name, collator in collators.items():
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            optim="sgd",
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            max_steps=2,
+            per_device_train_batch_size=3,
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        model = model_of(family, kind=kind)
+        Trainer(model, arguments, data_collator=collator, train_dataset=data).train()
+        updated[name] = dict(model.named_parameters())
+    for name in ("positions", "lengths"):
+        for parameter, value in updated[name].items():
+            torch.testing.assert_close(value, updated["padded"][parameter], rtol=0, atol=1e-6, msg=parameter)
+    fresh = dict(model_of(family, kind=kind).named_parameters())
+    assert max((updated["lengths"][name] - fresh[name]).abs().max() for name in fresh) > 1e-3
 
 
 # ---- when padding is left out ----

@@ -21,7 +21,6 @@ from .context import ForwardContext
 from .dispatch import choose
 from .functional import depthwise_convolution, sinusoids, sinusoids_at, token_positions
 from .memory_attention import FullAttention, MemoryAttention
-from .unpadding import StreamContext, in_rows
 
 # Number of tokens per block of the feed-forward network in inference, by device type; the CPU's blocks fit in cache.
 _FEED_FORWARD_ROWS = {"cpu": 1024}
@@ -191,14 +190,14 @@ class AttentionBlock(nn.Module):
         return hidden_states if self.norm_first else self.output.LayerNorm(hidden_states), carried
 
     def mix(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext | StreamContext
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        mixed, carried = in_rows(lambda *inputs: self.self(*inputs)[:2], states, carried, context)
+        mixed, carried = context.in_rows(lambda *inputs: self.self(*inputs)[:2], states, carried)
         mixed = linear(self.output.dense, mixed)
         if self.convolution is not None:
-            convolved, _ = in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None, context)
+            convolved, _ = context.in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None)
             mixed = mixed + convolved
         return mixed, carried
 

@@ -98,25 +98,18 @@ class StreamContext(NamedTuple):
             return states, carried[0]
         return states, torch.cat([F.pad(own, (0, 0, 0, most - own.shape[1])) for own in carried])
 
+    def in_rows(
+        self, function: Callable[..., tuple[Tensor, Tensor | None]], states: Tensor, carried: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like `ForwardContext.in_rows`, for a stream: bucket by bucket."""
+        outputs = [function(*rows, part) for rows, part in zip(self.split(states, carried), self.parts, strict=True)]
+        return self.join(*zip(*outputs, strict=True), 0 if carried is None else carried.shape[1])
+
     def restore(self, states: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the states in the shape of the input, and the carried states with its texts in order."""
         if self.slots is not None and carried is not None:
             carried = carried.index_select(0, self.stream.by_input)
         return self.stream.restore(states), carried
-
-
-def in_rows(
-    function: Callable[..., tuple[Tensor, Tensor | None]],
-    states: Tensor,
-    carried: Tensor | None,
-    context: ForwardContext | StreamContext,
-) -> tuple[Tensor, Tensor | None]:
-    """Apply a function of (b, n, d) states, carried states and a context; to a stream, bucket by bucket."""
-    if not isinstance(context, StreamContext):
-        return function(states, carried, context)
-    rows = zip(context.split(states, carried), context.parts, strict=True)
-    outputs = [function(*part, own) for part, own in rows]
-    return context.join(*zip(*outputs, strict=True), 0 if carried is None else carried.shape[1])
 
 
 # ---- where texts begin ----
