@@ -83,3 +83,26 @@ def check(result: dict[str, Any]) -> list[Check]:
         bounds = {name: MIXED_GROWTH if "mixed" in name else GROWTH for name in exponents}
         checks += [compare(what, name, exponent, bounds[name]) for name, exponent in exponents.items()]
     return checks
+
+
+# ---- texts of unlike lengths ----
+
+# Speed without padding relative to padded batches of 32 texts, by mix of lengths, in a forward and a finetuning step.
+UNEVEN = {"sst2": 1.9, "mrpc": 1.5, "imdb": 1.3, "full": 0.98}
+# Two thirds of a batch of MRPC are tokens: leaving out padding alone gains at most 1.48. Luna also has fewer slots for
+# shorter texts.
+UNEVEN_WITH_FIXED_SLOTS = {**UNEVEN, "mrpc": 1.3}
+UNEVEN_BASE = {"width": 768, "rows": 32, "threads": 1, "device": "cpu"}
+
+
+def check_uneven(result: dict[str, Any]) -> list[Check]:
+    """Every floor that applies to a run of `uneven.py`."""
+    if any(result["settings"][name] != value for name, value in UNEVEN_BASE.items()):
+        return []
+    checks = []
+    for entry in result["lengths"]:
+        for name, model in entry["models"].items():
+            bound = (UNEVEN if name.startswith("luna") else UNEVEN_WITH_FIXED_SLOTS)[entry["mix"]]
+            what, speed = f"speed over padded, {entry['mode']}, {entry['mix']}", model["speed_over_padded"]["median"]
+            checks.append(compare(what, name, speed, bound, at_least=True))
+    return checks

@@ -13,6 +13,7 @@ from helpers import (
     MODELS,
     inputs_for,
     padded_batch,
+    random_ids,
     refused,
     tiny_causal_model,
     tiny_config,
@@ -22,6 +23,7 @@ from helpers import (
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from transformers import DataCollatorWithFlattening
 from variants import ROWS
 
 from luna_hf import dispatch
@@ -177,6 +179,19 @@ def test_flash_attention_without_padding(flash_attention, model_type, variant):
     assert set(flash_attention) == ({"flash_dense"} if variant in ROWS[model_type].flash else set())
 
 
+@pytest.mark.parametrize(("model_type", "variant"), FLASH_CASES)
+@torch.no_grad()
+def test_flash_attention_of_packed_texts(flash_attention, model_type, variant):
+    """As sentence-transformers passes them; the marks must not reach the kernel, whose rows are others."""
+    model = tiny_model(model_type, attn_implementation="eager", **variants_of(model_type)[variant])
+    rows = [{"input_ids": random_ids(1, length, seed=length)[0].tolist()} for length in (20, 3, 11, 1)]
+    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
+    del packed["labels"]
+    expected = model(**packed).last_hidden_state
+    torch.testing.assert_close(use_flash(model)(**packed).last_hidden_state, expected, rtol=0, atol=1e-5)
+    assert bool(flash_attention) == (variant in ROWS[model_type].flash)
+
+
 def test_missing_and_unknown_backends_are_refused(monkeypatch):
     model = tiny_model()
     with refused("no_such_attention"):
@@ -209,8 +224,9 @@ def test_sdpa_equals_eager(family, kind, variant):
             torch.testing.assert_close(tensor, eager[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("unpad", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("model_type", "variant"), FAMILY_KINDS)
-def test_flex_attention(model_type, variant):
+def test_flex_attention(model_type, variant, unpad):
     # The kernel requires head sizes that are powers of two, at least 16.
     model = tiny_model(model_type, hidden_size=64, **variants_of(model_type)[variant])
     inputs = padded_batch([40, 3, 17])
@@ -218,7 +234,7 @@ def test_flex_attention(model_type, variant):
     with torch.no_grad():
         expected = model(**inputs).last_hidden_state
         model.set_attn_implementation("flex_attention")
-        actual = model(**inputs).last_hidden_state
+        actual = model(**inputs, unpad_inputs=unpad).last_hidden_state
     torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-5)
 
 

@@ -20,6 +20,7 @@ import guarantees
 import measuring
 import pytest
 import torch
+import uneven
 from helpers import ROOT, refused
 from measuring import growth_exponent, ratios, summary, win_length
 from transformers import ModernBertConfig, RobertaConfig
@@ -96,6 +97,26 @@ def test_benchmarks_as_scripts(script, words, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_texts_of_unlike_lengths(tmp_path, capsys):
+    words = ["--layers", "1", "--width", "32", "--heads", "4", "--slots", "8", "--rounds", "2", "--rows", "3"]
+    words += ["--models", "luna-tied", "lavo-64", "--mixes", "sst2", "full", "--output", str(tmp_path)]
+    assert uneven.main([*words, "--check-floors"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    result = json.loads(path.read_text())
+    check_header(result, "uneven")
+    entries = [(entry["mode"], entry["mix"]) for entry in result["lengths"]]
+    assert entries == [(mode, mix) for mode in ("forward", "finetune") for mix in ("sst2", "full")]
+    for entry in result["lengths"]:
+        assert list(entry["models"]) == ["luna-tied", "lavo-64"]
+        assert (entry["real_tokens"] == 1) == (entry["mix"] == "full")
+    assert path.with_suffix(".md").read_text().strip() in capsys.readouterr().out
+    settings = {**result["settings"], **floors.UNEVEN_BASE}
+    checks = floors.check_uneven({**result, "settings": settings})
+    assert [check["bound"] for check in checks] == [1.9, 1.9, 0.98, 0.98] * 2 and not floors.check_uneven(result)
+    with refused("lavo-65", error=UserError):
+        uneven.parse(["--models", "lavo-65"])
 
 
 def test_attention_alone(tmp_path, monkeypatch, capsys):

@@ -47,6 +47,7 @@ FIELDS = {
         ([3], "num_hidden_layers"), bad_in_decoder=([0],), effect=([0], "outputs"), encoders_only=True
     ),
     "sparse_prediction": ConfigField(effect=(True, "sparse_logits"), encoders_only=True),
+    "unpad_inputs": ConfigField(effect=(True, "encoded_tokens"), encoders_only=True),
     "classifier_pooling": ConfigField(("max", "mean"), effect=("mean", "classifier_outputs"), encoders_only=True),
     "classifier_dropout": ConfigField((1.5,), effect=(0.5, "trained_classifier_outputs"), encoders_only=True),
     "classifier_hidden_size": ConfigField((0,), effect=(16, "classifier_parameters"), encoders_only=True),
@@ -295,6 +296,16 @@ def sparse_logits(config):
     labels = torch.full_like(batch["input_ids"], -100)
     labels[0, 3] = 7
     return tuple(model(**batch, labels=labels).logits.shape)
+
+
+def encoded_tokens(config):
+    """The number of tokens, or places of padded rows, that pass through a feed-forward network."""
+    model, sizes = tiny_model(config.model_type, **changed(config)), []
+    model.encoder.layer[0].intermediate.register_forward_hook(
+        lambda _, args, output: sizes.append(output[..., 0].numel())
+    )
+    model(**padded_batch([12, 5]))
+    return sizes
 
 
 def tied(config):

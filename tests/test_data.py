@@ -233,6 +233,22 @@ def test_batches_are_padded_and_masks_change_from_epoch_to_epoch(tmp_path, token
     assert len(rows_of[0] & rows_of[1]) < count / 4
 
 
+@pytest.mark.parametrize("from_stream", [False, True])
+def test_separate_documents_are_numbered(tmp_path, tokenizer, from_stream):
+    """In training and evaluation: the tokens up to an end token are one text. Masks and all else stay the same."""
+    data = str(write_texts(tmp_path / "texts.jsonl"))
+    texts = [prepared(tmp_path, tokenizer, data=data, streaming=from_stream, separate_documents=x) for x in (0, 1)]
+    batches = [next(text.rows.updates(Plan(8, 1, 1, 0)))[0] for text in texts]
+    held_out = [
+        {name: torch.stack([row[name] for row in text.held_out]) for name in text.held_out[0]} for text in texts
+    ]
+    for plain, separate in (batches, held_out):
+        numbers = separate.pop("seq_idx")
+        assert same(plain, separate) and numbers.max() > 0
+        ended = (separate["input_ids"] == 2).long()
+        assert torch.equal(numbers, ended.cumsum(1) - ended)
+
+
 # ---- held-out rows and the baseline ----
 
 

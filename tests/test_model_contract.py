@@ -84,9 +84,7 @@ REFUSED = {
     "segments": ({**IDS, "token_type_ids": torch.tensor([[0, 0, 0, 0], [0, 0, 2, 2]])}, ["token_type_ids", 2]),
     "misspelt": ({**IDS, "atention_mask": torch.ones(2, 4)}, ["atention_mask", "attention_mask"]),
     "misspelt-output": ({**IDS, "output_hiden_states": True}, ["output_hiden_states", "output_hidden_states"]),
-    "packed": ({**IDS, "seq_idx": torch.tensor([[0, 0, 1, 1]] * 2)}, ["seq_idx"]),
-    "unpadded": ({**IDS, "cu_seq_lens_q": torch.tensor([0, 2, 4])}, ["cu_seq_lens_q"]),
-    "fallen-positions": ({**IDS, "position_ids": torch.tensor([[2, 3, 4, 5], [2, 3, 3, 2]])}, ["position_ids", 3, 1]),
+    "fallen-positions": ({**IDS, "position_ids": torch.tensor([[2, 3, 4, 5], [2, 3, 4, 3]])}, ["position_ids", 3, 1]),
     "misspelt-cache": ({**IDS, "past_key_value": 1}, ["past_key_value", "past_key_values"]),
     "misspelt-option": ({**IDS, "use_caches": False}, ["use_caches", "use_cache"]),
     "misspelt-head-input": ({**IDS, "logit_to_keep": 1}, ["logit_to_keep", "logits_to_keep"]),
@@ -108,15 +106,19 @@ def test_wrong_inputs_are_refused_by_name(model_type, case):
 @families
 @pytest.mark.parametrize("kind", [*MODELS, "causal"])
 @torch.no_grad()
-def test_packed_texts_are_refused_and_padded_ones_are_not(model_type, kind):
+def test_packed_texts_are_refused_where_they_would_mix_and_padded_ones_are_not(model_type, kind):
     """The default `DataCollatorWithFlattening` marks its texts only by positions; those of padding may have any."""
     model = tiny_causal_model(model_type) if kind == "causal" else tiny_model(model_type, kind)
-    packed = DataCollatorWithFlattening()([{"input_ids": row.tolist()} for row in random_ids(3, 4)])
-    padded = padded_batch([6, 3])
+    rows = [{"input_ids": row.tolist()} for row in random_ids(3, 4)]
+    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
+    padded, ids = padded_batch([6, 3]), packed["input_ids"]
     if kind == "choice":
-        packed, padded = ({name: t.unsqueeze(1) for name, t in inputs.items()} for inputs in (packed, padded))
-    with refused("position_ids", 4):
-        model(packed["input_ids"], position_ids=packed["position_ids"])
+        ids, padded = ids.unsqueeze(1), {name: tensor.unsqueeze(1) for name, tensor in padded.items()}
+    if kind not in ("base", "mlm", "token"):
+        for name in ("position_ids", "seq_idx", "cu_seq_lens_q"):
+            given = packed[name].unsqueeze(1) if (kind, name) == ("choice", "position_ids") else packed[name]
+            with refused(name, "DataCollatorWithPadding"):
+                model(ids, **{name: given})
     for side in ("right", "left"):
         inputs = padded if side == "right" else {name: tensor.flip(-1) for name, tensor in padded.items()}
         mask = inputs["attention_mask"]

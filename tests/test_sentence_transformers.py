@@ -136,6 +136,34 @@ def test_sentence_transformer(family, folders, tmp_path):
     check(encoder, lambda model: model.encode(SENTENCES), trainer, data, loss, tmp_path)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["base", "mlm"])
+def test_flattened_batches(family, kind, folders, tmp_path, monkeypatch):
+    """What the library sends to models with flash attention: the texts of a batch in one row. Scores and training."""
+    import sentence_transformers as library
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    encoder_class = library.SparseEncoder if kind == "mlm" else library.SentenceTransformer
+    encoder, seen = encoder_class(str(folders / family / kind), device="cpu"), []
+
+    def embed(model):
+        embeddings = torch.as_tensor(model.encode(SENTENCES, batch_size=5))
+        return embeddings.to_dense() if kind == "mlm" else embeddings
+
+    expected = embed(encoder)
+    kernels = ((None, print, None, None), None)
+    monkeypatch.setattr("transformers.modeling_flash_attention_utils.lazy_import_flash_attention", lambda _: kernels)
+    monkeypatch.setattr(type(encoder[0]), "_is_flash_attention_requested", lambda _: True)
+    encoder[0].unpad_inputs = True
+    encoder[0].register_forward_pre_hook(lambda _, args: seen.append(dict(args[0])))
+    torch.testing.assert_close(embed(encoder), expected, atol=ATOL, rtol=1e-5)
+    assert seen and all(given["input_ids"].shape[0] == 1 and "cu_seq_lens_q" in given for given in seen)
+    if kind == "base":
+        data = Dataset.from_dict({"anchor": SENTENCES[:4], "positive": SENTENCES[1:]})
+        trainer = library.SentenceTransformerTrainer, library.SentenceTransformerTrainingArguments
+        check(encoder, embed, trainer, data, MultipleNegativesRankingLoss(encoder), tmp_path)
+
+
 WITHOUT_THE_PACKAGE = """
 import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder

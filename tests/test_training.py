@@ -134,10 +134,19 @@ def test_all_options_at_once(corpus, tmp_path, monkeypatch, fresh_accelerate):
     settings, optimizer = {}, torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **own: settings.update(own) or optimizer(groups, **own))
     options = {"gradient_checkpointing": "true", "mixed_precision": "bf16", "whole_word_masking": "true"}
+    options["separate_documents"] = "true"
     run(tmp_path / "out", data=corpus, trackers="[tensorboard]", **options)
     assert settings == {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-6, "fused": True}
     assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
     assert "words, with all their tokens" in " ".join((tmp_path / "out" / "README.md").read_text().split())
+
+
+def test_separate_documents_are_refused_where_they_would_mix(corpus, tmp_path, capsys):
+    for options, named in (({"compile": "true"}, "compile"), ({"model__model_type": "roberta"}, "roberta")):
+        words = arguments(DEMO, tmp_path / named, data=corpus, separate_documents="true", **options)
+        assert start(pretrain_mlm, words) == 2
+        message = capsys.readouterr().err
+        assert "separate_documents" in message and named in message
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def settings(folder: Path, **changes: Any) -> SimpleNamespace:
         "block_size": 16,
         "mask_probability": 0.3,
         "whole_word_masking": False,
+        "separate_documents": False,
         "seed": 0,
     }
     return SimpleNamespace(**{**values, **changes})

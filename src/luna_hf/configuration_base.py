@@ -93,6 +93,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
         sparse_prediction (`bool`, defaults to `False`):
             Whether to apply the masked-LM head only to labelled positions in training. Loss and gradients stay the
             same, but `logits` then has the shape `(number of labels, vocab_size)`.
+        unpad_inputs (`bool`, *optional*):
+            Encoders only: whether padding is left out of the computation. By default where that is faster, but not with
+            eager attention, nor where hidden states or attentions are returned; `False` computes every row as it is.
+            Outputs are padded either way and the same at real tokens, and padding has states of zero if left out.
         classifier_pooling (`str`, defaults to `"cls"`):
             Input of the classification heads: `"cls"` (the first token's state) or `"mean"` (the mean over all tokens).
             A family may add others.
@@ -173,6 +177,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     slot_count_bias: bool = True
     full_attention_layers: list[int] | None = None
     sparse_prediction: bool = False
+    unpad_inputs: bool | None = None
     classifier_pooling: str = "cls"
     classifier_dropout: float | int | None = None
     classifier_hidden_size: int | None = None

@@ -1,5 +1,6 @@
 """The data that all layers of a forward pass share, built once by the model and passed as one argument."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,15 @@ class ForwardContext(NamedTuple):
     def tokens(self, states: Tensor) -> Tensor:
         """Return the padding mask (b, n) of (b, n, d) states; all True if nothing is padded."""
         return torch.ones_like(states[..., 0], dtype=torch.bool) if self.keep is None else self.keep
+
+    def in_rows(
+        self, function: Callable[..., tuple[Tensor, Tensor | None]], states: Tensor, carried: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Apply what needs whole texts, a function of (b, n, d) states, carried states and a context.
+
+        The context of a stream (`unpadding.StreamContext`) does so in several calls.
+        """
+        return function(states, carried, self)
 
     def split(self, length: int, size: int) -> list[tuple[slice, "ForwardContext"]]:
         """Split the tokens into parts of at most `size`: where each is, and its context, without the family's masks."""

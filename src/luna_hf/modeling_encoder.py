@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
     BaseModelOutput,
     MaskedLMOutput,
@@ -34,12 +31,24 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_base import linear
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext, make_context
-from .functional import first_kept, masked_mean
+from .heads import (
+    ClassificationHead,
+    MaskedLMHead,
+    TokenPooling,
+    classification_loss,
+    classifier_dropout,
+    cross_entropy,
+)
 from .modeling_base import BaseModelMixin, HeadMixin
 from .modeling_layers import DepthwiseConvolution
+from .modeling_streams import StreamMixin
+from .unpadding import BOUNDARIES, StreamContext
+
+# Keywords of the encoders' forward pass besides those of every model.
+_OWN_KEYWORDS = (*BOUNDARIES, "max_length_q", "max_length_k", "unpad_inputs")
 
 
-class EncoderModelMixin(BaseModelMixin):
+class EncoderModelMixin(StreamMixin, BaseModelMixin):
     """The encoder without a head, the base model of a family's task models."""
 
     auto_classes = ("AutoModel", "AutoModelForTextEncoding")
@@ -78,24 +87,44 @@ class EncoderModelMixin(BaseModelMixin):
                 `input_ids` is padding.
             token_type_ids: (b, n) segment ids, if the model has segment embeddings.
             position_ids: (b, n) rows of the position table; by default `pad_token_id + t` for the t-th real token (from
-                1). Memories that depend on token order ignore them and use the order of the input.
+                1). Positions that begin at 0 are counted from there instead. Where they return to the row's first, the
+                next text begins. Memories that depend on token order ignore them and use the order of the input.
             inputs_embeds: (b, n, d) token embeddings, instead of `input_ids`; before scaling, positions and LayerNorm.
             output_hidden_states, output_attentions, return_dict: keyword only. Attentions (eager only) are the read
                 weights: (b, h, n, m) over slots or window positions (of both, slots first), or (b, h, n, n) for full
                 attention. A family may record more.
             local_window, read_slots: keyword only, for models with `config.local_window`. A smaller window for this
                 pass, 0 for none; and `False` to read no slots.
+            cu_seq_lens_q, cu_seq_lens_k, seq_idx: keyword only; where the texts of a row begin, if it holds several.
+                Each has its own memory. The output has the shape of the input, but packed states are (texts, l, d).
+            unpad_inputs: keyword only; overrides `config.unpad_inputs`.
 
         Raises:
             ValueError: A shape is wrong, the input is empty or longer than `max_position_embeddings`, `position_ids`
-                fall within a row, or a keyword is unknown or not supported.
+                fall within a text, or a keyword is unknown or not supported.
         """
-        self.check_inputs(input_ids, inputs_embeds, attention_mask, kwargs)
+        self.check_keywords(kwargs)
+        self.check_shapes(input_ids, inputs_embeds, attention_mask)
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep = self.tokens_to_keep(input_ids, attention_mask)
-        self.check_positions(position_ids, keep)
-        hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
-        carried, context = self.begin(hidden_states, keep, **kwargs)
+        own = {name: kwargs.pop(name, None) for name in _OWN_KEYWORDS}
+        unpad = own.pop("unpad_inputs")
+        unpad = self.config.unpad_inputs if unpad is None else unpad
+        starts = self.find_texts(inputs, keep, position_ids, own)
+        position_ids = self.table_positions(position_ids, keep)
+        stream = self.lay_out(inputs, keep, starts, unpad, kwargs)
+        self.check_length(inputs.shape[1] if stream is None else stream.longest)
+        if stream is None:
+            hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
+            carried, context = self.begin(hidden_states, keep, **kwargs)
+        else:
+            position_ids = self.stream_positions(position_ids, stream)
+            input_ids, inputs_embeds, token_type_ids = map(stream.select, (input_ids, inputs_embeds, token_type_ids))
+            hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, None)
+            carried, context = self.begin_stream(hidden_states, stream, **kwargs)
         hidden_states, carried = self.encoder(hidden_states, carried, context)
+        if stream is not None:
+            hidden_states, carried = context.restore(hidden_states, carried)
         return self.make_output(hidden_states, carried, context)
 
     def begin(self, hidden_states: Tensor, keep: Tensor | None, **options: Any) -> tuple[Tensor | None, ForwardContext]:
@@ -105,29 +134,27 @@ class EncoderModelMixin(BaseModelMixin):
         carried = self.first_carried()
         return carried, self.attention_class.prepare(self.config, hidden_states, carried, context)
 
-    def make_output(self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext) -> BaseModelOutput:
+    def make_output(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext | StreamContext
+    ) -> BaseModelOutput:
         """Build the model's output from that of the last layer."""
         return BaseModelOutput(last_hidden_state=hidden_states)
 
-    def check_inputs(
-        self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-        keywords: dict[str, Any],
-    ) -> None:
-        """Reject inputs that the encoder would process wrongly or silently ignore.
-
-        Args:
-            input_ids, inputs_embeds, attention_mask: the inputs of `forward`.
-            keywords: its other keyword arguments.
+    def check_keywords(self, keywords: dict[str, Any]) -> None:
+        """Like `BaseModelMixin.check_keywords`; encoders also take what marks several texts in a row.
 
         Raises:
-            ValueError: Not exactly one kind of input is given, it is empty or too long, the mask does not match it, or
-                a keyword is unknown or not supported.
+            ValueError: A keyword is unknown or not supported.
         """
-        self.check_keywords(keywords)
-        length, limit = self.check_shapes(input_ids, inputs_embeds, attention_mask), self.config.longest_input()
+        super().check_keywords({name: value for name, value in keywords.items() if name not in _OWN_KEYWORDS})
+
+    def check_length(self, length: int) -> None:
+        """Reject texts that are longer than the model's positions.
+
+        Raises:
+            ValueError: The longest text has more tokens.
+        """
+        limit = self.config.longest_input()
         if limit is not None and length > limit:
             raise ValueError(
                 f"The input has {length} tokens, but the model accepts at most {limit} (`max_position_embeddings`). "
@@ -135,113 +162,10 @@ class EncoderModelMixin(BaseModelMixin):
             )
 
 
-def classifier_dropout(config: BoundedMemoryConfig) -> nn.Dropout:
-    """Create the dropout layer of a classification head."""
-    p = config.classifier_dropout
-    return nn.Dropout(config.hidden_dropout_prob if p is None else p)
-
-
-class MaskedLMHead(nn.Module):
-    """Masked-LM head as in RoBERTa: dense, activation, LayerNorm, and an output layer tied to the token embedding."""
-
-    def __init__(self, config: BoundedMemoryConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = ACT2FN[config.hidden_act]
-        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-
-    def initialise(self, config: BoundedMemoryConfig) -> None:
-        """Initialise the bias of the output layer, a parameter that transformers does not initialise."""
-        init.zeros_(self.bias)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Compute logits: (..., d) to (..., vocab_size)."""
-        states = self.layer_norm(self.activation(linear(self.dense, states)))
-        return linear(self.decoder, states)
-
-
-class TokenPooling(nn.Module):
-    """Pool the token states to one vector per row, by `"cls"` or `"mean"`."""
-
-    def __init__(self, config: BoundedMemoryConfig) -> None:
-        super().__init__()
-        self.pool = {"cls": first_kept, "mean": masked_mean}[config.classifier_pooling]
-
-    def forward(self, outputs: ModelOutput, keep: Tensor | None) -> Tensor:
-        """Pool the base model's outputs, given the padding mask (b, n), to (b, d)."""
-        return self.pool(outputs.last_hidden_state, keep)
-
-
-class ClassificationHead(nn.Module):
-    """Head over a pooled state: dropout, dense, activation, dropout, output layer."""
-
-    def __init__(self, config: BoundedMemoryConfig, num_labels: int) -> None:
-        super().__init__()
-        inner = config.classifier_hidden_size or config.hidden_size
-        self.dropout = classifier_dropout(config)
-        self.dense = nn.Linear(config.hidden_size, inner)
-        self.activation = ACT2FN[config.classifier_activation]
-        self.out_proj = nn.Linear(inner, num_labels)
-
-    def forward(self, pooled: Tensor) -> Tensor:
-        """Compute logits: (b, d) to (b, num_labels)."""
-        states = self.activation(self.dense(self.dropout(pooled)))
-        return self.out_proj(self.dropout(states))
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Cross-entropy in float32 or wider: the mean over the labels, or the sum divided by `num_items_in_batch` if given.
-
-    Args:
-        logits: (..., classes).
-        labels: (...) long; -100 is ignored.
-    """
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    loss = F.cross_entropy(logits, labels.flatten().to(logits.device), reduction=reduction)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-def classification_loss(
-    logits: Tensor, labels: Tensor, config: BoundedMemoryConfig, num_items_in_batch: Tensor | int | None = None
-) -> Tensor:
-    """Loss for `config.problem_type`: regression (MSE), single-label (cross-entropy) or multi-label (BCE).
-
-    Without a `problem_type`, one output means regression, integer labels single-label, and float labels multi-label
-    classification; the config is not changed.
-
-    Args:
-        logits: (b, num_labels).
-        labels: (b,), or (b, num_labels) for multi-label classification and regression with several targets.
-
-    Raises:
-        ValueError: The shapes of labels and logits do not match.
-    """
-    problem = config.problem_type
-    if problem is None:
-        if config.num_labels == 1:
-            problem = "regression"
-        else:
-            problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
-    if problem == "single_label_classification":
-        return cross_entropy(logits, labels, num_items_in_batch)
-    if labels.numel() != logits.numel():
-        raise ValueError(
-            f"`labels` have shape {tuple(labels.shape)}, but {problem} with {config.num_labels} outputs needs "
-            f"{tuple(logits.shape)}."
-        )
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    labels = labels.to(logits).view_as(logits)
-    loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
-    if num_items_in_batch is None:
-        return loss(logits, labels)
-    return loss(logits, labels, reduction="sum") / num_items_in_batch
-
-
 class EncoderHeadMixin(HeadMixin):
     """A head on an encoder; rejects the config of a causal model."""
+
+    one_text_per_row = False  # whether the head reads whole rows, which must not hold several texts
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         if config.is_decoder:
@@ -251,6 +175,7 @@ class EncoderHeadMixin(HeadMixin):
             )
         config.refuse_encoder_decoder(type(self).__name__)
         super().__init__(config)
+        self.base_model.one_text_per_row = self.one_text_per_row
 
 
 class MaskedLMMixin(EncoderHeadMixin):
@@ -318,6 +243,7 @@ class MaskedLMMixin(EncoderHeadMixin):
 class PooledHeadMixin(EncoderHeadMixin):
     """A head on one pooled vector per row."""
 
+    one_text_per_row = True
     pooling_class: type[nn.Module] = TokenPooling
 
     def pooled_logits(self, outputs: ModelOutput, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
@@ -458,6 +384,7 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
     """Extractive question answering: start and end of the answer span."""
 
     auto_classes = ("AutoModelForQuestionAnswering",)
+    one_text_per_row = True
     output_class = QuestionAnsweringModelOutput
 
     def add_head(self, config: BoundedMemoryConfig) -> None:
@@ -489,6 +416,8 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
             `loss` if both positions are given; `start_logits` and `end_logits` (b, n).
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        if start_positions is not None and end_positions is not None:
+            kwargs["unpad_inputs"] = False  # as in every model of transformers, padding competes in the loss
         outputs = self.base_model(*inputs, return_dict=True, **kwargs)
         start_logits, end_logits = linear(self.qa_outputs, outputs.last_hidden_state).unbind(-1)
         loss = None

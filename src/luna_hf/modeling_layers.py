@@ -194,10 +194,11 @@ class AttentionBlock(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        mixed, carried, _ = self.self(states, carried, context)
+        mixed, carried = context.in_rows(lambda *inputs: self.self(*inputs)[:2], states, carried)
         mixed = linear(self.output.dense, mixed)
         if self.convolution is not None:
-            mixed = mixed + self.convolution(states, context)
+            convolved, _ = context.in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None)
+            mixed = mixed + convolved
         return mixed, carried
 
 

@@ -43,6 +43,7 @@ from .modeling_encoder import (
 from .modeling_layers import SinusoidalPositions, TransformerLayer
 from .positions import EncoderPreTrainedModel
 from .segments import read_segments
+from .unpadding import BOUNDARIES, Stream, StreamContext
 
 
 @dataclass
@@ -217,6 +218,13 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         wanted, segment = kwargs.pop("output_packed_states", False), self.config.segment_length
         read = partial(super().forward, return_dict=True, **kwargs)
         first = input_ids if inputs_embeds is None else inputs_embeds
+        if packed_states is not None or segment is not None:
+            given = [name for name in BOUNDARIES if kwargs.get(name) is not None]
+            if given:
+                raise ValueError(
+                    f"`{given[0]}` marks several texts in a row, which cannot be read in segments: pad them instead "
+                    "(DataCollatorWithPadding)."
+                )
         if segment is None or first is None or first.dim() < 2 or first.shape[1] <= segment:
             inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
             output = read(*inputs, packed_states=packed_states)
@@ -267,13 +275,26 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         context = self.attention_class.prepare(self.config, hidden_states, packed_queries, context)
         return self.packed_embeddings(batch, num_slots, context.carried_keep, given), context
 
-    def make_output(self, hidden_states: Tensor, carried: Tensor, context: ForwardContext) -> LunaModelOutput:
+    def carried_by_texts(self, stream: Stream) -> tuple[Tensor, tuple[int, ...]]:
+        """Return P_0 for every text, in as many slots as padded rows would have, and the slots of each bucket."""
+        num_slots, slots, keep = self.config.projection_length, None, None
+        if self.config.dynamic_projection:
+            num_slots = min(num_slots, stream.longest)
+            slots = [min(num_slots, bucket.length) for bucket in stream.buckets]
+            keep = torch.arange(num_slots, device=stream.lengths.device) < stream.lengths.sort(dim=0).values
+        texts = len(stream.lengths)
+        return self.packed_embeddings(texts, num_slots, keep), tuple(slots or [num_slots] * len(stream.buckets))
+
+    def make_output(
+        self, hidden_states: Tensor, carried: Tensor, context: ForwardContext | StreamContext
+    ) -> LunaModelOutput:
         """Return the output with both streams."""
         hidden_states, packed = join_streams(hidden_states, self.packed_layer_norm(carried))
         # Not `context.carried_keep`, which is `None` if nothing is padded: output fields must not depend on the data.
         slots = None
         if self.config.dynamic_projection:
-            slots = valid_slots(context.tokens(hidden_states), packed.shape[1]).long()
+            used = torch.arange(packed.shape[1], device=packed.device) < context.lengths
+            slots = used.long().expand(packed.shape[0], -1)
         return LunaModelOutput(
             last_hidden_state=hidden_states, packed_last_hidden_state=packed, packed_attention_mask=slots
         )

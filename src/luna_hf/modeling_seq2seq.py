@@ -31,11 +31,11 @@ from .attention_base import linear
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext, drop_if_full, make_context
 from .generation_hooks import GenerationHooks
+from .heads import cross_entropy
 from .memory_attention import MemoryAttention
 from .modeling_base import BoundedMemoryPreTrainedModel, HeadMixin
 from .modeling_cross import CrossAttentionBlock, CrossLayer
 from .modeling_decoder import DecoderModelMixin
-from .modeling_encoder import cross_entropy
 from .modeling_layers import LayerStack
 from .positions import EncoderPreTrainedModel, resize_table
 from .state import MemoryCache
@@ -257,6 +257,7 @@ class Seq2SeqModelMixin:
         config = config.as_encoder_decoder()
         super().__init__(config)
         self.encoder = self.encoder_class(config.encoder_part())
+        self.encoder.one_text_per_row = True  # the decoder reads one memory per row
         self.decoder = self.decoder_class(config.decoder_part())
         self.post_init()
 

@@ -23,10 +23,11 @@ Targets = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, np.ndarr
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What a row predicts, and whether an end token closes it."""
+    """What a row predicts, whether an end token closes it, and the token that ends a text, if texts are kept apart."""
 
     targets: Targets
     closed: bool
+    separator: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,13 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     )
 
 
-def collate(rows: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dict[str, Tensor]:
-    """A padded batch: `input_ids`, `attention_mask` and `labels`, int64 [rows, longest]."""
+def collate(
+    rows: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int, separator: int | None = None
+) -> dict[str, Tensor]:
+    """A padded batch: `input_ids`, `attention_mask` and `labels`, int64 [rows, longest].
+
+    With a `separator`, which is never masked, also `seq_idx`: the number of the text that a token belongs to.
+    """
     shape = len(rows), max(len(ids) for ids, _ in rows)
     fill = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORED}
     batch = {name: np.full(shape, value, dtype=np.int64) for name, value in fill.items()}
@@ -122,4 +128,7 @@ def collate(rows: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dic
         batch["input_ids"][row, : len(ids)] = ids
         batch["attention_mask"][row, : len(ids)] = 1
         batch["labels"][row, : len(ids)] = labels
+    if separator is not None:
+        ends = batch["input_ids"] == separator
+        batch["seq_idx"] = np.cumsum(ends, axis=1) - ends
     return {name: torch.from_numpy(array) for name, array in batch.items()}

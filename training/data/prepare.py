@@ -42,7 +42,8 @@ class PreparedText:
 
 def masked_rows(settings: Any, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
     """Rows `<s> ... </s>` with the masks of a recipe; raises the errors of `make_masking`."""
-    return RowFormat(make_masking(tokenizer, settings.mask_probability, settings.whole_word_masking), closed=True)
+    masking = make_masking(tokenizer, settings.mask_probability, settings.whole_word_masking)
+    return RowFormat(masking, closed=True, separator=borders(tokenizer)[1] if settings.separate_documents else None)
 
 
 def prepare_text(
@@ -70,14 +71,15 @@ def prepare_text(
         for cut, share in zip(blocks["held_out"], corpus.evaluation_shares, strict=True)
         for block in spread_blocks(cut, max(1, round(settings.eval_blocks * share)))
     ]
-    rows_evaluated = held_out_rows(evaluated, row_format.targets, tokenizer.pad_token_id, settings.seed)
+    fixed = row_format.targets, tokenizer.pad_token_id, settings.seed, row_format.separator
+    rows_evaluated = held_out_rows(evaluated, *fixed)
     if corpus.streaming:
         process = accelerator.process_index, accelerator.num_processes
-        rows: Rows = StreamingRows(corpus, tokenizer, frame, row_format.targets, settings.seed, *process)
+        rows: Rows = StreamingRows(corpus, tokenizer, frame, row_format, settings.seed, *process)
         counts = sum(store.counts for store in held_out)
     else:
         mixture = Mixture([len(cut) for cut in blocks["training"]], weights, settings.seed)
-        rows = TrainingRows(blocks["training"], mixture, row_format.targets, tokenizer.pad_token_id)
+        rows = TrainingRows(blocks["training"], mixture, row_format, tokenizer.pad_token_id)
         counts = mixed_counts(training, corpus.weights)
     facts: dict[str, Any] = {"corpus": corpus.description}
     for side, cuts in blocks.items():  # 0 is unknown: there is no store to train on when streaming
@@ -136,10 +138,12 @@ def spread_blocks(blocks: Blocks, count: int) -> list[np.ndarray]:
     return [blocks[index * len(blocks) // count] for index in range(count)]
 
 
-def held_out_rows(blocks: list[np.ndarray], targets: Targets, pad_token_id: int, seed: int) -> list[dict[str, Tensor]]:
-    """For every block `input_ids`, `attention_mask` and `labels`, int64 [longest], with targets fixed by the seed."""
+def held_out_rows(
+    blocks: list[np.ndarray], targets: Targets, pad_token_id: int, seed: int, separator: int | None = None
+) -> list[dict[str, Tensor]]:
+    """For every block a row of `collate`'s batch, int64 [longest] by name, with targets fixed by the seed."""
     made = [targets(block, np.random.default_rng((seed, HELD_OUT_MASKS, row))) for row, block in enumerate(blocks)]
-    batch = collate(made, pad_token_id)
+    batch = collate(made, pad_token_id, separator)
     return [{name: tensor[row] for name, tensor in batch.items()} for row in range(len(blocks))]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from data.masking import Targets, collate
+from data.masking import RowFormat, collate
 from data.token_store import TokenStore
 from luna_hf.scripting import UserError
 
@@ -133,8 +133,8 @@ class Plan:
 class Rows(ABC):
     """The rows of a run."""
 
-    def __init__(self, targets: Targets, pad_token_id: int, seed: int) -> None:
-        self.targets, self.pad_token_id, self.seed = targets, pad_token_id, seed
+    def __init__(self, row_format: RowFormat, pad_token_id: int, seed: int) -> None:
+        self.format, self.pad_token_id, self.seed = row_format, pad_token_id, seed
 
     @abstractmethod
     def ids(self, row: int) -> np.ndarray:
@@ -144,10 +144,11 @@ class Rows(ABC):
         """The micro-batches of this process for every update from `first_update` on, without an end.
 
         Yields:
-            For every update a list of `input_ids`, `attention_mask` and `labels`, int64 [micro_batch, longest] each.
+            For every update a list of batches, see `collate`.
         """
         for update in count(first_update):
-            yield [collate([self._row(row) for row in rows], self.pad_token_id) for rows in plan.rows(update)]
+            made = ([self._row(row) for row in rows] for rows in plan.rows(update))
+            yield [collate(rows, self.pad_token_id, self.format.separator) for rows in made]
 
     def state_dict(self) -> dict[str, Any]:
         """What resuming needs besides the number of the update."""
@@ -157,14 +158,14 @@ class Rows(ABC):
         """Restore `state_dict`."""
 
     def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.targets(self.ids(row), np.random.default_rng((self.seed, MASKS, row)))
+        return self.format.targets(self.ids(row), np.random.default_rng((self.seed, MASKS, row)))
 
 
 class TrainingRows(Rows):
     """The rows of a run, read from the blocks of each source in the order of a mixture."""
 
-    def __init__(self, blocks: list[Blocks], mixture: Mixture, targets: Targets, pad_token_id: int) -> None:
-        super().__init__(targets, pad_token_id, mixture.seed)
+    def __init__(self, blocks: list[Blocks], mixture: Mixture, row_format: RowFormat, pad_token_id: int) -> None:
+        super().__init__(row_format, pad_token_id, mixture.seed)
         self.blocks, self.mixture = blocks, mixture
 
     def ids(self, row: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.corpus import Corpus
-from data.masking import Targets
+from data.masking import RowFormat
 from data.rows import CYCLE, SHUFFLE, Frame, Plan, Rows, pattern, quotas
 from data.sources import DocumentStream
 from data.tokenizer import borders, encode
@@ -118,12 +118,12 @@ class StreamingRows(Rows):
         corpus: Corpus,
         tokenizer: PreTrainedTokenizerBase,
         frame: Frame,
-        targets: Targets,
+        row_format: RowFormat,
         seed: int,
         process_index: int,
         processes: int,
     ) -> None:
-        super().__init__(targets, tokenizer.pad_token_id, seed)
+        super().__init__(row_format, tokenizer.pad_token_id, seed)
         end = borders(tokenizer)[1]
 
         def tokenize(documents: list[str]) -> list[list[int]]:

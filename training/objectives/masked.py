@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.models.roberta.modeling_roberta import RobertaLMHead
 
+from luna_hf.configuration_base import BoundedMemoryConfig
 from luna_hf.scripting import UserError
 
 
@@ -28,11 +29,14 @@ class PretrainRecipe(RunRecipe):
 
     mask_probability: float
     whole_word_masking: bool
+    separate_documents: bool
     fill_mask: list[str]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(("mask_probability",), lambda value: 0 < value < 1, "between 0 and 1, both excluded")
+        if self.compile:
+            self.require(("separate_documents",), lambda value: not value, "false with `compile`, or `compile` false")
         one_mask = all(sentence.count("<mask>") == 1 for sentence in self.fill_mask)
         self.require(("fill_mask",), lambda value: value and one_mask, "sentences with exactly one <mask> each")
 
@@ -83,6 +87,11 @@ class MaskedObjective(PretrainingObjective):
 
     def make_module(self, model: PreTrainedModel, recipe: PretrainRecipe, accelerator: Accelerator) -> nn.Module:
         """The model, behind `SparseHead` if it is a RoBERTa of transformers."""
+        if recipe.separate_documents and not isinstance(model.config, BoundedMemoryConfig):
+            raise UserError(
+                f"`separate_documents` needs an encoder of luna_hf, but the model is a {model.config.model_type}: set "
+                "it to false."
+            )
         return SparseHead(model) if isinstance(getattr(model, "lm_head", None), RobertaLMHead) else model
 
     def compile(self, model: PreTrainedModel, module: nn.Module) -> None:

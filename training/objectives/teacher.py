@@ -29,6 +29,7 @@ class TeacherRecipe(PretrainRecipe):
         self.require(("teacher",), bool, "the folder or Hub name of the model to learn from")
         converted = "a converted model, see conversion/roberta_to_abc.py"
         self.require(("model_name_or_path",), bool, converted)
+        self.require(("separate_documents",), lambda value: not value, "false: the teacher reads rows whole")
         super().__post_init__()
 
 

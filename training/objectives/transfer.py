@@ -19,6 +19,7 @@ from engine.throughput import forward_flops
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
+from luna_hf.configuration_base import BoundedMemoryConfig
 from luna_hf.scripting import UserError, portable
 from objectives.teacher import TEACHERS, StudentAndTeacher, TeacherObjective, TeacherRecipe
 
@@ -63,7 +64,9 @@ def make_lesson(teacher: PreTrainedModel, input_ids: Tensor, attention_mask: Ten
             # The input of this dropout is what the sub-layer adds: output projection and convolution.
             for module, into in ((layer, lesson.states), (layer.attention.output.dropout, lesson.added)):
                 hooks.enter_context(module.register_forward_pre_hook(record(into), with_kwargs=True))
-        teacher(input_ids=input_ids, attention_mask=attention_mask)
+        # Hooks see the states of padded rows, not of a stream.
+        own = {"unpad_inputs": False} if isinstance(teacher.config, BoundedMemoryConfig) else {}
+        teacher(input_ids=input_ids, attention_mask=attention_mask, **own)
     return lesson
 
 
