@@ -194,8 +194,7 @@ class AttentionBlock(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        mixed, carried, _ = self.self(states, carried, context)
-        mixed = linear(self.output.dense, mixed)
+        mixed, carried = self.self.mix(states, carried, context, self.output.dense)
         if self.convolution is not None:
             mixed = mixed + self.convolution(states, context)
         return mixed, carried
