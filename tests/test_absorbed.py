@@ -5,7 +5,6 @@ import torch
 from helpers import padded_batch, tiny_model
 from reference import abc, luna
 from torch import nn
-from transformers import AutoModel
 
 from luna_hf import absorbed
 from luna_hf.functional import split_heads
