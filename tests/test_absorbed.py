@@ -264,6 +264,32 @@ def test_a_hook_sees_the_attention_before_its_projection(used):
     assert "pack" in used and "read" not in used and len(seen) == 1
 
 
+class Wrapper(nn.Module):
+    """A wrapper with the attributes of what it wraps, such as FSDP's."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.calls = module, 0
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args):
+        self.calls += 1
+        return self.module(*args)
+
+
+def test_a_wrapper_is_called(used):
+    model = model_of("luna", num_hidden_layers=1)
+    block = model.encoder.layer[0].attention
+    block.self = Wrapper(block.self)
+    model(**padded_batch([21, 17]))
+    assert block.self.calls == 1 and "read" not in used
+
+
 def test_training_gradients_and_autocast(used):
     model, inputs = tiny_model("luna"), padded_batch([21, 17])
     with torch.enable_grad():

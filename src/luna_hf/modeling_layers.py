@@ -194,7 +194,13 @@ class AttentionBlock(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        mixed, carried = self.self.mix(states, carried, context, self.output.dense)
+        attention, output = self.self, self.output.dense
+        # Another class is a wrapper, such as FSDP's, which must be called.
+        if isinstance(attention, MemoryAttention) and attention.may_project(states, output):
+            mixed, carried = attention.forward_projected(states, carried, context, output)
+        else:
+            mixed, carried, _ = attention(states, carried, context)
+            mixed = linear(output, mixed)
         if self.convolution is not None:
             mixed = mixed + self.convolution(states, context)
         return mixed, carried
