@@ -40,6 +40,7 @@ SIZES = {
 ENCODERS = {
     "luna-tied": ("luna", {"tie_kv": True}),
     "luna-untied": ("luna", {"tie_kv": False}),
+    "luna-16": ("luna", {"projection_length": 16}),
     **{f"abc-{control}": ("abc_memory", {"memory_control": control}) for control in CONTROLS},
 }
 CAUSAL = {

@@ -26,12 +26,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "luna": {
         "luna-untied": {"tie_kv": False},
         "luna-tied": {"tie_kv": True},
+        "luna-16": {"projection_length": 16},
         "luna-mixed-64": {**MIXED, "projection_length": 64},
         "luna-mixed-64-untied": {**MIXED, "projection_length": 64, "tie_kv": False},
     },
     "abc_memory": {
         "abc-mlp-128": {"memory_control": "mlp", "memory_size": 128},
         "abc-mlp-64": {"memory_control": "mlp", "memory_size": 64},
+        "abc-mlp-16": {"memory_control": "mlp", "memory_size": 16},
         **{
             f"abc-{control.replace('_', '-')}-64": {"memory_control": control, "memory_size": 64}
             for control in CONTROLS
@@ -57,6 +59,7 @@ MODEL_SETS: dict[str, tuple[str, ...]] = {
     ),
     "luna": ("roberta", "modernbert", "luna-untied", "luna-tied"),
     "abc": ("roberta", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
+    "few": ("roberta", "luna-16", "abc-mlp-16"),
     "linear": ("roberta", *VARIANTS["leapformer"], *VARIANTS["lavo"]),
     "eager": ("roberta", "roberta-eager", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "controls": (

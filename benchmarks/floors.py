@@ -3,11 +3,12 @@
 from typing import Any
 
 # Speed relative to RobertaModel by (mode, dtype, layers or None for any number), model and length.
-# They hold for base width, 128 slots of Luna and one CPU thread, and leave room for a noisy machine.
+# They hold for base width, 128 slots of Luna (luna-16: 16) and one CPU thread, and leave room for a noisy machine.
 SPEED: dict[tuple[str, str, int | str | None], dict[str, dict[int, float]]] = {
     ("forward", "float32", None): {
         "luna-untied": {512: 0.97, 2048: 1.28, 4096: 1.75, 8192: 2.5, 16384: 4.0},
         "luna-tied": {512: 1.07, 2048: 1.40, 4096: 1.88, 8192: 2.65, 16384: 4.4},
+        "luna-16": {512: 1.36, 2048: 1.8, 4096: 2.45, 16384: 5.6},
         "abc-mlp-128": {512: 0.88, 2048: 1.12, 4096: 1.6},
         "abc-mlp-64": {512: 0.95, 2048: 1.25, 4096: 1.75},
         "luna-mixed-64": {512: 0.85, 2048: 1.15, 4096: 1.6, 16384: 3.6},
@@ -15,7 +16,9 @@ SPEED: dict[tuple[str, str, int | str | None], dict[str, dict[int, float]]] = {
         "leapformer": {512: 0.95, 2048: 1.3, 4096: 1.75, 16384: 4.2},
         "lavo-64": {512: 0.85, 2048: 1.2, 4096: 1.6, 16384: 3.8},
     },
-    ("forward", "bfloat16", None): {"luna-untied": {4096: 3.6}, "luna-tied": {4096: 4.0}},
+    ("forward", "bfloat16", None): {
+        **{"luna-untied": {4096: 3.6}, "luna-tied": {4096: 4.0}, "luna-16": {4096: 5.5}},
+    },
     ("mlm_step", "float32", 4): {"luna-untied": {512: 1.75}},
     ("mlm_step", "float32", 3): {"luna-untied": {512: 1.75}, "luna-tied": {512: 1.75}},
     ("mlm_step", "float32", "base"): {"luna-tied": {512: 1.3}},

@@ -27,6 +27,8 @@ LABELS = {
     "modernbert": "ModernBERT",
     "luna-untied": "Luna, untied",
     "luna-tied": "Luna, tied",
+    "luna-16": "Luna, tied, 16 slots",
+    "abc-mlp-16": "ABC, 16 slots",
     "abc-mlp-64": "ABC, 64 slots",
     "abc-mlp-128": "ABC, 128 slots",
     "luna-mixed-64": "Luna, tied, window and slots",
@@ -38,7 +40,7 @@ LABELS = {
     "lavo-64": "LAVO, 64 bases, window of 64",
 }
 FORWARD, ABC = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-layer-abc-cpu-float32"
-MIXED = "encoder-forward-1-layer-mixed-cpu-float32"
+FEW, MIXED = "encoder-forward-1-layer-few-cpu-float32", "encoder-forward-1-layer-mixed-cpu-float32"
 LINEAR, ATTENTION = "encoder-forward-1-layer-linear-cpu-float32", "attention-12-heads-of-64-cpu-float32"
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 CAUSAL, CAUSAL_LENGTH = "causal-attention-cpu-float32", 8192
@@ -284,16 +286,11 @@ def _abc() -> str:
     return _with_source(f"{table}\n\n{_growth(ABC, models)}", ABC)
 
 
-def _mixed() -> str:
-    models = [name for name in _load(MIXED)["models"] if name != "roberta"]
-    table = _by_length(MIXED, [(name, "roberta") for name in models], [*models, "roberta"])
-    return _with_source(f"{table}\n\n{_growth(MIXED, models)}", MIXED)
-
-
-def _linear() -> str:
-    models = [name for name in _load(LINEAR)["models"] if name != "roberta"]
-    table = _by_length(LINEAR, [(name, "roberta") for name in models], [*models, "roberta"])
-    return _with_source(f"{table}\n\n{_growth(LINEAR, models)}", LINEAR)
+def _over_roberta(name: str) -> str:
+    """Speed over RoBERTa and memory of every model of a result, and their growth."""
+    models = [model for model in _load(name)["models"] if model != "roberta"]
+    table = _by_length(name, [(model, "roberta") for model in models], [*models, "roberta"])
+    return _with_source(f"{table}\n\n{_growth(name, models)}", name)
 
 
 def _once_measured(name: str, command: str, write: Callable[[], str]) -> Callable[[], str]:
@@ -486,11 +483,16 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "encoder": _encoder,
     "whole": _whole,
     "abc": _abc,
-    "mixed": _mixed,
+    "few": _once_measured(
+        FEW,
+        "python benchmarks/encoder.py --models few --layers 1 --lengths 512 2048 4096 16384 --check-floors",
+        lambda: _over_roberta(FEW),
+    ),
+    "mixed": lambda: _over_roberta(MIXED),
     "linear": _once_measured(
         LINEAR,
         "python benchmarks/encoder.py --models linear --layers 1 --lengths 512 2048 4096 16384 --check-floors",
-        _linear,
+        lambda: _over_roberta(LINEAR),
     ),
     "attention": _once_measured(ATTENTION, "python benchmarks/attention.py", lambda: _report(ATTENTION)),
     "controls": _controls,

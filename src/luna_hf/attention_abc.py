@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import absorbed
 from .abc_control import AbcControlled
 from .attention_base import make_key_mask, product
 from .configuration_abc import AbcConfig
@@ -25,6 +26,10 @@ from .memory_control import (
 )
 from .memory_read import AttentionMap, SlotMemory, Views, WindowMemory, tokens_in_window
 
+# What a control writes: the tokens' keys and values (b, h, n, c), or, to project the slots afterwards, their states
+# (b, 1, n, d) alone.
+Sources = tuple[Tensor, ...]
+
 
 class AbcAttention(AbcControlled):
     """ABC self-attention: write keys and values into the memory, then read it."""
@@ -38,14 +43,38 @@ class AbcAttention(AbcControlled):
 
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Write (b, n, d) states to a memory; `carried` is the control matrix if the layers share one."""
-        key, value = self.key_and_value(states)
-        writer = _WRITERS[self.config.memory_control]
-        part = writer(self, states, key, value, self.control_weight(carried), context)
-        return Memory([part], carried, tokens=(key, value))
+        sources = (states[:, None],) if self.absorbs_write(states, context) else self.key_and_value(states)
+        part = _WRITERS[self.config.memory_control](self, states, sources, self.control_weight(carried), context)
+        return Memory([part], carried, tokens=sources if len(sources) == 2 else None)
 
-    def write_mlp(
-        self, states: Tensor, key: Tensor, value: Tensor, weight: Tensor, context: ForwardContext
-    ) -> SlotMemory:
+    def absorbs_write(self, states: Tensor, context: ForwardContext) -> bool:
+        """Whether to write the tokens themselves, and project the slots; a window needs the tokens' keys and values."""
+        products = _PRODUCTS.get(self.config.memory_control)
+        if products is None or context.window or not absorbed.may_absorb(self, states, self.key, self.value):
+            return False
+        sizes = states.shape[1], self.config.memory_size, states.shape[2], self.num_heads
+        return absorbed.pays(*sizes, products=products)
+
+    def project_slots(self, slots: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """Project (b, 1 or h, m, d) sums of tokens, whose weights have the sums `shares`, to keys and values."""
+        layers = self.key, self.value
+        key, value = (absorbed.project_slots(slots, shares, layer, self.num_heads) for layer in layers)
+        return key, value
+
+    def write_weighted(self, phi: Tensor, sources: Sources, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Write keys and values as sums with weights phi (b or 1, h, m, n).
+
+        Args:
+            real: (b or 1, n), where the sources are not zero, if phi is not zero elsewhere.
+        """
+        if len(sources) == 2:
+            key, value = (product(phi, source) for source in sources)
+            return key, value
+        (states,) = sources
+        slots = product(phi.flatten(1, 2), states.squeeze(1)).unflatten(1, (self.num_heads, -1))
+        return self.project_slots(slots, phi.sum(-1) if real is None else _sum_over(phi, real))
+
+    def write_mlp(self, states: Tensor, sources: Sources, weight: Tensor, context: ForwardContext) -> SlotMemory:
         """Write with a learned attention over the tokens (equation 7)."""
         logits, activation = self.control_logits(states, weight), self.config.control_activation
         phi = control_weights(logits, context.keep, activation)
@@ -53,7 +82,7 @@ class AbcAttention(AbcControlled):
         counts = None
         if self.slot_scale is not None:
             counts = control_shares(logits, context.keep, activation).sum(-1)
-        return self.slot_memory(product(phi, key), product(phi, value), context, filled, counts)
+        return self.slot_memory(*self.write_weighted(phi, sources), context, filled, counts)
 
     def control_logits(self, states: Tensor, weight: Tensor) -> Tensor:
         """Compute W x of equation 7, (b, h, m, n)."""
@@ -61,77 +90,62 @@ class AbcAttention(AbcControlled):
         expanded = weight.expand(states.shape[0], -1, -1)
         return product(expanded, states.transpose(1, 2)).unflatten(1, (self.num_heads, -1))
 
-    def write_linformer(
-        self, states: Tensor, key: Tensor, value: Tensor, weight: Tensor, context: ForwardContext
-    ) -> SlotMemory:
+    def write_linformer(self, states: Tensor, sources: Sources, weight: Tensor, context: ForwardContext) -> SlotMemory:
         """Write with column i of the learned matrix, where i is the token's rank in its row (section 3.1)."""
         # `index_select` instead of a slice: a slice's layout differs at length N, which would force a second graph.
-        columns = torch.arange(key.shape[2], device=key.device)
-        phi = weight.index_select(1, columns).unflatten(0, (self.num_heads, -1))  # (h, m, n)
-        key, value = (move_to_ranks(part, context.ranks, context.keep) for part in (key, value))
-        counts = None
-        if self.slot_scale is not None:
-            real = columns < context.lengths  # (b or 1, n)
-            counts = torch.matmul(weight_shares(phi, dim=1), real[:, None, :, None].to(phi.dtype)).squeeze(-1)
-        return self.slot_memory(product(phi, key), product(phi, value), context, counts=counts)
+        columns = torch.arange(states.shape[1], device=states.device)
+        phi = weight.index_select(1, columns).unflatten(0, (self.num_heads, -1))[None]  # (1, h, m, n)
+        sources = tuple(move_to_ranks(source, context.ranks, context.keep) for source in sources)
+        real = columns < context.lengths  # (b or 1, n)
+        counts = None if self.slot_scale is None else _sum_over(weight_shares(phi, dim=2), real)
+        return self.slot_memory(*self.write_weighted(phi, sources, real), context, counts=counts)
 
-    def write_random(
-        self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
-    ) -> SlotMemory:
+    def write_random(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> SlotMemory:
         """Write each token to a random slot; a slot is the sum of its tokens (appendix A.2)."""
-        return self.write_slots(key, value, self.drawn_slots(context.ranks)[:, None], context)
+        return self.write_slots(sources, self.drawn_slots(context.ranks)[:, None], context)
 
-    def write_cluster(
-        self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
-    ) -> SlotMemory:
+    def write_cluster(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> SlotMemory:
         """Write the centroids of a k-means clustering of the keys (equation 6)."""
         m, iterations = self.config.memory_size, self.config.cluster_iterations
-        slots = cluster_slots(key, context.ranks, context.lengths, context.keep, m, iterations)
-        return self.write_slots(key, value, slots, context, mean=True)
+        slots = cluster_slots(sources[0], context.ranks, context.lengths, context.keep, m, iterations)
+        return self.write_slots(sources, slots, context, mean=True)
 
-    def write_compressive(
-        self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
-    ) -> SlotMemory:
+    def write_compressive(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> SlotMemory:
         """Write the means of runs of neighbouring tokens (equation 8)."""
         slots = compressive_slots(context.ranks, context.lengths, self.config.memory_size)
-        return self.write_slots(key, value, slots[:, None], context, mean=True)
+        return self.write_slots(sources, slots[:, None], context, mean=True)
 
-    def write_global(
-        self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
-    ) -> SlotMemory:
+    def write_global(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> SlotMemory:
         """Write m evenly spaced tokens, one per slot (appendix A.1)."""
         slots, chosen = global_slots(context.ranks, context.lengths, self.config.memory_size)
         chosen = chosen if context.keep is None else chosen & context.keep
-        return self.write_slots(key, value, slots[:, None], context._replace(keep=chosen))
+        return self.write_slots(sources, slots[:, None], context._replace(keep=chosen))
 
-    def write_slots(
-        self, key: Tensor, value: Tensor, slots: Tensor, context: ForwardContext, mean: bool = False
-    ) -> SlotMemory:
+    def write_slots(self, sources: Sources, slots: Tensor, context: ForwardContext, mean: bool = False) -> SlotMemory:
         """Write each slot as the sum, or the mean, of its tokens."""
         num_slots = self.config.memory_size
         kept = None if context.keep is None else context.keep[:, None]
         counts = slot_counts(slots, num_slots, kept)  # (b, 1 or h, m)
         tokens = counts.clamp(min=1).unsqueeze(-1) if mean else 1
         # Accumulate in float32: a half-precision sum stops growing, or overflows although the mean would not.
-        precise = torch.promote_types(key.dtype, torch.float32)
-        key, value = (
-            (write_to_slots(states.to(precise), slots, num_slots, kept) / tokens).to(states.dtype)
-            for states in (key, value)
-        )
+        precise = torch.promote_types(sources[0].dtype, torch.float32)
+        written = [
+            (write_to_slots(source.to(precise), slots, num_slots, kept) / tokens).to(source.dtype) for source in sources
+        ]
+        if len(sources) == 1:
+            written = self.project_slots(*written, (counts.clamp(max=1) if mean else counts).to(sources[0].dtype))
         # A global token is a sample of the row: it stands for its stretch, not only for itself.
         is_sample = self.config.memory_control == "local_to_global"
-        return self.slot_memory(key, value, context, counts > 0, None if is_sample else counts)
+        return self.slot_memory(*written, context, counts > 0, None if is_sample else counts)
 
-    def keep_window(
-        self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext
-    ) -> WindowMemory:
+    def keep_window(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> WindowMemory:
         """Keep all keys and values, to be read within a sliding or dilated window (section 3.3, appendix A.4)."""
         dilated = self.config.memory_control == "dilated"
-        return tokens_in_window(key, value, self.config.memory_size, context, dilated)
+        return tokens_in_window(*sources, self.config.memory_size, context, dilated)
 
-    def keep_all(self, states: Tensor, key: Tensor, value: Tensor, weight: None, context: ForwardContext) -> SlotMemory:
+    def keep_all(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> SlotMemory:
         """Keep one slot per token: ordinary softmax attention."""
-        return SlotMemory(key, value, context.masks)
+        return SlotMemory(*sources, context.masks)
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
         """Like `MemoryAttention.views`, plus the write weights of `mlp`; `full` has only its attention map."""
@@ -147,6 +161,15 @@ class AbcAttention(AbcControlled):
             views["write_entropy"] = AttentionMap(phi.flatten(0, 1).unsqueeze(1), slots.flatten(0, 1), tokens)
         return views
 
+
+def _sum_over(phi: Tensor, real: Tensor) -> Tensor:
+    """Sum weights (b or 1, h, m, n) over the tokens of a mask (b or 1, n): (b, h, m)."""
+    return torch.matmul(phi, real[:, None, :, None].to(phi.dtype)).squeeze(-1)
+
+
+# Number of products with all tokens that are left without their keys and values, of the controls that do not need them:
+# those with weights for every token multiply once, those that assign it to one slot, the same in all heads, never.
+_PRODUCTS = {"mlp": 1, "linformer": 1, "random": 0, "compressive": 0, "local_to_global": 0}
 
 _WRITERS: dict[str, Callable[..., SlotMemory | WindowMemory]] = {
     "mlp": AbcAttention.write_mlp,

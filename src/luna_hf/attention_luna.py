@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from . import absorbed
 from .attention_base import KeyMask, attend_heads, linear, make_key_mask
 from .configuration_luna import LunaConfig
 from .context import ForwardContext, drop_if_full
@@ -53,6 +54,10 @@ class LunaProjections:
         else:
             self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
 
+    def key_and_value_layers(self) -> tuple[nn.Module, nn.Module]:
+        """Return the projections of keys and values, which may be the same."""
+        return (self.key_value, self.key_value) if self.config.tie_kv else (self.key, self.value)
+
     def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
         if self.config.tie_kv:
@@ -77,7 +82,11 @@ class LunaPackAttention(LunaProjections, nn.Module):
     def forward(self, packed_query: Tensor, states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Compute Y_P (b, l, d) from P (b, l, d) and (b, n, d) states; if eager, also the weights (b, h_p, l, n)."""
         query = split_heads(linear(self.query, packed_query), self.num_heads)
-        return attend_heads(self, query, *self.key_and_value(states), context.masks.tokens, **context.options)
+        layers, mask = self.key_and_value_layers(), context.masks.tokens
+        sizes = states.shape[1], query.shape[2], states.shape[2], self.num_heads
+        if absorbed.may_absorb(self, states, *layers) and absorbed.pays(*sizes, matrices=len(set(layers))):
+            return absorbed.pack(query, states, *layers, None if mask is None else mask.keep), None
+        return attend_heads(self, query, *self.key_and_value(states), mask, **context.options)
 
 
 class LunaAttention(LunaProjections, MemoryAttention):

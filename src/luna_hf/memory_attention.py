@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.utils.output_capturing import OutputRecorder
 
+from . import absorbed
 from .attention_base import KeyMask, linear, make_key_mask
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext
@@ -152,6 +154,38 @@ class MemoryAttention(nn.Module):
         """Read a memory with (b, n, d) states: (b, n, d) before the output projection, and the weights if eager."""
         query = split_heads(linear(self.query, hidden_states), self.num_heads)
         return read_memories(self, query, memory.parts, None if context is None else context.options)
+
+    def may_project(self, states: Tensor, output: nn.Module) -> bool:
+        """Whether `forward_projected` may replace `forward` and the output projection after it."""
+        own, base = type(self), MemoryAttention
+        if own.forward is not base.forward or own.read is not base.read:
+            return False
+        if not absorbed.may_absorb(self, states, self.query, output) or "forward" in vars(self):
+            return False
+        # A hook sees what `forward` returns. Those of transformers, once installed, stay, but look only for weights.
+        hooks = [*self._forward_hooks.values(), *self._forward_pre_hooks.values()]
+        return all(getattr(hook, "__module__", None) == OutputRecorder.__module__ for hook in hooks)
+
+    def forward_projected(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext, output: nn.Linear
+    ) -> tuple[Tensor, Tensor | None]:
+        """Self-attention and the output projection, in the form that takes fewer products; see `absorbed`.
+
+        Args:
+            hidden_states, carried, context: see `forward`.
+            output: the output projection.
+
+        Returns:
+            The projected output (b, n, d), and `carried` for the next layer.
+        """
+        memory = self.write_own(hidden_states, carried, context)
+        slots, (_, length, width) = memory.parts[0], hidden_states.shape
+        only_slots = len(memory.parts) == 1 and isinstance(slots, SlotMemory)
+        if only_slots and absorbed.pays(length, slots.key.shape[2], width, self.num_heads):
+            sides = slots.key, slots.value, output, slots.mask()
+            return absorbed.read(hidden_states, self.query, *sides), memory.carried
+        mixed, _ = self.read(hidden_states, memory, context)
+        return linear(output, mixed), memory.carried
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
         """Return what a probe can inspect, by name, for the arguments of `forward`; needs eager attention."""

@@ -194,8 +194,15 @@ class AttentionBlock(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        mixed, carried = context.in_rows(lambda *inputs: self.self(*inputs)[:2], states, carried)
-        mixed = linear(self.output.dense, mixed)
+        attention, output = self.self, self.output.dense
+        # The tokens of a stream are projected together, not by bucket. Another class of attention is a wrapper, such as
+        # FSDP's, which must be called.
+        is_plain = isinstance(context, ForwardContext) and isinstance(attention, MemoryAttention)
+        if is_plain and attention.may_project(states, output):
+            mixed, carried = attention.forward_projected(states, carried, context, output)
+        else:
+            mixed, carried = context.in_rows(lambda *inputs: attention(*inputs)[:2], states, carried)
+            mixed = linear(output, mixed)
         if self.convolution is not None:
             convolved, _ = context.in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None)
             mixed = mixed + convolved

@@ -1,0 +1,308 @@
+"""Projections absorbed by few slots: the same numbers as the plain form, and only where that is cheaper and allowed."""
+
+import pytest
+import torch
+from helpers import padded_batch, tiny_model
+from reference import abc, luna
+from torch import nn
+
+from luna_hf import absorbed
+from luna_hf.functional import split_heads
+
+ROWS, LENGTH, SLOTS, WIDTH, HEADS = 3, 9, 4, 12, 3
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.no_grad():
+        yield
+
+
+def layer(seed):
+    torch.manual_seed(seed)
+    linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    nn.init.normal_(linear.bias)
+    return linear
+
+
+def states(seed, length=LENGTH):
+    return torch.randn(ROWS, length, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def projected(linear, rows):
+    return rows @ linear.weight.T + linear.bias
+
+
+def padding():
+    """Left padding, right padding, and a row of padding alone."""
+    keep = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    keep[0, :2], keep[1, 5:], keep[2] = False, False, False
+    return keep
+
+
+# ---- pure functions against literal definitions ----
+
+
+@pytest.mark.parametrize("keep", [None, padding()], ids=["full", "padded"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_pack_is_softmax_attention(keep, tied):
+    query, tokens, key = states(0, SLOTS), states(1), layer(2)
+    value = key if tied else layer(3)
+    packed = absorbed.pack(split_heads(query, HEADS), tokens, key, value, keep)
+    for i in range(ROWS):
+        row = tokens[i] if keep is None else tokens[i][keep[i]]
+        expected = luna.attention(query[i], projected(key, row), projected(value, row), HEADS)
+        torch.testing.assert_close(packed[i], expected, **EXACT)
+
+
+@pytest.mark.parametrize("filled", [None, padding()[:, :SLOTS]], ids=["all", "some"])
+def test_read_is_softmax_attention_and_output_projection(filled):
+    tokens, key, value, query, output = states(0), states(1, SLOTS), states(2, SLOTS), layer(3), layer(4)
+    mask = None if filled is None else filled[:, None, None]
+    read = absorbed.read(tokens, query, split_heads(key, HEADS), split_heads(value, HEADS), output, mask)
+    for i in range(ROWS):
+        used = slice(None) if filled is None else filled[i]
+        expected = luna.attention(projected(query, tokens[i]), key[i][used], value[i][used], HEADS)
+        torch.testing.assert_close(read[i], projected(output, expected), **EXACT)
+
+
+def test_a_bias_of_the_slots_counts_them_several_times():
+    tokens, key, value, query, output = states(0), states(1, 2), states(2, 2), layer(3), layer(4)
+    counts = torch.tensor([1, 3])
+    bias = counts.double().log().expand(1, HEADS, 1, 2)
+    read = absorbed.read(tokens, query, split_heads(key, HEADS), split_heads(value, HEADS), output, bias)
+    key, value = (side.repeat_interleave(counts, 1) for side in (key, value))
+    for i in range(ROWS):
+        expected = luna.attention(projected(query, tokens[i]), key[i], value[i], HEADS)
+        torch.testing.assert_close(read[i], projected(output, expected), **EXACT)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["heads", "shared"])
+def test_slots_can_be_projected_after_they_are_written(shared):
+    tokens, key = states(0), layer(1)
+    phi = torch.randn(ROWS, 1 if shared else HEADS, SLOTS, LENGTH, dtype=torch.float64)  # sums other than one
+    slots = absorbed.project_slots(phi @ tokens[:, None], phi.sum(-1), key, HEADS)
+    for i in range(ROWS):
+        for h in range(HEADS):
+            part = slice(h * WIDTH // HEADS, (h + 1) * WIDTH // HEADS)
+            expected = abc.write(phi[i, 0 if shared else h].T, projected(key, tokens[i])[:, part])
+            torch.testing.assert_close(slots[i, h], expected, **EXACT)
+
+
+# ---- the rule ----
+
+
+@pytest.mark.parametrize(
+    ("sizes", "matrices", "chosen"),
+    [
+        *(((tokens, 16, 768, 12), matrices, True) for tokens in (512, 2048, 16384) for matrices in (1, 2)),
+        *(((tokens, 128, 768, 12), 2, False) for tokens in (512, 2048, 16384)),
+        ((2048, 32, 768, 12), 2, True),
+        ((2048, 32, 768, 12), 1, False),
+        ((128, 32, 768, 12), 2, False),  # folding the weights is shared by too few tokens
+        ((16, 16, 768, 12), 2, False),
+        ((2048, 64, 256, 4), 2, False),
+    ],
+)
+def test_few_slots_pay(sizes, matrices, chosen):
+    assert absorbed.pays(*sizes, matrices=matrices) is chosen
+
+
+def test_a_token_in_one_slot_takes_no_product():
+    assert absorbed.pays(4096, 128, 768, 12, products=0)
+    assert absorbed.pays(4096, 64, 768, 12, products=1) and not absorbed.pays(4096, 128, 768, 12, products=1)
+
+
+# ---- models ----
+
+MODELS = {
+    "luna-tied": ("luna", {}),
+    "luna-untied-heads-prenorm": ("luna", {"tie_kv": False, "num_projected_attention_heads": 2, "norm_first": True}),
+    "luna-fixed-convolution": ("luna", {"dynamic_projection": False, "conv_kernel_size": 3}),
+    "luna-segments": ("luna", {"segment_length": 10}),
+    "luna-mixed": ("luna", {"local_window": 4}),
+    "luna-full-layer": ("luna", {"full_attention_layers": [1]}),
+    **{
+        f"abc-{control}": ("abc_memory", {"memory_control": control})
+        for control in ("mlp", "linformer", "random", "cluster", "compressive", "local_to_global")
+    },
+    "abc-relu": ("abc_memory", {"memory_control": "mlp", "control_activation": "relu", "share_control": True}),
+    "abc-sigmoid": ("abc_memory", {"memory_control": "mlp", "control_activation": "sigmoid"}),
+    "abc-mixed": ("abc_memory", {"local_window": 4}),
+    "abc-window": ("abc_memory", {"memory_control": "sliding_window"}),
+}
+# Which functions a model uses, if all pay; the others take the plain form.
+USED = {
+    "luna-mixed": {"pack", "project_slots"},
+    "abc-cluster": {"read"},
+    "abc-mixed": set(),
+    "abc-window": set(),
+}
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Let every absorption pay, and collect the names of the functions that ran."""
+    names = set()
+    for name in ("pack", "read", "project_slots"):
+        function = getattr(absorbed, name)
+
+        def recorded(*args, name=name, function=function):
+            names.add(name)
+            return function(*args)
+
+        monkeypatch.setattr(absorbed, name, recorded)
+    monkeypatch.setattr(absorbed, "pays", lambda *sizes, **numbers: True)
+    return names
+
+
+def plainly(model, inputs):
+    """The output of eager attention, which never absorbs."""
+    backend = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    output = model(**inputs)
+    model.set_attn_implementation(backend)
+    return output.last_hidden_state
+
+
+def model_of(family, **fields):
+    return tiny_model(family, **fields).double().eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_compute_the_same(name, used):
+    family, fields = MODELS[name]
+    model = model_of(family, **fields)
+    for side in ("right", "left"):
+        inputs = padded_batch([21, 17, 5])
+        if side == "left":
+            inputs = {key: tensor.flip(1) for key, tensor in inputs.items()}
+        keep = inputs["attention_mask"] == 1
+        expected = plainly(model, inputs)
+        assert not used
+        torch.testing.assert_close(model(**inputs).last_hidden_state[keep], expected[keep], rtol=0, atol=1e-10)
+        assert used == USED.get(name, {"read", "project_slots"} | ({"pack"} if family == "luna" else set()))
+        used.clear()
+
+
+def test_a_mixed_model_without_its_window(used):
+    model, inputs = model_of("luna", local_window=4), padded_batch([21, 17])
+    nn.init.normal_(model.encoder.layer[0].attention.self.slot_scale)
+    model.set_attn_implementation("eager")
+    expected = model(**inputs, local_window=0).last_hidden_state
+    model.set_attn_implementation("sdpa")
+    states = model(**inputs, local_window=0).last_hidden_state
+    torch.testing.assert_close(states, expected, rtol=0, atol=1e-10)
+    assert "read" in used
+
+
+@pytest.mark.parametrize("family", ["luna", "abc_memory"])
+def test_the_rule_chooses_in_a_wide_model(family, monkeypatch):
+    size = {"hidden_size": 192, "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 512}
+    slots = {"projection_length": 4} if family == "luna" else {"memory_size": 4}
+    model = tiny_model(family, **size, **slots).eval()
+    inputs, reads = padded_batch([500]), []
+    function = absorbed.read
+    monkeypatch.setattr(absorbed, "read", lambda *args: reads.append(0) or function(*args))
+    torch.testing.assert_close(model(**inputs).last_hidden_state, plainly(model, inputs), rtol=0, atol=1e-5)
+    assert len(reads) == model.config.num_hidden_layers
+
+
+# ---- where the plain form must stay ----
+
+
+class Adapter(nn.Linear):
+    """A linear layer of another class, as adapters and quantized layers are."""
+
+
+class Quantized(torch.Tensor):
+    """A weight of another class."""
+
+
+def replace_layer(attention, make):
+    attention.query, attention.pack.value = make(attention.query), make(attention.pack.value)
+
+
+def as_adapter(linear):
+    linear.__class__ = Adapter
+    return linear
+
+
+def as_quantized(linear):
+    linear.weight = nn.Parameter(linear.weight.as_subclass(Quantized), requires_grad=False)
+    return linear
+
+
+def hooked(linear):
+    linear.register_forward_hook(lambda *_: None)
+    return linear
+
+
+def offloaded(linear):
+    linear.forward = linear.forward
+    return linear
+
+
+@pytest.mark.parametrize("make", [as_adapter, as_quantized, hooked, offloaded])
+def test_other_layers_are_called(make, used):
+    model = model_of("luna", tie_kv=False, num_hidden_layers=1)
+    replace_layer(model.encoder.layer[0].attention.self, make)
+    model(**padded_batch([21, 17]))
+    assert not used
+
+
+def test_a_hook_sees_the_attention_before_its_projection(used):
+    model, inputs, seen = model_of("luna", num_hidden_layers=1), padded_batch([21, 17]), []
+    model(**inputs, output_hidden_states=True)  # installs the hooks of transformers
+    used.clear()
+    model(**inputs)
+    assert "read" in used
+    used.clear()
+    model.encoder.layer[0].attention.self.register_forward_hook(lambda *args: seen.append(args[-1][0]))
+    model(**inputs)
+    assert "pack" in used and "read" not in used and len(seen) == 1
+
+
+class Wrapper(nn.Module):
+    """A wrapper with the attributes of what it wraps, such as FSDP's."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.calls = module, 0
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args):
+        self.calls += 1
+        return self.module(*args)
+
+
+def test_a_wrapper_is_called(used):
+    model = model_of("luna", num_hidden_layers=1)
+    block = model.encoder.layer[0].attention
+    block.self = Wrapper(block.self)
+    model(**padded_batch([21, 17]))
+    assert block.self.calls == 1 and "read" not in used
+
+
+def test_training_gradients_and_autocast(used):
+    model, inputs = tiny_model("luna"), padded_batch([21, 17])
+    with torch.enable_grad():
+        model(**inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**inputs)
+    model.train()(**inputs)
+    assert not used
+
+
+def test_a_graph_has_the_plain_form(used):
+    model, ids = tiny_model("luna").requires_grad_(False), padded_batch([21])["input_ids"]
+    traced = torch.jit.trace(lambda ids: model(ids).last_hidden_state, (ids,), check_trace=False)
+    assert not used
+    torch.testing.assert_close(traced(ids), model(ids).last_hidden_state, rtol=0, atol=1e-5)
+    assert used
