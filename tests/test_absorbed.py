@@ -6,7 +6,7 @@ from helpers import padded_batch, tiny_model
 from reference import abc, luna
 from torch import nn
 
-from luna_hf import absorbed
+from luna_hf import absorbed, attention_abc, attention_luna, memory_attention
 from luna_hf.functional import split_heads
 
 ROWS, LENGTH, SLOTS, WIDTH, HEADS = 3, 9, 4, 12, 3
@@ -141,6 +141,13 @@ USED = {
 }
 
 
+def replace(monkeypatch, function, other):
+    """Replace a function of `absorbed` wherever it is imported."""
+    for module in (absorbed, attention_abc, attention_luna, memory_attention):
+        for name in [name for name, value in vars(module).items() if value is function]:
+            monkeypatch.setattr(module, name, other)
+
+
 @pytest.fixture
 def used(monkeypatch):
     """Let every absorption pay, and collect the names of the functions that ran."""
@@ -152,8 +159,8 @@ def used(monkeypatch):
             names.add(name)
             return function(*args)
 
-        monkeypatch.setattr(absorbed, name, recorded)
-    monkeypatch.setattr(absorbed, "pays", lambda *sizes, **numbers: True)
+        replace(monkeypatch, function, recorded)
+    replace(monkeypatch, absorbed.pays, lambda *sizes, **numbers: True)
     return names
 
 
@@ -204,7 +211,7 @@ def test_the_rule_chooses_in_a_wide_model(family, monkeypatch):
     model = tiny_model(family, **size, **slots).eval()
     inputs, reads = padded_batch([500]), []
     function = absorbed.read
-    monkeypatch.setattr(absorbed, "read", lambda *args: reads.append(0) or function(*args))
+    replace(monkeypatch, function, lambda *args: reads.append(0) or function(*args))
     torch.testing.assert_close(model(**inputs).last_hidden_state, plainly(model, inputs), rtol=0, atol=1e-5)
     assert len(reads) == model.config.num_hidden_layers
 

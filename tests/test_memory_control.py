@@ -331,7 +331,7 @@ def test_cost_of_writing(control):
     flops, largest = FlopCounterMode(display=False), LargestTensor()
     for counter in (flops, largest):
         with counter, torch.no_grad():
-            _WRITERS[control](attention, states, key, value, carried, context)
+            _WRITERS[control](attention, states, (key, value), carried, context)
     if control in ONE_SLOT:
         assert flops.get_total_flops() == 0
         assert largest.numel <= max(length, m) * width

@@ -79,8 +79,8 @@ def test_third_party_module(case, dtype, backend):
     def write(side: str):
         matrix = weights[f"{side}_proj.weight"].unflatten(0, (heads, -1))  # (h, c, d)
         control = torch.matmul(weights[f"compress_{side}"].T, matrix).flatten(0, 1)  # (h * m, d)
-        key, value = (split_heads(layer(states), heads) for layer in (attention.key, attention.value))
-        return attention.write_mlp(states, key, value, control, context)
+        sources = tuple(split_heads(layer(states), heads) for layer in (attention.key, attention.value))
+        return attention.write_mlp(states, sources, control, context)
 
     with torch.no_grad():
         query = split_heads(attention.query(states), heads)

@@ -172,7 +172,7 @@ def largest_logit(model: nn.Module, states: torch.Tensor) -> float:
     layers = (attention.query, attention.key, attention.value)
     query, key, value = (split_heads(layer(states), HEADS) for layer in layers)
     if control in _WRITERS:
-        key = _WRITERS[control](attention, states, key, value, *model.begin(states, None)).key
+        key = _WRITERS[control](attention, states, (key, value), *model.begin(states, None)).key
     return (query @ key.mT).abs().max().item() / query.shape[-1] ** 0.5
 
 
@@ -224,6 +224,6 @@ def test_the_mean_of_many_tokens_does_not_overflow_in_float16(control):
     attention = model.encoder.layer[0].attention.self
     states = torch.zeros(1, 512, WIDTH, dtype=torch.float16)
     key = torch.full((1, HEADS, 512, WIDTH // HEADS), 300.0, dtype=torch.float16)
-    written = _WRITERS[control](attention, states, key, key, *model.begin(states, None))
+    written = _WRITERS[control](attention, states, (key, key), *model.begin(states, None))
     filled = written.filled.expand(1, HEADS, 2)
     assert (written.key[filled] == 300).all() and (written.value[filled] == 300).all()

@@ -200,7 +200,7 @@ SETTINGS = {
     "mixed_precision": "no",
     "trackers": [],
     "output_dir": ".",
-    "model_name_or_path": "",
+    "continues": False,
     "batch_size": 4,
     "max_steps": 1,
     "windows": None,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import absorbed
 from .abc_control import AbcControlled
+from .absorbed import may_absorb, pays, project_slots
 from .attention_base import make_key_mask, product
 from .configuration_abc import AbcConfig
 from .context import ForwardContext
@@ -50,15 +50,15 @@ class AbcAttention(AbcControlled):
     def absorbs_write(self, states: Tensor, context: ForwardContext) -> bool:
         """Whether to write the tokens themselves, and project the slots; a window needs the tokens' keys and values."""
         products = _PRODUCTS.get(self.config.memory_control)
-        if products is None or context.window or not absorbed.may_absorb(self, states, self.key, self.value):
+        if products is None or context.window or not may_absorb(self, states, self.key, self.value):
             return False
         sizes = states.shape[1], self.config.memory_size, states.shape[2], self.num_heads
-        return absorbed.pays(*sizes, products=products)
+        return pays(*sizes, products=products)
 
     def project_slots(self, slots: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, 1 or h, m, d) sums of tokens, whose weights have the sums `shares`, to keys and values."""
         layers = self.key, self.value
-        key, value = (absorbed.project_slots(slots, shares, layer, self.num_heads) for layer in layers)
+        key, value = (project_slots(slots, shares, layer, self.num_heads) for layer in layers)
         return key, value
 
     def write_weighted(self, phi: Tensor, sources: Sources, real: Tensor | None = None) -> tuple[Tensor, Tensor]:

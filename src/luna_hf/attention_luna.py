@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import absorbed
+from .absorbed import may_absorb, pays
+from .absorbed import pack as pack_absorbed
 from .attention_base import KeyMask, attend_heads, linear, make_key_mask
 from .configuration_luna import LunaConfig
 from .context import ForwardContext, drop_if_full
@@ -84,8 +85,8 @@ class LunaPackAttention(LunaProjections, nn.Module):
         query = split_heads(linear(self.query, packed_query), self.num_heads)
         layers, mask = self.key_and_value_layers(), context.masks.tokens
         sizes = states.shape[1], query.shape[2], states.shape[2], self.num_heads
-        if absorbed.may_absorb(self, states, *layers) and absorbed.pays(*sizes, matrices=len(set(layers))):
-            return absorbed.pack(query, states, *layers, None if mask is None else mask.keep), None
+        if may_absorb(self, states, *layers) and pays(*sizes, matrices=len(set(layers))):
+            return pack_absorbed(query, states, *layers, None if mask is None else mask.keep), None
         return attend_heads(self, query, *self.key_and_value(states), mask, **context.options)
 
 

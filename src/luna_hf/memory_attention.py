@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.output_capturing import OutputRecorder
 
-from . import absorbed
+from .absorbed import may_absorb, pays
+from .absorbed import read as read_absorbed
 from .attention_base import KeyMask, linear, make_key_mask
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext
@@ -160,7 +161,7 @@ class MemoryAttention(nn.Module):
         own, base = type(self), MemoryAttention
         if own.forward is not base.forward or own.read is not base.read:
             return False
-        if not absorbed.may_absorb(self, states, self.query, output) or "forward" in vars(self):
+        if not may_absorb(self, states, self.query, output) or "forward" in vars(self):
             return False
         # A hook sees what `forward` returns. Those of transformers, once installed, stay, but look only for weights.
         hooks = [*self._forward_hooks.values(), *self._forward_pre_hooks.values()]
@@ -181,9 +182,9 @@ class MemoryAttention(nn.Module):
         memory = self.write_own(hidden_states, carried, context)
         slots, (_, length, width) = memory.parts[0], hidden_states.shape
         only_slots = len(memory.parts) == 1 and isinstance(slots, SlotMemory)
-        if only_slots and absorbed.pays(length, slots.key.shape[2], width, self.num_heads):
+        if only_slots and pays(length, slots.key.shape[2], width, self.num_heads):
             sides = slots.key, slots.value, output, slots.mask()
-            return absorbed.read(hidden_states, self.query, *sides), memory.carried
+            return read_absorbed(hidden_states, self.query, *sides), memory.carried
         mixed, _ = self.read(hidden_states, memory, context)
         return linear(output, mixed), memory.carried
 
