@@ -533,6 +533,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "conversion-deeper-finetune": lambda: _report("conversion-deeper-finetune-cpu-bfloat16"),
     "mini-pretrain": lambda: _report("mini-pretrain-cpu-bfloat16"),
     "mini-scores": lambda: _report("mini-scores-cpu-bfloat16"),
+    "mini-long": lambda: _report("mini-long-cpu-bfloat16"),
     "longer": lambda: _report("longer-imdb-cpu-bfloat16"),
     "lra": _once_measured(LRA, "python benchmarks/lra/report.py", lambda: _report(LRA)),
     "lra-cost": _once_measured(LRA_COST, "python benchmarks/lra/cost.py --check-floors", lambda: _report(LRA_COST)),

@@ -66,17 +66,32 @@ def launch(script: str, words: Sequence[str], threads: int) -> None:
     Raises:
         UserError: It failed, and has printed the reason.
     """
-    command = [sys.executable, str(ROOT / script), *words]
-    # A second signal would stop it without saving, so Ctrl-C must not reach it directly.
-    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, start_new_session=True)
+    launch_together([(script, words)], threads)
+
+
+def launch_together(commands: Sequence[tuple[str, Sequence[str]]], threads: int) -> None:
+    """Run training commands, each a script and its words, at the same time, and wait for all.
+
+    Raises:
+        UserError: One failed, and has printed the reason.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    children = {}
     try:
-        status = child.wait()
+        for script, words in commands:
+            command = [sys.executable, str(ROOT / script), *words]
+            # A second signal would stop it without saving, so Ctrl-C must not reach it directly.
+            children[subprocess.Popen(command, env=environment, start_new_session=True)] = script
+        for child in children:
+            child.wait()
     except BaseException:
-        child.terminate()
-        child.wait()
+        for child in children:
+            child.terminate()
+            child.wait()
         raise
-    if status:
-        raise UserError(f"{script} failed with status {status}.")
+    for child, script in children.items():
+        if child.returncode:
+            raise UserError(f"{script} failed with status {child.returncode}.")
 
 
 def option_words(values: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""ListOps follows its specification, caches survive kills, and what is read is named as what it is."""
+"""ListOps follows its specification, caches survive kills, and data are reported under their real names."""
 
 import io
 from dataclasses import replace

@@ -1,5 +1,6 @@
 """Results of the recall study: one JSON file, a table for each task and form, and plots."""
 
+import json
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +21,7 @@ _SHARED = ("command", "date", "machine", "versions")
 
 
 def publish_all(runs: Path, results: Path) -> None:
-    """Write JSON, Markdown and plots of all finished runs.
+    """Write JSON, Markdown and plots of all finished runs; those of others stay as they were published.
 
     Raises:
         UserError: There is none.
@@ -28,13 +29,24 @@ def publish_all(runs: Path, results: Path) -> None:
     found = [read_json(path) for path in sorted(runs.glob("*.json"))]
     if not found:
         raise UserError(f"{runs} has no finished run. Run `python experiments/recall_study.py run` first.")
+    commands = {run["command"] for run in found}
+    kept = [{name: value for name, value in run.items() if name not in _SHARED} for run in found]
+    for path in results.glob("recall-*.json"):
+        published = read_json(path)
+        commands |= set(published["commands"])
+        kept += [run for run in published["runs"] if _key(run) not in set(map(_key, kept))]
     result = {
         "command": "python experiments/recall_study.py report",
-        "commands": sorted({run["command"] for run in found}),
+        "commands": sorted(commands),
         **{name: found[0][name] for name in ("date", "machine", "versions")},
-        "runs": [{name: value for name, value in run.items() if name not in _SHARED} for run in found],
+        "runs": sorted(kept, key=_key),
     }
     publish(results, "recall", "no", result, text, {"-slots": plot_slots, "-items": plot_items, "-curves": plot_curves})
+
+
+def _key(run: Run) -> str:
+    """What makes a run: its system, task and recipe."""
+    return json.dumps([run[name] for name in ("system", "task", "recipe")], sort_keys=True)
 
 
 # ---- numbers ----
