@@ -230,6 +230,20 @@ def test_the_report_shows_the_best_rate_and_the_sweep(tmp_path):
     assert len(list((tmp_path / "results").glob("*.png"))) == 3
 
 
+def test_published_runs_stay_when_their_files_are_gone(tmp_path):
+    words = ["report", "--runs", str(tmp_path), "--results", str(tmp_path / "results")]
+    for system, accuracy in (("luna-64", 0.25), ("window", 0.125)):
+        finished(tmp_path, system, 3e-3, 0, accuracy)
+    assert recall_study.main(words) == 0
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    finished(tmp_path, "window", 3e-3, 0, 0.5)
+    assert recall_study.main(words) == 0
+    (written,) = (tmp_path / "results").glob("*.json")
+    found = {run["system"]: run["accuracy"]["4"] for run in json.loads(written.read_text())["runs"]}
+    assert found == {"luna-64": 0.25, "window": 0.5}
+
+
 def test_systems_are_sorted_by_mechanism_and_slots():
     runs = [{"system": system} for system in ("luna-64", "abc-16+conv", "abc-64", "softmax+conv", "window", "abc-1")]
     assert report.systems_of(runs) == ["softmax+conv", "window", "abc-1", "abc-64", "abc-16+conv", "luna-64"]
