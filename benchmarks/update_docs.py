@@ -6,20 +6,30 @@ A page marks the place of a table with a `begin` and an `end` comment that carry
 the function that writes it. Nothing is measured here: the same results always give the same pages.
 """
 
-import functools
 import json
 import math
 import re
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import docs_studies as studies
+from docs_sources import (
+    ROOT,
+    Result,
+    load,
+    machine,
+    measured_table,
+    once_measured,
+    report,
+    span,
+    spread,
+    with_source,
+)
 from lra import results as lra
 
 from luna_hf.scripting import markdown_table
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 MARKER = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 LABELS = {
@@ -46,108 +56,7 @@ WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-
 CAUSAL, CAUSAL_LENGTH = "causal-attention-cpu-float32", 8192
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
 LRA, LRA_COST, LRA_COST_LUNA = "lra-small-cpu-float32", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
-# What the command of a result took on its machine while that was quiet.
-MINUTES = {
-    FORWARD: 7,
-    WHOLE: 17,
-    STEP: 2,
-    ABC: 5,
-    "encoder-forward-1-layer-eager-cpu-float32": 1,
-    "encoder-forward-1-layer-controls-cpu-float32": 8,
-    "encoder-forward-1-layer-cpu-bfloat16": 5,
-    "encoder-forward-1-layer-abc-cpu-bfloat16": 1,
-    "encoder-forward-2-layer-padding-cpu-float32": 5,
-    "encoder-forward-2-layer-padding-abc-cpu-float32": 2,
-    "encoder-mlm_step-3-layer-luna-cpu-float32": 1,
-    "encoder-mlm_step-4-layer-abc-cpu-float32": 3,
-    CAUSAL: 8,
-    CAUSAL_TRAINING: 4,
-    "generation-4-layer-cpu-float32": 6,
-    "generation-4-layer-4-rows-cpu-float32": 8,
-    "guarantees-cpu-float32": 1,
-    "demo-cpu-float32": 5,
-    "clm-demo-cpu-float32": 3,
-    "perplexity-enwiki-cpu-float32": 7,
-}
 PEERS = ("roberta", "modernbert")
-Result = dict[str, Any]
-
-
-def _find(name: str, suffix: str = ".json") -> Path:
-    (path,) = ROOT.glob(f"*/results/{name}-torch*{suffix}")
-    return path
-
-
-@functools.cache
-def _load(name: str) -> Result:
-    return json.loads(_find(name).read_text(encoding="utf-8"))
-
-
-def _span(values: Iterable[float], digits: int) -> str:
-    values = list(values)
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-
-
-# ---- where a table comes from ----
-
-
-def _machine(result: Result) -> str:
-    versions = result["versions"]
-    if "hardware" in result:
-        versions = dict(part.rsplit(" ", 1) for part in versions.split(", "))
-        hardware = re.sub(r"\b1 (\w+)\(s\)", r"1 \1", result["hardware"]).replace("(s)", "s")
-    else:
-        own = result["machine"]
-        hardware = f"{own['cpu']} with {own['cpu_capability']}, {own['threads']} thread, {own['cores']} cores"
-    return f"{hardware}; torch {versions['torch']}, transformers {versions['transformers']}"
-
-
-def _ratios(entry: Any) -> Iterable[dict[str, Any]]:
-    """Every ratio below an entry of a result, as its summary over the rounds."""
-    if isinstance(entry, dict) and "quartiles" in entry:
-        yield entry
-    elif isinstance(entry, dict):
-        for key, item in entry.items():
-            yield from _ratios(item) if key != "seconds" else ()
-
-
-def _spread(name: str) -> str:
-    """How far the quartiles of the rounds lie from their median, for a typical ratio and for the worst."""
-    result = _load(name)
-    shares = [
-        max(abs(quartile - ratio["median"]) for quartile in ratio["quartiles"]) / ratio["median"]
-        for row in result["lengths"]
-        for ratio in _ratios(row)
-    ]
-    return (
-        f"medians of {result['settings']['rounds']} rounds; a typical ratio has its quartiles within "
-        f"{statistics.median(shares):.0%} of its median, the noisiest within {max(shares):.0%}"
-    )
-
-
-def _source(name: str) -> str:
-    """Command, machine, data and spread."""
-    result, path = _load(name), _find(name).relative_to(ROOT).as_posix()
-    commands = "\n".join(f"- Command: `{command}`" for command in [*result.get("commands", []), result["command"]])
-    minutes = f" ({MINUTES[name]} min)" if name in MINUTES else ""
-    date = f"; {result['date']}" if "date" in result else ""
-    spread = f"\n- Spread: {_spread(name)}" if name.startswith(("attention", "encoder", "generation", "causal")) else ""
-    return f"{commands}{minutes}\n- Machine: {_machine(result)}{date}; [data](../{path}){spread}"
-
-
-def _with_source(text: str, *names: str) -> str:
-    sources = "\n\n".join(map(_source, names))
-    return f"{text}\n\n<details><summary>How this was measured</summary>\n\n{sources}\n\n</details>"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *names: str) -> str:
-    return _with_source(markdown_table(header, rows), *names)
-
-
-def _report(name: str) -> str:
-    """The Markdown that a benchmark wrote beside its JSON file."""
-    return _with_source(_find(name, ".md").read_text(encoding="utf-8").strip(), name)
-
 
 # ---- faults ----
 
@@ -168,7 +77,7 @@ def fault_tables(kinds: Iterable[dict[str, Any]]) -> str:
 
 def _faults() -> str:
     result = json.loads((ROOT / "tests/faults.json").read_text(encoding="utf-8"))
-    source = f"- Command: `{result['command']}`\n- Machine: {_machine(result)}; {result['date']}"
+    source = f"- Command: `{result['command']}`\n- Machine: {machine(result)}; {result['date']}"
     text = fault_tables(result["kinds"])
     return f"{text}\n\n<details><summary>How this was measured</summary>\n\n{source}\n\n</details>"
 
@@ -191,21 +100,21 @@ def _by_length(name: str, speeds: Sequence[tuple[str, str]], memory: Sequence[st
             *(_over(row["models"], *pair) for pair in speeds),
             *(f"{row['models'][model]['peak_memory_bytes'] / 2**20:.0f}" for model in memory),
         ]
-        for row in _load(name)["lengths"]
+        for row in load(name)["lengths"]
         if not lengths or row["length"] in lengths
     ]
     return markdown_table(header, rows)
 
 
 def _crossing(name: str, models: Sequence[str], peer: str = "roberta") -> str:
-    wins = _load(name)["wins"]
+    wins = load(name)["wins"]
     return ", ".join(f"{wins[model][peer]:,.0f} tokens ({LABELS[model]})" for model in models)
 
 
 def _growth(name: str, models: Sequence[str]) -> str:
-    short, long = _load(name)["growth"]["range"]
-    found = {model: _load(name)["growth"]["exponents"][model] for model in models}
-    powers = [f"{LABELS[model]} {one['median']:.2f} ({_span(one['rounds'], 2)})" for model, one in found.items()]
+    short, long = load(name)["growth"]["range"]
+    found = {model: load(name)["growth"]["exponents"][model] for model in models}
+    powers = [f"{LABELS[model]} {one['median']:.2f} ({span(one['rounds'], 2)})" for model, one in found.items()]
     return (
         f"From {short:,} to {long:,} tokens, time grows with this power of the length (1 is linear, 2 is quadratic; in "
         f"brackets the range over the rounds): {'; '.join(powers)}."
@@ -214,7 +123,7 @@ def _growth(name: str, models: Sequence[str]) -> str:
 
 def _range(name: str, model: str, peer: str) -> str:
     """The least and the greatest speed over a peer at any length."""
-    return _span((row["models"][model]["speed_over"][peer]["median"] for row in _load(name)["lengths"]), 1)
+    return span((row["models"][model]["speed_over"][peer]["median"] for row in load(name)["lengths"]), 1)
 
 
 def _front() -> str:
@@ -222,7 +131,7 @@ def _front() -> str:
     speeds = [("luna-tied", peer) for peer in models[1:]]
     layers = _by_length(FORWARD, speeds, models, (128, 512, 2048, 8192)).replace(LABELS["luna-tied"], "Luna")
     return (
-        f"{layers}\n\nMeasured on {_machine(_load(FORWARD))}: {_spread(FORWARD)}.\n\n"
+        f"{layers}\n\nMeasured on {machine(load(FORWARD))}: {spread(FORWARD)}.\n\n"
         f"Layer for layer, {_losing()}. As a whole model from 512 to 8,192 tokens, Luna with 12 layers is "
         f"{_range(WHOLE, 'luna-tied', 'roberta')} times as fast as RoBERTa-base (12 layers) and "
         f"{_range(WHOLE, 'luna-tied', 'modernbert')} times as fast as ModernBERT-base (22 layers)."
@@ -231,13 +140,13 @@ def _front() -> str:
 
 def _losing() -> str:
     """Up to which length Luna's peers are faster, layer for layer."""
-    wins = _load(FORWARD)["wins"]["luna-tied"]
+    wins = load(FORWARD)["wins"]["luna-tied"]
     lengths = " and ".join(f"{LABELS[peer]} up to {wins[peer]:,.0f} tokens" for peer in ("roberta", "modernbert"))
     return f"RoBERTa and ModernBERT are faster than Luna on short texts: {lengths}"
 
 
 def _summary() -> str:
-    exponents = _load(ABC)["growth"]["exponents"]
+    exponents = load(ABC)["growth"]["exponents"]
     luna, roberta = (2 ** exponents[name]["median"] for name in ("luna-untied", "roberta"))
     return (
         f"- Layer for layer, RoBERTa is faster on short texts, up to "
@@ -255,7 +164,7 @@ def _encoder() -> str:
     models = ["luna-untied", "luna-tied"]
     speeds = [(model, peer) for peer in ("roberta", "modernbert") for model in models] + [("modernbert", "roberta")]
     table = _by_length(FORWARD, speeds, ["luna-tied", "roberta", "modernbert"])
-    return _with_source(f"{table}\n\n{_growth(FORWARD, [*models, 'roberta', 'modernbert'])}", FORWARD)
+    return with_source(f"{table}\n\n{_growth(FORWARD, [*models, 'roberta', 'modernbert'])}", FORWARD)
 
 
 def _whole() -> str:
@@ -266,7 +175,7 @@ def _whole() -> str:
     header += [f"{LABELS[model]}, MiB" for model in models]
     rows = []
     for name, label in ((WHOLE, "forward"), (STEP, "training step")):
-        result = _load(name)
+        result = load(name)
         for row in result["lengths"]:
             cells = [_over(row["models"], *pair) for pair in pairs]
             for model in models:
@@ -275,36 +184,30 @@ def _whole() -> str:
             rows.append([label, f"{row['rows']} x {row['length']:,}", *cells])
     sizes = ", ".join(
         f"{LABELS[model]} {one['layers']} layers, {one['parameters'] / 1e6:.0f} M parameters"
-        for model, one in _load(STEP)["models"].items()
+        for model, one in load(STEP)["models"].items()
     )
-    return _with_source(f"{markdown_table(header, rows)}\n\n{sizes}.", WHOLE, STEP)
+    return with_source(f"{markdown_table(header, rows)}\n\n{sizes}.", WHOLE, STEP)
 
 
 def _abc() -> str:
     models = ["abc-mlp-64", "abc-mlp-128"]
     table = _by_length(ABC, [(name, "roberta") for name in (*models, "luna-untied")], [*models, "roberta"])
-    return _with_source(f"{table}\n\n{_growth(ABC, models)}", ABC)
+    return with_source(f"{table}\n\n{_growth(ABC, models)}", ABC)
 
 
 def _over_roberta(name: str) -> str:
     """Speed over RoBERTa and memory of every model of a result, and their growth."""
-    models = [model for model in _load(name)["models"] if model != "roberta"]
+    models = [model for model in load(name)["models"] if model != "roberta"]
     table = _by_length(name, [(model, "roberta") for model in models], [*models, "roberta"])
-    return _with_source(f"{table}\n\n{_growth(name, models)}", name)
-
-
-def _once_measured(name: str, command: str, write: Callable[[], str]) -> Callable[[], str]:
-    """A block whose result may not be committed yet: until then it names the command that makes it."""
-    missing = f"Not measured on a quiet machine yet: `{command}`."
-    return lambda: write() if any(ROOT.glob(f"*/results/{name}-torch*.json")) else missing
+    return with_source(f"{table}\n\n{_growth(name, models)}", name)
 
 
 def _controls() -> str:
     name = "encoder-forward-1-layer-controls-cpu-float32"
-    rows = _load(name)["lengths"]
+    rows = load(name)["lengths"]
     models = [model for model in rows[0]["models"] if model.startswith("abc-")]
     cells = [[f"`{model[4:]}`", *(_over(row["models"], model) for row in rows)] for model in models]
-    return _table(["control", *(f"{row['length']:,} tokens" for row in rows)], cells, name)
+    return measured_table(["control", *(f"{row['length']:,} tokens" for row in rows)], cells, name)
 
 
 def _one_length(names: dict[str, str], peers: Sequence[str] = PEERS) -> str:
@@ -312,11 +215,11 @@ def _one_length(names: dict[str, str], peers: Sequence[str] = PEERS) -> str:
     rows = [
         [label, LABELS[model], *(_over(row["models"], model, peer) for peer in peers)]
         for name, label in names.items()
-        for row in _load(name)["lengths"]
+        for row in load(name)["lengths"]
         for model in row["models"]
         if model not in PEERS
     ]
-    return _table(["setting", "model", *(f"speed over {LABELS[peer]}" for peer in peers)], rows, *names)
+    return measured_table(["setting", "model", *(f"speed over {LABELS[peer]}" for peer in peers)], rows, *names)
 
 
 def _padding() -> str:
@@ -324,24 +227,24 @@ def _padding() -> str:
     rows = {
         (LABELS[model], row["length"]): row["models"][model]["padded_over_unpadded"]
         for name, family in zip(names, ("luna", "abc"), strict=True)
-        for row in _load(name)["lengths"]
+        for row in load(name)["lengths"]
         for model in row["models"]
         if model.startswith(family)
     }
-    cells = [[m, f"{n:,}", f"{one['median']:.2f} ({_span(one['quartiles'], 2)})"] for (m, n), one in rows.items()]
-    return _table(["model", "tokens", "time padded / full, median (quartiles)"], cells, *names)
+    cells = [[m, f"{n:,}", f"{one['median']:.2f} ({span(one['quartiles'], 2)})"] for (m, n), one in rows.items()]
+    return measured_table(["model", "tokens", "time padded / full, median (quartiles)"], cells, *names)
 
 
 def _paper() -> str:
     name, rows = "encoder-forward-1-layer-eager-cpu-float32", []
-    models = _load(name)["lengths"][0]["models"]
+    models = load(name)["lengths"][0]["models"]
     peers = ("roberta-eager", "roberta")
     for model, speed, memory in (("abc-mlp-64", "1.5", "0.5"), ("abc-mlp-128", "1.3", "0.6")):
         peak = {own: models[own]["peak_memory_bytes"] for own in (model, *peers)}
         shares = [f"{peak[model] / peak[peer]:.2f}" for peer in peers]
         rows.append([LABELS[model], speed, *(_over(models, model, peer) for peer in peers), memory, *shares])
     header = ["model", "speed over unfused, paper", "speed over unfused", "speed over fused"]
-    return _table([*header, "memory / unfused, paper", "memory / unfused", "memory / fused"], rows, name)
+    return measured_table([*header, "memory / unfused, paper", "memory / unfused", "memory / fused"], rows, name)
 
 
 # ---- causal models ----
@@ -355,7 +258,7 @@ def _causal_runs() -> str:
     spans = []
     for name in ("luna", "abc"):
         forward, backward = (
-            _span((row[name][mode]["speed_over"]["sdpa"]["median"] for row in rows), 1)
+            span((row[name][mode]["speed_over"]["sdpa"]["median"] for row in rows), 1)
             for mode in ("forward", "backward")
         )
         spans.append(f"`{name}` is {forward} times as fast as `sdpa` forward and {backward} times with backward")
@@ -367,11 +270,11 @@ def _causal_runs() -> str:
 
 
 def _causal_training() -> str:
-    result = _load(CAUSAL_TRAINING)
+    result = load(CAUSAL_TRAINING)
     last = result["lengths"][-1]
     own = [model for name, model in last["models"].items() if name not in result["peers"]]
-    speed = _span((model["speed_over"]["gpt2"]["median"] for model in own), 1)
-    memory = _span((model["memory_over"]["gpt2"] for model in own), 2)
+    speed = span((model["speed_over"]["gpt2"]["median"] for model in own), 1)
+    memory = span((model["memory_over"]["gpt2"] for model in own), 2)
     return (
         f"Training saves time, but no memory: at {last['length']:,} tokens, a training step of Luna and ABC is {speed} "
         f"times as fast as GPT-2's and takes {memory} times its memory."
@@ -383,37 +286,37 @@ def _causal_training() -> str:
 
 def _demo() -> str:
     name = "demo-cpu-float32"
-    own = _load(name)
+    own = load(name)
     rows = [
         [f"Luna, {own['parameters'] / 1e6:.1f} M parameters", own["held_out_loss"], own["held_out_accuracy"]],
         ["unigram baseline", own["unigram_loss"], own["unigram_accuracy"]],
     ]
     header = [f"on {own['held_out_targets']:,} masked tokens of held-out text", "loss (nats)", "accuracy"]
-    return _table(header, [[label, f"{loss:.3f}", f"{share:.1%}"] for label, loss, share in rows], name)
+    return measured_table(header, [[label, f"{loss:.3f}", f"{share:.1%}"] for label, loss, share in rows], name)
 
 
 def _continuation() -> str:
-    asked = _load("clm-demo-cpu-float32")["continuations"][0]
+    asked = load("clm-demo-cpu-float32")["continuations"][0]
     return f"```\n{asked['prompt']}{asked['greedy']}\n```"
 
 
 def _clm_demo() -> str:
-    own = _load("clm-demo-cpu-float32")
+    own = load("clm-demo-cpu-float32")
     text = (
         f"The model has {own['parameters'] / 1e6:.1f} M parameters and a perplexity of "
         f"{own['held_out_perplexity']:.0f} on {own['held_out_targets']:,} tokens of held-out text. Predicting from "
         f"unigram frequencies gives {math.exp(own['unigram_loss']):.0f}."
     )
-    return _with_source(text, "clm-demo-cpu-float32")
+    return with_source(text, "clm-demo-cpu-float32")
 
 
 def _decoding() -> str:
-    result = _load("generation-4-layer-cpu-float32")
+    result = load("generation-4-layer-cpu-float32")
     last = result["lengths"][-1]["models"]
     own = [name for name in last if name not in result["peers"]]
-    dynamic, static = (_span((last[name]["speed_over"][peer]["median"] for name in own), 1) for peer in result["peers"])
-    growth = _span((result["growth"][name]["median"] for name in own), 2)
-    state = _span((last[name]["state_bytes"] / 2**20 for name in own), 1)
+    dynamic, static = (span((last[name]["speed_over"][peer]["median"] for name in own), 1) for peer in result["peers"])
+    growth = span((result["growth"][name]["median"] for name in own), 2)
+    state = span((last[name]["state_bytes"] / 2**20 for name in own), 1)
     cache = f"{last['gpt2']['state_bytes'] / 2**20:.0f}"
     return (
         f"A decoding step of Luna and ABC takes {growth} times as long after 16,384 tokens as after 1,024. Their state "
@@ -424,7 +327,7 @@ def _decoding() -> str:
 
 def _decoding_bound() -> str:
     """What a decoding step reads, and the speed that follows from it."""
-    result = _load("generation-4-layer-cpu-float32")
+    result = load("generation-4-layer-cpu-float32")
     positions = (result["settings"]["longest"] + result["settings"]["room"]) * result["settings"]["width"]
     weights = 4 * (result["models"]["gpt2"]["parameters"] - positions)
     cache = result["lengths"][-1]["models"]["gpt2"]["state_bytes"]
@@ -436,44 +339,6 @@ def _decoding_bound() -> str:
     )
 
 
-# ---- studies ----
-
-
-def _learning() -> str:
-    name = "learning-pretrain-cpu-bfloat16"
-    labels = {
-        "luna-32": "Luna, 32 slots",
-        "luna-128": "Luna, one slot for each token",
-        "roberta": "RoBERTa",
-        "luna-conv": "Luna, 32 slots, convolution",
-        "luna-conv-tied": "the same with tied key and value",
-        "roberta-conv": "RoBERTa with the same convolution",
-        "luna-conv-1": "baseline: Luna, one slot, convolution",
-    }
-    rows = []
-    for system, label in labels.items():
-        runs = sorted((run for run in _load(name)["runs"] if run["system"] == system), key=lambda run: run["seed"])
-        accuracy = statistics.mean(run["curve"]["accuracy"][-1] for run in runs)
-        losses = ", ".join(f"{run['final_loss']:.3f}" for run in runs)
-        rows.append([f"`{system}`", label, f"{runs[0]['parameters']:,}", losses, f"{accuracy:.1%}"])
-    table = markdown_table(["name", "model", "parameters", "held-out loss, by seed", "accuracy"], rows)
-    note = f"The unigram entropy of the held-out text is {_load(name)['unigram_loss']:.2f} nats."
-    return _with_source(f"{table}\n\n{note}", name)
-
-
-def _swap(rate: str) -> str:
-    """Final losses at one learning rate: direct, with transfer, with a convolution, with both."""
-    runs = [run for run in _load("swap-pretrain-cpu-bfloat16")["runs"] if run["rate"] == rate]
-    found = {(run["system"], run["convolution"], run["transfer"]): run for run in runs}
-    rows = []
-    for system in dict.fromkeys(run["system"] for run in runs):
-        ends = [found.get((system, *kind)) for kind in ((False, False), (False, True), (True, False), (True, True))]
-        losses = [f"{run['final_loss']:.3f}" if run else "-" for run in ends]
-        rows.append([f"`{system}`", f"{ends[0]['swapped_loss']:.3f}", *losses])
-    header = ["attention", "after the swap", "continued", "with transfer", "with a convolution", "with both"]
-    return markdown_table(header, rows)
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     "speed": _front,
     "demo": _demo,
@@ -483,18 +348,18 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "encoder": _encoder,
     "whole": _whole,
     "abc": _abc,
-    "few": _once_measured(
+    "few": once_measured(
         FEW,
         "python benchmarks/encoder.py --models few --layers 1 --lengths 512 2048 4096 16384 --check-floors",
         lambda: _over_roberta(FEW),
     ),
     "mixed": lambda: _over_roberta(MIXED),
-    "linear": _once_measured(
+    "linear": once_measured(
         LINEAR,
         "python benchmarks/encoder.py --models linear --layers 1 --lengths 512 2048 4096 16384 --check-floors",
         lambda: _over_roberta(LINEAR),
     ),
-    "attention": _once_measured(ATTENTION, "python benchmarks/attention.py", lambda: _report(ATTENTION)),
+    "attention": once_measured(ATTENTION, "python benchmarks/attention.py", lambda: report(ATTENTION)),
     "controls": _controls,
     "training-step": lambda: _one_length(
         {
@@ -508,37 +373,37 @@ BLOCKS: dict[str, Callable[[], str]] = {
     ),
     "padding": _padding,
     "abc-paper": _paper,
-    "causal": lambda: _report(CAUSAL),
+    "causal": lambda: report(CAUSAL),
     "causal-runs": _causal_runs,
-    "causal-training": lambda: _report(CAUSAL_TRAINING),
+    "causal-training": lambda: report(CAUSAL_TRAINING),
     "causal-training-short": _causal_training,
     "decoding": _decoding,
     "decoding-bound": _decoding_bound,
-    "generation": lambda: _report("generation-4-layer-cpu-float32"),
-    "generation-rows": lambda: _report("generation-4-layer-4-rows-cpu-float32"),
-    "perplexity": lambda: _report("perplexity-enwiki-cpu-float32"),
+    "generation": lambda: report("generation-4-layer-cpu-float32"),
+    "generation-rows": lambda: report("generation-4-layer-4-rows-cpu-float32"),
+    "perplexity": lambda: report("perplexity-enwiki-cpu-float32"),
     "faults": _faults,
-    "guarantees": lambda: _report("guarantees-cpu-float32"),
-    "learning": _learning,
-    "learning-finetune": lambda: _report("learning-finetune-cpu-bfloat16"),
-    "recall": lambda: _report("recall-cpu-float32"),
-    "swap-peak": lambda: _with_source(_swap("peak"), "swap-pretrain-cpu-bfloat16"),
-    "swap-third": lambda: _swap("third"),
-    "swap-finetune": lambda: _report("swap-finetune-cpu-bfloat16"),
-    "conversion": lambda: _report("conversion-cpu-bfloat16"),
-    "conversion-finetune": lambda: _report("conversion-finetune-cpu-bfloat16"),
-    "conversion-deeper": lambda: _report("conversion-deeper-cpu-bfloat16"),
-    "conversion-deeper-window-32": lambda: _report("conversion-deeper-window-32-cpu-bfloat16"),
-    "conversion-deeper-layers": lambda: _report("conversion-deeper-layers-cpu-float32"),
-    "conversion-deeper-finetune": lambda: _report("conversion-deeper-finetune-cpu-bfloat16"),
-    "mini-pretrain": lambda: _report("mini-pretrain-cpu-bfloat16"),
-    "mini-scores": lambda: _report("mini-scores-cpu-bfloat16"),
-    "mini-long": lambda: _report("mini-long-cpu-bfloat16"),
-    "longer": lambda: _report("longer-imdb-cpu-bfloat16"),
-    "lra": _once_measured(LRA, "python benchmarks/lra/report.py", lambda: _report(LRA)),
-    "lra-cost": _once_measured(LRA_COST, "python benchmarks/lra/cost.py --check-floors", lambda: _report(LRA_COST)),
-    "lra-cost-luna": _once_measured(
-        LRA_COST_LUNA, "python benchmarks/lra/cost.py --recipe luna --check-floors", lambda: _report(LRA_COST_LUNA)
+    "guarantees": lambda: report("guarantees-cpu-float32"),
+    "learning": studies.learning,
+    "learning-finetune": lambda: report("learning-finetune-cpu-bfloat16"),
+    "recall": lambda: report("recall-cpu-float32"),
+    "swap-peak": lambda: with_source(studies.swap("peak"), "swap-pretrain-cpu-bfloat16"),
+    "swap-third": lambda: studies.swap("third"),
+    "swap-finetune": lambda: report("swap-finetune-cpu-bfloat16"),
+    "conversion": lambda: report("conversion-cpu-bfloat16"),
+    "conversion-finetune": lambda: report("conversion-finetune-cpu-bfloat16"),
+    "conversion-deeper": lambda: report("conversion-deeper-cpu-bfloat16"),
+    "conversion-deeper-window-32": lambda: report("conversion-deeper-window-32-cpu-bfloat16"),
+    "conversion-deeper-layers": lambda: report("conversion-deeper-layers-cpu-float32"),
+    "conversion-deeper-finetune": lambda: report("conversion-deeper-finetune-cpu-bfloat16"),
+    "mini-pretrain": lambda: report("mini-pretrain-cpu-bfloat16"),
+    "mini-scores": lambda: report("mini-scores-cpu-bfloat16"),
+    "mini-long": lambda: report("mini-long-cpu-bfloat16"),
+    "longer": lambda: report("longer-imdb-cpu-bfloat16"),
+    "lra": once_measured(LRA, "python benchmarks/lra/report.py", lambda: report(LRA)),
+    "lra-cost": once_measured(LRA_COST, "python benchmarks/lra/cost.py --check-floors", lambda: report(LRA_COST)),
+    "lra-cost-luna": once_measured(
+        LRA_COST_LUNA, "python benchmarks/lra/cost.py --recipe luna --check-floors", lambda: report(LRA_COST_LUNA)
     ),
     "lra-published": lra.published,
 }
