@@ -60,7 +60,7 @@ MODEL_SETS: dict[str, tuple[str, ...]] = {
     "luna": ("roberta", "modernbert", "luna-untied", "luna-tied"),
     "abc": ("roberta", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "few": ("roberta", "luna-16", "abc-mlp-16"),
-    "linear": ("roberta", *VARIANTS["leapformer"], *VARIANTS["lavo"]),
+    "families": ("roberta", "luna-tied", "abc-mlp-64", *VARIANTS["leapformer"], *VARIANTS["lavo"]),
     "eager": ("roberta", "roberta-eager", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "controls": (
         *("roberta", "abc-mlp-64"),

@@ -2,9 +2,19 @@
 
 import statistics
 
-from docs_sources import load, with_source
+from docs_sources import load, measured_table, with_source
 
 from luna_hf.scripting import markdown_table
+
+FAMILIES, EXTRAPOLATION = "encoder-forward-1-layer-families-cpu-float32", "extrapolation-enwiki-cpu-bfloat16"
+RECALL, PRETRAINING = "recall-cpu-float32", "mini-pretrain-cpu-bfloat16"
+# Of every family: the encoder that was timed, the causal model, the one that recalls, a checkpoint, and its twin.
+ZOO = {
+    "Luna": ("luna-tied", "luna+window", "luna-exp-64+conv", "luna-mini-en", "roberta-mini-en"),
+    "ABC": ("abc-mlp-64", "abc+window", "abc-64+conv", "abc-mini-en", "roberta-mini-en"),
+    "LeaPformer": ("leapformer", "leapformer", "leapformer+conv", "leapformer-mini-en", "roberta-tiny-en"),
+    "LAVO": ("lavo-64", "lavo", "lavo-64+conv", "lavo-mini-en", "roberta-tiny-en"),
+}
 
 
 def learning() -> str:
@@ -41,3 +51,29 @@ def swap(rate: str) -> str:
         rows.append([f"`{system}`", f"{ends[0]['swapped_loss']:.3f}", *losses])
     header = ["attention", "after the swap", "continued", "with transfer", "with a convolution", "with both"]
     return markdown_table(header, rows)
+
+
+def zoo() -> str:
+    """A row for every family: speed, causal models, recall and a checkpoint."""
+    speeds = {row["length"]: row["models"] for row in load(FAMILIES)["lengths"]}
+    causal, trained = load(EXTRAPOLATION)["models"], load(PRETRAINING)["models"]
+    rows = []
+    for family, (encoder, generator, recaller, checkpoint, twin) in ZOO.items():
+        ratios = [f"{speeds[length][encoder]['speed_over']['roberta']['median']:.2f}" for length in (512, 2048, 16384)]
+        short, long = (causal[generator]["lengths"][length] for length in ("512", "16384"))
+        perplexities = f"{short['perplexity']:.1f} and {long['perplexity']:.1f}"
+        losses = f"{trained[checkpoint]['held_out_loss']:.2f} ({trained[twin]['held_out_loss']:.2f})"
+        row = [family, *ratios, f"{long['state_bytes'] / 2**10:,.0f}", perplexities, _recall(recaller), losses]
+        rows.append(row)
+    header = ["family", "512", "2,048", "16,384 tokens", "state, KiB", "perplexity", "recall", "checkpoint (twin)"]
+    return measured_table(header, rows, FAMILIES, EXTRAPOLATION, RECALL, PRETRAINING)
+
+
+def _recall(system: str) -> str:
+    """Share of right answers at 16 pairs, of the best learning rate: the mean over its seeds."""
+    task = {"name": "recall", "causal": True, "items": 16, "symbols": 16, "gap": 12}
+    runs = [run for run in load(RECALL)["runs"] if run["system"] == system and run["task"] == task]
+    by_rate = {run["recipe"]["rate"]: [] for run in runs}
+    for run in runs:
+        by_rate[run["recipe"]["rate"]].append(run["accuracy"]["16"])
+    return f"{max(map(statistics.mean, by_rate.values())):.0%}"

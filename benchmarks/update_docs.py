@@ -51,7 +51,7 @@ LABELS = {
 }
 FORWARD, ABC = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-layer-abc-cpu-float32"
 FEW, MIXED = "encoder-forward-1-layer-few-cpu-float32", "encoder-forward-1-layer-mixed-cpu-float32"
-LINEAR, ATTENTION = "encoder-forward-1-layer-linear-cpu-float32", "attention-12-heads-of-64-cpu-float32"
+FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention-12-heads-of-64-cpu-float32"
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 CAUSAL, CAUSAL_LENGTH = "causal-attention-cpu-float32", 8192
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
@@ -354,10 +354,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
         lambda: _over_roberta(FEW),
     ),
     "mixed": lambda: _over_roberta(MIXED),
-    "linear": once_measured(
-        LINEAR,
-        "python benchmarks/encoder.py --models linear --layers 1 --lengths 512 2048 4096 16384 --check-floors",
-        lambda: _over_roberta(LINEAR),
+    "families": once_measured(
+        FAMILIES,
+        "python benchmarks/encoder.py --models families --layers 1 --lengths 512 2048 4096 16384 --check-floors",
+        lambda: _over_roberta(FAMILIES),
     ),
     "attention": once_measured(ATTENTION, "python benchmarks/attention.py", lambda: report(ATTENTION)),
     "controls": _controls,
@@ -398,6 +398,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "conversion-deeper-finetune": lambda: report("conversion-deeper-finetune-cpu-bfloat16"),
     "mini-pretrain": lambda: report("mini-pretrain-cpu-bfloat16"),
     "mini-scores": lambda: report("mini-scores-cpu-bfloat16"),
+    "zoo": once_measured(studies.EXTRAPOLATION, "python experiments/extrapolation.py report", studies.zoo),
+    "extrapolation": once_measured(
+        studies.EXTRAPOLATION,
+        "python experiments/extrapolation.py report",
+        lambda: report(studies.EXTRAPOLATION),
+    ),
     "mini-long": lambda: report("mini-long-cpu-bfloat16"),
     "longer": lambda: report("longer-imdb-cpu-bfloat16"),
     "lra": once_measured(LRA, "python benchmarks/lra/report.py", lambda: report(LRA)),

@@ -74,8 +74,10 @@ STAGES = {
     "leapformer-mini-en": Stage(start="leapformer-mini-en-128", changes=_TINY_AT_512),
     "lavo-mini-en-128": Stage(changes={**_TINY, "model": f"{{{_LAVO}, {_SIZE_128}}}"}),
     "lavo-mini-en": Stage(start="lavo-mini-en-128", changes=_TINY_AT_512),
-    "roberta-tiny-en-128": Stage(start="roberta-tiny-en-start", changes={**_TINY, **_EAGER}),
-    "roberta-tiny-en": Stage(start="roberta-tiny-en-512-start", changes={**_TINY_AT_512, **_EAGER}),
+    "roberta-tiny-en-128": Stage(start="roberta-tiny-en-start", changes={**_TINY, **_EAGER, "learning_rate": 1e-3}),
+    "roberta-tiny-en": Stage(
+        start="roberta-tiny-en-512-start", changes={**_TINY_AT_512, **_EAGER, "learning_rate": 5e-4}
+    ),
     "luna-mini-en-clm": Stage("pretrain_clm/luna-mini-en-clm"),
 }
 
