@@ -404,7 +404,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "python experiments/extrapolation.py report",
         lambda: report(studies.EXTRAPOLATION),
     ),
-    "mini-long": lambda: report("mini-long-cpu-bfloat16"),
+    "long-reviews": lambda: report("long-reviews-cpu-bfloat16"),
     "longer": lambda: report("longer-imdb-cpu-bfloat16"),
     "lra": once_measured(LRA, "python benchmarks/lra/report.py", lambda: report(LRA)),
     "lra-cost": once_measured(LRA_COST, "python benchmarks/lra/cost.py --check-floors", lambda: report(LRA_COST)),

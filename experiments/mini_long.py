@@ -110,7 +110,7 @@ def report(options: argparse.Namespace) -> None:
     result = {"command": f"python {SCRIPT} report"}
     result |= {name: options.header[name] for name in ("date", "machine", "versions")}
     result |= {"finetuning": commands, "protocol": PROTOCOL, "setting": SETTING, "own": OWN, "models": models}
-    publish(options.results, "mini-long", "bf16", result, text, {"": plot})
+    publish(options.results, "long-reviews", "bf16", result, text, {"": plot})
 
 
 def text(result: dict[str, Any]) -> str:

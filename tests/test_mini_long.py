@@ -64,7 +64,7 @@ def test_the_report_has_the_time_of_both_models(launched, tmp_path, capsys):
     run(tmp_path)
     assert mini_long.main(["report", "--runs", str(tmp_path), "--results", str(tmp_path / "results")]) == 0
     assert "| `luna-mini-en` | 10 | 60 | 100 | 55.0 (50.0 to 60.0) |" in capsys.readouterr().out
-    (path,) = (tmp_path / "results").glob("mini-long-*.json")
+    (path,) = (tmp_path / "results").glob("long-reviews-*.json")
     assert check(path, mini_long.text)["models"]["roberta-mini-en"]["accuracy"] == [0.5, 0.6]
 
 
@@ -84,5 +84,5 @@ def test_all_runs_end_before_one_that_failed_is_reported(tmp_path, monkeypatch, 
 
 
 def test_committed_results():
-    for path in running.RESULTS.glob("mini-long-*.json"):
+    for path in running.RESULTS.glob("long-reviews-*.json"):
         check(path, mini_long.text)
