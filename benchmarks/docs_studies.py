@@ -65,7 +65,8 @@ def zoo() -> str:
         losses = f"{trained[checkpoint]['held_out_loss']:.2f} ({trained[twin]['held_out_loss']:.2f})"
         row = [family, *ratios, f"{long['state_bytes'] / 2**10:,.0f}", perplexities, _recall(recaller), losses]
         rows.append(row)
-    header = ["family", "512", "2,048", "16,384 tokens", "state, KiB", "perplexity", "recall", "checkpoint (twin)"]
+    header = ["family", *(f"speed, {length}" for length in ("512", "2,048", "16,384")), "state, KiB"]
+    header += ["perplexity, 512 and 16,384", "recall", "loss (RoBERTa)"]
     return measured_table(header, rows, FAMILIES, EXTRAPOLATION, RECALL, PRETRAINING)
 
 
