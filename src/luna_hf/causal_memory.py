@@ -27,10 +27,10 @@ from .functional import (
     first_places,
     masked_softmax,
     scan_chunk,
-    scan_in_chunks,
     to_chunks,
     weight_shares,
 )
+from .recompute import scan_in_chunks
 
 # The divisor N_t of a slot's sums, and the slots that can be read:
 #   "steps"    the number of tokens so far, a causal mean (Luna, section 3.3)

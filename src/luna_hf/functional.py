@@ -4,9 +4,7 @@ Shape letters: b batch, h heads, n tokens, q queries, k keys, l slots, d width, 
 mask is boolean with True = keep. Nothing here holds parameters or reads a configuration.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,12 +13,10 @@ from transformers.utils import is_tracing
 from transformers.utils.generic import maybe_autocast
 
 from .dispatch import choose
-from .recompute import keep_inputs, may_recompute
+from .recompute import scan_in_chunks
 
 # Chunk size of the causal scan: at this size products within a chunk cost about as much as those with the state.
 SCAN_CHUNK = 64
-# A group of the scan has as many chunks as the root of their number divided by this.
-_GROUPS = 8
 
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
@@ -135,53 +131,6 @@ def _scan_in_a_loop(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: 
     sizes = [min(chunk_size, x.shape[2] - first) for first in range(0, x.shape[2], chunk_size)]
     (out,), last = scan_in_chunks(scan, (x, y, z), state.flatten(0, 1), sizes)
     return out, last.view_as(state)
-
-
-def scan_in_chunks(
-    step: Callable[..., tuple[list[Tensor], Any]], tokens: Sequence[Tensor | None], state: Any, sizes: list[int]
-) -> tuple[list[Tensor], Any]:
-    """Apply `step(chunk, state) -> (outputs, state)` to one chunk of the tokens after the other.
-
-    For the backward pass, only the states between groups of chunks are kept; each group is computed again.
-
-    Args:
-        step: reads and returns chunks (b h, n, ...) of tokens, and the state.
-        tokens: (b, h, n, ...) each; `None` is passed on.
-        state: the state before the first token: tensors, or a tuple of them.
-        sizes: of the chunks.
-
-    Returns:
-        The outputs (b, h, n, ...) for all tokens, and the state after the last.
-    """
-    # Tokens before heads, as in the outputs of projections, and their gradients.
-    rows, heads = [None if part is None else part.transpose(1, 2) for part in tokens], tokens[0].shape[1]
-
-    def scan(rows: Sequence[Tensor | None], state: Any, sizes: list[int]) -> tuple[list[Tensor], Any]:
-        chunks = []
-        for chunk in _split_each(rows, sizes):
-            chunk = [None if part is None else part.transpose(1, 2).flatten(0, 1) for part in chunk]
-            outputs, state = step(chunk, state)
-            chunks.append([out.unflatten(0, (-1, heads)).transpose(1, 2) for out in outputs])
-        return [torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)], state
-
-    if not may_recompute(tokens[0]):
-        outputs, state = scan(rows, state, sizes)
-        return [out.transpose(1, 2) for out in outputs], state
-    # More chunks in a group mean fewer states to keep, but more to hold while a group is computed again.
-    number = max(1, round(math.sqrt(len(sizes) / _GROUPS)))
-    groups = [sizes[first : first + number] for first in range(0, len(sizes), number)]
-    parts = []
-    for group, part in zip(groups, _split_each(rows, [sum(group) for group in groups]), strict=True):
-        outputs, state = keep_inputs(scan, part, state, group)
-        parts.append(outputs)
-    return [torch.cat(part, dim=1).transpose(1, 2) for part in zip(*parts, strict=True)], state
-
-
-def _split_each(rows: Sequence[Tensor | None], sizes: list[int]) -> list[tuple[Tensor | None, ...]]:
-    """Split each of (b, n, ...) along the tokens."""
-    # Split once: the backward of `split` is one concatenation, that of each slice a full-length tensor.
-    split = ([None] * len(sizes) if part is None else part.split(sizes, dim=1) for part in rows)
-    return [*zip(*split, strict=True)]
 
 
 def scan_chunk(x: Tensor, y: Tensor, z: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
