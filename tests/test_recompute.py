@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import MIXING_FAMILIES, gradients, tiny_causal_model, tiny_model, window_of
+from helpers import MIXING_FAMILIES, tiny_causal_model, tiny_model, window_of
 from torch.autograd.graph import saved_tensors_hooks
 
 from luna_hf import FAMILIES, recompute
@@ -61,24 +61,28 @@ def test_the_gradients_stay_the_same(causal, monkeypatch):
 def test_second_derivatives(normaliser, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(recompute, "LEAST_ENTRIES", 0)
-    tensors = [torch.randn(1, 2, 9, size, dtype=torch.float64, requires_grad=True) for size in (3, 3, 3, 2)]
-    steps = torch.arange(1, 10)[None]
+    tensors = [torch.randn(1, 2, 5, 2, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    steps = torch.arange(1, 6)[None]
 
     def attend(*tensors):
         return attend_causal_memory(*tensors, normaliser, steps=steps, chunk_size=2)[0]
 
-    assert torch.autograd.gradgradcheck(attend, tensors)
-    assert torch.autograd.gradgradcheck(lambda *own: causal_scan(*own, chunk_size=2)[0], tensors[:3])
+    assert torch.autograd.gradcheck(attend, tensors)
+    assert torch.autograd.gradgradcheck(attend, tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *own: causal_scan(*own, chunk_size=2)[0], tensors[:3], fast_mode=True)
 
 
 def test_transforms_of_functions(both):
     """`torch.func.grad` knows no saved tensors, so that everything is kept."""
-    model = tiny_model(num_hidden_layers=1)
+    model = tiny_model("abc_memory", num_hidden_layers=1)
     states = torch.randn(1, 20, 48)
-    actual = torch.func.grad(lambda states: model(inputs_embeds=states).last_hidden_state.sum())(states)
-    states.requires_grad_()
-    expected = gradients(model(inputs_embeds=states).last_hidden_state, [states])
-    torch.testing.assert_close(actual, *expected)
+
+    def loss(states):
+        return model(inputs_embeds=states).last_hidden_state.square().sum()
+
+    actual = torch.func.grad(loss)(states)
+    (expected,) = torch.autograd.grad(loss(states.requires_grad_()), states)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_hooks_see_one_computation(both):

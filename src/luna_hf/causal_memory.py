@@ -239,7 +239,7 @@ def _attend_chunk(
     readable = reading.slots
     if state.total is not None:
         totals = weights.cumsum(1) + state.total
-        state = state._replace(total=totals[:, -1:])
+        state = state._replace(total=totals[:, -1:].clone())  # a view would keep the totals of the whole chunk
         divisor, readable = _divisor(totals, reading)
     logits, keys = scan_chunk(query * query.shape[-1] ** -0.5, key, weights, state.key)
     read, divided = _read_weights(logits, divisor, readable, reading)
