@@ -256,7 +256,7 @@ def run_memory(options: argparse.Namespace, arguments: Sequence[str]) -> dict[st
         models: dict[str, dict[str, Any]] = {name: {} for name in options.names}
         for kind, peaks in taken.items():
             for name, bytes_taken in peaks[length].items():
-                over = {peer: bytes_taken / peaks[length][peer] for peer in peers if peer != name}
+                over = {peer: bytes_taken / max(peaks[length][peer], 1) for peer in peers if peer != name}
                 models[name] |= {f"{kind}_bytes": bytes_taken, f"{kind}_over": over}
         lengths.append({"length": length, "rows": rows_for(length, options), "models": models})
     result = {

@@ -31,9 +31,10 @@ def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
     Not in graphs, whose compiler decides by itself; not in transforms of `torch.func`, which know no saved tensors; and
     not where hooks would see the second computation.
     """
-    if not torch.is_grad_enabled() or states.numel() < LEAST_ENTRIES or is_tracing(states):
+    # In this order: comparing the size would specialise a graph to it.
+    if not torch.is_grad_enabled() or is_tracing(states) or torch._C._are_functorch_transforms_active():
         return False
-    if torch._C._are_functorch_transforms_active():
+    if states.numel() < LEAST_ENTRIES:
         return False
     return not any(_is_hooked(part) for module in modules for part in module.modules())
 
