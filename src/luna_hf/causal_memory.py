@@ -205,6 +205,7 @@ def _attend_in_a_loop(
     if reading.normaliser == "softmax" and length > 1:
         sizes = _split_at_rises(weights.detach(), sizes, memory.peak[:, :, 0], keep)
     tokens = (query, key, value, weights, divisor, reading.bias, reading.beside)
+    # Not `reading` itself: what the step holds stays in memory until the backward pass.
     shared = reading._replace(bias=None, beside=None)
 
     def attend(chunk: Sequence[Tensor | None], state: CausalMemory) -> tuple[list[Tensor], CausalMemory]:
@@ -212,7 +213,7 @@ def _attend_in_a_loop(
         states = (part.to(precise) for part in states)
         own = shared._replace(bias=bias, beside=beside)
         out, read, state = _attend_chunk(*states, state, divided_by, own)
-        return [out, read] if reading.need_weights else [out], state
+        return [out, read] if shared.need_weights else [out], state
 
     state = CausalMemory(*(None if part is None else part.flatten(0, 1) for part in memory))
     (out, *read), state = scan_in_chunks(attend, tokens, state, sizes)
