@@ -18,6 +18,18 @@ from luna_hf.configuration_abc import CONTROLS
 # models did before fused kernels. modernbert-flash skips what lies outside its windows, which sdpa computes and masks.
 PEERS = ("roberta", "roberta-eager", "roberta-flash", "modernbert", "modernbert-flash")
 BACKENDS = {"eager": "eager", "flash": "flash_attention_2"}
+PEER_MODELS = {
+    "roberta": {
+        "forward": partial(hf.RobertaModel, add_pooling_layer=False),
+        "mlm_step": hf.RobertaForMaskedLM,
+        "class_step": hf.RobertaForSequenceClassification,
+    },
+    "modernbert": {
+        "forward": hf.ModernBertModel,
+        "mlm_step": hf.ModernBertForMaskedLM,
+        "class_step": hf.ModernBertForSequenceClassification,
+    },
+}
 
 # A window and slots.
 MIXED = {"local_window": 32}
@@ -133,31 +145,33 @@ def backend_of(name: str) -> str | None:
     return BACKENDS.get(name.partition("-")[2]) if name in PEERS else None
 
 
+def is_training(setting: argparse.Namespace) -> bool:
+    """Whether a training step is measured."""
+    return setting.mode != "forward"
+
+
 def full_vocabulary(setting: argparse.Namespace) -> bool:
     """Whether the models have their published vocabularies: in training, and as whole models."""
-    return setting.mode == "mlm_step" or setting.layers == BASE
+    return is_training(setting) or setting.layers == BASE
 
 
 def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
     """A randomly initialised model without dropout, on the device, in training mode for a training step."""
     torch.manual_seed(0)
-    if is_modernbert(name):
-        base, masked_lm = hf.ModernBertModel, hf.ModernBertForMaskedLM
-    elif name in PEERS:
-        base, masked_lm = partial(hf.RobertaModel, add_pooling_layer=False), hf.RobertaForMaskedLM
-    else:
-        family, _ = OWN[name]
-        base, masked_lm = FAMILIES[family].base_model, FAMILIES[family].masked_lm
-    training = setting.mode == "mlm_step"
+    makers = PEER_MODELS.get(name.partition("-")[0], {})
+    if name not in PEERS:
+        family = FAMILIES[OWN[name][0]]
+        classifier = family.heads[hf.AutoModelForSequenceClassification]
+        makers = {"forward": family.base_model, "mlm_step": family.masked_lm, "class_step": classifier}
     with torch.device(setting.device):  # an accelerator draws random weights faster
-        model = (masked_lm if training else base)(configure(name, setting))
-    return model.to(device=setting.device, dtype=getattr(torch, setting.dtype)).train(training)
+        model = makers[setting.mode](configure(name, setting))
+    return model.to(device=setting.device, dtype=getattr(torch, setting.dtype)).train(is_training(setting))
 
 
 def held_bytes(model: PreTrainedModel, setting: argparse.Namespace) -> int:
     """What a model holds between two calls: its weights, and in training as much for gradients and each Adam moment."""
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    return weights * (4 if setting.mode == "mlm_step" else 1)
+    return weights * (4 if is_training(setting) else 1)
 
 
 def make_batch(setting: argparse.Namespace, rows: int, length: int, padded: bool = False) -> dict[str, Tensor]:
@@ -173,12 +187,19 @@ def make_batch(setting: argparse.Namespace, rows: int, length: int, padded: bool
     if setting.mode == "mlm_step":
         labelled = (torch.rand(rows, length, generator=generator) < LABELLED) & keep
         batch["labels"] = ids.masked_fill(~labelled, -100)
+    elif setting.mode == "class_step":
+        batch["labels"] = torch.arange(rows) % 2
     return {name: tensor.to(setting.device) for name, tensor in batch.items()}
 
 
-def make_action(model: nn.Module, setting: argparse.Namespace) -> Callable[[dict[str, Tensor]], None]:
-    """The timed call: a forward without gradients, or forward, backward and fused AdamW."""
-    if setting.mode == "forward":
+def make_action(
+    model: nn.Module, setting: argparse.Namespace, keep_gradients: bool = False
+) -> Callable[[dict[str, Tensor]], None]:
+    """The timed call: a forward without gradients, or forward, backward and fused AdamW.
+
+    With `keep_gradients` the memory of the gradients is used again, not taken anew.
+    """
+    if not is_training(setting):
 
         @torch.no_grad()
         def forward(batch: dict[str, Tensor]) -> None:
@@ -189,7 +210,7 @@ def make_action(model: nn.Module, setting: argparse.Namespace) -> Callable[[dict
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(batch: dict[str, Tensor]) -> None:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not keep_gradients)
         model(**batch).loss.backward()
         optimizer.step()
 
@@ -201,9 +222,12 @@ def rows_for(length: int, setting: argparse.Namespace) -> int:
     return max(2 if setting.padding else 1, setting.tokens_per_batch // length)
 
 
-def peak_memory(name: str, length: int, setting: argparse.Namespace) -> int:
-    """Peak bytes of one call beyond model and optimizer state; run it in a separate process."""
-    action = make_action(build(name, setting), setting)
+def peak_memory(name: str, length: int, setting: argparse.Namespace, checkpointing: bool = False) -> int:
+    """Peak bytes of one call beyond weights, gradients and optimizer state; run it in a separate process."""
+    model = build(name, setting)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    action = make_action(model, setting, keep_gradients=True)
     action(make_batch(setting, 1, min(WARM_UP_LENGTH, length)))
     batch = make_batch(setting, rows_for(length, setting), length)
     return extra_memory(lambda: action(batch), setting.device)

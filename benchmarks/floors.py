@@ -32,6 +32,9 @@ GROWTH_RANGE = (2048, 16384)
 QUADRATIC = ("abc-full",)  # softmax attention, measured for comparison
 PADDING = 1.05
 
+# Memory of a training step relative to RobertaModel's, with and without gradient checkpointing, by length.
+MEMORY = {2048: 0.75, 4096: 0.6}
+
 Check = dict[str, Any]
 
 
@@ -86,6 +89,22 @@ def check(result: dict[str, Any]) -> list[Check]:
         bounds = {name: MIXED_GROWTH if "mixed" in name else GROWTH for name in exponents}
         checks += [compare(what, name, exponent, bounds[name]) for name, exponent in exponents.items()]
     return checks
+
+
+def check_memory(result: dict[str, Any]) -> list[Check]:
+    """Every ceiling that applies to a run of `encoder.py --memory`."""
+    settings = result["settings"]
+    if any(settings[name] != value for name, value in BASE.items()) or settings["mode"] == "forward":
+        return []
+    return [
+        compare(
+            f"{kind} over roberta at {row['length']}", name, model[f"{kind}_over"]["roberta"], MEMORY[row["length"]]
+        )
+        for row in result["lengths"]
+        for name, model in row["models"].items()
+        for kind in ("peak_memory", "checkpointed")
+        if name not in result["peers"] and row["length"] in MEMORY
+    ]
 
 
 # ---- texts of unlike lengths ----

@@ -53,6 +53,7 @@ FORWARD, ABC = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-la
 FEW, MIXED = "encoder-forward-1-layer-few-cpu-float32", "encoder-forward-1-layer-mixed-cpu-float32"
 FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention-12-heads-of-64-cpu-float32"
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
+STEP_MEMORY = "encoder-class_step-base-memory-chosen-cpu-float32"
 CAUSAL, CAUSAL_LENGTH = "causal-attention-cpu-float32", 8192
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
 LRA, LRA_COST, LRA_COST_LUNA = "lra-small-cpu-float32", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
@@ -189,6 +190,20 @@ def _whole() -> str:
     return with_source(f"{markdown_table(header, rows)}\n\n{sizes}.", WHOLE, STEP)
 
 
+def _step_memory() -> str:
+    """Peak memory of a training step, plain and with gradient checkpointing, and its share of RoBERTa's."""
+    rows = []
+    for row in _load(STEP_MEMORY)["lengths"]:
+        for name, model in row["models"].items():
+            cells = []
+            for kind in ("peak_memory", "checkpointed"):
+                share = model[f"{kind}_over"].get("roberta")
+                cells += [f"{model[f'{kind}_bytes'] / 2**20:,.0f}", f"{share:.2f}" if share else "-"]
+            rows.append([f"{row['rows']} x {row['length']:,}", LABELS[name], *cells])
+    header = ["tokens", "model", "MiB", "/ RoBERTa", "with checkpointing, MiB", "/ RoBERTa"]
+    return _table(header, rows, STEP_MEMORY)
+
+
 def _abc() -> str:
     models = ["abc-mlp-64", "abc-mlp-128"]
     table = _by_length(ABC, [(name, "roberta") for name in (*models, "luna-untied")], [*models, "roberta"])
@@ -276,8 +291,8 @@ def _causal_training() -> str:
     speed = span((model["speed_over"]["gpt2"]["median"] for model in own), 1)
     memory = span((model["memory_over"]["gpt2"] for model in own), 2)
     return (
-        f"Training saves time, but no memory: at {last['length']:,} tokens, a training step of Luna and ABC is {speed} "
-        f"times as fast as GPT-2's and takes {memory} times its memory."
+        f"At {last['length']:,} tokens, a training step of Luna and ABC is {speed} times as fast as GPT-2's and takes "
+        f"{memory} times its memory."
     )
 
 
@@ -366,6 +381,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
             "encoder-mlm_step-3-layer-luna-cpu-float32": "3 layers",
             "encoder-mlm_step-4-layer-abc-cpu-float32": "4 layers",
         }
+    ),
+    "training-memory": _once_measured(
+        STEP_MEMORY,
+        "python benchmarks/encoder.py --mode class_step --memory --models roberta luna-untied luna-tied abc-mlp-64 "
+        "--layers base --lengths 512 2048 4096 --check-floors",
+        _step_memory,
     ),
     "bfloat16": lambda: _one_length(
         {"encoder-forward-1-layer-cpu-bfloat16": "emulated", "encoder-forward-1-layer-abc-cpu-bfloat16": "native"},

@@ -87,6 +87,24 @@ def test_forward_with_padding(tmp_path, monkeypatch, capsys):
         assert_ratios(tied["speed_over"]["roberta"], roberta, tied)
 
 
+def test_memory_of_a_training_step(tmp_path, monkeypatch, capsys):
+    words = ["--mode", "class_step", "--memory", "--models", "luna-tied"]
+    path, result = run_here(encoder, [*TINY, *words], tmp_path, monkeypatch)
+    assert path.name.startswith("encoder-class_step-3-layer-memory-chosen-cpu-float32-torch")
+    assert "| 2 x 32 | luna-tied |" in capsys.readouterr().out and result["floors"] == []
+    result["settings"] |= floors.BASE
+    result["lengths"][1] |= {"length": 4096}
+    for kind, share in (("peak_memory", 0.59), ("checkpointed", 0.61)):
+        luna, roberta = (result["lengths"][1]["models"][name] for name in ("luna-tied", "roberta"))
+        assert luna[f"{kind}_over"]["roberta"] == pytest.approx(
+            luna[f"{kind}_bytes"] / max(roberta[f"{kind}_bytes"], 1), rel=1e-4
+        )
+        luna[f"{kind}_over"]["roberta"] = share
+    assert [check["holds"] for check in floors.check_memory(result)] == [True, False]
+    with pytest.raises(UserError):
+        encoder.parse([*TINY, "--memory"])  # keeps nothing in a forward
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words"), [("encoder", [*TINY, "--models", "abc"]), ("causal", CAUSAL), ("generation", GENERATION)]
@@ -155,12 +173,13 @@ def test_peak_memory_of_a_call():
     assert measuring.extra_memory(lambda: None, "cpu") / 2**20 < 8
 
 
+@pytest.mark.parametrize("mode", ["mlm_step", "class_step"])
 @pytest.mark.parametrize("name", ["roberta", "modernbert", "luna-tied", "abc-mlp-64"])
-def test_a_training_step_of_every_kind_learns(name):
-    options = encoder.parse([*TINY, "--mode", "mlm_step"])
+def test_a_training_step_of_every_kind_learns(name, mode):
+    options = encoder.parse([*TINY, "--mode", mode])
     model = encoder.build(name, options)
     batch = encoder.make_batch(options, rows=2, length=16)
-    assert 0 < (batch["labels"] != -100).float().mean().item() < 0.5
+    assert mode == "class_step" or 0 < (batch["labels"] != -100).float().mean().item() < 0.5
     before = model(**batch).loss.item()
     step = encoder.make_action(model, options)
     for _ in range(3):

@@ -5,6 +5,7 @@ multi-head softmax attention. The projections have RoBERTa's names.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from .memory_control import (
     slot_counts,
 )
 from .memory_read import AttentionMap, SlotMemory, Views, WindowMemory, tokens_in_window
+from .recompute import recomputed
 
 # What a control writes: the tokens' keys and values (b, h, n, c), or, to project the slots afterwards, their states
 # (b, 1, n, d) alone.
@@ -76,13 +78,22 @@ class AbcAttention(AbcControlled):
 
     def write_mlp(self, states: Tensor, sources: Sources, weight: Tensor, context: ForwardContext) -> SlotMemory:
         """Write with a learned attention over the tokens (equation 7)."""
-        logits, activation = self.control_logits(states, weight), self.config.control_activation
-        phi = control_weights(logits, context.keep, activation)
-        filled = (phi != 0).any(-1) if activation == "relu" else None
-        counts = None
-        if self.slot_scale is not None:
-            counts = control_shares(logits, context.keep, activation).sum(-1)
-        return self.slot_memory(*self.write_weighted(phi, sources), context, filled, counts)
+        activation = self.config.control_activation
+
+        def write(states: Tensor, sources: Sources, weight: Tensor) -> tuple[Any, ...]:
+            logits = self.control_logits(states, weight)
+            phi = control_weights(logits, context.keep, activation)
+            filled = (phi != 0).any(-1) if activation == "relu" else None
+            counts = None
+            if self.slot_scale is not None:
+                counts = control_shares(logits, context.keep, activation).sum(-1)
+            return self.write_weighted(phi, sources), filled, counts
+
+        inputs = states, sources, weight
+        # The weights of few slots take a few per cent of a layer's time.
+        few = weight.shape[0] <= states.shape[2]
+        written, filled, counts = recomputed(write, *inputs) if few else write(*inputs)
+        return self.slot_memory(*written, context, filled, counts)
 
     def control_logits(self, states: Tensor, weight: Tensor) -> Tensor:
         """Compute W x of equation 7, (b, h, m, n)."""

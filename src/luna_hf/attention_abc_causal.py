@@ -16,7 +16,8 @@ from .causal_attention import CausalMemoryAttention
 from .causal_window import write_window
 from .context import ForwardContext
 from .functional import split_heads
-from .memory_read import read_memories
+from .memory_read import SlotMemory, WindowMemory, read_memories
+from .recompute import recomputed
 
 
 class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
@@ -31,8 +32,14 @@ class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
         query, key, value = self.project(hidden_states, context)
         cache = context.layer_cache(self.layer_idx)
         window = write_window(key, value, self.config.memory_size, context, cache)
-        output, weights = read_memories(self, query, [window], context.options)
-        return output, carried, weights
+        if self.config._attn_implementation == "eager":  # which also returns weights
+            output, weights = read_memories(self, query, [window], context.options)
+            return output, carried, weights
+
+        def read(query: Tensor, window: WindowMemory | SlotMemory) -> Tensor:
+            return read_memories(self, query, [window], context.options)[0]
+
+        return recomputed(read, query, window), carried, None
 
     def write_weights(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext

@@ -28,6 +28,7 @@ from .causal_attention import CausalMemoryAttention
 from .configuration_luna import LunaConfig
 from .context import ForwardContext
 from .functional import split_heads
+from .recompute import recomputed
 from .state import SOURCE, MemoryCacheLayer
 
 # Names in a decoding state.
@@ -88,8 +89,9 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
             pack_query = cache.states[_SOURCE_QUERY] if carried is None else self.source_query(carried)
         else:
             pack_query = self.pack_query(cache)
-        weights = pack_weights(pack_query, pack_key, self.config.pack_activation)
-        if self.config.pack_activation == "exp":
+        activation = self.config.pack_activation
+        weights = recomputed(lambda key, query: pack_weights(query, key, activation), pack_key, pack_query)
+        if activation == "exp":
             return weights, "softmax"
         dropout = self.attention_dropout if self.training else 0.0
         return F.dropout(weights, dropout) if dropout else weights, "steps"

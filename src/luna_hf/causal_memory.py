@@ -11,6 +11,7 @@ Mechanisms differ in their weights and in the divisor N_t (`NORMALISERS`). Every
 Shape letters: b batch, h heads, n tokens, m slots, c head size. Every mask is boolean with True = keep.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from .functional import (
     to_chunks,
     weight_shares,
 )
+from .recompute import scan_in_chunks
 
 # The divisor N_t of a slot's sums, and the slots that can be read:
 #   "steps"    the number of tokens so far, a causal mean (Luna, section 3.3)
@@ -81,15 +83,6 @@ class Reading(NamedTuple):
     # For every token:
     bias: Tensor | None = None  # (..., n, m) added to the logits of the slots
     beside: Tensor | None = None  # (..., n, k) logits of other keys in the same softmax
-
-    def split(self, sizes: list[int]) -> list["Reading"]:
-        """Split what depends on the token into chunks (b h, n, ...)."""
-        parts = {name: getattr(self, name) for name in ("bias", "beside")}
-        chunks = {name: part.split(sizes, 2) for name, part in parts.items() if part is not None}
-        return [
-            self._replace(**{name: chunk[index].flatten(0, 1) for name, chunk in chunks.items()})
-            for index in range(len(sizes))
-        ]
 
 
 def attend_causal_memory(
@@ -207,23 +200,25 @@ def _attend_in_a_loop(
     keep: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor | None, CausalMemory]:
-    rows, length, precise = query.shape[:2], query.shape[2], memory.key.dtype
+    heads, length, precise = query.shape[1], query.shape[2], memory.key.dtype
     sizes = [min(chunk_size, length - first) for first in range(0, length, chunk_size)]
     if reading.normaliser == "softmax" and length > 1:
         sizes = _split_at_rises(weights.detach(), sizes, memory.peak[:, :, 0], keep)
+    tokens = (query, key, value, weights, divisor, reading.bias, reading.beside)
+    # Not `reading` itself: what the step holds stays in memory until the backward pass.
+    shared = reading._replace(bias=None, beside=None)
+
+    def attend(chunk: Sequence[Tensor | None], state: CausalMemory) -> tuple[list[Tensor], CausalMemory]:
+        *states, divided_by, bias, beside = chunk
+        states = (part.to(precise) for part in states)
+        own = shared._replace(bias=bias, beside=beside)
+        out, read, state = _attend_chunk(*states, state, divided_by, own)
+        return [out, read] if shared.need_weights else [out], state
+
     state = CausalMemory(*(None if part is None else part.flatten(0, 1) for part in memory))
-    # Split once: the backward of `split` is one concatenation, that of each slice a full-length tensor.
-    tokens = [states.split(sizes, 2) for states in (query, key, value, weights)]
-    divisors = [None] * len(sizes) if divisor is None else [part.flatten(0, 1) for part in divisor.split(sizes, 2)]
-    outputs, reads = [], []
-    for *chunk, divided_by, chunk_reading in zip(*tokens, divisors, reading.split(sizes), strict=True):
-        chunk = [states.flatten(0, 1).to(precise) for states in chunk]
-        out, read, state = _attend_chunk(*chunk, state, divided_by, chunk_reading)
-        # (b, n, h, c) is the layout that the output projection needs.
-        outputs.append(out.unflatten(0, rows).transpose(1, 2))
-        reads += [read.unflatten(0, rows)] if reading.need_weights else []
-    out, read = torch.cat(outputs, dim=1).transpose(1, 2), torch.cat(reads, dim=2) if reads else None
-    return out, read, CausalMemory(*(None if part is None else part.unflatten(0, rows) for part in state))
+    (out, *read), state = scan_in_chunks(attend, tokens, state, sizes)
+    memory = CausalMemory(*(None if part is None else part.unflatten(0, (-1, heads)) for part in state))
+    return out, read[0] if read else None, memory
 
 
 def _attend_chunk(
@@ -245,7 +240,7 @@ def _attend_chunk(
     readable = reading.slots
     if state.total is not None:
         totals = weights.cumsum(1) + state.total
-        state = state._replace(total=totals[:, -1:])
+        state = state._replace(total=totals[:, -1:].clone())  # a view would keep the totals of the whole chunk
         divisor, readable = _divisor(totals, reading)
     logits, keys = scan_chunk(query * query.shape[-1] ** -0.5, key, weights, state.key)
     read, divided = _read_weights(logits, divisor, readable, reading)

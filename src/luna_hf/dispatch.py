@@ -29,7 +29,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     # Inductor lays a convolution out for one length, and would compile the model again for every other.
     "convolution": {"graph": "shifted", "default": "library"},
     # The feed-forward network's inner states are a model's largest tensors.
-    "feed_forward": {"inference": "parts", "default": "whole"},
+    "feed_forward": {"graph": "whole", "cpu": "parts", "inference": "parts", "default": "whole"},
     "nearest_centroid": {"cpu": "parts", "default": "whole"},
     # Absorbing projections depends on the numbers of tokens and slots, which a graph must not; see `absorbed`.
     "projections": {"graph": "applied", "cpu inference": "absorbed", "default": "applied"},

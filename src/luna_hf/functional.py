@@ -4,6 +4,8 @@ Shape letters: b batch, h heads, n tokens, q queries, k keys, l slots, d width, 
 mask is boolean with True = keep. Nothing here holds parameters or reads a configuration.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,6 +13,7 @@ from transformers.utils import is_tracing
 from transformers.utils.generic import maybe_autocast
 
 from .dispatch import choose
+from .recompute import scan_in_chunks
 
 # Chunk size of the causal scan: at this size products within a chunk cost about as much as those with the state.
 SCAN_CHUNK = 64
@@ -121,13 +124,13 @@ def causal_scan(
 
 
 def _scan_in_a_loop(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-    heads, outputs = x.shape[:2], []
-    state = state.flatten(0, 1)
-    # Split once: the backward of `split` is one concatenation, that of each slice a full-length tensor.
-    for chunk in zip(*(states.split(chunk_size, dim=2) for states in (x, y, z)), strict=True):
-        out, state = scan_chunk(*(states.flatten(0, 1).to(state.dtype) for states in chunk), state)
-        outputs.append(out.unflatten(0, heads))
-    return torch.cat(outputs, dim=2), state.unflatten(0, heads)
+    def scan(chunk: Sequence[Tensor | None], state: Tensor) -> tuple[list[Tensor], Tensor]:
+        out, state = scan_chunk(*(states.to(state.dtype) for states in chunk), state)
+        return [out], state
+
+    sizes = [min(chunk_size, x.shape[2] - first) for first in range(0, x.shape[2], chunk_size)]
+    (out,), last = scan_in_chunks(scan, (x, y, z), state.flatten(0, 1), sizes)
+    return out, last.view_as(state)
 
 
 def scan_chunk(x: Tensor, y: Tensor, z: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

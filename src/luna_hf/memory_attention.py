@@ -20,10 +20,14 @@ from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext
 from .dispatch import choose
 from .functional import count_bias, split_heads
-from .memory_read import Memories, SlotMemory, Views, read_memories, tokens_in_window, view_parts
+from .memory_read import Memories, SlotMemory, Views, WindowMemory, read_memories, tokens_in_window, view_parts
+from .recompute import may_recompute, recomputed
 
 # Number of tokens per part where tokens are processed in parts.
 _PART_TOKENS = 512
+# Number of keys, relative to the width, up to which reading them again in the backward pass takes a few per cent of a
+# layer's time.
+_MOST_KEYS = 0.5
 
 
 class Memory(NamedTuple):
@@ -161,7 +165,9 @@ class MemoryAttention(nn.Module):
         own, base = type(self), MemoryAttention
         if own.forward is not base.forward or own.read is not base.read:
             return False
-        if not may_absorb(self, states, self.query, output) or "forward" in vars(self):
+        if self.config._attn_implementation == "eager" or "forward" in vars(self):  # eager attention returns weights
+            return False
+        if not (may_recompute(states, self.query, output) or may_absorb(self, states, self.query, output)):
             return False
         # A hook sees what `forward` returns. Those of transformers, once installed, stay, but look only for weights.
         hooks = [*self._forward_hooks.values(), *self._forward_pre_hooks.values()]
@@ -170,7 +176,7 @@ class MemoryAttention(nn.Module):
     def forward_projected(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext, output: nn.Linear
     ) -> tuple[Tensor, Tensor | None]:
-        """Self-attention and the output projection, in the form that takes fewer products; see `absorbed`.
+        """Self-attention and the output projection, in the form that takes fewer products (`absorbed`) or less memory.
 
         Args:
             hidden_states, carried, context: see `forward`.
@@ -182,11 +188,18 @@ class MemoryAttention(nn.Module):
         memory = self.write_own(hidden_states, carried, context)
         slots, (_, length, width) = memory.parts[0], hidden_states.shape
         only_slots = len(memory.parts) == 1 and isinstance(slots, SlotMemory)
-        if only_slots and pays(length, slots.key.shape[2], width, self.num_heads):
+        absorbs = only_slots and may_absorb(self, hidden_states, self.query, output)
+        if absorbs and pays(length, slots.key.shape[2], width, self.num_heads):
             sides = slots.key, slots.value, output, slots.mask()
             return read_absorbed(hidden_states, self.query, *sides), memory.carried
-        mixed, _ = self.read(hidden_states, memory, context)
-        return linear(output, mixed), memory.carried
+
+        def read(states: Tensor, parts: Memories) -> Tensor:
+            return linear(output, self.read(states, Memory(parts), context)[0])
+
+        keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in memory.parts)
+        if keys > width * _MOST_KEYS:
+            return read(hidden_states, memory.parts), memory.carried
+        return recomputed(read, hidden_states, [*memory.parts]), memory.carried
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
         """Return what a probe can inspect, by name, for the arguments of `forward`; needs eager attention."""

@@ -32,12 +32,12 @@ class CrossAttentionBlock(nn.Module):
 
         Returns:
             The states (b, n, d), `carried` for the next layer, and with eager attention the read weights (b, h, n, m).
+            As in `AttentionBlock.forward`, the LayerNorm of a post-norm layer is not applied.
         """
         memory = self.cached(context) if source is None else self.self.write(source, carried, context.source)
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
         mixed, weights = self.self.read(states, memory, context)
         hidden_states = hidden_states + self.output.dropout(linear(self.output.dense, mixed))
-        hidden_states = hidden_states if self.norm_first else self.output.LayerNorm(hidden_states)
         return hidden_states, carried if source is None else memory.carried, weights
 
     def cached(self, context: ForwardContext) -> Memory:
@@ -75,8 +75,9 @@ class CrossLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Apply the three sub-layers, see `CrossAttentionBlock.forward`."""
         hidden_states, carried = self.attention(hidden_states, carried, context)
+        hidden_states = hidden_states if self.norm_first else self.attention.output.LayerNorm(hidden_states)
         hidden_states, carried, _ = self.crossattention(hidden_states, carried, source, context)
-        return self.feed_forward(hidden_states), carried
+        return self.feed_forward(hidden_states, self.crossattention), carried
 
     def write_source(self, carried: Tensor | None, source: Tensor, context: ForwardContext) -> Tensor | None:
         """Put what the layer needs of the source (b, s, d) into the cache; returns `carried` for the next layer."""

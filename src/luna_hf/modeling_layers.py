@@ -21,6 +21,7 @@ from .context import ForwardContext
 from .dispatch import choose
 from .functional import depthwise_convolution, sinusoids, sinusoids_at, token_positions
 from .memory_attention import FullAttention, MemoryAttention
+from .recompute import keep_inputs, may_recompute
 
 # Number of tokens per block of the feed-forward network in inference, by device type; the CPU's blocks fit in cache.
 _FEED_FORWARD_ROWS = {"cpu": 1024}
@@ -161,7 +162,11 @@ class FeedForwardInput(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Map (..., d) to (..., intermediate_size)."""
-        return self.dropout(self.activation(linear(self.dense, states)))
+        return self.activate(linear(self.dense, states))
+
+    def activate(self, inner: Tensor) -> Tensor:
+        """Apply activation and dropout."""
+        return self.dropout(self.activation(inner))
 
 
 class AttentionBlock(nn.Module):
@@ -184,10 +189,12 @@ class AttentionBlock(nn.Module):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply the sub-layer with its residual connection; returns states (b, n, d) and `carried`."""
+        """Apply the sub-layer with its residual connection; returns states (b, n, d) and `carried`.
+
+        In a post-norm layer, what follows applies `output.LayerNorm` to the states.
+        """
         mixed, carried = self.mix(hidden_states, carried, context)
-        hidden_states = hidden_states + self.output.dropout(mixed)
-        return hidden_states if self.norm_first else self.output.LayerNorm(hidden_states), carried
+        return hidden_states + self.output.dropout(mixed), carried
 
     def mix(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
@@ -225,21 +232,46 @@ class TransformerLayer(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Apply both sub-layers; returns token states (b, n, d) and `carried`."""
         hidden_states, carried = self.attention(hidden_states, carried, context)
-        return self.feed_forward(hidden_states), carried
+        return self.feed_forward(hidden_states, self.attention), carried
 
-    def feed_forward(self, hidden_states: Tensor) -> Tensor:
-        """Apply the feed-forward sub-layer with its residual connection, in blocks of tokens if that saves memory."""
+    def feed_forward(self, hidden_states: Tensor, before: nn.Module) -> Tensor:
+        """Apply the feed-forward sub-layer with its residual connection, in blocks of tokens if that saves memory.
+
+        Args:
+            hidden_states: (b, n, d) the output of the sub-layer `before`, whose LayerNorm is still to be applied in a
+                post-norm layer.
+        """
+        norm = self.output.LayerNorm if self.norm_first else before.output.LayerNorm
         rows = self.feed_forward_rows
         if not rows and choose("feed_forward", hidden_states, self.training) == "parts":
             rows = _FEED_FORWARD_ROWS.get(hidden_states.device.type, _FEED_FORWARD_ROWS_DEFAULT)
         flat = hidden_states.flatten(0, 1)
         if not rows or flat.shape[0] <= rows:
-            return self._feed_forward(hidden_states)
-        return torch.cat([self._feed_forward(block) for block in flat.split(rows)]).view_as(hidden_states)
+            return self._feed_forward(hidden_states, norm)
+        return torch.cat([self._feed_forward(block, norm) for block in flat.split(rows)]).view_as(hidden_states)
 
-    def _feed_forward(self, states: Tensor) -> Tensor:
-        inner = self.intermediate(self.output.LayerNorm(states) if self.norm_first else states)
-        states = states + self.output.dropout(linear(self.output.dense, inner))
+    def _feed_forward(self, states: Tensor, norm: nn.LayerNorm) -> Tensor:
+        def widen(states: Tensor) -> tuple[Tensor, Tensor]:
+            normed = norm(states)
+            return states if self.norm_first else normed, linear(self.intermediate.dense, normed)
+
+        def narrow(inner: Tensor) -> Tensor:
+            return linear(self.output.dense, self.intermediate.activate(inner))
+
+        def apply(states: Tensor) -> tuple[Tensor, Tensor]:
+            states, inner = widen(states)
+            return states, narrow(inner)
+
+        if not may_recompute(states, norm, self.intermediate, self.output):
+            normed = norm(states)
+            states = states if self.norm_first else normed
+            update = linear(self.output.dense, self.intermediate(normed))
+        elif self.gradient_checkpointing and self.training:  # memory counts more than time
+            states, update = keep_inputs(apply, states)
+        else:  # the large products are kept; norms and activations are cheap
+            states, inner = keep_inputs(widen, states)
+            update = keep_inputs(narrow, inner)
+        states = states + self.output.dropout(update)
         return states if self.norm_first else self.output.LayerNorm(states)
 
 

@@ -1,0 +1,201 @@
+"""Memory of a training step: what is cheap to compute again is not kept for the backward pass.
+
+Every tensor that an operation's gradient needs stays in memory until the backward pass. `keep_inputs` keeps the inputs
+of a function instead. The numbers stay the same, dropout included; the function runs again in the backward pass, up to
+the last tensor that a gradient needs, so that a linear layer at its end is not applied again.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from transformers.utils import is_tracing
+from transformers.utils.generic import maybe_autocast
+
+# Number of entries from which a tensor is worth the bookkeeping, some hundred microseconds.
+LEAST_ENTRIES = 2**18
+# A group of a scan has as many chunks as the root of their number divided by this. More chunks in a group mean fewer
+# states to keep, but more to hold while a group is computed again.
+_GROUPS = 8
+
+Rows = Sequence[Tensor | None]  # (b, n, h, ...) each
+
+
+def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
+    """Whether to compute what follows from `states`, by these modules, again in the backward pass.
+
+    Not in graphs, whose compiler decides by itself; not in transforms of `torch.func`, which know no saved tensors; and
+    not where hooks would see the second computation.
+    """
+    # In this order: comparing the size would specialise a graph to it.
+    if not torch.is_grad_enabled() or is_tracing(states) or torch._C._are_functorch_transforms_active():
+        return False
+    if states.numel() < LEAST_ENTRIES:
+        return False
+    return not any(_is_hooked(part) for module in modules for part in module.modules())
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> Any:
+    """Compute `function(states, *inputs)`, such that only the inputs are kept, if `may_recompute(states)`."""
+    return keep_inputs(function, states, *inputs) if may_recompute(states) else function(states, *inputs)
+
+
+def keep_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Compute `function(*inputs)`, and keep only the inputs for the backward pass.
+
+    Args:
+        function: must not hold tensors of the tokens itself: with gradient checkpointing, these would stay in memory.
+        inputs: tensors, tuples of them, or anything else.
+    """
+    leaves, structure = tree_flatten(inputs)
+
+    def apply(*leaves: Any) -> Any:
+        return function(*tree_unflatten(leaves, structure))
+
+    return checkpoint(apply, *leaves, use_reentrant=False)
+
+
+# ---- scans ----
+
+
+def scan_in_chunks(
+    step: Callable[..., tuple[list[Tensor], Any]], tokens: Rows, state: Any, sizes: list[int]
+) -> tuple[list[Tensor], Any]:
+    """Apply `step(chunk, state) -> (outputs, state)` to one chunk of the tokens after the other.
+
+    For the backward pass only the states between groups of chunks are kept; each group is computed again.
+
+    Args:
+        step: reads and returns chunks (b h, n, ...) of tokens, and the state.
+        tokens: (b, h, n, ...) each; `None` is passed on.
+        state: before the first token: a tensor, or a tuple with `None` where there is none.
+        sizes: of the chunks.
+
+    Returns:
+        The outputs (b, h, n, ...) for all tokens, and the state after the last.
+    """
+    # Tokens before heads, as in the outputs of projections and in their gradients.
+    rows, heads = [None if part is None else part.transpose(1, 2) for part in tokens], tokens[0].shape[1]
+
+    def scan(rows: Rows, state: Any, sizes: list[int]) -> tuple[list[Tensor], Any]:
+        chunks = []
+        # Split once: the backward of `split` is one concatenation, that of each slice a full-length tensor.
+        split = ([None] * len(sizes) if part is None else part.split(sizes, dim=1) for part in rows)
+        for chunk in zip(*split, strict=True):
+            chunk = [None if part is None else part.transpose(1, 2).flatten(0, 1) for part in chunk]
+            outputs, state = step(chunk, state)
+            chunks.append([out.unflatten(0, (-1, heads)).transpose(1, 2) for out in outputs])
+        return [torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)], state
+
+    if not may_recompute(tokens[0]):
+        outputs, state = scan(rows, state, sizes)
+    else:
+        number = max(1, round(math.sqrt(len(sizes) / _GROUPS)))
+        groups = [sizes[first : first + number] for first in range(0, len(sizes), number)]
+        leaves, structure = tree_flatten(state)
+        results = _ScanInGroups.apply(scan, groups, structure, len(rows), *rows, *leaves)
+        first = len(results) - len(leaves)
+        outputs, state = results[:first], tree_unflatten(results[first:], structure)
+    return [out.transpose(1, 2) for out in outputs], state
+
+
+class _ScanInGroups(torch.autograd.Function):
+    """`scan` with the gradients of the tokens written in place, group by group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scan: Callable[..., Any], groups: list[list[int]], structure: TreeSpec, count: int, *inputs: Any
+    ) -> tuple[Tensor | None, ...]:
+        rows, leaves = inputs[:count], list(inputs[count:])
+        ctx.scan, ctx.groups, ctx.structure, ctx.count, ctx.drawn = scan, groups, structure, count, []
+        kept, results, first = list(inputs), None, 0
+        for group in groups:
+            part, end = slice(first, first + sum(group)), first + sum(group)
+            ctx.drawn.append((torch.get_rng_state(), get_device_states(*inputs)))
+            outputs, state = scan(_narrow(rows, part), tree_unflatten(leaves, structure), group)
+            leaves = tree_flatten(state)[0]
+            kept += leaves if end < rows[0].shape[1] else []
+            if results is None:
+                results = [out.new_empty(out.shape[0], rows[0].shape[1], *out.shape[2:]) for out in outputs]
+            for result, out in zip(results, outputs, strict=True):
+                result[:, part] = out
+            first = end
+        ctx.save_for_backward(*kept)
+        ctx.set_materialize_grads(False)
+        return *results, *leaves
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
+        rows, states = kept[: ctx.count], kept[ctx.count :]
+        width = len(needed) - ctx.count  # number of leaves of a state
+        given_rows, given_state = given[: len(given) - width], given[len(given) - width :]
+        if torch.is_grad_enabled():  # a second derivative goes through the tokens themselves, not through copies
+            sizes = [size for group in ctx.groups for size in group]
+            own = rows, states[:width], given_rows, given_state, needed
+            return (None,) * 4 + _gradients(ctx, 0, sizes, *own, create_graph=True)
+        found = [
+            torch.empty(row.shape, dtype=row.dtype, device=row.device) if want else None
+            for row, want in zip(rows, needed[: ctx.count], strict=True)
+        ]
+        end = rows[0].shape[1]
+        for index in reversed(range(len(ctx.groups))):
+            part = slice(end - sum(ctx.groups[index]), end)
+            own = [
+                None if row is None else row.detach()[:, part].requires_grad_(want)
+                for row, want in zip(rows, needed[: ctx.count], strict=True)
+            ]
+            leaves = [
+                None if leaf is None else leaf.detach().requires_grad_(index > 0 or want)
+                for leaf, want in zip(states[index * width : (index + 1) * width], needed[ctx.count :], strict=True)
+            ]
+            wanted = [tensor is not None and tensor.requires_grad for tensor in (*own, *leaves)]
+            with torch.enable_grad():
+                gradients = _gradients(
+                    ctx, index, ctx.groups[index], own, leaves, _narrow(given_rows, part), given_state, wanted
+                )
+            given_state, end = gradients[ctx.count :], part.start
+            for whole, gradient in zip(found, gradients[: ctx.count], strict=True):
+                if whole is not None:
+                    whole[:, part] = 0.0 if gradient is None else gradient
+        return None, None, None, None, *found, *given_state
+
+
+def _narrow(rows: Rows, part: slice) -> list[Tensor | None]:
+    return [None if row is None else row[:, part] for row in rows]
+
+
+def _gradients(
+    ctx: Any,
+    index: int,
+    sizes: list[int],
+    rows: Rows,
+    leaves: Rows,
+    given_rows: Rows,
+    given_state: Rows,
+    needed: Sequence[bool],
+    create_graph: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Scan again, with the random numbers of the group `index`: the gradients of rows and state, if needed."""
+    cpu, (devices, states) = ctx.drawn[index]
+    device = rows[0].device.type
+    with torch.random.fork_rng(devices), maybe_autocast(device, enabled=False):
+        torch.set_rng_state(cpu)
+        set_device_states(devices, states)
+        outputs, state = ctx.scan(rows, tree_unflatten(leaves, ctx.structure), sizes)
+    pairs = zip((*outputs, *tree_flatten(state)[0]), (*given_rows, *given_state), strict=True)
+    pairs = [(out, grad) for out, grad in pairs if grad is not None and out is not None and out.requires_grad]
+    inputs = [tensor for tensor, want in zip((*rows, *leaves), needed, strict=True) if want]
+    if not (pairs and inputs):
+        return (None,) * len(needed)
+    roots, grads = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(roots, inputs, grads, allow_unused=True, create_graph=create_graph))
+    return tuple(next(found) if want else None for want in needed)
