@@ -53,6 +53,7 @@ FORWARD, ABC = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-la
 FEW, MIXED = "encoder-forward-1-layer-few-cpu-float32", "encoder-forward-1-layer-mixed-cpu-float32"
 FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention-12-heads-of-64-cpu-float32"
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
+DEPLOYMENT = "deployment-cpu-float32"
 CAUSAL, CAUSAL_LENGTH = "causal-attention-cpu-float32", 8192
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
 LRA, LRA_COST, LRA_COST_LUNA = "lra-small-cpu-float32", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
@@ -360,6 +361,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         lambda: _over_roberta(FAMILIES),
     ),
     "attention": once_measured(ATTENTION, "python benchmarks/attention.py", lambda: report(ATTENTION)),
+    "deployment": once_measured(DEPLOYMENT, "python benchmarks/deployment.py --data data", lambda: report(DEPLOYMENT)),
     "controls": _controls,
     "training-step": lambda: _one_length(
         {
