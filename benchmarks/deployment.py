@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 import luna_hf
-from luna_hf.scripting import UserError, describe_run, markdown_table, progress, run_script
+from luna_hf.scripting import UserError, describe_run, markdown_table, progress, reason, run_script
 
 PROTOCOL = (
     "Whole models with their heads, float32 unless the way says int8. Speed: one text of random ids without padding, "
@@ -258,10 +258,16 @@ def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
     batches = list(scored_batches(model, name, options)) if options.data else None
     runs: dict[str, Run] = {}
     ways: dict[str, Any] = {}
+    failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for way in options.ways:
             progress(f"{name}: {way}")
-            runs[way], size = WAYS[way].prepare(model, Path(folder), options.threads)
+            try:
+                runs[way], size = WAYS[way].prepare(model, Path(folder), options.threads)
+            except Exception as failure:  # of any class: each exporter and compiler has its own
+                failures[way] = f"{type(failure).__name__}: {reason(failure)}"
+                progress(f"{name}: {way} failed ({failures[way]})")
+                continue
             ways[way] = {"bytes": size, "error": error(runs[way], model)}
             if batches is not None:
                 ways[way]["score"] = score(runs[way], batches)
@@ -270,7 +276,7 @@ def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
         }
     kind = "accuracy" if is_classifier(model) else "loss"
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"parameters": parameters, "score": kind, "ways": ways}, by_length
+    return {"parameters": parameters, "score": kind, "ways": ways, "failures": failures}, by_length
 
 
 def time_ways(runs: dict[str, Run], batch: Batch, options: argparse.Namespace) -> dict[str, Any]:
@@ -354,6 +360,7 @@ def markdown(result: dict[str, Any]) -> str:
                 speed = "" if way == PEER else f" (x {timed['speed_over_pytorch']['median']:.2f})"
                 row.append(f"{1000 * timed['seconds']['median']:.1f}{speed}")
             rows.append(row)
+        rows += [[name, way, "failed", *["-"] * (len(header) - 3)] for way in model["failures"]]
     own = {name: number for name, number in result["versions"].items() if name in (*ONNX, "openvino")}
     note = f"\n\nMade with {', '.join(f'{name} {number}' for name, number in own.items())}." if own else ""
     return markdown_table(header, rows) + note

@@ -21,9 +21,13 @@ def model(tmp_path, monkeypatch):
     return checkpoint(tmp_path / "tiny", "luna")
 
 
-def test_ways_are_scored_and_timed(model, tmp_path, capsys):
+def test_ways_are_scored_and_timed(model, tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise NotImplementedError("no such operator")
+
+    monkeypatch.setitem(deployment.WAYS, "aot-inductor", deployment.Way(fail))
     write_split(tmp_path / "data" / "enwiki" / "validation.parquet", [{"text": " ".join(WORDS)}] * 20)
-    words = [*TINY, "--models", str(model), "--ways", "int8", "--data", str(tmp_path / "data")]
+    words = [*TINY, "--models", str(model), "--ways", "int8", "aot-inductor", "--data", str(tmp_path / "data")]
     assert deployment.main([*words, "--output", str(tmp_path / "out")]) == 0
     (path,) = (tmp_path / "out").glob("*.json")
     result = json.loads(path.read_text())
@@ -31,6 +35,7 @@ def test_ways_are_scored_and_timed(model, tmp_path, capsys):
     plain, rounded = (result["models"]["tiny"]["ways"][way] for way in ("pytorch", "int8"))
     assert plain["error"] == 0 < rounded["error"] < 0.1
     assert rounded["bytes"] < plain["bytes"] and 0 < abs(rounded["score"] - plain["score"]) < 0.1
+    assert "no such operator" in result["models"]["tiny"]["failures"]["aot-inductor"]
     for entry in result["lengths"]:
         assert entry["models"]["tiny"]["int8"]["speed_over_pytorch"]["median"] > 0
     assert path.with_suffix(".md").read_text() == deployment.markdown(result) + "\n"
