@@ -21,7 +21,7 @@ def plot_panels(panels: Sequence[Panel], title: str, path: Path, peers: Sequence
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.5 * len(panels), 4.4), layout="constrained")
-    axes = figure.subplots(1, len(panels))
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     own = zip([name for name in names if name not in peers], itertools.cycle(COLORS), strict=False)
     others = zip([name for name in names if name in peers], itertools.cycle(GRAYS), strict=False)

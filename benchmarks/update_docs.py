@@ -54,6 +54,7 @@ FEW, MIXED = "encoder-forward-1-layer-few-cpu-float32", "encoder-forward-1-layer
 FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention-12-heads-of-64-cpu-float32"
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 STEP_MEMORY = "encoder-class_step-base-memory-chosen-cpu-float32"
+DEPLOYMENT = "deployment-cpu-float32"
 CAUSAL, CAUSAL_LENGTH = "causal-attention-cpu-float32", 8192
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
 LRA, LRA_COST, LRA_COST_LUNA = "lra-small-cpu-float32", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
@@ -375,6 +376,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         lambda: _over_roberta(FAMILIES),
     ),
     "attention": once_measured(ATTENTION, "python benchmarks/attention.py", lambda: report(ATTENTION)),
+    "deployment": once_measured(DEPLOYMENT, "python benchmarks/deployment.py --data data", lambda: report(DEPLOYMENT)),
     "controls": _controls,
     "training-step": lambda: _one_length(
         {

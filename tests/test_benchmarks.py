@@ -13,6 +13,7 @@ import attention
 import causal
 import causal_training
 import contenders
+import deployment
 import encoder
 import floors
 import generation
@@ -391,7 +392,7 @@ def test_a_missed_floor_fails_alone(name, place, value):
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_results_name_their_origin(path):
     result, name = json.loads(path.read_text()), path.name.split("-")[0]
-    scripts = (attention, causal, causal_training, encoder, generation, guarantees)
+    scripts = (attention, causal, causal_training, deployment, encoder, generation, guarantees)
     script = {module.__name__: module for module in scripts}[name]
     check_header(result, name)
     script.parse(result["command"].split()[2:])

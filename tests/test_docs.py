@@ -99,7 +99,12 @@ def in_miniature(script, words):
     return [*words, *(word for name, value in added.items() for word in (f"--{name}", str(value)))]
 
 
-@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if STEPS.search(text)])
+def slow_if_compiled(page):
+    """A page as a parameter: compiling a model takes minutes."""
+    return pytest.param(page, marks=[pytest.mark.slow] if "aoti_compile" in PAGES[page] else [])
+
+
+@pytest.mark.parametrize("page", [slow_if_compiled(page) for page, text in PAGES.items() if STEPS.search(text)])
 def test_examples_run(page, workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     for step in STEPS.finditer(PAGES[page]):

@@ -18,7 +18,7 @@ from helpers import (
     tiny_model,
     variants_of,
 )
-from test_compile_export import SHAPES, slow_unless, uneven
+from test_compile_export import SHAPES, dynamic_shapes, slow_unless, uneven
 from torch import nn
 
 from luna_hf import FAMILIES
@@ -133,11 +133,11 @@ def test_a_graph_has_all_slots_of_luna():
         torch.testing.assert_close(packed[:, :slots], expected.packed_last_hidden_state, atol=1e-5, rtol=1e-4)
 
 
-# ---- the older ONNX exporter ----
+# ---- ONNX ----
 
 
 class Positional(nn.Module):
-    """A model as a function of two tensors: the exporter passes a `None` for every other parameter."""
+    """A model as a function of two tensors: the older exporter passes a `None` for every other parameter."""
 
     def __init__(self, model):
         super().__init__()
@@ -147,8 +147,8 @@ class Positional(nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, return_dict=False)
 
 
-def export_to_onnx(model, inputs):
-    """A function that runs the exported model."""
+def export_as_before(model, inputs):
+    """A function that runs what the older exporter makes."""
     from onnx import load_from_string
     from onnx.reference import ReferenceEvaluator
 
@@ -176,4 +176,34 @@ def export_to_onnx(model, inputs):
 @torch.no_grad()
 def test_one_onnx_file_serves_all_lengths(family, kind, variant):
     model = make(family, kind, **variants_of(family)[variant])
-    assert_same_numbers(export_to_onnx(model, make_batch(kind, (3, 12))), model, kind)
+    assert_same_numbers(export_as_before(model, make_batch(kind, (3, 12))), model, kind)
+
+
+def export_to_runtime(model, inputs, path):
+    """A function that runs the exported model in ONNX Runtime."""
+    from onnxruntime import InferenceSession
+
+    settings = {"dynamic_shapes": dynamic_shapes(), "dynamo": True, "external_data": False, "verbose": False}
+    torch.onnx.export(model, (), path, kwargs=inputs, **settings)
+    session = InferenceSession(path)
+
+    def run(inputs):
+        return tuple(map(torch.from_numpy, session.run(None, {name: t.numpy() for name, t in inputs.items()})))
+
+    return run
+
+
+# The first case has a window, whose blocks the exporter must count, and a convolution.
+RUNTIME_CASES = [("luna", "mlm", {"local_window": 4, "conv_kernel_size": 3, "tie_kv": False})]
+RUNTIME_CASES += [("luna", kind, {}) for kind in ("sequence", "token", "span", "base") if kind in MODELS]
+RUNTIME_CASES += [(family, "mlm", variants_of(family)[variant]) for family, variant in FAMILY_KINDS]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "options"), [slow_unless(case == RUNTIME_CASES[0], *case) for case in RUNTIME_CASES]
+)
+@torch.no_grad()
+def test_onnx_runtime_serves_all_lengths(family, kind, options, tmp_path):
+    model = make(family, kind, **options)
+    run = export_to_runtime(model, make_batch(kind, (3, 12)), tmp_path / "model.onnx")
+    assert_same_numbers(run, model, kind, [*SHAPES[:-1], (1, 2)])  # at least two tokens

@@ -44,9 +44,10 @@ def key_places(
     # The number of blocks is never a dimension by itself, or a graph would be recompiled for a single block.
     blocks = _number_of_blocks(length, block)
     number = torch.arange(rows * blocks, device=device)[:, None]
-    before, _ = window_reach(window, causal)
-    position = number % blocks * block - before + torch.arange(block + window - 1, device=device)
-    return number // blocks * length + position.clamp(0, length - 1), (position >= 0) & (position < length)
+    row, (before, _) = number // blocks, window_reach(window, causal)
+    # Not `number % blocks`: PyTorch's exporter to ONNX takes no remainder by a number that a graph computes.
+    position = (number - row * blocks) * block - before + torch.arange(block + window - 1, device=device)
+    return row * length + position.clamp(0, length - 1), (position >= 0) & (position < length)
 
 
 def key_blocks(joined: Tensor, places: Tensor) -> Tensor:
