@@ -194,7 +194,7 @@ def _whole() -> str:
 def _step_memory() -> str:
     """Peak memory of a training step, plain and with gradient checkpointing, and its share of RoBERTa's."""
     rows = []
-    for row in _load(STEP_MEMORY)["lengths"]:
+    for row in load(STEP_MEMORY)["lengths"]:
         for name, model in row["models"].items():
             cells = []
             for kind in ("peak_memory", "checkpointed"):
@@ -202,7 +202,7 @@ def _step_memory() -> str:
                 cells += [f"{model[f'{kind}_bytes'] / 2**20:,.0f}", f"{share:.2f}" if share else "-"]
             rows.append([f"{row['rows']} x {row['length']:,}", LABELS[name], *cells])
     header = ["tokens", "model", "MiB", "/ RoBERTa", "with checkpointing, MiB", "/ RoBERTa"]
-    return _table(header, rows, STEP_MEMORY)
+    return measured_table(header, rows, STEP_MEMORY)
 
 
 def _abc() -> str:
@@ -384,7 +384,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
             "encoder-mlm_step-4-layer-abc-cpu-float32": "4 layers",
         }
     ),
-    "training-memory": _once_measured(
+    "training-memory": once_measured(
         STEP_MEMORY,
         "python benchmarks/encoder.py --mode class_step --memory --models roberta luna-untied luna-tied abc-mlp-64 "
         "--layers base --lengths 512 2048 4096 --check-floors",
