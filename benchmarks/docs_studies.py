@@ -77,4 +77,4 @@ def _recall(system: str) -> str:
     by_rate = {run["recipe"]["rate"]: [] for run in runs}
     for run in runs:
         by_rate[run["recipe"]["rate"]].append(run["accuracy"]["16"])
-    return f"{max(map(statistics.mean, by_rate.values())):.0%}"
+    return f"{max(map(statistics.mean, by_rate.values())):.1%}"
