@@ -2,7 +2,7 @@
 
 import statistics
 
-from docs_sources import load, measured_table, with_source
+from docs_sources import load, with_source
 
 from luna_hf.scripting import markdown_table
 
@@ -67,7 +67,7 @@ def zoo() -> str:
         rows.append(row)
     header = ["family", *(f"speed, {length}" for length in ("512", "2,048", "16,384")), "state, KiB"]
     header += ["perplexity, 512 and 16,384", "recall", "loss (RoBERTa)"]
-    return measured_table(header, rows, FAMILIES, EXTRAPOLATION, RECALL, PRETRAINING)
+    return markdown_table(header, rows)
 
 
 def _recall(system: str) -> str:

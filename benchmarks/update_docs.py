@@ -55,7 +55,7 @@ FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 STEP_MEMORY = "encoder-class_step-base-memory-chosen-cpu-float32"
 DEPLOYMENT = "deployment-cpu-float32"
-CAUSAL, CAUSAL_LENGTH = "causal-attention-cpu-float32", 8192
+CAUSAL = "causal-attention-cpu-float32"
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
 LRA, LRA_COST, LRA_COST_LUNA = "lra-small-cpu-float32", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
 PEERS = ("roberta", "modernbert")
@@ -266,25 +266,6 @@ def _paper() -> str:
 # ---- causal models ----
 
 
-def _causal_runs() -> str:
-    """How far the ratios of separate runs lie apart."""
-    paths = sorted((ROOT / "benchmarks" / "results").glob(f"**/{CAUSAL}-torch*.json"))
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    rows = [row["contenders"] for run in runs for row in run["lengths"] if row["length"] == CAUSAL_LENGTH]
-    spans = []
-    for name in ("luna", "abc"):
-        forward, backward = (
-            span((row[name][mode]["speed_over"]["sdpa"]["median"] for row in rows), 1)
-            for mode in ("forward", "backward")
-        )
-        spans.append(f"`{name}` is {forward} times as fast as `sdpa` forward and {backward} times with backward")
-    return (
-        "These ratios vary from run to run and from machine to machine, and fall while other work shares the "
-        f"processor. Over {len(rows)} separate runs at {CAUSAL_LENGTH:,} tokens, the last beside other work, "
-        f"{'; '.join(spans)}."
-    )
-
-
 def _causal_training() -> str:
     result = load(CAUSAL_TRAINING)
     last = result["lengths"][-1]
@@ -397,7 +378,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "padding": _padding,
     "abc-paper": _paper,
     "causal": lambda: report(CAUSAL),
-    "causal-runs": _causal_runs,
     "causal-training": lambda: report(CAUSAL_TRAINING),
     "causal-training-short": _causal_training,
     "decoding": _decoding,
