@@ -61,7 +61,6 @@ SHORT_CALL, REPEATS = 1.0, 3
 BASE = {"heads": 12, "size": 64, "slots": 64, "threads": 1, "device": "cpu", "dtype": "float32"}
 OVER_OUTER = {2048: {FORWARD: 20.0, BACKWARD: 20.0}}
 OVER_SDPA = {8192: {name: {FORWARD: 8.0, BACKWARD: 6.0 if name in OUTER else 8.0} for name in OWN}}
-MEMORY_LENGTH, MEMORY = 8192, 1.5  # with backward, relative to sdpa, of the scans from that length
 GROWTH_LENGTHS, GROWTH = (8192, 16384), 2.1
 ERROR = 1e-6
 
@@ -349,10 +348,6 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
                         speed, floor = measured["speed_over"][rival]["median"], floors[row["length"]][mode]
                         what = f"{mode}, speed over {rival} at {row['length']}"
                         checks.append(compare(what, name, speed, floor, at_least=True))
-        if row["length"] >= MEMORY_LENGTH:
-            peaks = {name: modes[BACKWARD]["peak_memory_bytes"] for name, modes in row["contenders"].items()}
-            what = f"backward, memory over sdpa at {row['length']}"
-            checks += [compare(what, name, peaks[name] / peaks[SDPA], MEMORY) for name in OUTER]
     short, long = GROWTH_LENGTHS
     for name in measured_in(result) if result["growth"] else ():
         for mode, growth in result["growth"][name].items():
