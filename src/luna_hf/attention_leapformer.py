@@ -21,7 +21,7 @@ Shape letters: b batch, h heads, n tokens, q queries, k keys, c head size, f fea
 
 import math
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,12 @@ from .context import ForwardContext
 from .functional import rotary_angles, rotate, split_heads
 from .memory_attention import Memory, MemoryAttention
 from .memory_read import AttentionMap, Views
+from .recompute import may_recompute
 
 # Lower bound of the normaliser.
 FLOOR = 1e-6
+# Tokens whose gradients are computed together; those of a base model fit a core's cache.
+_PART = 64
 
 
 class Features(NamedTuple):
@@ -80,10 +83,46 @@ def make_features(features: Tensor, proportions: Tensor | None = None, angles: T
         rotated = torch.cat([rotate(features[..., :size], angles), features[..., size:]], dim=-1)
     if proportions is None:
         return Features(rotated, features)
-    part = proportions.to(features.dtype) * (math.pi / 2)
-    weights = torch.stack([part.cos(), part.sin()], dim=-1).unsqueeze(-1)  # (b or 1, h or 1, n, 2, 1)
-    plain = (features.unsqueeze(-2) * weights).flatten(-2)
-    return Features(plain if angles is None else (rotated.unsqueeze(-2) * weights).flatten(-2), plain)
+    plain = reweight(features, proportions)
+    return Features(plain if angles is None else reweight(rotated, proportions), plain)
+
+
+def reweight(features: Tensor, proportions: Tensor) -> Tensor:
+    """Multiply features (b, h, n, c) by the cosine and the sine of their proportions: (b, h, n, 2 c)."""
+    angles = proportions.to(features.dtype) * (math.pi / 2)
+    if angles.shape == features.shape[:-1] and may_recompute(features):
+        return _Reweight.apply(features, angles)
+    return _reweight(features, angles)
+
+
+def _reweight(features: Tensor, angles: Tensor) -> Tensor:
+    weights = torch.stack([angles.cos(), angles.sin()], dim=-1).unsqueeze(-1)  # (b or 1, h or 1, n, 2, 1)
+    return (features.unsqueeze(-2) * weights).flatten(-2)
+
+
+class _Reweight(torch.autograd.Function):
+    """`_reweight` with gradients that take a fifth of the time, because what lies between them stays in the cache."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, angles: Tensor) -> Tensor:
+        ctx.save_for_backward(features, angles)
+        return _reweight(features, angles)
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        features, angles = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative
+            needed = [tensor for tensor in ctx.saved_tensors if tensor.requires_grad]
+            found = iter(torch.autograd.grad(_reweight(features, angles), needed, given, create_graph=True))
+            return tuple(next(found) if need else None for need in ctx.needs_input_grad)
+        of_features, of_angles = torch.empty_like(features), torch.empty_like(angles)
+        parts = (states.split(_PART, dim=2) for states in (features, angles, given, of_features, of_angles))
+        for own, angle, grad, feature_grad, angle_grad in zip(*parts, strict=True):
+            cos, sin = angle.cos().unsqueeze(-1), angle.sin().unsqueeze(-1)
+            of_cos, of_sin = grad.chunk(2, dim=-1)
+            feature_grad.copy_((of_cos * cos).addcmul_(of_sin, sin))
+            angle_grad.copy_((of_sin * cos).addcmul_(of_cos, sin, value=-1.0).mul_(own).sum(-1))
+        return of_features, of_angles
 
 
 def write_sums(key: Features, value: Tensor) -> LinearMemory:

@@ -4,7 +4,7 @@ Shape letters: b batch, h heads, n tokens, q queries, k keys, l slots, d width, 
 mask is boolean with True = keep. Nothing here holds parameters or reads a configuration.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from transformers.utils import is_tracing
 from transformers.utils.generic import maybe_autocast
 
 from .dispatch import choose
-from .recompute import scan_in_chunks
+from .recompute import may_recompute
 
 # Chunk size of the causal scan: at this size products within a chunk cost about as much as those with the state.
 SCAN_CHUNK = 64
@@ -124,21 +124,58 @@ def causal_scan(
 
 
 def _scan_in_a_loop(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-    def scan(chunk: Sequence[Tensor | None], state: Tensor) -> tuple[list[Tensor], Tensor]:
-        out, state = scan_chunk(*(states.to(state.dtype) for states in chunk), state)
-        return [out], state
-
-    sizes = [min(chunk_size, x.shape[2] - first) for first in range(0, x.shape[2], chunk_size)]
-    (out,), last = scan_in_chunks(scan, (x, y, z), state.flatten(0, 1), sizes)
-    return out, last.view_as(state)
+    scan = _Scan.apply if may_recompute(x) else _scan_chunks
+    return scan(x, y, z, state, chunk_size, False)
 
 
-def scan_chunk(x: Tensor, y: Tensor, z: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+class _Scan(torch.autograd.Function):
+    """`_scan_chunks`, which keeps its inputs only: each of its gradients is a scan as well, two of them from the end."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: int, backwards: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, y, z, state)
+        ctx.chunk_size, ctx.backwards = chunk_size, backwards
+        return _scan_chunks(x, y, z, state, chunk_size, backwards)
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: Tensor, state_grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, y, z, state), size, backwards = ctx.saved_tensors, ctx.chunk_size, ctx.backwards
+        needs_x, needs_y, needs_z, needs_state = ctx.needs_input_grad[:4]
+        grads: list[Tensor | None] = [None] * 6
+        with maybe_autocast(x.device.type, enabled=False):
+            if needs_x:
+                grads[0] = _Scan.apply(out_grad, z, y, state.mT, size, backwards)[0].to(x.dtype)
+            if needs_y:
+                grads[1] = _Scan.apply(z, out_grad, x, state_grad.mT, size, not backwards)[0].to(y.dtype)
+            if needs_z or needs_state:
+                grads[2], grads[3] = _Scan.apply(y, x, out_grad, state_grad, size, not backwards)
+                grads[2] = grads[2].to(z.dtype)
+        return tuple(grads)
+
+
+def _scan_chunks(
+    x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: int, backwards: bool
+) -> tuple[Tensor, Tensor]:
+    """Scan one chunk after the other, or from the last token to the first."""
+    # Tokens before heads, as in the outputs of projections and in their gradients.
+    chunks = zip(*(states.transpose(1, 2).split(chunk_size, dim=1) for states in (x, y, z)), strict=True)
+    sums, outputs, order = state.flatten(0, 1), [], -1 if backwards else 1
+    for chunk in list(chunks)[::order]:
+        own = (states.transpose(1, 2).flatten(0, 1).to(state.dtype) for states in chunk)
+        out, sums = scan_chunk(*own, sums, backwards)
+        outputs.append(out.unflatten(0, (-1, x.shape[1])).transpose(1, 2))
+    return torch.cat(outputs[::order], dim=1).transpose(1, 2), sums.view_as(state)
+
+
+def scan_chunk(x: Tensor, y: Tensor, z: Tensor, state: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
     """Scan one chunk (b h, n, p), (b h, n, p), (b h, n, r), given the state (b h, p, r) before it."""
     after = torch.baddbmm(state, y.transpose(1, 2), z)
     if x.shape[1] == 1:  # a decoding step: the token reads the updated state
         return torch.bmm(x, after), after
-    within = torch.bmm(x, y.transpose(1, 2)).tril_()
+    within = torch.bmm(x, y.transpose(1, 2))
+    within = within.triu_() if backwards else within.tril_()
     return torch.baddbmm(torch.bmm(within, z), x, state), after
 
 
