@@ -22,6 +22,10 @@ VARIANTS = {
     "mixed-full-layer": {"local_window": 5, "full_attention_layers": [0]},
     "segment-memory": {"segment_length": SLOTS},
     "segment-memory-mixed-prenorm": {"segment_length": 10, "local_window": 4, "norm_first": True},
+    "segment-memory-self": {"segment_length": 10, "packed_self_attention": True, "tie_kv": False},
+    "segment-memory-self-prenorm": {
+        **{"segment_length": SLOTS, "packed_self_attention": True, "norm_first": True, "local_window": 4},
+    },
     "segment-memory-fixed-convolution": {"segment_length": 9, "dynamic_projection": False, "conv_kernel_size": 3},
 }
 

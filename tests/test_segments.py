@@ -10,9 +10,10 @@ SIZE = 10
 LENGTHS = [37, 12, 3]
 
 
-@pytest.fixture
-def model():
-    return tiny_model(segment_length=SIZE, max_position_embeddings=16).double()
+@pytest.fixture(params=[False, True], ids=["published", "self"])
+def model(request):
+    fields = {"segment_length": SIZE, "packed_self_attention": request.param}
+    return tiny_model(**fields, max_position_embeddings=16).double()
 
 
 def by_hand(model, ids):
@@ -153,9 +154,11 @@ def test_a_model_without_packed_states_cannot_stream():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_memory_stays_finite_over_many_segments(dtype, norm_first):
+@pytest.mark.parametrize("attends", [False, True])
+def test_memory_stays_finite_over_many_segments(dtype, norm_first, attends):
     torch.manual_seed(0)
-    config = LunaConfig(**{**tiny_config().to_dict(), "norm_first": norm_first, "initializer_range": 0.5})
+    fields = {"norm_first": norm_first, "initializer_range": 0.5, "segment_length": 16}
+    config = LunaConfig(**{**tiny_config().to_dict(), **fields, "packed_self_attention": attends})
     model, packed = LunaModel(config).eval().to(dtype), None
     with torch.inference_mode():
         norms = []

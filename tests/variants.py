@@ -184,6 +184,9 @@ LUNA = Variants(
         "segment_length": ConfigField(
             (3, "projection_length"), bad_in_decoder=(16,), effect=(9, "outputs"), encoders_only=True
         ),
+        "packed_self_attention": ConfigField(
+            (True, "segment_length"), effect=(True, "outputs"), together={"segment_length": 9}, encoders_only=True
+        ),
         "pack_activation": ConfigField(
             ("softmax", "softplus", "elu", "exp"), effect=("exp", "causal_outputs"), together={"is_decoder": True}
         ),

@@ -94,8 +94,8 @@ def evaluate(model: nn.Module, task: Task) -> float:
     return (logits.argmax(-1) == labels).float().mean().item()
 
 
-def train(system: str, task: Task, recipe: Recipe) -> dict[str, Any]:
-    """Train a system on a task; return its curve, its accuracy at every size, and its costs."""
+def train(system: str, task: Task, recipe: Recipe, tests: dict[str, Task] | None = None) -> dict[str, Any]:
+    """Train a system on a task; return its curve, its accuracy at every size and on `tests`, and its costs."""
     torch.manual_seed(recipe.seed)
     model = make_model(system, task, recipe.positions).train()
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -124,6 +124,7 @@ def train(system: str, task: Task, recipe: Recipe) -> dict[str, Any]:
     return {
         "curve": curve,
         "accuracy": {str(size): evaluate(model, replace(task, items=size)) for size in curriculum.sizes},
+        **({"tests": {name: evaluate(model, test) for name, test in tests.items()}} if tests else {}),
         "steps": step + 1,
         "seconds": time.process_time() - started,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

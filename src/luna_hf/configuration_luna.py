@@ -31,6 +31,9 @@ class LunaConfig(BoundedMemoryConfig):
             Encoders only: longer inputs are read in segments of so many tokens, from `projection_length` to
             `max_position_embeddings`. Positions start anew in each, and the packed states of a segment are what the
             next one starts from, so there is no longest input. By default an input is read as a whole.
+        packed_self_attention (`bool`, defaults to `False`):
+            With `segment_length` only: slots attend to P beside the tokens, like the latents of Flamingo's resampler.
+            In the paper P is a query only, so tokens read nothing of what it holds: a memory needs this field.
         pack_activation (`str`, defaults to `"softplus"`):
             Decoders only: activation of the pack attention, `"softplus"` (log2(1 + 2^x), as in the authors' code) or
             `"elu"` (elu(x) + 1), divided by the number of tokens so far; or, not in the paper, `"exp"`, divided by its
@@ -73,6 +76,7 @@ class LunaConfig(BoundedMemoryConfig):
     tie_kv: bool = True
     dynamic_projection: bool = True
     segment_length: int | None = None
+    packed_self_attention: bool = False
     pack_activation: str = "softplus"
 
     def longest_input(self) -> int | None:
@@ -110,6 +114,9 @@ class LunaConfig(BoundedMemoryConfig):
             alone = not (self.is_decoder or self.is_encoder_decoder)
             self._require("segment_length", lambda value: alone, "None except in an encoder alone")
             self.check_segment_length(self.segment_length)
+        self._require(
+            "packed_self_attention", lambda value: not value or self.segment_length, "False without `segment_length`"
+        )
         if self.is_decoder and not self.is_encoder_decoder:
             heads, allowed = self.num_attention_heads, "None in a decoder, which packs and unpacks with the same heads"
             self._require("num_projected_attention_heads", lambda value: value in (None, heads), allowed)

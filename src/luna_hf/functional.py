@@ -129,7 +129,7 @@ def _scan_in_a_loop(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: 
 
 
 class _Scan(torch.autograd.Function):
-    """`_scan_chunks`, which keeps its inputs only: each of its gradients is a scan as well, two of them from the end."""
+    """`_scan_chunks`, which keeps its inputs only: its gradients are scans as well, two of them from the end."""
 
     @staticmethod
     def forward(

@@ -82,8 +82,9 @@ def pack_and_unpack(
     In a mixed layer, the tokens read those in their window together with the slots.
     """
     heads, window = config.num_attention_heads, config.local_window
+    context = torch.cat([x, p[:used]]) if config.packed_self_attention else x
     packed = attention(
-        linear(weights, f"{own}.pack.query", p), *key_value(weights, f"{own}.pack", x), config.packed_heads
+        linear(weights, f"{own}.pack.query", p), *key_value(weights, f"{own}.pack", context), config.packed_heads
     )
     query = linear(weights, f"{own}.query", x)
     slots = [states[:used] for states in key_value(weights, own, packed)]

@@ -1,10 +1,11 @@
 """Translation of Multi30k: Luna, ABC and a softmax encoder-decoder of the same size, trained the same way.
 
-    python experiments/translation.py run --data DATA
-    python experiments/translation.py report
+    python experiments/multi30k.py run --data DATA
+    python experiments/multi30k.py report
 
 `run` trains every recipe `multi30k_*.yaml` in the given directions with each seed, by `training/train_translation.py`,
-with a budget that fits a CPU (`SETTING`); finished runs are skipped. DATA has the folder `multi30k`. `report` writes JSON, a table and a plot.
+with a budget that fits a CPU (`SETTING`); finished runs are skipped. DATA has the folder `multi30k`. `report` writes
+JSON, a table and a plot.
 
 Options that are not listed here, `--key value`, override those of the training command; they hold for every system.
 """
@@ -35,7 +36,7 @@ from study_plots import panels, plain, save
 
 from luna_hf.scripting import markdown_table, progress
 
-SCRIPT = "experiments/translation.py"
+SCRIPT = "experiments/multi30k.py"
 RECIPES = ROOT / "training" / "recipes" / "train_translation"
 SYSTEMS = {
     "softmax": "softmax (BART)",
@@ -109,7 +110,7 @@ def report(options: argparse.Namespace) -> None:
 
 def entry(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     """A run in the result file."""
-    figures, log = read_json(folder / "metrics.json"), read_log(folder, "evaluation")
+    figures, log = read_json(folder / "metrics.json"), read_log(folder, "held_out")
     curve = {"step": [point["step"] for point in log], "loss": [point["loss"] for point in log]}
     names = ("parameters", "vocabulary", "training_seconds", "held_out_loss", "unigram_loss")
     return {

@@ -1,0 +1,52 @@
+"""The study of translation: every recipe takes part, training is equal, and what is finished is kept."""
+
+import multi30k
+import pytest
+import running
+from test_learning import check
+from tiny_translation import RECIPES, SETTINGS, write_parallel
+
+from luna_hf.scripting import UserError
+
+SOFTMAX = {
+    **{"model.d_model": 16, "model.encoder_layers": 1, "model.decoder_layers": 1, "model.encoder_ffn_dim": 24},
+    **{"model.encoder_attention_heads": 2, "model.decoder_attention_heads": 2, "model.decoder_ffn_dim": 24},
+}
+
+
+def test_every_recipe_takes_part():
+    assert {path.stem.removeprefix("multi30k_") for path in RECIPES} == set(multi30k.SYSTEMS)
+    assert multi30k.parse(["run", "--data", "data"]).systems == list(multi30k.SYSTEMS)
+
+
+@pytest.mark.slow
+def test_systems_are_compared(tmp_path):
+    write_parallel(tmp_path / "data" / "multi30k")
+    where = ["--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs")]
+    shared = {name: value for name, value in SETTINGS.items() if not name.startswith("model.")}
+    shared["model.max_position_embeddings"] = 64
+    luna = {name: value for name, value in SETTINGS.items() if name.startswith("model.")}
+    for system, own in (("softmax", SOFTMAX), ("luna16", luna)):
+        words = running.option_words({**shared, **own})
+        assert multi30k.main(["run", *where, "--systems", system, "--seeds", "0", *words]) == 0
+    kept = tmp_path / "runs" / "train" / "luna16-en-de-seed0" / "run.json"
+    before = kept.stat().st_mtime_ns
+    assert multi30k.main(["run", *where, "--systems", "luna16", "--seeds", "0"]) == 0
+    assert kept.stat().st_mtime_ns == before
+    report = ["report", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    assert multi30k.main(report) == 0
+    (path,) = (tmp_path / "results").glob("translation-multi30k-*.json")
+    result = check(path, multi30k.text)
+    assert [run["system"] for run in result["runs"]] == ["softmax", "luna16"]
+    for run in result["runs"]:
+        assert set(run["scores"]) == set(multi30k.METRICS) and run["curve"]["step"][-1] == SETTINGS["max_steps"]
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"multi30k\.py run"):
+        multi30k.report(multi30k.parse(["report", "--runs", str(tmp_path)]))
+
+
+def test_committed_results():
+    for path in running.RESULTS.glob("translation-*.json"):
+        check(path, multi30k.text)
