@@ -69,7 +69,7 @@ def use_int8(model: PreTrainedModel, folder: Path, threads: int) -> tuple[Run, i
 
 def dynamic_shapes(model: PreTrainedModel) -> dict[str, dict[int, Any]]:
     """Every batch size, and every length from 2 to the longest."""
-    # The exporter makes a program of its own for a length of 1.
+    # The exporter specialises a program to length 1.
     length = torch.export.Dim("length", min=2, max=model.config.max_position_embeddings)
     axes = {0: torch.export.Dim("batch", min=1, max=1024), 1: length}
     return {"input_ids": axes, "attention_mask": axes}

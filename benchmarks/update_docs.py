@@ -57,6 +57,7 @@ STEP_MEMORY = "encoder-class_step-base-memory-chosen-cpu-float32"
 DEPLOYMENT = "deployment-cpu-float32"
 CAUSAL = "causal-attention-cpu-float32"
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
+SEGMENTS, MULTI30K = "segments-cpu-float32", "translation-multi30k-cpu-float32"
 LRA, LRA_COST, LRA_COST_LUNA = "lra-small-cpu-float32", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
 PEERS = ("roberta", "modernbert")
 
@@ -407,6 +408,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "python experiments/extrapolation.py report",
         lambda: report(studies.EXTRAPOLATION),
     ),
+    "segments": once_measured(SEGMENTS, "python experiments/segments.py report", lambda: report(SEGMENTS)),
+    "multi30k": once_measured(MULTI30K, "python experiments/multi30k.py report", lambda: report(MULTI30K)),
     "long-reviews": lambda: report("long-reviews-cpu-bfloat16"),
     "longer": lambda: report("longer-imdb-cpu-bfloat16"),
     "lra": once_measured(LRA, "python benchmarks/lra/report.py", lambda: report(LRA)),

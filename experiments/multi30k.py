@@ -45,7 +45,7 @@ SYSTEMS = {
     "luna16_elu": "Luna, 16 slots, elu + 1",
     "abc16": "ABC, 16 slots",
 }
-# Seven passes over the data instead of the recipes' seventy, so with less dropout.
+# Six passes over the data instead of the recipes' seventy, so with less dropout.
 SETTING = {
     "vocab_size": 4000,
     "batch_tokens": 1024,

@@ -262,7 +262,7 @@ def test_one_causal_export_serves_every_batch_and_length(family, variant):
 @families
 @torch.no_grad()
 def test_one_compiled_package_serves_every_batch_and_length(family, tmp_path):
-    # Without a window, for which Inductor of PyTorch 2.13 raises an assertion of its own.
+    # Without a window, which PyTorch 2.13's Inductor cannot compile.
     options = {"attention_parts": "global", "local_window": 0} if family == "lavo" else {}
     model = tiny_model(family, "mlm", num_hidden_layers=1, conv_kernel_size=3, **options)
     program = torch.export.export(model, (), uneven("mlm", 3, 12), dynamic_shapes=dynamic_shapes(), strict=False)
