@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from functools import partial
 
 import pytest
@@ -364,6 +365,22 @@ def test_every_field_has_an_effect_in_a_causal_model(model_type, name):
     if before.shape == after.shape and (before - after).abs().max() <= 1e-4:
         counts = [len(list(FAMILIES[model_type].causal_lm(config).parameters())) for config in configs]
         assert counts[0] != counts[1]
+
+
+@pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: check.effect))
+def test_every_parameter_is_initialised(model_type, name, monkeypatch):
+    check, empty = checks_of(model_type)[name], torch.empty
+
+    def fill(*args, **options):
+        """Fill what is usually finite by chance with NaN."""
+        tensor = empty(*args, **options)
+        return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", fill)
+    config = tiny_config_for(model_type, **{**check.together, name: check.effect[0]})
+    kind = "seq2seq_lm" if config.is_encoder_decoder else "causal_lm" if config.is_decoder else "masked_lm"
+    model = getattr(FAMILIES[model_type], kind)(config)
+    assert all(state.isfinite().all() for state in model.state_dict().values())
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

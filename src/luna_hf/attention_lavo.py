@@ -96,6 +96,7 @@ class LavoProjections(MemoryAttention):
 
     def initialise(self, config: LavoConfig) -> None:
         """Initialise the bases of each head, orthonormal, and the bias of positions, zero."""
+        super().initialise(config)
         if self.bases is not None:
             drawn = torch.empty_like(self.bases, dtype=torch.float32)
             for head in drawn:

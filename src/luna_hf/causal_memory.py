@@ -30,7 +30,7 @@ from .functional import (
     to_chunks,
     weight_shares,
 )
-from .recompute import scan_in_chunks
+from .recompute_scans import scan_in_chunks
 
 # The divisor N_t of a slot's sums, and the slots that can be read:
 #   "steps"    the number of tokens so far, a causal mean (Luna, section 3.3)

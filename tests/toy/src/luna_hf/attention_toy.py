@@ -38,6 +38,7 @@ class ToySlots(MemoryAttention):
 
     def initialise(self, config: ToyConfig) -> None:
         """Initialise the centres at the scale of normed states."""
+        super().initialise(config)
         init.normal_(self.centres)
 
 
