@@ -55,6 +55,7 @@ FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 STEP_MEMORY = "encoder-class_step-base-memory-chosen-cpu-float32"
 DEPLOYMENT = "deployment-cpu-float32"
+SEQ2SEQ = "seq2seq_generation-4-layer-cpu-float32"
 CAUSAL = "causal-attention-cpu-float32"
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
 SEGMENTS, MULTI30K = "segments-cpu-float32", "translation-multi30k-cpu-float32"
@@ -385,6 +386,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decoding-bound": _decoding_bound,
     "generation": lambda: report("generation-4-layer-cpu-float32"),
     "generation-rows": lambda: report("generation-4-layer-4-rows-cpu-float32"),
+    "seq2seq-generation": once_measured(
+        SEQ2SEQ, "python benchmarks/seq2seq_generation.py --check-floors", lambda: report(SEQ2SEQ)
+    ),
     "perplexity": lambda: report("perplexity-enwiki-cpu-float32"),
     "faults": _faults,
     "guarantees": lambda: report("guarantees-cpu-float32"),

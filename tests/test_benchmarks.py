@@ -20,6 +20,7 @@ import generation
 import guarantees
 import measuring
 import pytest
+import seq2seq_generation
 import torch
 import uneven
 from helpers import ROOT, refused
@@ -392,7 +393,17 @@ def test_a_missed_floor_fails_alone(name, place, value):
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_results_name_their_origin(path):
     result, name = json.loads(path.read_text()), path.name.split("-")[0]
-    scripts = (attention, causal, causal_training, deployment, encoder, generation, guarantees)
+    scripts = (
+        attention,
+        causal,
+        causal_training,
+        deployment,
+        encoder,
+        generation,
+        guarantees,
+        seq2seq_generation,
+        uneven,
+    )
     script = {module.__name__: module for module in scripts}[name]
     check_header(result, name)
     script.parse(result["command"].split()[2:])
@@ -404,7 +415,7 @@ def test_committed_results_name_their_origin(path):
     else:
         text = script.markdown(result["results"] if name == "guarantees" else result)
         assert path.with_suffix(".md").read_text() == text + "\n"
-    if name in ("causal", "generation"):
+    if name in ("causal", "generation", "seq2seq_generation"):
         assert path.with_suffix(".png").exists() or len(result["lengths"]) == 1
         assert result["floors"] and result["floors"] == script.check(result)
         # A repeated run in a subfolder shows the spread, and may be one on a busy machine.

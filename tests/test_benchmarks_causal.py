@@ -3,8 +3,11 @@
 import causal
 import causal_training
 import generation
+import measuring
 import pytest
+import seq2seq_generation
 import torch
+from helpers import FAMILIES
 from test_benchmarks import CAUSAL, GENERATION, assert_ratios, run_here
 
 
@@ -56,6 +59,23 @@ def test_generation(tmp_path, monkeypatch):
     assert long["gpt2-static"]["state_bytes"] == (64 + result["settings"]["room"]) * 2 * 2 * 32 * 2 * 4
     assert set(result["generate"]) == {*generation.OWN, "gpt2"}
     assert len(result["floors"]) == len(generation.OWN)
+
+
+def test_generation_of_encoder_decoders(tmp_path, monkeypatch):
+    words = [*GENERATION, "--slots", "8"]
+    path, result = run_here(seq2seq_generation, words, tmp_path, monkeypatch)
+    assert path.name.startswith("seq2seq_generation-2-layer-cpu-float32-torch")
+    assert result["peers"] == ["bart"] and list(result["models"]) == list(seq2seq_generation.NAMES)
+    short, long = (row["models"] for row in result["lengths"])
+    for own in FAMILIES:
+        assert short[own]["state_bytes"] == long[own]["state_bytes"] > 0
+        for call in seq2seq_generation.CALLS:
+            assert long[own]["speed_over"]["bart"][call]["rounds"] == pytest.approx(
+                measuring.ratios(long["bart"][call]["rounds"], long[own][call]["rounds"]), rel=1e-3
+            )
+    # Keys and values of 64 source tokens and the start token, 2 layers, width 32, float32.
+    assert long["bart"]["state_bytes"] == 65 * 2 * 2 * 32 * 4
+    assert [check["holds"] for check in result["floors"]] == [True] * len(FAMILIES)
 
 
 def test_causal_training(tmp_path, monkeypatch, capsys):
