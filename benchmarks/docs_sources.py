@@ -96,7 +96,7 @@ def _source(name: str) -> str:
     commands = "\n".join(f"- Command: `{command}`" for command in [*result.get("commands", []), result["command"]])
     minutes = f" ({MINUTES[name]} min)" if name in MINUTES else ""
     date = f"; {result['date']}" if "date" in result else ""
-    interleaved = name.startswith(("attention", "encoder", "generation", "seq2seq", "causal", "deployment"))
+    interleaved = name.startswith(("attention", "encoder", "generation", "seq2seq", "causal", "deployment", "uneven"))
     rounds = f"\n- Spread: {spread(name)}" if interleaved else ""
     return f"{commands}{minutes}\n- Machine: {machine(result)}{date}; [data](../{path}){rounds}"
 

@@ -152,7 +152,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     return {**result, "floors": floors.check_uneven(result)}
 
 
-def report(result: dict[str, Any]) -> str:
+def markdown(result: dict[str, Any]) -> str:
     """A row for each mode, mix and model."""
     rows = [
         [
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
         options = parse(arguments)
         measuring.require_device(options.device)
         subject = f"uneven-{options.layers}-layer"
-        return measuring.publish(options, subject, run(options, arguments), report, lambda *_: None)
+        return measuring.publish(options, subject, run(options, arguments), markdown, lambda *_: None)
 
     return run_script(script)
 

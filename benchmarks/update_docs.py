@@ -55,6 +55,7 @@ FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 STEP_MEMORY = "encoder-class_step-base-memory-chosen-cpu-float32"
 DEPLOYMENT = "deployment-cpu-float32"
+UNEVEN = "uneven-2-layer-cpu-float32"
 SEQ2SEQ = "seq2seq_generation-4-layer-cpu-float32"
 CAUSAL = "causal-attention-cpu-float32"
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
@@ -378,6 +379,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         ("roberta",),
     ),
     "padding": _padding,
+    "uneven": once_measured(UNEVEN, "python benchmarks/uneven.py --check-floors", lambda: report(UNEVEN)),
     "abc-paper": _paper,
     "causal": lambda: report(CAUSAL),
     "causal-training": lambda: report(CAUSAL_TRAINING),
