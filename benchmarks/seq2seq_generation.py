@@ -66,6 +66,7 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
             num_attention_heads=setting.heads,
             intermediate_size=4 * setting.width,
             position_embedding_type="sinusoidal",
+            max_position_embeddings=max(setting.lengths),
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
             is_encoder_decoder=True,
