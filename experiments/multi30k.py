@@ -39,11 +39,18 @@ from luna_hf.scripting import markdown_table, progress
 SCRIPT = "experiments/multi30k.py"
 RECIPES = ROOT / "training" / "recipes" / "train_translation"
 SYSTEMS = {
-    "softmax": "softmax (BART)",
+    "softmax": "softmax (Pegasus)",
     "luna16": "Luna, 16 slots",
     "luna32": "Luna, 32 slots",
     "luna16_elu": "Luna, 16 slots, elu + 1",
     "abc16": "ABC, 16 slots",
+    "softmax_post": "softmax, post-norm (BART)",
+    "luna16_post": "Luna, 16 slots, post-norm",
+}
+# Systems without a recipe of their own: that of another one, with other values.
+POST_NORM = {
+    "softmax_post": ("softmax", {"model.model_type": "bart"}),
+    "luna16_post": ("luna16", {"model.norm_first": False}),
 }
 # Six passes over the data instead of the recipes' seventy, so with less dropout.
 SETTING = {
@@ -89,8 +96,9 @@ def run(options: argparse.Namespace) -> None:
         source, target = direction.split("-")
         values = {"data": options.data / "multi30k", "source_language": source, "target_language": target}
         values |= {"model_name": name, "output_dir": folder, "seed": seed}
-        values |= {**SETTING, **DROPOUT.get(system, OWN_DROPOUT)}
-        words = [str(RECIPES / f"multi30k_{system}.yaml"), *option_words(values), *options.overrides]
+        recipe, changes = POST_NORM.get(system, (system, {}))
+        values |= {**SETTING, **DROPOUT.get(recipe, OWN_DROPOUT), **changes}
+        words = [str(RECIPES / f"multi30k_{recipe}.yaml"), *option_words(values), *options.overrides]
         launch("training/train_translation.py", words, options.threads)
         if not (folder / "metrics.json").is_file():
             raise KeyboardInterrupt

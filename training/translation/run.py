@@ -124,7 +124,7 @@ def _prepare(
     start, pad = model.config.decoder_start_token_id, tokenizer.pad_token_id
     rows = _rows(held_out, pad, start)
     module = objective.make_module(model, recipe, accelerator)
-    flops = objective.flops_per_token(module, {name: tensor.unsqueeze(0) for name, tensor in rows[0].items()})
+    flops = objective.flops_per_token(module, held_out.batch([held_out.lengths.argmax()], pad, start))
     groups = parameter_groups(model, recipe.weight_decay)
     optimizer = make_optimizer(recipe, groups, accelerator.device)
     scheduler = LambdaLR(optimizer, lambda step: inverse_square_root(step, recipe.warmup_steps))
