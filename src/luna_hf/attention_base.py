@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_torchdynamo_exporting
 
 from .dispatch import multiplies_in_float32, prefers_products
 from .functional import softmax_attention, split_heads
@@ -222,6 +223,9 @@ def attend_heads(
         key, value = (F.pad(states, (0, 0, 0, mask.extra_keys)) for states in (key, value))
     backend_mask = None if mask is None else mask.for_queries(query.shape[2])
     output, weights = attention(module, query, key, value, backend_mask, **kwargs)
+    if is_torchdynamo_exporting():
+        # Which layout the kernel returns depends on whether gradients are recorded, and the exporter to ONNX does not.
+        output = output.clone(memory_format=torch.contiguous_format)
     return output.flatten(-2), weights
 
 
