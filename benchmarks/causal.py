@@ -328,11 +328,6 @@ def describe_length(length: int, times: dict[str, dict[str, list[float]]], memor
     return {"length": length, "contenders": contenders}
 
 
-def measured_in(result: dict[str, Any]) -> list[str]:
-    """The package's contenders that a result has; a run may be older than some of them."""
-    return [name for name in OWN if name in result["lengths"][0]["contenders"]]
-
-
 def check(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Every floor that applies to a run."""
     checks = []
@@ -342,7 +337,7 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
     if any(result["settings"][name] != value for name, value in BASE.items()):
         return checks
     for row in result["lengths"]:
-        for name in measured_in(result):
+        for name in OWN:
             for mode, measured in row["contenders"][name].items():
                 rivals = {OUTER.get(name): OVER_OUTER, SDPA: {n: own[name] for n, own in OVER_SDPA.items()}}
                 for rival, floors in rivals.items():
@@ -355,7 +350,7 @@ def check(result: dict[str, Any]) -> list[dict[str, Any]]:
             what = f"backward, memory over sdpa at {row['length']}"
             checks += [compare(what, name, peaks[name] / peaks[SDPA], MEMORY) for name in OUTER]
     short, long = GROWTH_LENGTHS
-    for name in measured_in(result) if result["growth"] else ():
+    for name in OWN if result["growth"] else ():
         most = GROWTH if name in OUTER else OTHER_GROWTH
         for mode, growth in result["growth"][name].items():
             checks.append(compare(f"{mode}, time at {long} over {short}", name, growth["median"], most))
@@ -385,7 +380,7 @@ def markdown(result: dict[str, Any]) -> str:
         ]
         lines.append(f"* Time at {long:,} tokens relative to {short:,}: {', '.join(growth)}.")
     plain = [error for error in result["errors"] if error["scale"] == 1]
-    largest = {name: max(e["relative_rms"] for e in plain if e["contender"] == name) for name in measured_in(result)}
+    largest = {name: max(e["relative_rms"] for e in plain if e["contender"] == name) for name in OWN}
     scaled = [f"{e['relative_rms']:.1e} ({e['scale']})" for e in result["errors"] if e["scale"] != 1]
     values = ", ".join(f"{name} {error:.1e}" for name, error in largest.items())
     lines.append(

@@ -44,11 +44,18 @@ SYSTEMS = {
     "luna32": "Luna, 32 slots",
     "luna16_elu": "Luna, 16 slots, elu + 1",
     "abc16": "ABC, 16 slots",
+    "luna16_window": "Luna, 16 slots and a window",
+    "luna32_window": "Luna, 32 slots and a window",
+    "abc16_window": "ABC, 16 slots and a window",
     "softmax_post": "softmax, post-norm (BART)",
     "luna16_post": "Luna, 16 slots, post-norm",
 }
 # Systems without a recipe of their own: that of another one, with other values.
-POST_NORM = {
+WINDOW = {"model.local_window": 4}
+VARIANTS = {
+    "luna16_window": ("luna16", WINDOW),
+    "luna32_window": ("luna32", WINDOW),
+    "abc16_window": ("abc16", WINDOW),
     "softmax_post": ("softmax", {"model.model_type": "bart"}),
     "luna16_post": ("luna16", {"model.norm_first": False}),
 }
@@ -96,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
         source, target = direction.split("-")
         values = {"data": options.data / "multi30k", "source_language": source, "target_language": target}
         values |= {"model_name": name, "output_dir": folder, "seed": seed}
-        recipe, changes = POST_NORM.get(system, (system, {}))
+        recipe, changes = VARIANTS.get(system, (system, {}))
         values |= {**SETTING, **DROPOUT.get(recipe, OWN_DROPOUT), **changes}
         words = [str(RECIPES / f"multi30k_{recipe}.yaml"), *option_words(values), *options.overrides]
         launch("training/train_translation.py", words, options.threads)

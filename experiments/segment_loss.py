@@ -52,17 +52,21 @@ SETTING = {
     "eval_blocks": 100,
     "min_gain_nats": 0.5,
 }
-# How a trained model reads a document.
+CONTEXT = 4  # segments that `luna-mini-en` was pretrained to read at once
+# How a trained model, or without a name the one that training starts from, reads a document.
 READINGS = {
     "carried": ("memory", "P passed on"),
     "reset": ("memory", "the same model, P forgotten at every border"),
     "alone": ("alone", "trained on single segments"),
+    "start": (None, "before training, each segment alone"),
+    "context": (None, f"before training, with the {CONTEXT - 1} segments before it in view"),
 }
 OWN = ("model", "model_name", "output_dir", "block_size", "batch_size")
 PROTOCOL = (
     f"Both runs continue `luna-mini-en` with the same number of tokens of 50 novels, in rows of {SEGMENTS_TRAINED} "
     f"segments of {SEGMENT} tokens or of one. Pieces of two other novels are cut into as many segments as the longest "
-    "table row has; 30% of the tokens are masked, the same for every reading. Loss at these tokens."
+    "table row has; 30% of the tokens are masked, the same for every reading. Loss at these tokens. What the segments "
+    "in view are worth to the model before training is about what a memory could gain."
 )
 
 
@@ -102,7 +106,7 @@ def report(options: argparse.Namespace) -> None:
     rows = held_out_rows(options, folders["memory"])
     readings = {}
     for name, (system, _) in READINGS.items():
-        model = AutoModelForMaskedLM.from_pretrained(folders[system]).eval()
+        model = AutoModelForMaskedLM.from_pretrained(folders[system] if system else START).eval()
         readings[name] = segment_losses(model, *rows, name)
         progress(f"{name}: {statistics.mean(readings[name]):.3f} nats")
     result = {
@@ -137,18 +141,27 @@ def held_out_rows(options: argparse.Namespace, checkpoint: Path) -> tuple[Tensor
 @torch.inference_mode()
 def segment_losses(model: PreTrainedModel, ids: Tensor, labels: Tensor, reading: str) -> list[float]:
     """Mean loss at the masked tokens of each segment, of rows (pieces, tokens) in one of the ways of `READINGS`."""
-    losses, states, config = [], None, model.config
-    for part, targets in zip(ids.split(SEGMENT, 1), labels.split(SEGMENT, 1), strict=True):
-        if reading == "alone":  # as in its training, each segment stands between <s> and </s>
-            ends = [torch.full_like(part[:, :1], value) for value in (config.bos_token_id, config.eos_token_id)]
-            logits = model(torch.cat([ends[0], part, ends[1]], 1)).logits[:, 1:-1]
-        else:
+    losses, states = [], None
+    for number, targets in enumerate(labels.split(SEGMENT, 1)):
+        start, end = number * SEGMENT, number * SEGMENT + targets.shape[1]
+        if reading in ("carried", "reset"):
             given = {"packed_states": states} if reading == "carried" else {}
-            output = model(part, output_packed_states=True, **given)
+            output = model(ids[:, start:end], output_packed_states=True, **given)
             logits, states = output.logits, output.packed_states
+        else:
+            first = max(0, start - SEGMENT * (CONTEXT - 1)) if reading == "context" else start
+            logits = between_ends(model, ids[:, first:end])[:, start - end :]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
         losses.append(loss.item())
     return losses
+
+
+def between_ends(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits (pieces, n, vocabulary) of ids read between <s> and </s>, as in pretraining; the longest fit exactly."""
+    config = model.config
+    ids = ids[:, max(0, ids.shape[1] + 2 - config.max_position_embeddings) :]
+    ends = [torch.full_like(ids[:, :1], value) for value in (config.bos_token_id, config.eos_token_id)]
+    return model(torch.cat([ends[0], ids, ends[1]], 1)).logits[:, 1:-1]
 
 
 def text(result: dict[str, Any]) -> str:

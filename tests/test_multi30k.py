@@ -16,8 +16,8 @@ SOFTMAX = {
 
 def test_every_recipe_takes_part():
     recipes = {path.stem.removeprefix("multi30k_") for path in RECIPES}
-    assert recipes == set(multi30k.SYSTEMS) - set(multi30k.POST_NORM)
-    assert {recipe for recipe, _ in multi30k.POST_NORM.values()} <= recipes
+    assert recipes == set(multi30k.SYSTEMS) - set(multi30k.VARIANTS)
+    assert {recipe for recipe, _ in multi30k.VARIANTS.values()} <= recipes
     assert multi30k.parse(["run", "--data", "data"]).systems == list(multi30k.SYSTEMS)
 
 

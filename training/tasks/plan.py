@@ -117,7 +117,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{path} is damaged ({reason(error)}). Name another --output_dir, or remove {path.parent}."
+            f"{path} is damaged ({reason(error)}). Remove {path.parent}, or write to another folder."
         ) from error
 
 
