@@ -93,6 +93,8 @@ def in_miniature(script, words):
     given = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     if "teacher" in given or "continue" in words[0]:
         small = {name: value for name, value in small.items() if not name.startswith("model.")}
+    if "abc" in words[0]:  # its slots are a field of another name
+        small = {name: value for name, value in small.items() if name != "model.projection_length"}
     if "train_file" in given:
         small = {name: value for name, value in small.items() if name != "dataset_name"}
     added = {name: value for name, value in small.items() if name not in given - {"block_size", "batch_size"}}
