@@ -60,7 +60,7 @@ SEQ2SEQ = "seq2seq_generation-4-layer-cpu-float32"
 CAUSAL = "causal-attention-cpu-float32"
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
 SEGMENTS, MULTI30K = "segments-cpu-float32", "translation-multi30k-cpu-float32"
-SEGMENT_LOSS = "segment-loss-cpu-float32"
+SEGMENT_LOSS, SEGMENT_REVIEWS = "segment-loss-cpu-float32", "segment-reviews-cpu-bfloat16"
 LRA, LRA_COST, LRA_COST_LUNA = "lra-small-cpu-float32", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
 PEERS = ("roberta", "modernbert")
 
@@ -418,6 +418,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "segments": once_measured(SEGMENTS, "python experiments/segments.py report", lambda: report(SEGMENTS)),
     "segment-loss": once_measured(
         SEGMENT_LOSS, "python experiments/segment_loss.py report", lambda: report(SEGMENT_LOSS)
+    ),
+    "segment-reviews": once_measured(
+        SEGMENT_REVIEWS, "python experiments/segment_reviews.py report", lambda: report(SEGMENT_REVIEWS)
     ),
     "multi30k": once_measured(MULTI30K, "python experiments/multi30k.py report", lambda: report(MULTI30K)),
     "long-reviews": lambda: report("long-reviews-cpu-bfloat16"),
