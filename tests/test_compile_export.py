@@ -259,11 +259,19 @@ def test_one_causal_export_serves_every_batch_and_length(family, variant):
 
 
 @pytest.mark.slow
-@families
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("luna", {}),
+        ("luna", {"local_window": 3}),
+        ("abc_memory", {}),
+        ("abc_memory", {"local_window": 3}),
+        ("leapformer", {}),
+        ("lavo", {}),
+    ],
+)
 @torch.no_grad()
-def test_one_compiled_package_serves_every_batch_and_length(family, tmp_path):
-    # Without a window, which PyTorch 2.13's Inductor cannot compile.
-    options = {"attention_parts": "global", "local_window": 0} if family == "lavo" else {}
+def test_one_compiled_package_serves_every_batch_and_length(family, options, tmp_path):
     model = tiny_model(family, "mlm", num_hidden_layers=1, conv_kernel_size=3, **options)
     program = torch.export.export(model, (), uneven("mlm", 3, 12), dynamic_shapes=dynamic_shapes(), strict=False)
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))

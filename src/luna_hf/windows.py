@@ -39,7 +39,7 @@ def key_places(
 
     Returns:
         Indices of joined rows, (b, n, ...) flattened to (b * n, ...), and which of them lie within the block's row; the
-        others repeat its first or last token.
+        others are its first token.
     """
     # The number of blocks is never a dimension by itself, or a graph would be recompiled for a single block.
     blocks = _number_of_blocks(length, block)
@@ -47,7 +47,9 @@ def key_places(
     row, (before, _) = number // blocks, window_reach(window, causal)
     # Not `number % blocks`: PyTorch's exporter to ONNX takes no remainder by a number that a graph computes.
     position = (number - row * blocks) * block - before + torch.arange(block + window - 1, device=device)
-    return row * length + position.clamp(0, length - 1), (position >= 0) & (position < length)
+    within = (position >= 0) & (position < length)
+    # Not `position.clamp`, whose bounds AOTInductor of PyTorch 2.13 cannot derive.
+    return row * length + torch.where(within, position, 0), within
 
 
 def key_blocks(joined: Tensor, places: Tensor) -> Tensor:
