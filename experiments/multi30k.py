@@ -5,7 +5,7 @@
 
 `run` trains every recipe `multi30k_*.yaml` in the given directions with each seed, by `training/train_translation.py`,
 with a budget that fits a CPU (`SETTING`); finished runs are skipped. DATA has the folder `multi30k`. `report` writes
-JSON, a table and a plot.
+JSON, a table and a plot; published runs of the same recipe stay unless they have been repeated.
 
 Options that are not listed here, `--key value`, override those of the training command; they hold for every system.
 """
@@ -115,12 +115,22 @@ def run(options: argparse.Namespace) -> None:
 def report(options: argparse.Namespace) -> None:
     """Write scores and costs of the finished runs."""
     found = finished_runs(options.runs, "train", f"{Path(SCRIPT).name} run")
-    entries = [entry(path, run) for path, run in found]
-    entries.sort(key=lambda run: (DIRECTIONS.index(run["direction"]), list(SYSTEMS).index(run["system"]), run["seed"]))
-    result = {**shared_fields(SCRIPT, [run for _, run in found], OWN), "protocol": PROTOCOL, "runs": entries}
+    entries = {cell(run): entry(path, run) for path, run in found}
+    result = {**shared_fields(SCRIPT, [run for _, run in found], OWN), "protocol": PROTOCOL}
+    for path in options.results.glob("translation-multi30k-*.json"):
+        published = read_json(path)
+        if published["recipe"] == result["recipe"]:
+            entries = {cell(run): run for run in published["runs"]} | entries
+            result["commands"] = sorted({*published["commands"], *result["commands"]})
+    result["runs"] = [entries[key] for key in sorted(entries)]
     publish(
         options.results, "translation-multi30k", result["recipe"]["mixed_precision"], result, text, {"": plot_losses}
     )
+
+
+def cell(run: dict[str, Any]) -> tuple[int, int, int]:
+    """What identifies a run, in the order of the table: direction, system and seed."""
+    return DIRECTIONS.index(run["direction"]), list(SYSTEMS).index(run["system"]), run["seed"]
 
 
 def entry(folder: Path, run: dict[str, Any]) -> dict[str, Any]:

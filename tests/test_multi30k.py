@@ -1,5 +1,7 @@
 """The study of translation: every recipe takes part, training is equal, and what is finished is kept."""
 
+import json
+
 import multi30k
 import pytest
 import running
@@ -42,6 +44,35 @@ def test_systems_are_compared(tmp_path):
     assert [run["system"] for run in result["runs"]] == ["softmax", "luna16"]
     for run in result["runs"]:
         assert set(run["scores"]) == set(multi30k.METRICS) and run["curve"]["step"][-1] == SETTINGS["max_steps"]
+
+
+def test_published_runs_stay_unless_repeated_or_made_with_another_recipe(tmp_path):
+    (path,) = running.RESULTS.glob("translation-multi30k-*.json")
+    published = running.read_json(path)
+    kept = published["runs"][0]
+    run = {name: kept[name] for name in ("system", "direction")} | {"seed": 77, "command": "own"}
+    run |= {name: published[name] for name in ("date", "machine", "versions")}
+    folder = tmp_path / "runs" / "train" / "new"
+    folder.mkdir(parents=True)
+    scores = {name: {"score": 1.0, "signature": "none"} for name in multi30k.METRICS}
+    names = ("parameters", "vocabulary", "training_seconds", "held_out_loss", "unigram_loss")
+    metrics = {name: kept[name] for name in names} | {"test": {**scores, "samples": []}}
+    (folder / "metrics.json").write_text(json.dumps(metrics))
+    point = {"kind": "held_out", "step": 1, "loss": 2.0}
+    (folder / "log.jsonl").write_text(json.dumps(point) + "\n")
+    results = tmp_path / "results"
+    results.mkdir()
+    for change, repeated in (({}, False), ({}, True), ({"warmup_steps": 1}, False)):
+        run["seed"] = kept["seed"] if repeated else 77
+        recipe = {**published["recipe"], "model": {"model_type": "none"}, **change}
+        (folder / "run.json").write_text(json.dumps({**run, "recipe": recipe}))
+        (results / path.name).write_text(json.dumps(published))
+        assert multi30k.main(["report", "--runs", str(tmp_path / "runs"), "--results", str(results)]) == 0
+        made = running.read_json(results / path.name)
+        others = [] if change else [other for other in published["runs"] if multi30k.cell(other) != multi30k.cell(run)]
+        assert [other for other in made["runs"] if other["scores"]["bleu"] != 1.0] == others
+        assert len(made["runs"]) == len(others) + 1
+        assert made["commands"] == (["own"] if change else sorted({*published["commands"], "own"}))
 
 
 def test_what_is_missing_is_named(tmp_path):
