@@ -103,7 +103,7 @@ def step(model: PreTrainedModel, kind: str, length: int, package: ModuleType) ->
     @torch.no_grad()
     def decode() -> None:
         for _ in range(DECODED):
-            model(ids[:1, :1], past_key_values=cache, use_cache=True)
+            model(ids[:1, :1], cache=cache, use_cache=True)
 
     return {"decode": decode, "train": train, "causal-train": train}.get(kind, forward)
 

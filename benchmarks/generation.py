@@ -119,7 +119,7 @@ def read_tokens(model: PreTrainedModel, lengths: Sequence[int], setting: argpars
     cache, states, seen = MemoryCache(model.config), {}, 0
     for length in sorted(lengths):
         for part in random_tokens(max(lengths), setting)[:, seen:length].split(PART, dim=1):
-            model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(part, cache=cache, use_cache=True, logits_to_keep=1)
         states[length], seen = copy.deepcopy(cache), length
     return states
 
@@ -161,7 +161,7 @@ def make_step(model: PreTrainedModel, cache: Cache, length: int, setting: argpar
     def step() -> Tensor:
         nonlocal seen
         seen += 1
-        inputs = {"input_ids": token, "attention_mask": mask[:, :seen], "past_key_values": cache}
+        inputs = {"input_ids": token, "attention_mask": mask[:, :seen], "cache": cache}
         return model(**inputs, use_cache=True, logits_to_keep=1).logits
 
     return step

@@ -85,12 +85,12 @@ def read_source(name: str, model: PreTrainedModel, length: int, setting: argpars
     mask = torch.ones_like(source)
     if name == PEER:
         state = {"encoder_outputs": model.get_encoder()(source, attention_mask=mask), "attention_mask": mask}
-        state["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        state["cache"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
         model(decoder_input_ids=start, use_cache=True, **state)
         return state
     cache = MemoryCache(model.config)
-    model(source, attention_mask=mask, decoder_input_ids=start, past_key_values=cache, use_cache=True)
-    return {"past_key_values": cache}
+    model(source, attention_mask=mask, decoder_input_ids=start, cache=cache, use_cache=True)
+    return {"cache": cache}
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ def measure(models: dict[str, PreTrainedModel], setting: argparse.Namespace) -> 
                     next_token(models[name], state, setting)
 
                 source = measuring.seconds(read, setting.device)
-                sizes[length][name] = state_bytes(state["past_key_values"])
+                sizes[length][name] = state_bytes(state["cache"])
                 steps = sorted(measuring.seconds(step, setting.device) for _ in range(TOKENS))
                 if turn:
                     times[length][name]["source"].append(source)

@@ -368,7 +368,7 @@ def decode(model: PreTrainedModel, case: Case, sizes: tuple[int, ...]) -> tuple[
     for size in sizes:
         part = slice(first, first + size)
         inputs = {} if segments is None else {"token_type_ids": segments[:, part]}
-        inputs |= {"attention_mask": mask[:, part], "past_key_values": cache, "use_cache": True}
+        inputs |= {"attention_mask": mask[:, part], "cache": cache, "use_cache": True}
         outputs = model(ids[:, part], **inputs)
         parts.append(outputs.logits if case.kind == "ForCausalLM" else outputs.last_hidden_state)
         first += size

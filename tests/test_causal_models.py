@@ -97,8 +97,8 @@ def step_by_step(model, ids, cache=None):
     """Logits (b, n, v), computed token by token, and the state."""
     logits = []
     for token in ids.split(1, dim=1):
-        outputs = model(token, past_key_values=cache, use_cache=True)
-        cache = outputs.past_key_values
+        outputs = model(token, cache=cache, use_cache=True)
+        cache = outputs.cache
         logits.append(outputs.logits)
     return torch.cat(logits, dim=1), cache
 
@@ -109,10 +109,10 @@ def test_decoding_in_parts_equals_the_parallel_form(model_type, variant):
     """Token by token and in longer parts, over several chunks and beyond `max_position_embeddings`."""
     model, ids = make(model_type, variant, max_position_embeddings=64), random_ids(2, 90)
     whole = model(ids, use_cache=True)
-    names = [set(layer.states) for layer in whole.past_key_values.layers]
+    names = [set(layer.states) for layer in whole.cache.layers]
     for sizes in ([1] * 90, [1, 63, 2, 24], [7, 5, 1, 1, 76]):
         cache = MemoryCache(model.config)
-        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(sizes, dim=1)]
+        parts = [model(part, cache=cache, use_cache=True).logits for part in ids.split(sizes, dim=1)]
         assert_near(torch.cat(parts, dim=1), whole.logits)
         assert cache.get_seq_length() == 90 and cache.tokens.tolist() == [90, 90]
         assert [set(layer.states) for layer in cache.layers] == names
@@ -141,14 +141,14 @@ def test_a_padded_row_equals_the_row_alone(model_type, variant, side):
     }[side]
     ids, mask = scattered([row[:length] for row, length in zip(rows, lengths, strict=True)], places, width)
     cache = MemoryCache(model.config)
-    logits = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+    logits = model(ids, attention_mask=mask, cache=cache, use_cache=True).logits
     assert cache.tokens.tolist() == lengths and cache.get_seq_length() == width
     assert torch.isfinite(logits).all()
     # Three more tokens in one pass, with a mask that covers the past; then single tokens, with a new mask or none.
     more = torch.stack([row[-6:] for row in rows])
     past = torch.cat([mask, torch.ones(3, 3, dtype=torch.long)], dim=1)
-    later = [model(more[:, :3], attention_mask=past, past_key_values=cache, use_cache=True).logits]
-    later.append(model(more[:, 3:4], attention_mask=torch.ones(3, 1), past_key_values=cache, use_cache=True).logits)
+    later = [model(more[:, :3], attention_mask=past, cache=cache, use_cache=True).logits]
+    later.append(model(more[:, 3:4], attention_mask=torch.ones(3, 1), cache=cache, use_cache=True).logits)
     later.append(step_by_step(model, more[:, 4:], cache)[0])
     later = torch.cat(later, dim=1)
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -168,7 +168,7 @@ def test_padding_between_tokens_with_a_state(model_type, variant):
     for sizes in ([1] * 24, [5, 1, 1, 4, 13]):
         cache, logits = MemoryCache(model.config), []
         for tokens, kept in zip(ids.split(sizes, dim=1), mask.split(sizes, dim=1), strict=True):
-            logits.append(model(tokens, attention_mask=kept, past_key_values=cache, use_cache=True).logits)
+            logits.append(model(tokens, attention_mask=kept, cache=cache, use_cache=True).logits)
         logits = torch.cat(logits, dim=1)
         assert torch.isfinite(logits).all() and cache.tokens.tolist() == [24, 17, 0]
         assert_near(logits[0], model(ids[:1]).logits[0])
@@ -184,7 +184,7 @@ def test_the_state_has_one_size(model_type, variant):
             cache = MemoryCache(model.config)
             assert cache.nbytes == 0 and not cache.is_initialized
             for ids in (random_ids(2, length), random_ids(2, more)):
-                model(ids, past_key_values=cache, use_cache=True)
+                model(ids, cache=cache, use_cache=True)
             sizes.add(cache.nbytes)
             # `nbytes` counts all that is stored: no tensor is a view of a larger one.
             for layer in (*cache.layers, cache.rows):
@@ -201,8 +201,8 @@ def test_bfloat16(model_type, variant):
     exact = model(ids).logits
     model = model.bfloat16()
     cache = MemoryCache(model.config)
-    model(ids[:, :150], past_key_values=cache, use_cache=True)
-    parts = model(ids[:, 150:], past_key_values=cache, use_cache=True).logits
+    model(ids[:, :150], cache=cache, use_cache=True)
+    parts = model(ids[:, 150:], cache=cache, use_cache=True).logits
     sum_dtype = torch.bfloat16 if variant in ROWS[model_type].queues else torch.float32
     for layer in cache.layers:
         assert layer.states
@@ -221,13 +221,13 @@ def test_bfloat16(model_type, variant):
 def test_when_a_state_is_made(model_type):
     """By default in inference, not in training; a state handed in is updated."""
     model, ids = make(model_type), random_ids(2, 12)
-    assert isinstance(model(ids).past_key_values, MemoryCache)
-    assert model(ids, use_cache=False).past_key_values is None
-    assert make(model_type, use_cache=False)(ids).past_key_values is None
+    assert isinstance(model(ids).cache, MemoryCache)
+    assert model(ids, use_cache=False).cache is None
+    assert make(model_type, use_cache=False)(ids).cache is None
     model.train()
-    assert model(ids).past_key_values is None and model(ids, use_cache=True).past_key_values is None
+    assert model(ids).cache is None and model(ids, use_cache=True).cache is None
     cache = MemoryCache(model.config)
-    assert model(ids, past_key_values=cache, use_cache=True).past_key_values is cache and cache.get_seq_length() == 12
+    assert model(ids, cache=cache, use_cache=True).cache is cache and cache.get_seq_length() == 12
 
 
 # ---- training ----
@@ -312,7 +312,7 @@ def test_backends_are_equal_and_weights_sum_to_one(model_type, variant):
     for weights in outputs.attentions:
         assert weights.shape == (3, 4, 70, keys) and (weights >= 0).all()
         torch.testing.assert_close(weights.sum(-1).transpose(1, 2)[real], torch.ones(int(real.sum()), 4))
-    step = model(ids[:, :1], past_key_values=outputs.past_key_values, use_cache=True, output_attentions=True)
+    step = model(ids[:, :1], cache=outputs.cache, use_cache=True, output_attentions=True)
     assert [weights.shape for weights in step.attentions] == [(3, 4, 1, keys)] * 2
 
 
@@ -333,7 +333,7 @@ def test_saved_and_loaded(model_type, variant, tmp_path):
     trunk = AutoModel.from_pretrained(tmp_path)
     assert type(trunk) is FAMILIES[model_type].causal_model
     assert torch.equal(trunk(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
-    assert isinstance(trunk(ids).past_key_values, MemoryCache)
+    assert isinstance(trunk(ids).cache, MemoryCache)
     for auto_class in (AutoModelForMaskedLM, *HEADS.values()):
         with refused("AutoModelForCausalLM"):
             auto_class.from_pretrained(tmp_path)
@@ -362,14 +362,14 @@ def test_a_causal_model_loads_the_weights_of_an_encoder(model_type, tmp_path):
 def test_wrong_states_are_refused(model_type):
     model, other, ids = make(model_type), make(model_type, num_hidden_layers=3), random_ids(2, 4)
     with refused("num_hidden_layers", 3, 2):
-        model(ids, past_key_values=other(ids).past_key_values)
-    cache = model(ids).past_key_values
+        model(ids, cache=other(ids).cache)
+    cache = model(ids).cache
     with refused(2, 3):
-        model(random_ids(3, 1), past_key_values=cache)
+        model(random_ids(3, 1), cache=cache)
     # A mask that covers the past has the rows of the input, and is at least as long.
     for shape in ((2, 2), (3, 8), (2, 8, 8)):
         with refused("attention_mask"):
-            model(random_ids(2, 4), attention_mask=torch.ones(shape), past_key_values=cache)
+            model(random_ids(2, 4), attention_mask=torch.ones(shape), cache=cache)
     assert cache.get_seq_length() == 4  # unchanged
     with refused("MemoryCache"):
         cache.crop(1)

@@ -42,14 +42,28 @@ def test_the_trainer_evaluates_and_predicts(family, tmp_path):
     assert trainer.predict(rows).predictions.shape == (2, 24, model.config.vocab_size)
 
 
+@FAMILY
+@torch.no_grad()
+def test_the_former_name_of_the_state_is_understood(family):
+    """`past_key_values`, as it was called before Transformers 5.24, is accepted and returned with a warning."""
+    model = tiny_causal_model(family)
+    expected = model(IDS).logits[:, -1]
+    for part in (model, model.base_model):
+        cache = MemoryCache(model.config)
+        with pytest.warns(FutureWarning, match="cache"):
+            outputs = part(IDS[:, :9], past_key_values=cache)
+        assert outputs.past_key_values is outputs.cache is cache
+    assert_close(model(IDS[:, 9:], cache=cache).logits[:, -1], expected, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_VARIANTS)
 def test_a_state_made_in_inference_mode_continues_outside_it(family, name):
     model = variant(family, name)
     with torch.inference_mode():
-        cache = model(IDS[:, :9]).past_key_values
+        cache = model(IDS[:, :9]).cache
     with torch.no_grad():
         for part in IDS[:, 9:].split(5, 1):
-            logits = model(part, past_key_values=cache).logits[:, -1]
+            logits = model(part, cache=cache).logits[:, -1]
         assert_close(logits, model(IDS, use_cache=False).logits[:, -1], atol=2e-5, rtol=1e-5)
 
 
@@ -58,12 +72,12 @@ def test_a_state_made_in_inference_mode_continues_outside_it(family, name):
 def test_the_dtype_of_a_model_may_change_between_two_passes(family, name):
     model = variant(family, name)
     whole = copy.deepcopy(model).double()(IDS, use_cache=False).logits[:, -1]
-    cache = model(IDS[:, :12]).past_key_values
-    assert_close(model.double()(IDS[:, 12:], past_key_values=cache).logits[:, -1], whole, atol=2e-5, rtol=1e-5)
+    cache = model(IDS[:, :12]).cache
+    assert_close(model.double()(IDS[:, 12:], cache=cache).logits[:, -1], whole, atol=2e-5, rtol=1e-5)
     if name in ROWS[family].queues:
         assert {state.dtype for layer in cache.layers for state in layer.states.values()} == {torch.float64}
-    cache = model.float()(IDS[:, :12]).past_key_values
-    assert model.bfloat16()(IDS[:, 12:], past_key_values=cache).logits.isfinite().all()
+    cache = model.float()(IDS[:, :12]).cache
+    assert model.bfloat16()(IDS[:, 12:], cache=cache).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_VARIANTS)
@@ -72,10 +86,10 @@ def test_autocast_may_end_between_two_passes(family, name):
     model = variant(family, name)
     whole = model(IDS, use_cache=False).logits
     with torch.autocast("cpu", torch.bfloat16):
-        cache = model(IDS[:, :12]).past_key_values
-    parts = [model(IDS[:, 12:13], past_key_values=cache).logits]
+        cache = model(IDS[:, :12]).cache
+    parts = [model(IDS[:, 12:13], cache=cache).logits]
     with torch.autocast("cpu", torch.bfloat16):
-        parts.append(model(IDS[:, 13:], past_key_values=cache).logits)
+        parts.append(model(IDS[:, 13:], cache=cache).logits)
     assert relative_rms(torch.cat(parts, 1), whole[:, 12:]) < 0.03
 
 
@@ -91,11 +105,11 @@ def test_rows_of_a_state_can_be_rearranged(family, name):
         "batch_select_indices": (torch.tensor([2, 1]), [2, 1]),
     }
     for operation, (argument, rows) in operations.items():
-        cache = model(start, attention_mask=mask).past_key_values
+        cache = model(start, attention_mask=mask).cache
         getattr(cache, operation)(argument)
         assert cache.tokens.tolist() == lengths[rows].tolist() and cache.batch_size == len(rows)
         new = random_ids(len(rows), 4, seed=1)
-        logits = model(new, past_key_values=cache).logits
+        logits = model(new, cache=cache).logits
         for index, row in enumerate(rows):
             whole = torch.cat([start[row, 12 - lengths[row] :], new[index]])[None]
             assert_close(logits[index], model(whole).logits[0, -4:], atol=2e-5, rtol=1e-5)
@@ -104,11 +118,11 @@ def test_rows_of_a_state_can_be_rearranged(family, name):
 @torch.no_grad()
 def test_cached_functions_of_the_weights_follow_them():
     model = tiny_causal_model("luna")
-    cache = model(IDS[:, :12]).past_key_values
+    cache = model(IDS[:, :12]).cache
     pack = model.base_model.encoder.layer[0].attention.self.pack
     kept = cache.layers[0].constants["pack_query"].clone()
     pack.slots.add_(0.5)
-    model(IDS[:, 12:13], past_key_values=cache)
+    model(IDS[:, 12:13], cache=cache)
     assert not torch.allclose(cache.layers[0].constants["pack_query"], kept)
     expected = pack.query(pack.slots).unflatten(-1, (model.config.num_attention_heads, -1)).transpose(0, 1)
     assert_close(cache.layers[0].constants["pack_query"][0], expected)
@@ -124,7 +138,7 @@ def test_gradients_through_a_carried_state_are_those_of_the_whole_text(family, n
             parameter.requires_grad_(trained == "all" or ".self.query." in parameter_name)
         cache, total = MemoryCache(model.config), 0.0
         for part in parts:
-            total = total + model(part, past_key_values=cache, use_cache=True).logits.square().sum()
+            total = total + model(part, cache=cache, use_cache=True).logits.square().sum()
         total.backward()
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     scale = max(gradient.abs().max().item() for gradient in gradients[0])
@@ -141,13 +155,13 @@ def test_a_detached_state_keeps_its_numbers_and_no_gradients(family, name):
         model = variant(family, name).double().train()
         cache = MemoryCache(model.config)
         with torch.set_grad_enabled(detached):
-            loss = model(first, past_key_values=cache, use_cache=True).logits.square().sum()
+            loss = model(first, cache=cache, use_cache=True).logits.square().sum()
         if detached:
             loss.backward()
             model.zero_grad()
             cache.detach()
             assert not any(state.requires_grad for layer in cache.layers for state in layer.states.values())
-        model(second, past_key_values=cache, use_cache=True).logits.square().sum().backward()
+        model(second, cache=cache, use_cache=True).logits.square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert_close(*gradients, atol=1e-12, rtol=1e-9)
 
@@ -156,10 +170,10 @@ def test_a_detached_state_keeps_its_numbers_and_no_gradients(family, name):
 def test_gradient_checkpointing_with_a_state_is_refused(family):
     model = tiny_causal_model(family).train()
     model.activation_checkpointing_enable()
-    with refused("past_key_values"):
-        model(IDS, past_key_values=MemoryCache(model.config))
-    assert model(IDS, labels=IDS).past_key_values is None
-    assert model.eval()(IDS, past_key_values=MemoryCache(model.config)).logits.isfinite().all()
+    with refused("cache"):
+        model(IDS, cache=MemoryCache(model.config))
+    assert model(IDS, labels=IDS).cache is None
+    assert model.eval()(IDS, cache=MemoryCache(model.config)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("rise", [45.0, 60.0, 100.0, 300.0])
@@ -199,19 +213,19 @@ def test_the_state_of_another_model_is_refused(family, options):
     for name, value in options.items():
         cache = MemoryCache(tiny_causal_model(family, **{name: value}).config)
         with refused(name, repr(value)):
-            tiny_causal_model(family)(IDS, past_key_values=cache)
+            tiny_causal_model(family)(IDS, cache=cache)
 
 
 def test_the_state_of_another_family_is_refused():
     with refused("abc_memory", "luna"):
-        tiny_causal_model("luna")(IDS, past_key_values=MemoryCache(tiny_causal_model("abc_memory").config))
+        tiny_causal_model("luna")(IDS, cache=MemoryCache(tiny_causal_model("abc_memory").config))
 
 
 @FAMILY
 def test_a_cache_may_be_made_from_an_encoders_config(family):
     model = tiny_causal_model(family)
     encoder = type(model.config)(**{**model.config.to_dict(), "is_decoder": False, "position_embedding_type": None})
-    assert model(IDS, past_key_values=MemoryCache(encoder)).logits.isfinite().all()
+    assert model(IDS, cache=MemoryCache(encoder)).logits.isfinite().all()
 
 
 def test_an_unknown_normaliser_is_refused():

@@ -340,7 +340,7 @@ def shifted_labels(config):
 
 def returns_state(config):
     model = tiny_causal_model(config.model_type, use_cache=config.use_cache)
-    return model(**padded_batch([12, 5])).past_key_values is not None
+    return model(**padded_batch([12, 5])).cache is not None
 
 
 @pytest.mark.parametrize(("model_type", "name"), fields_where(lambda check: check.effect))

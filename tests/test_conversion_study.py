@@ -1,5 +1,6 @@
 """The study of conversions with a teacher: its driver runs what it promises, and the report compares with the twin."""
 
+import conversion
 import conversion_layers
 import conversion_report
 import learning
@@ -11,7 +12,6 @@ from test_learning import data as learning_data  # noqa: F401  a fixture
 from test_swap import SHRINK
 from transformers import AutoConfig, RobertaForMaskedLM
 
-import conversion
 from luna_hf.scripting import UserError
 
 CELLS = ["teacher", "window", "mlp", "luna-full-1", "mlp-slots", "mlp-no-teacher"]

@@ -59,7 +59,7 @@ def prompts(*lengths):
 def with_logits(model, inputs, tokens=12, **options):
     """Generated ids, the logits of every step (steps, rows, vocabulary), and the state."""
     out = model.generate(**inputs, max_new_tokens=tokens, return_dict_in_generate=True, output_logits=True, **options)
-    return out.sequences, torch.stack(out.logits), out.past_key_values
+    return out.sequences, torch.stack(out.logits), out.cache
 
 
 def assert_same_generation(actual, expected):
@@ -210,11 +210,11 @@ def test_a_state_is_continued(family, variant):
     start = with_logits(model, inputs, tokens=8)
     branch = copy.deepcopy(start[2])
     # Given the whole text so far, or only the last token, which the state has not read.
-    sequences, logits, cache = with_logits(model, {"input_ids": start[0]}, tokens=12, past_key_values=start[2])
+    sequences, logits, cache = with_logits(model, {"input_ids": start[0]}, tokens=12, cache=start[2])
     assert cache is start[2]
     assert_same_generation((sequences, logits), (expected[0], expected[1][8:]))
     only = {"input_ids": start[0][:, -1:], "attention_mask": torch.ones(2, 15, dtype=torch.long)}
-    sequences, logits, _ = with_logits(model, only, tokens=12, past_key_values=branch)
+    sequences, logits, _ = with_logits(model, only, tokens=12, cache=branch)
     assert_same_generation((sequences[:, 1:], logits), (expected[0][:, 15:], expected[1][8:]))
 
 
@@ -229,7 +229,7 @@ def test_a_second_turn_of_padded_rows(family, variant):
     expected = with_logits(model, {"input_ids": ids, "attention_mask": mask}, use_cache=False)
     for new, options in ((0, {}), (0, {"prefill_chunk_size": 4}), (cache.get_seq_length(), {})):
         inputs = {"input_ids": ids[:, new:], "attention_mask": mask}
-        got, logits, _ = with_logits(model, inputs, past_key_values=copy.deepcopy(cache), **options)
+        got, logits, _ = with_logits(model, inputs, cache=copy.deepcopy(cache), **options)
         assert_same_generation((got[:, -12:], logits), (expected[0][:, -12:], expected[1]))
     for index in range(2):  # each row alone, without padding
         alone = ids[index][mask[index].bool()][None]
@@ -247,24 +247,24 @@ def test_a_prompt_that_does_not_continue_the_state_is_refused(family, form):
     table = model.get_input_embeddings()
 
     def begin():
-        return model(**inputs, past_key_values=MemoryCache(model.config)).past_key_values
+        return model(**inputs, cache=MemoryCache(model.config)).cache
 
     def ones(columns):
         return torch.ones(2, columns, dtype=torch.long)
 
     for ids, mask in ((inputs["input_ids"], inputs["attention_mask"]), (new, ones(3)), (new, ones(8))):
         given = {"input_ids": ids} if form == "ids" else {"inputs_embeds": table(ids)}
-        with refused("past_key_values", 7, ids.shape[1], 7 + ids.shape[1]):
-            model.generate(**given, attention_mask=mask, past_key_values=begin(), max_new_tokens=2)
+        with refused("cache", 7, ids.shape[1], 7 + ids.shape[1]):
+            model.generate(**given, attention_mask=mask, cache=begin(), max_new_tokens=2)
     whole, mask = torch.cat([inputs["input_ids"], new], 1), torch.cat([inputs["attention_mask"], ones(3)], 1)
     expected = model.generate(whole, attention_mask=mask, max_new_tokens=4)[:, 10:]
     given = {"input_ids": whole} if form == "ids" else {"inputs_embeds": table(whole)}
-    out = model.generate(**given, attention_mask=mask, past_key_values=begin(), max_new_tokens=4)
+    out = model.generate(**given, attention_mask=mask, cache=begin(), max_new_tokens=4)
     assert torch.equal(out[:, -4:], expected)
     if form == "ids":  # more new tokens than the state holds, or one row of another text
         for ids in (other, torch.cat([whole[:1], other[1:]])):
-            with refused("past_key_values", 7, 10, 17):
-                model.generate(ids, attention_mask=mask, past_key_values=begin(), max_new_tokens=2)
+            with refused("cache", 7, 10, 17):
+                model.generate(ids, attention_mask=mask, cache=begin(), max_new_tokens=2)
 
 
 @families
@@ -275,8 +275,8 @@ def test_a_state_of_embeddings_is_continued_with_any_ids(family):
     for parts in (({"inputs_embeds": embeds},), ({"input_ids": ids[:, :2]}, {"inputs_embeds": embeds[:, 2:]})):
         cache = MemoryCache(model.config)
         for part in (*parts, {"input_ids": ids[:, 4:6]}):
-            model(**part, past_key_values=cache)
-        out = model.generate(ids, past_key_values=cache, max_new_tokens=4)
+            model(**part, cache=cache)
+        out = model.generate(ids, cache=cache, max_new_tokens=4)
         assert torch.equal(out, model.generate(ids, max_new_tokens=4))
 
 
@@ -289,14 +289,14 @@ def test_tokens_in_the_state_cannot_be_masked_later(family):
     new = {"input_ids": random_ids(2, 3), "attention_mask": mask}
     for compileable in (False, True):
         cache = MemoryCache(model.config, compileable=compileable)
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         with refused("attention_mask", 5, 7):
-            model(**new, past_key_values=cache)
+            model(**new, cache=cache)
         with refused("attention_mask", 5, 7):
-            model.generate(**new, past_key_values=cache, max_new_tokens=3)
+            model.generate(**new, cache=cache, max_new_tokens=3)
     for state, seen in ((cache, 7), (MemoryCache(model.config), 0)):
         with refused("attention_mask", 12, 3, seen):
-            model(random_ids(2, 3), attention_mask=torch.ones(2, 12), past_key_values=state)
+            model(random_ids(2, 3), attention_mask=torch.ones(2, 12), cache=state)
 
 
 @families
@@ -304,25 +304,25 @@ def test_a_state_can_be_copied_and_reset(family):
     model, ids = wordy_model(family), random_ids(1, 9)
     cache = MemoryCache(model.config)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     branch = torch.cat([ids, random_ids(1, 4, seed=1)], dim=1)
     expected = model.generate(branch, max_new_tokens=8)
-    assert torch.equal(model.generate(branch, past_key_values=copy.deepcopy(cache), max_new_tokens=8), expected)
+    assert torch.equal(model.generate(branch, cache=copy.deepcopy(cache), max_new_tokens=8), expected)
     assert cache.get_seq_length() == 9
-    assert torch.equal(model.generate(branch, past_key_values=cache, max_new_tokens=8), expected)
+    assert torch.equal(model.generate(branch, cache=cache, max_new_tokens=8), expected)
     assert cache.get_seq_length() == 20
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.nbytes == 0
     other = random_ids(3, 5, seed=1)
     expected = model.generate(other, max_new_tokens=6)
-    assert torch.equal(model.generate(other, past_key_values=cache, max_new_tokens=6), expected)
+    assert torch.equal(model.generate(other, cache=cache, max_new_tokens=6), expected)
 
 
 @families
 def test_other_caches_are_refused(family):
     model, ids = wordy_model(family), random_ids(2, 7)
-    with refused("past_key_values", "DynamicCache", "MemoryCache"):
-        model.generate(ids, past_key_values=DynamicCache(), max_new_tokens=3)
+    with refused("cache", "DynamicCache", "MemoryCache"):
+        model.generate(ids, cache=DynamicCache(), max_new_tokens=3)
     for name in ("offloaded", "quantized", "sliding_window", "offloaded_static"):
         with refused("cache_implementation", name):
             model.generate(ids, cache_implementation=name, max_new_tokens=3)
@@ -344,9 +344,9 @@ def test_no_memory_grows_with_the_text(family):
     """Step by step, because `generate` itself keeps the whole text."""
     model = wordy_model(family, num_hidden_layers=1, hidden_size=16, intermediate_size=16).float()
     cache, sizes = MemoryCache(model.config), {}
-    token = model(random_ids(1, 3), past_key_values=cache).logits[:, -1:].argmax(-1)
+    token = model(random_ids(1, 3), cache=cache).logits[:, -1:].argmax(-1)
     for step in range(2, 513):
-        token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = model(token, cache=cache).logits[:, -1:].argmax(-1)
         if step in (16, 512):
             sizes[step] = cache.nbytes, bytes_of_all_tensors()
     assert cache.get_seq_length() == 514
@@ -362,5 +362,5 @@ def test_training_mode_and_gradients(family):
     assert torch.equal(model.generate(ids, max_new_tokens=6), expected)  # there is no dropout
     assert model.training
     cache = MemoryCache(model.config)
-    model(ids, past_key_values=cache)
-    assert torch.equal(model.eval().generate(expected, past_key_values=cache, max_new_tokens=1)[:, :-1], expected)
+    model(ids, cache=cache)
+    assert torch.equal(model.eval().generate(expected, cache=cache, max_new_tokens=1)[:, :-1], expected)

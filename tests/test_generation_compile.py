@@ -71,7 +71,7 @@ def test_a_step_compiled_by_hand(family, variant):
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
     ids, caches = random_ids(2, 20), [MemoryCache(model.config) for _ in range(2)]
     for cache in caches:
-        model(ids[:, :5], past_key_values=cache)
+        model(ids[:, :5], cache=cache)
 
     def addresses():
         layers = (*caches[1].layers, caches[1].rows)
@@ -80,7 +80,7 @@ def test_a_step_compiled_by_hand(family, variant):
     before = addresses()
     for column in range(5, 20):
         token = ids[:, column : column + 1]
-        expected, got = (call(token, past_key_values=c) for call, c in zip((model, compiled), caches, strict=True))
+        expected, got = (call(token, cache=c) for call, c in zip((model, compiled), caches, strict=True))
         torch.testing.assert_close(got.logits, expected.logits, atol=1e-9, rtol=1e-9)
         assert addresses() == before
     assert counter.frame_count == 1
@@ -96,12 +96,12 @@ def test_nothing_is_compiled_by_default(family, monkeypatch):
     config = CompileConfig(backend="eager")
     config._compile_all_devices = True
     out = model.generate(random_ids(2, 5), max_new_tokens=4, compile_config=config, return_dict_in_generate=True)
-    assert not out.past_key_values.is_compileable
+    assert not out.cache.is_compileable
     # On an accelerator transformers compiles whenever the cache allows it.
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     for compileable in (False, True):
         cache = MemoryCache(model.config, compileable=compileable)
-        assert model._valid_auto_compile_criteria({"past_key_values": cache}, model.generation_config) == compileable
+        assert model._valid_auto_compile_criteria({"cache": cache}, model.generation_config) == compileable
 
 
 @pytest.mark.slow

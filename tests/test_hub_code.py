@@ -74,7 +74,7 @@ def run(family, source, target):
             "outputs": causal(**prompt).logits,
             "states": trunk(**prompt).last_hidden_state,
             "generated": generated.sequences,
-            "cache": type(generated.past_key_values).__name__,
+            "cache": type(generated.cache).__name__,
         }
     causal.save_pretrained(f"{root}/{family}/{target}/causal")
 

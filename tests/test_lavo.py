@@ -231,11 +231,11 @@ def test_switches_while_decoding(reads):
     """Parts of a text, the same in every pass, equal the text at once; with slots left out, the sum goes on."""
     model, ids = tiny_causal_model("lavo").double(), random_ids(2, 30)
     cache = MemoryCache(model.config)
-    parts = [model(part, past_key_values=cache, **reads).logits for part in ids.split([7, 1, 1, 12, 1, 8], dim=1)]
+    parts = [model(part, cache=cache, **reads).logits for part in ids.split([7, 1, 1, 12, 1, 8], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(ids, **reads).logits, rtol=0, atol=1e-10)
     if "read_slots" in reads:
         plain = MemoryCache(model.config)
-        model(ids, past_key_values=plain)
+        model(ids, cache=plain)
         first = [state.layers[0].states["total"] for state in (cache, plain)]
         torch.testing.assert_close(*first, rtol=0, atol=1e-10)
 
@@ -263,7 +263,7 @@ def test_a_model_with_a_local_part_alone():
 @torch.no_grad()
 def test_the_state_is_a_sum_and_a_window():
     model = tiny_causal_model("lavo")
-    states = model(random_ids(2, 40)).past_key_values.layers[0].states
+    states = model(random_ids(2, 40)).cache.layers[0].states
     shapes = {name: tuple(tensor.shape) for name, tensor in states.items()}
     assert shapes == {"total": (2, 4, 8), "window_key": (2, 4, 5, 12), "window_value": (2, 4, 5, 12)}
 
@@ -278,5 +278,5 @@ def test_parts_of_the_tokens_continue_each_other(lengths, monkeypatch):
     parts = model(**batch)
     keep = batch["attention_mask"].bool()
     torch.testing.assert_close(parts.logits[keep], whole.logits[keep], rtol=1e-10, atol=1e-12)
-    totals = [out.past_key_values.layers[0].states["total"] for out in (parts, whole)]
+    totals = [out.cache.layers[0].states["total"] for out in (parts, whole)]
     torch.testing.assert_close(*totals, rtol=1e-6, atol=1e-6)  # a state in float32

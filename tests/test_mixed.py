@@ -144,7 +144,7 @@ def test_without_slots_a_mixed_layer_is_a_sliding_window(kind, window, backend):
         caches = [MemoryCache(model.config) for model in (mixed, sliding)]
         for part in parts:
             ours, theirs = (
-                model(part, past_key_values=cache, **reads).logits
+                model(part, cache=cache, **reads).logits
                 for model, cache, reads in zip((mixed, sliding), caches, ({"read_slots": False}, {}), strict=True)
             )
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
@@ -187,7 +187,7 @@ def test_switches_while_decoding(family, reads):
     whole, switched = model(ids).logits, model(ids, **reads).logits
     cache, logits = MemoryCache(model.config), []
     for index, part in enumerate(ids.split([7, 1, 1, 12, 1, 8], dim=1)):
-        logits.append(model(part, past_key_values=cache, **(reads if index % 2 else {})).logits)
+        logits.append(model(part, cache=cache, **(reads if index % 2 else {})).logits)
     sizes = [part.shape[1] for part in logits]
     for index, (part, *expected) in enumerate(
         zip(logits, whole.split(sizes, 1), switched.split(sizes, 1), strict=True)
@@ -295,7 +295,7 @@ def test_causal_layers_equal_their_definition(family, fields, side):
 @torch.no_grad()
 def test_the_state_after_16_tokens_is_as_large_as_after_500(family):
     model = float64(family, "causal", **window_of(family, WINDOW))
-    first, second = (model(random_ids(2, length)).past_key_values for length in (16, 500))
+    first, second = (model(random_ids(2, length)).cache for length in (16, 500))
     assert first.nbytes == second.nbytes > 0
     for layer in second.layers if ROWS[family].mixes else ():
         assert layer.states["window_key"].shape == layer.states["window_value"].shape == (2, 4, WINDOW, 12)
@@ -307,7 +307,7 @@ def test_long_texts_decode_as_in_parallel(family):
     """Beyond the window and several chunks, token by token."""
     model, ids = float64(family, "causal", **window_of(family, WINDOW), num_hidden_layers=2), random_ids(1, 200)
     whole = model(ids).logits
-    cache = model(ids[:, :130]).past_key_values
+    cache = model(ids[:, :130]).cache
     steps, _ = step_by_step(model, ids[:, 130:], cache)
     torch.testing.assert_close(steps, whole[:, 130:], rtol=0, atol=1e-10)
 

@@ -85,12 +85,12 @@ REFUSED = {
     "misspelt": ({**IDS, "atention_mask": torch.ones(2, 4)}, ["atention_mask", "attention_mask"]),
     "misspelt-output": ({**IDS, "output_hiden_states": True}, ["output_hiden_states", "output_hidden_states"]),
     "fallen-positions": ({**IDS, "position_ids": torch.tensor([[2, 3, 4, 5], [2, 3, 4, 3]])}, ["position_ids", 3, 1]),
-    "misspelt-cache": ({**IDS, "past_key_value": 1}, ["past_key_value", "past_key_values"]),
+    "misspelt-cache": ({**IDS, "caches": 1}, ["caches", "cache"]),
     "misspelt-option": ({**IDS, "use_caches": False}, ["use_caches", "use_cache"]),
     "misspelt-head-input": ({**IDS, "logit_to_keep": 1}, ["logit_to_keep", "logits_to_keep"]),
     "unknown": ({**IDS, "nonsense": 1}, ["nonsense"]),
     "head-mask": ({**IDS, "head_mask": torch.ones(3, 4)}, ["head_mask"]),
-    "cache": ({**IDS, "past_key_values": DynamicCache()}, ["past_key_values"]),
+    "cache": ({**IDS, "cache": DynamicCache()}, ["cache"]),
 }
 
 
@@ -263,7 +263,7 @@ def test_initialisation(model_type):
 def test_refused_inputs_may_be_none(model_type):
     """Generic wrappers pass unused inputs as `None`."""
     model, ids = tiny_model(model_type), random_ids(2, 4)
-    assert torch.equal(model(ids, past_key_values=None, encoder_hidden_states=None)[0], model(ids)[0])
+    assert torch.equal(model(ids, cache=None, encoder_hidden_states=None)[0], model(ids)[0])
 
 
 @families

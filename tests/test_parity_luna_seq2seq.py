@@ -91,7 +91,7 @@ def test_incremental_decoding(name, case, dtype, sizes):
     cache, parts = MemoryCache(model.config), []
     first = {"input_ids": source, "attention_mask": (source != PAD).long()}
     for tokens in target.split(1 if sizes == "steps" else 3, dim=1):
-        outputs = model(**first, decoder_input_ids=tokens, past_key_values=cache)
+        outputs = model(**first, decoder_input_ids=tokens, cache=cache)
         parts.append(outputs.logits)
         first = {}
     assert_near(torch.cat(parts, dim=1), fixture, case, "logits_incremental", target != PAD)

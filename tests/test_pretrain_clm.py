@@ -151,7 +151,7 @@ def test_the_saved_files_continue_the_prompts_as_reported(trained):
     cache = MemoryCache(model.config)
     for part in torch.arange(5, 60)[None].split(20, dim=1):
         with torch.no_grad():
-            model(part, past_key_values=cache, use_cache=True)
+            model(part, cache=cache, use_cache=True)
         assert cache.nbytes == figures["state_bytes"]
 
 

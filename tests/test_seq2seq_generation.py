@@ -88,7 +88,7 @@ def test_the_encoders_states_are_dropped(family, monkeypatch):
     monkeypatch.setattr(decoder, "decode", step)
     for length in (20, 300):
         made = texts(model, {"input_ids": random_ids(2, length)}, return_dict_in_generate=True)
-        sizes.add(made.past_key_values.nbytes)
+        sizes.add(made.cache.nbytes)
     assert len(kept) == 2 and len(sizes) == 1
     assert len(dropped) == 18 and all(dropped)
 
@@ -99,10 +99,10 @@ def test_a_state_continues_a_text(family):
     whole = texts(model, inputs, max_new_tokens=10)
     first = texts(model, inputs, max_new_tokens=4, return_dict_in_generate=True)
     # The last token is not yet in the state.
-    given = {"decoder_input_ids": first.sequences, "past_key_values": first.past_key_values}
+    given = {"decoder_input_ids": first.sequences, "cache": first.cache}
     assert torch.equal(texts(model, {**inputs, **given}, max_new_tokens=6), whole)
     other = {**given, "decoder_input_ids": first.sequences + 1}
-    with refused("past_key_values"):
+    with refused("cache"):
         texts(model, {**inputs, **other})
 
 

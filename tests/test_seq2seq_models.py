@@ -61,10 +61,10 @@ def test_step_by_step_without_the_source(family, variant):
     for sizes in ([1] * 6, [2, 3, 1]):
         cache, parts, given = MemoryCache(model.config), [], source
         for ids, part in zip(target["decoder_input_ids"].split(sizes, 1), mask.split(sizes, 1), strict=True):
-            outputs = model(**given, decoder_input_ids=ids, decoder_attention_mask=part, past_key_values=cache)
+            outputs = model(**given, decoder_input_ids=ids, decoder_attention_mask=part, cache=cache)
             parts.append(outputs.logits)
             given = {}
-        assert outputs.past_key_values is cache
+        assert outputs.cache is cache
         torch.testing.assert_close(torch.cat(parts, 1)[mask == 1], expected[mask == 1], **NEAR)
 
 
@@ -76,8 +76,8 @@ def test_the_state_has_one_size(family, variant):
     for source_length, target_length in ((1, 1), (5, 40), (190, 3)):
         cache = MemoryCache(model.config)
         ids = random_ids(2, source_length)
-        model(input_ids=ids, decoder_input_ids=random_ids(2, target_length), past_key_values=cache)
-        model(decoder_input_ids=random_ids(2, 1), past_key_values=cache)
+        model(input_ids=ids, decoder_input_ids=random_ids(2, target_length), cache=cache)
+        model(decoder_input_ids=random_ids(2, 1), cache=cache)
         sizes.add(cache.nbytes)
     if family == "luna" and model.config.dynamic_projection:  # fewer slots for a source shorter than the slots
         assert len(sizes) == 3 and len({size for size in sizes if size > min(sizes)}) <= 2
@@ -93,7 +93,7 @@ def test_every_parameter_has_a_gradient(family, variant):
         model.zero_grad()
         labels = target["decoder_input_ids"].masked_fill(target["decoder_attention_mask"] == 0, -100)
         cache = MemoryCache(model.config) if cached else None
-        model(**source, labels=labels, past_key_values=cache).loss.backward()
+        model(**source, labels=labels, cache=cache).loss.backward()
         missing = {name for name, parameter in model.named_parameters() if parameter.grad is None}
         # The last packed states are not computed with gradients where the state is kept.
         assert {name for name in missing if not (cached and name.endswith(("norm.weight", "norm.bias")))} == set()
@@ -126,7 +126,7 @@ def test_labels_are_shifted_and_weigh_the_same_in_any_split(family):
         model(**source, decoder_input_ids=shifted).logits.flatten(0, 1), labels.flatten()
     )
     torch.testing.assert_close(outputs.loss, expected, **NEAR)
-    assert outputs.past_key_values is None
+    assert outputs.cache is None
     (gradient,) = torch.autograd.grad(outputs.loss, [model.lm_head.weight])
     total, parts = (labels != -100).sum(), 0.0
     for rows in (slice(0, 1), slice(1, 3)):
@@ -169,7 +169,7 @@ def test_luna_needs_the_packed_states():
 def test_unusable_inputs_are_refused(family):
     model = make(family)
     source, target = batch()
-    with refused("input_ids", "encoder_outputs", "past_key_values"):
+    with refused("input_ids", "encoder_outputs", "cache"):
         model(**target)
     with refused("decoder" if family == "" else "input_ids"):
         model(**source)
@@ -180,7 +180,7 @@ def test_unusable_inputs_are_refused(family):
         model(encoder_outputs=encoded, attention_mask=torch.ones(3, 5), **target)
     cache = MemoryCache(tiny_config_for(family, is_decoder=True))
     with refused("is_encoder_decoder"):
-        model(**source, **target, past_key_values=cache)
+        model(**source, **target, cache=cache)
     with refused("seq_idx"):
         model(**source, **target, seq_idx=torch.zeros(3, 14))
 
@@ -189,9 +189,9 @@ def test_unusable_inputs_are_refused(family):
 def test_learned_positions_end():
     model = make("luna", max_position_embeddings=16)
     ids, cache = random_ids(1, 16), MemoryCache(model.config)
-    model(input_ids=ids, decoder_input_ids=ids, past_key_values=cache)
+    model(input_ids=ids, decoder_input_ids=ids, cache=cache)
     with refused(17, 16, "max_position_embeddings"):
-        model(decoder_input_ids=ids[:, :1], past_key_values=cache)
+        model(decoder_input_ids=ids[:, :1], cache=cache)
     model = make("luna", "prenorm-sinusoidal", max_position_embeddings=16)
     assert model(input_ids=ids, decoder_input_ids=random_ids(1, 40)).logits.shape[1] == 40
 
@@ -302,11 +302,22 @@ def test_copies_of_a_state_are_independent():
     model = make("luna")
     source, target = batch()
     with torch.no_grad():
-        cache = model(**source, **target, use_cache=True).past_key_values
+        cache = model(**source, **target, use_cache=True).cache
         twin = copy.deepcopy(cache)
         step = {"decoder_input_ids": random_ids(3, 1)}
-        first = model(**step, past_key_values=cache).logits
-        assert torch.equal(model(**step, past_key_values=twin).logits, first)
+        first = model(**step, cache=cache).logits
+        assert torch.equal(model(**step, cache=twin).logits, first)
+
+
+@torch.no_grad()
+def test_the_former_name_of_the_state_is_understood():
+    model = make("luna")
+    source, target = batch()
+    for part in (model, model.base_model):
+        cache = MemoryCache(model.config)
+        with pytest.warns(FutureWarning, match="cache"):
+            outputs = part(**source, **target, past_key_values=cache)
+        assert outputs.past_key_values is outputs.cache is cache and cache.has_source
 
 
 def test_the_names_of_luna():

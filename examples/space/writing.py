@@ -50,7 +50,7 @@ def write(loaded: Loaded, prompt: str, new_tokens: int, temperature: float) -> I
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 40} if temperature else {"do_sample": False}
     while ids.shape[1] < longest:
         options = {"max_new_tokens": min(PART, longest - ids.shape[1]), **sampling}
-        ids = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=state, **options)
+        ids = model.generate(ids, attention_mask=torch.ones_like(ids), cache=state, **options)
         text = tokenizer.decode(ids[0], skip_special_tokens=True)
         yield Written(text, ids.shape[1], state.nbytes, cache_bytes(model.config, ids.shape[1]))
         if ids[0, -1] == tokenizer.eos_token_id:

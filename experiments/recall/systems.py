@@ -115,5 +115,5 @@ def state_bytes(model: nn.Module, task: Task) -> int:
     cache = MemoryCache(model.config)
     ids, _ = task.draw(1, torch.Generator().manual_seed(0))
     with torch.no_grad():
-        model.eval()(input_ids=ids, past_key_values=cache)
+        model.eval()(input_ids=ids, cache=cache)
     return cache.nbytes - sum(tensor.nbytes for layer in cache.layers for tensor in layer.constants.values())

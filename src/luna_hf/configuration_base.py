@@ -138,7 +138,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     """
 
     model_type = "bounded_memory"
-    keys_to_ignore_at_inference = ["past_key_values"]  # the Trainer gathers all other outputs
+    keys_to_ignore_at_inference = ["cache"]  # the Trainer gathers all other outputs
     base_model_fsdp_plan = {"embeddings": "free_full_weight", "encoder.layer.*": "free_full_weight"}
     # Fields that a decoding state depends on: models that differ in one cannot share a state. Families add theirs.
     state_fields = (

@@ -42,14 +42,14 @@ class GenerationHooks:
                 f"`cache_implementation` is {asked!r}, but a {self.config.model_type} model's state has constant size. "
                 "Leave it out, or set it to 'static' to compile the decoding step."
             )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = MemoryCache(self.config, compileable=asked == "static")
+        if model_kwargs.get("cache") is None and generation_config.use_cache is not False:
+            model_kwargs["cache"] = MemoryCache(self.config, compileable=asked == "static")
 
     def _prefill(
         self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], **others: Any
     ) -> ModelOutput:
         """Check that the prompt continues a given state, before transformers leaves out what the state contains."""
-        cache = self.get_decoder().open_cache(model_kwargs.get("past_key_values"), False, input_ids.shape[0])
+        cache = self.get_decoder().open_cache(model_kwargs.get("cache"), False, input_ids.shape[0])
         if cache is not None and cache.is_initialized:
             across = self.config.is_encoder_decoder
             mask = model_kwargs.get("decoder_attention_mask" if across else "attention_mask")
@@ -87,7 +87,7 @@ class GenerationHooks:
             return None
         length = inputs_embeds.shape[1]
         if kwargs.get("is_first_iteration"):
-            check_mask_of_past(attention_mask, length, kwargs.get("past_key_values"))
+            check_mask_of_past(attention_mask, length, kwargs.get("cache"))
         return attention_mask[:, -length:]
 
 
@@ -114,7 +114,7 @@ def check_prompt(
         continues = ((given == read) | (read < 0)).all()
     if not continues:
         raise ValueError(
-            f"The state in `past_key_values` contains {seen} tokens, and the given {length} do not continue it. Pass "
+            f"The state in `cache` contains {seen} tokens, and the given {length} do not continue it. Pass "
             f"the whole text, the same {seen} tokens and at least one more; or only new tokens, with an "
             f"`attention_mask` of {seen + length} columns."
         )

@@ -20,7 +20,7 @@ from .modeling_layers import DepthwiseConvolution, LayerStack, TokenEmbeddings, 
 
 # Inputs of some model here, in the order in which a misspelt one is compared with them.
 _INPUT_NAMES = (
-    *("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels", "past_key_values"),
+    *("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels", "cache"),
     *("use_cache", "logits_to_keep", "shift_labels", "start_positions", "end_positions", "num_items_in_batch"),
 )
 # Keywords of every transformers model, the option of flex attention, and what `generate` passes on for stop strings.
@@ -32,7 +32,7 @@ _NO_CACHE = "the model is an encoder and has no cache."
 _REFUSED_KEYWORDS = {
     "head_mask": "transformers 5 has no head masks.",
     "encoder_hidden_states": "the model has no cross-attention.",
-    **dict.fromkeys(("past_key_values", "use_cache"), _NO_CACHE),
+    **dict.fromkeys(("cache", "past_key_values", "use_cache"), _NO_CACHE),
     **dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"), _PACKED),
 }
 

@@ -8,6 +8,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, is_tracing
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -51,6 +52,7 @@ class DecoderModelMixin(BaseModelMixin):
     _supports_flash_attn = False
     _supports_flex_attn = False
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -60,7 +62,7 @@ class DecoderModelMixin(BaseModelMixin):
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
-        past_key_values: MemoryCache | None = None,
+        cache: MemoryCache | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
@@ -72,7 +74,7 @@ class DecoderModelMixin(BaseModelMixin):
             token_type_ids: (b, n) segment ids, if the model has segment embeddings.
             position_ids: (b, n) from 0; by default, counts real tokens, those in the state included.
             inputs_embeds: (b, n, d) token embeddings, instead of `input_ids`.
-            past_key_values: the state after earlier tokens, or a new `MemoryCache`; updated in place.
+            cache: the state after earlier tokens, or a new `MemoryCache`; updated in place.
             use_cache: whether to return a state, created if none is given (but not in training); defaults to
                 `config.use_cache`.
             local_window, read_slots: keyword only, see `EncoderModelMixin.forward`.
@@ -82,8 +84,8 @@ class DecoderModelMixin(BaseModelMixin):
                 contradicts the tokens in the state, `position_ids` fall within a row, or a keyword is unknown.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        hidden_states, cache = self.decode(*inputs, past_key_values, use_cache, kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache)
+        hidden_states, cache = self.decode(*inputs, cache, use_cache, kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
 
     def decode(
         self,
@@ -92,7 +94,7 @@ class DecoderModelMixin(BaseModelMixin):
         token_type_ids: Tensor | None,
         position_ids: Tensor | None,
         inputs_embeds: Tensor | None,
-        past_key_values: MemoryCache | None,
+        cache: MemoryCache | None,
         use_cache: bool | None,
         keywords: dict[str, Any],
         *source: Any,
@@ -102,14 +104,14 @@ class DecoderModelMixin(BaseModelMixin):
         Further arguments are passed to `run_layers`.
         """
         self.check_keywords(keywords)
-        self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=past_key_values is not None)
-        use_cache = use_cache and (past_key_values is not None or not self.training)
+        self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=cache is not None)
+        use_cache = use_cache and (cache is not None or not self.training)
         first = input_ids if inputs_embeds is None else inputs_embeds
         batch, length = first.shape[:2]
-        cache = self.open_cache(past_key_values, use_cache, batch)
+        cache = self.open_cache(cache, use_cache, batch)
         if cache is not None and self.training and self.gradient_checkpointing:
             raise ValueError(
-                "`past_key_values` cannot be used with gradient checkpointing, which runs each layer twice, the second "
+                "`cache` cannot be used with gradient checkpointing, which runs each layer twice, the second "
                 "time from the updated state. Leave it out, or turn checkpointing off."
             )
         if attention_mask is not None:
@@ -159,32 +161,32 @@ class DecoderModelMixin(BaseModelMixin):
         """Return the padding mask (b, n), or `None` if nothing is padded; unlike in an encoder, ids are ignored."""
         return None if attention_mask is None else self.tokens_to_keep(None, attention_mask)
 
-    def open_cache(self, past_key_values: Any, use_cache: bool, batch: int) -> MemoryCache | None:
+    def open_cache(self, cache: Any, use_cache: bool, batch: int) -> MemoryCache | None:
         """Validate the given cache; without one, create a new one if `use_cache`.
 
         Raises:
             ValueError: The cache is not a `MemoryCache`, or was made for another model or batch size.
         """
-        if past_key_values is None:
+        if cache is None:
             return MemoryCache(self.config) if use_cache else None
         # Not `isinstance`: a model loaded from a checkpoint's code has its own copy of the class.
-        if not hasattr(past_key_values, "made_for"):
+        if not hasattr(cache, "made_for"):
             raise ValueError(
-                f"`past_key_values` is a {type(past_key_values).__name__}, but must be a `luna_hf.MemoryCache` for a "
+                f"`cache` is a {type(cache).__name__}, but must be a `luna_hf.MemoryCache` for a "
                 f"{self.config.model_type} model. Leave it out, or create one with `MemoryCache(model.config)`."
             )
-        own, given = state_fields(self.config), past_key_values.made_for
+        own, given = state_fields(self.config), cache.made_for
         differing = [f"{name}={given.get(name)!r}, not {own[name]!r}" for name in own if own[name] != given.get(name)]
         if differing:
             raise ValueError(
                 f"The cache was made for a different model ({'; '.join(differing)}). Create one from this config."
             )
-        if past_key_values.batch_size not in (-1, batch):
+        if cache.batch_size not in (-1, batch):
             raise ValueError(
-                f"The cache holds {past_key_values.batch_size} rows, but the input has {batch}. Create a new cache, or "
+                f"The cache holds {cache.batch_size} rows, but the input has {batch}. Create a new cache, or "
                 "select or repeat its rows (`batch_select_indices`, `batch_repeat_interleave`)."
             )
-        return past_key_values
+        return cache
 
 
 class CausalLMMixin(GenerationHooks, HeadMixin):
@@ -203,6 +205,7 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
         """Create the head's modules."""
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
         self,
@@ -210,7 +213,7 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: MemoryCache | None = None,
+        cache: MemoryCache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -220,7 +223,7 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
     ) -> CausalLMOutputWithPast:
         """
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, past_key_values, inputs_embeds, use_cache: see
+            input_ids, attention_mask, token_type_ids, position_ids, cache, inputs_embeds, use_cache: see
                 `DecoderModelMixin.forward`.
             labels: (b, n) the token ids themselves, shifted internally; -100 is ignored.
             logits_to_keep: number of final positions to compute logits for, 0 for all; or a tensor of positions.
@@ -228,7 +231,7 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
             num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
 
         Returns:
-            `loss` if labels are given; `logits` (b, n, vocab_size); `past_key_values`, the state after the last token.
+            `loss` if labels are given; `logits` (b, n, vocab_size); `cache`, the state after the last token.
         """
         # Not a parameter, because the Trainer would take it for a label column.
         shift_labels = kwargs.pop("shift_labels", None)
@@ -237,7 +240,7 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             return_dict=True,

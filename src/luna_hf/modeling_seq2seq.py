@@ -5,7 +5,7 @@
 
 The encoder is the family's encoder. A decoder layer has causal attention with a state of constant size, and
 cross-attention to a memory of constant size: once the source is written, nothing of its length remains, and
-`past_key_values` holds all that decoding needs.
+`cache` holds all that decoding needs.
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from transformers.modeling_outputs import (
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -67,6 +68,7 @@ class CrossDecoderMixin(DecoderModelMixin):
         classes = (self.attention_class, self.convolution_class, self.cross_attention_class)
         self.encoder = LayerStack(config, *classes, layer_class=CrossLayer)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -76,7 +78,7 @@ class CrossDecoderMixin(DecoderModelMixin):
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
-        past_key_values: MemoryCache | None = None,
+        cache: MemoryCache | None = None,
         use_cache: bool | None = None,
         encoder_outputs: ModelOutput | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
@@ -86,7 +88,7 @@ class CrossDecoderMixin(DecoderModelMixin):
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, use_cache: see
                 `DecoderModelMixin.forward`.
-            past_key_values: the state after earlier tokens, or one with only the memory of the source, or a new
+            cache: the state after earlier tokens, or one with only the memory of the source, or a new
                 `MemoryCache`; updated in place.
             encoder_outputs: output of the encoder; not read if the state contains the memory of the source.
             encoder_attention_mask: (b, s) padding mask of the source; without it nothing is padding.
@@ -97,8 +99,8 @@ class CrossDecoderMixin(DecoderModelMixin):
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         source = self.make_source(encoder_outputs, encoder_attention_mask)
-        hidden_states, cache = self.decode(*inputs, past_key_values, use_cache, kwargs, source)
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states, past_key_values=cache)
+        hidden_states, cache = self.decode(*inputs, cache, use_cache, kwargs, source)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states, cache=cache)
 
     def make_source(self, encoder_outputs: ModelOutput | tuple | None, attention_mask: Tensor | None) -> Source | None:
         """Check and return what the encoder and its caller gave; `None` without an encoder output.
@@ -166,7 +168,7 @@ class CrossDecoderMixin(DecoderModelMixin):
         """
         if source is None:
             raise ValueError(
-                "The decoder has no source: pass `input_ids` or `encoder_outputs`, or a state in `past_key_values` "
+                "The decoder has no source: pass `input_ids` or `encoder_outputs`, or a state in `cache` "
                 "that contains one."
             )
         states = source.outputs.last_hidden_state
@@ -261,6 +263,7 @@ class Seq2SeqModelMixin:
         self.decoder = self.decoder_class(config.decoder_part())
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
         self,
@@ -269,7 +272,7 @@ class Seq2SeqModelMixin:
         decoder_input_ids: torch.LongTensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: ModelOutput | None = None,
-        past_key_values: MemoryCache | None = None,
+        cache: MemoryCache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         decoder_inputs_embeds: torch.FloatTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
@@ -282,14 +285,14 @@ class Seq2SeqModelMixin:
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: (b, s) the source, see
                 `EncoderModelMixin.forward`; not read if the state contains the memory of the source.
-            decoder_input_ids, decoder_attention_mask, decoder_position_ids, decoder_inputs_embeds, past_key_values,
+            decoder_input_ids, decoder_attention_mask, decoder_position_ids, decoder_inputs_embeds, cache,
                 use_cache: (b, n) the target, see `CrossDecoderMixin.forward`.
             encoder_outputs: output of the encoder (`model.get_encoder()`), instead of a source.
         """
         use_cache = self.config.use_cache if use_cache is None else use_cache
         for name in ("output_attentions", "output_hidden_states"):
             kwargs.setdefault(name, getattr(self.config, name, None))
-        written = past_key_values is not None and getattr(past_key_values, "has_source", False)
+        written = cache is not None and getattr(cache, "has_source", False)
         if encoder_outputs is None and not written and (input_ids is not None or inputs_embeds is not None):
             source = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
             encoder_outputs = self.encoder(*source, return_dict=True, **kwargs)
@@ -301,7 +304,7 @@ class Seq2SeqModelMixin:
             attention_mask=decoder_attention_mask,
             position_ids=decoder_position_ids,
             inputs_embeds=decoder_inputs_embeds,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             encoder_outputs=None if written else encoder_outputs,
             encoder_attention_mask=attention_mask,
@@ -313,7 +316,7 @@ class Seq2SeqModelMixin:
             given = BaseModelOutput(*(given or ()))
         return Seq2SeqModelOutput(
             last_hidden_state=outputs.last_hidden_state,
-            past_key_values=outputs.past_key_values,
+            cache=outputs.cache,
             decoder_hidden_states=outputs.hidden_states,
             decoder_attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,
@@ -337,6 +340,7 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         """Create the head's modules."""
         self.lm_head = nn.Linear(config.hidden_size, config.decoder_vocab_size, bias=False)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
         self,
@@ -345,7 +349,7 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         decoder_input_ids: torch.LongTensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: ModelOutput | None = None,
-        past_key_values: MemoryCache | None = None,
+        cache: MemoryCache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         decoder_inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
@@ -366,7 +370,7 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
             The others: see `Seq2SeqModelMixin.forward`.
 
         Returns:
-            `loss` if labels are given; `logits` (b, n, decoder_vocab_size); `past_key_values`, the state after the last
+            `loss` if labels are given; `logits` (b, n, decoder_vocab_size); `cache`, the state after the last
             token, with the memory of the source.
         """
         if labels is not None:
@@ -379,7 +383,7 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
             encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             token_type_ids=token_type_ids,
@@ -427,7 +431,7 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
     ) -> None:
         """Write the source to the state, and drop the encoder's states, which would grow with its length."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args)
-        cache, outputs = model_kwargs.get("past_key_values"), model_kwargs["encoder_outputs"]
+        cache, outputs = model_kwargs.get("cache"), model_kwargs["encoder_outputs"]
         if cache is None:
             return
         decoder = self.get_decoder()
@@ -438,11 +442,11 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         model_kwargs["encoder_outputs"] = BaseModelOutput(**maps)
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *args: Any, past_key_values: MemoryCache | None = None, **kwargs: Any
+        self, input_ids: Tensor, *args: Any, cache: MemoryCache | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Like transformers', without a source if the state contains it."""
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, past_key_values=past_key_values, **kwargs)
-        if past_key_values is not None and past_key_values.has_source:
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, cache=cache, **kwargs)
+        if cache is not None and cache.has_source:
             for name in ("encoder_outputs", "attention_mask"):
                 inputs.pop(name, None)
         return inputs

@@ -110,7 +110,7 @@ def _own(state: Tensor) -> Tensor:
 
 
 class MemoryCache(Cache):
-    """Decoding state of a causal model, for `past_key_values`; as large after 16 tokens as after 16,000.
+    """Decoding state of a causal model, its `cache`; as large after 16 tokens as after 16,000.
 
     That of an encoder-decoder also contains the memory that the source was written to, which is as large for 16 source
     tokens as for 16,000.
@@ -122,7 +122,7 @@ class MemoryCache(Cache):
     >>> cache = MemoryCache(model.config)
     >>> with torch.no_grad():
     ...     for part in input_ids.split(512, dim=1):
-    ...         logits = model(part, past_key_values=cache).logits
+    ...         logits = model(part, cache=cache).logits
     ```
 
     With gradients, a backward pass reaches back to the first token. `detach` ends it at the last `detach`.

@@ -146,7 +146,7 @@ def score(model: PreTrainedModel, tokens: np.ndarray, length: int, mode: str, se
 def _carried(model: PreTrainedModel, inputs: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, int]:
     cache, losses = MemoryCache(model.config), []
     for part, wanted in zip(inputs.split(settings.part, 1), targets.split(settings.part, 1), strict=True):
-        losses.append(token_losses(model(part, past_key_values=cache, use_cache=True).logits, wanted))
+        losses.append(token_losses(model(part, cache=cache, use_cache=True).logits, wanted))
     shared = sum(tensor.nbytes for layer in cache.layers for tensor in layer.constants.values())
     return torch.cat(losses, 1), (cache.nbytes - shared) // inputs.shape[0] + shared
 

@@ -165,7 +165,7 @@ def state_bytes(model: PreTrainedModel) -> int | None:
     if model.config.model_type not in FAMILIES:
         return None
     cache = MemoryCache(model.config)
-    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), cache=cache, use_cache=True)
     return cache.nbytes
 
 
