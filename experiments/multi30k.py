@@ -23,6 +23,7 @@ from running import (
     ROOT,
     describe,
     finished_runs,
+    joined_versions,
     launch,
     make_parser,
     option_words,
@@ -122,6 +123,7 @@ def report(options: argparse.Namespace) -> None:
         if published["recipe"] == result["recipe"]:
             entries = {cell(run): run for run in published["runs"]} | entries
             result["commands"] = sorted({*published["commands"], *result["commands"]})
+            result["versions"] = joined_versions([published, result])
     result["runs"] = [entries[key] for key in sorted(entries)]
     publish(
         options.results, "translation-multi30k", result["recipe"]["mixed_precision"], result, text, {"": plot_losses}

@@ -160,9 +160,19 @@ def shared_fields(script: str, runs: Sequence[dict[str, Any]], own: Iterable[str
     return {
         "command": f"python {script} report",
         "commands": sorted({run["command"] for run in runs}),
-        **{name: runs[0][name] for name in ("date", "machine", "versions")},
+        **{name: runs[0][name] for name in ("date", "machine")},
+        "versions": joined_versions(runs),
         "recipe": {name: value for name, value in runs[0]["recipe"].items() if name not in own},
     }
+
+
+def joined_versions(results: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """The versions that results were made with; those of packages that differ are joined by "and"."""
+    found: dict[str, dict[str, None]] = {}
+    for result in results:
+        for name, version in result["versions"].items():
+            found.setdefault(name, {}).update(dict.fromkeys(version.split(" and ")))
+    return {name: " and ".join(sorted(versions)) for name, versions in found.items()}
 
 
 def publish(

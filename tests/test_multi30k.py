@@ -51,7 +51,7 @@ def test_published_runs_stay_unless_repeated_or_made_with_another_recipe(tmp_pat
     published = running.read_json(path)
     kept = published["runs"][0]
     run = {name: kept[name] for name in ("system", "direction")} | {"seed": 77, "command": "own"}
-    run |= {name: published[name] for name in ("date", "machine", "versions")}
+    run |= {name: published[name] for name in ("date", "machine")} | {"versions": {"torch": "99.0"}}
     folder = tmp_path / "runs" / "train" / "new"
     folder.mkdir(parents=True)
     scores = {name: {"score": 1.0, "signature": "none"} for name in multi30k.METRICS}
@@ -73,6 +73,8 @@ def test_published_runs_stay_unless_repeated_or_made_with_another_recipe(tmp_pat
         assert [other for other in made["runs"] if other["scores"]["bleu"] != 1.0] == others
         assert len(made["runs"]) == len(others) + 1
         assert made["commands"] == (["own"] if change else sorted({*published["commands"], "own"}))
+        former = [] if change else published["versions"]["torch"].split(" and ")
+        assert made["versions"]["torch"].split(" and ") == [*former, "99.0"]
 
 
 def test_what_is_missing_is_named(tmp_path):
