@@ -5,13 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import padded_batch, random_ids, tiny_model, weighted_sum
-from reference.luna import encode_document, encode_row
+from reference.luna import encode_document, encode_row, slots_in_use
 
 SLOTS = 8
 VARIANTS = {
     "tied": {},
     "untied-packed-heads": {"tie_kv": False, "num_projected_attention_heads": 2},
     "fixed": {"dynamic_projection": False},
+    "tokens-per-slot": {"tokens_per_slot": 3},
+    "tokens-per-slot-mixed-prenorm-sinusoidal": {
+        **{"tokens_per_slot": 2, "local_window": 5, "norm_first": True, "position_embedding_type": "sinusoidal"},
+    },
     "prenorm-sinusoidal": {"norm_first": True, "position_embedding_type": "sinusoidal", "embedding_layer_norm": False},
     "convolution-segments": {"conv_kernel_size": 5, "type_vocab_size": 2},
     "mixed": {"local_window": 5},
@@ -21,6 +25,7 @@ VARIANTS = {
     "mixed-without-bias": {"local_window": 3, "slot_count_bias": False},
     "mixed-full-layer": {"local_window": 5, "full_attention_layers": [0]},
     "segment-memory": {"segment_length": SLOTS},
+    "segment-memory-tokens-per-slot": {"segment_length": 2 * SLOTS, "tokens_per_slot": 2},
     "segment-memory-mixed-prenorm": {"segment_length": 10, "local_window": 4, "norm_first": True},
     "segment-memory-self": {"segment_length": 10, "packed_self_attention": True, "tie_kv": False},
     "segment-memory-self-prenorm": {
@@ -51,7 +56,7 @@ def check(model, rows, side="right"):
     weights, references = reference(model, [row.tolist() for row in rows])
     loss = loss_ref = 0.0
     for i, (x_ref, p_ref) in enumerate(references):
-        used = min(len(rows[i]), SLOTS) if model.config.dynamic_projection else SLOTS
+        used = slots_in_use(len(rows[i]), SimpleNamespace(**model.config.to_dict()))
         x, packed = outputs.last_hidden_state[i][mask[i]], outputs.packed_last_hidden_state[i][:used]
         torch.testing.assert_close((x, packed), (x_ref, p_ref[:used]), rtol=0, atol=1e-10)
         loss = loss + weighted_sum(x) + weighted_sum(packed)

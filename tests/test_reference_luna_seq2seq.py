@@ -10,6 +10,7 @@ from reference.luna_seq2seq import translate_row
 VARIANTS = {
     "tied": {},
     "untied-packed-heads": {"tie_kv": False, "num_projected_attention_heads": 2},
+    "tokens-per-slot": {"tokens_per_slot": 3},
     "fixed-unscaled": {"dynamic_projection": False, "scale_embedding": False},
     "prenorm-sinusoidal": {"norm_first": True, "position_embedding_type": "sinusoidal", "embedding_layer_norm": False},
     "odd-width": {"hidden_size": 33, "num_attention_heads": 3, "position_embedding_type": "sinusoidal"},

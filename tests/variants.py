@@ -145,7 +145,11 @@ def _unused_in_luna(name: str, config: PreTrainedConfig) -> bool:
 
 
 LUNA = Variants(
-    encoder={"mixed": {"local_window": 5}, "full-layer": {"local_window": 4, "full_attention_layers": [0]}},
+    encoder={
+        "mixed": {"local_window": 5},
+        "full-layer": {"local_window": 4, "full_attention_layers": [0]},
+        "tokens-per-slot": {"tokens_per_slot": 3},
+    },
     causal={
         "mixed": {"local_window": 5},
         "mixed-untied-convolution": {"local_window": 4, "tie_kv": False, "conv_kernel_size": 3},
@@ -158,6 +162,7 @@ LUNA = Variants(
     seq2seq={
         "mixed": {"local_window": 5},
         "fixed-untied-kv": {"dynamic_projection": False, "tie_kv": False, "num_projected_attention_heads": 2},
+        "tokens-per-slot": {"tokens_per_slot": 3},
         "exp-mixed-full-layer": {"pack_activation": "exp", "local_window": 4, "full_attention_layers": [0]},
     },
     kinds=("default", "convolution-segments-untied", "mixed"),
@@ -181,6 +186,7 @@ LUNA = Variants(
         ),
         "tie_kv": ConfigField(effect=(False, "parameters")),
         "dynamic_projection": ConfigField(effect=(False, "outputs"), encoders_only=True),
+        "tokens_per_slot": ConfigField((0,), effect=(3, "outputs"), encoders_only=True),
         "segment_length": ConfigField(
             (3, "projection_length"), bad_in_decoder=(16,), effect=(9, "outputs"), encoders_only=True
         ),
@@ -191,7 +197,7 @@ LUNA = Variants(
             ("softmax", "softplus", "elu", "exp"), effect=("exp", "causal_outputs"), together={"is_decoder": True}
         ),
     },
-    flash=dict.fromkeys(("default", "mixed", "full-layer"), "flash_varlen"),
+    flash=dict.fromkeys(("default", "mixed", "full-layer", "tokens-per-slot"), "flash_varlen"),
     causal_reference=reference.attend_luna,
     deviation={"pack.slots": 1.0},  # the size of normed states
     state_options={"pack_activation": "elu"},

@@ -37,6 +37,7 @@ FIXED = {
     "embedding_layer_norm": True,
     "layer_norm_eps": EPSILON,
     "type_vocab_size": 0,
+    "tokens_per_slot": 1,
     "conv_kernel_size": 0,
     "bos_token_id": BOS,
     "pad_token_id": PAD,

@@ -31,17 +31,18 @@ class LunaMasks(NamedTuple):
     slots: KeyMask | None
 
 
-def valid_slots(keep: Tensor, num_slots: int) -> Tensor:
-    """Dynamic projection: a row with t < l tokens uses only its first t slots.
+def valid_slots(config: LunaConfig, lengths: Tensor, num_slots: int) -> Tensor:
+    """Dynamic projection: a row of t tokens uses only its first `config.slots_for(t)` slots.
 
     Args:
-        keep: (b, n) boolean padding mask, with padding on either side.
+        config: the model's configuration.
+        lengths: (b, 1) number of tokens of each row.
         num_slots: number of slots l.
 
     Returns:
         (b, l) boolean, True for the slots in use.
     """
-    return torch.arange(num_slots, device=keep.device) < keep.sum(-1, keepdim=True)
+    return torch.arange(num_slots, device=lengths.device) < config.slots_for(lengths)
 
 
 class LunaProjections:
@@ -114,7 +115,7 @@ class LunaAttention(LunaProjections, MemoryAttention):
     def prepare(config: LunaConfig, states: Tensor, carried: Tensor, context: ForwardContext) -> ForwardContext:
         """Add the masks of tokens and slots to the context.
 
-        The slot mask is `context.carried_keep` if given; otherwise dynamic projection derives it from the padding mask.
+        The slot mask is `context.carried_keep` if given; otherwise dynamic projection derives it from the tokens.
 
         Args:
             config: the model's configuration.
@@ -128,8 +129,10 @@ class LunaAttention(LunaProjections, MemoryAttention):
         if carried is None:
             raise ValueError("Luna needs packed states to write a memory: pass `carried`, (batch, slots, width).")
         slots = context.carried_keep
-        if slots is None and context.keep is not None and config.dynamic_projection:
-            slots = valid_slots(context.keep, carried.shape[1])
+        if slots is None and config.dynamic_projection:
+            batch, count = carried.shape[:2]
+            if context.keep is not None or count > config.slots_for(states.shape[1]):
+                slots = valid_slots(config, context.lengths, count).expand(batch, -1)
         slots = None if slots is None else drop_if_full(slots)
         tokens, keys = context.keep, states
         if config.packed_self_attention:

@@ -1,6 +1,7 @@
 """Configuration of Luna (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021)."""
 
 import math
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
@@ -27,10 +28,15 @@ class LunaConfig(BoundedMemoryConfig):
         dynamic_projection (`bool`, defaults to `True`):
             Whether a row with fewer tokens than slots uses only as many slots as it has tokens. Otherwise, and always
             in a decoder alone, every row uses all slots.
+        tokens_per_slot (`int`, defaults to 1):
+            With `dynamic_projection` only: a row uses one slot for so many tokens, rounded up, as long as there are
+            slots. With 4 and 128 slots, a row of 128 tokens uses 32 slots, and one of 512 tokens or more all of them.
+            Not in the paper; short texts take less time.
         segment_length (`int`, *optional*):
-            Encoders only: longer inputs are read in segments of so many tokens, from `projection_length` to
-            `max_position_embeddings`. Positions start anew in each, and the packed states of a segment are what the
-            next one starts from, so there is no longest input. By default an input is read as a whole.
+            Encoders only: longer inputs are read in segments of so many tokens, from `projection_length` times
+            `tokens_per_slot` to `max_position_embeddings`. Positions start anew in each, and the packed states of a
+            segment are what the next one starts from, so there is no longest input. By default an input is read as a
+            whole.
         packed_self_attention (`bool`, defaults to `False`):
             With `segment_length` only: slots attend to P beside the tokens, like the latents of Flamingo's resampler.
             In the paper P is a query only, so tokens read nothing of what it holds: a memory needs this field.
@@ -75,6 +81,7 @@ class LunaConfig(BoundedMemoryConfig):
     num_projected_attention_heads: int | None = None
     tie_kv: bool = True
     dynamic_projection: bool = True
+    tokens_per_slot: int = 1
     segment_length: int | None = None
     packed_self_attention: bool = False
     pack_activation: str = "softplus"
@@ -83,16 +90,25 @@ class LunaConfig(BoundedMemoryConfig):
         """Return the maximum input length in tokens, or `None` if there is none."""
         return None if self.segment_length else super().longest_input()
 
+    def slots_for(self, tokens: Any) -> Any:
+        """Return how many slots a row of so many tokens uses with dynamic projection, if there are as many.
+
+        Args:
+            tokens: a number, or a tensor of integers.
+        """
+        return (tokens + self.tokens_per_slot - 1) // self.tokens_per_slot
+
     def check_segment_length(self, length: int) -> None:
         """Check the number of tokens of a segment.
 
         Raises:
-            ValueError: It is smaller than the number of slots, or larger than that of positions.
+            ValueError: It is smaller than the number of tokens that use all slots, or larger than that of positions.
         """
-        longest = super().longest_input() or math.inf
-        if not self.projection_length <= length <= longest:
+        longest, least = super().longest_input() or math.inf, self.projection_length * self.tokens_per_slot
+        if not least <= length <= longest:
+            factor = "" if self.tokens_per_slot == 1 else " times `tokens_per_slot`"
             raise ValueError(
-                f"`segment_length` is {length}, but must be from `projection_length` ({self.projection_length}) to "
+                f"`segment_length` is {length}, but must be from `projection_length`{factor} ({least}) to "
                 f"`max_position_embeddings` ({longest})."
             )
 
@@ -105,6 +121,10 @@ class LunaConfig(BoundedMemoryConfig):
         """Validate every field, at construction and again when the config is saved."""
         super().validate_values()
         self._require("projection_length", lambda value: value >= 1, "at least 1")
+        self._require("tokens_per_slot", lambda value: value >= 1, "at least 1")
+        self._require(
+            "tokens_per_slot", lambda value: value == 1 or self.dynamic_projection, "1 without `dynamic_projection`"
+        )
         self._require("num_projected_attention_heads", lambda value: value is None or value >= 1, "None or at least 1")
         if self.num_projected_attention_heads is not None:
             self._require_divides("num_projected_attention_heads")

@@ -70,9 +70,10 @@ class LunaModelOutput(ModelOutput):
     Args:
         last_hidden_state: token states (b, n, d).
         packed_last_hidden_state: packed states (b, l, d), where l is `projection_length`, or with dynamic projection
-            min(n, `projection_length`), except in a traced, compiled or exported model.
+            at most n / `tokens_per_slot`, rounded up, except in a traced, compiled or exported model.
         packed_attention_mask: (b, l) long, 1 for slots in use: with dynamic projection, a row of t tokens uses only its
-            first t slots, and the others are never read. `None` without dynamic projection.
+            first t / `tokens_per_slot` slots, rounded up, and the others are never read. `None` without dynamic
+            projection.
         hidden_states, attentions: token states and unpack weights (b, h, n, l) of each layer.
         packed_hidden_states, pack_attentions, packed_states: see `PackedStreamOutput`.
     """
@@ -262,15 +263,16 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
             if given.shape != (batch, num_slots, width):
                 raise ValueError(
                     f"`packed_states` must have shape {(batch, num_slots, width)}, but have {tuple(given.shape)}. Take "
-                    "them from a segment with at least as many tokens as slots."
+                    f"them from a segment of at least {num_slots * self.config.tokens_per_slot} tokens."
                 )
             context = context._replace(carried_keep=torch.ones(given.shape[:2], dtype=torch.bool, device=given.device))
         elif self.config.dynamic_projection:
             # Slots beyond the padded length would be masked in every row, so they can be dropped.
             if choose("dynamic_slots", hidden_states) == "cut":
-                num_slots = min(num_slots, length)
+                num_slots = min(num_slots, self.config.slots_for(length))
             else:
-                context = context._replace(carried_keep=valid_slots(context.tokens(hidden_states), num_slots))
+                used = valid_slots(self.config, context.lengths, num_slots).expand(batch, -1)
+                context = context._replace(carried_keep=used)
         packed_queries = hidden_states[:, :1].expand(-1, num_slots, -1)  # a stand-in: masks need only P's shape
         context = self.attention_class.prepare(self.config, hidden_states, packed_queries, context)
         return self.packed_embeddings(batch, num_slots, context.carried_keep, given), context
@@ -279,9 +281,9 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         """Return P_0 for every text, in as many slots as padded rows would have, and the slots of each bucket."""
         num_slots, slots, keep = self.config.projection_length, None, None
         if self.config.dynamic_projection:
-            num_slots = min(num_slots, stream.longest)
-            slots = [min(num_slots, bucket.length) for bucket in stream.buckets]
-            keep = torch.arange(num_slots, device=stream.lengths.device) < stream.lengths.sort(dim=0).values
+            num_slots = min(num_slots, self.config.slots_for(stream.longest))
+            slots = [min(num_slots, self.config.slots_for(bucket.length)) for bucket in stream.buckets]
+            keep = valid_slots(self.config, stream.lengths.sort(dim=0).values, num_slots)
         texts = len(stream.lengths)
         return self.packed_embeddings(texts, num_slots, keep), tuple(slots or [num_slots] * len(stream.buckets))
 
@@ -293,8 +295,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         # Not `context.carried_keep`, which is `None` if nothing is padded: output fields must not depend on the data.
         slots = None
         if self.config.dynamic_projection:
-            used = torch.arange(packed.shape[1], device=packed.device) < context.lengths
-            slots = used.long().expand(packed.shape[0], -1)
+            slots = valid_slots(self.config, context.lengths, packed.shape[1]).long().expand(packed.shape[0], -1)
         return LunaModelOutput(
             last_hidden_state=hidden_states, packed_last_hidden_state=packed, packed_attention_mask=slots
         )

@@ -131,6 +131,14 @@ def layer(weights: dict, index: int, x: Tensor, p: Tensor, used: int, config: Si
     return (x if config.norm_first else layer_norm(weights, norm_f, x, eps)), p
 
 
+def slots_in_use(tokens: int, config: SimpleNamespace) -> int:
+    """Number of slots of a row: one more for every `tokens_per_slot` tokens that have begun, while there are slots."""
+    if not config.dynamic_projection:
+        return config.projection_length
+    begun = [first for first in range(tokens) if first % config.tokens_per_slot == 0]
+    return min(len(begun), config.projection_length)
+
+
 def sinusoid(position: int, dim: int) -> Tensor:
     """Sines, then cosines, of position * 10000^(-i / (d/2 - 1)), rounded to float32 as the model stores them."""
     half = dim // 2
@@ -147,7 +155,7 @@ def encode_row(
     P starts from `memory`, the packed states of an earlier segment, if it is given.
     """
     n, slots = len(token_ids), config.projection_length
-    used = min(n, slots) if config.dynamic_projection and memory is None else slots
+    used = slots_in_use(n, config) if memory is None else slots
     x = torch.stack([weights["embeddings.word_embeddings.weight"][i] for i in token_ids])
     p = weights["packed_embeddings.weight"]
     first_position = config.pad_token_id + 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import causal
-from .luna import attention, gelu, key_value, layer, layer_norm, linear, sinusoid
+from .luna import attention, gelu, key_value, layer, layer_norm, linear, sinusoid, slots_in_use
 
 
 def part(weights: dict, prefix: str) -> dict:
@@ -33,7 +33,7 @@ def embed(weights: dict, ids: list[int], config: SimpleNamespace) -> Tensor:
 
 def encode(weights: dict, ids: list[int], config: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """States (s, d) of the source, and its packed states (l, d), of which only the slots in use."""
-    used = min(len(ids), config.projection_length) if config.dynamic_projection else config.projection_length
+    used = slots_in_use(len(ids), config)
     x, p = embed(weights, ids, config), weights["packed_embeddings.weight"]
     p = p * math.sqrt(p.shape[-1]) if config.scale_embedding is not False else p
     if config.position_embedding_type == "sinusoidal":
