@@ -50,6 +50,17 @@ def test_a_later_segment_depends_on_an_earlier_one_but_not_the_other_way_round(m
     assert ((before - after)[0, SIZE:].abs().amax(-1) > 1e-6).all()
 
 
+def test_a_short_last_segment_has_all_slots_in_use():
+    """They hold what earlier segments wrote, so that poolings read them all."""
+    fields = {"segment_length": SIZE, "max_position_embeddings": 16, "classifier_pooling": "packed_mean"}
+    model, ids, packed = tiny_model(kind="sequence", **fields).double(), random_ids(1, SIZE + 3), None
+    for segment in ids.split(SIZE, dim=1):
+        output = model(segment, packed_states=packed, output_packed_states=True)
+        packed = output.packed_states
+    torch.testing.assert_close(output.logits, model(ids).logits, rtol=0, atol=1e-12)
+    assert model.luna(ids[:, :3], packed_states=packed).packed_attention_mask.tolist() == [[1] * 8]
+
+
 def test_one_segment_is_read_as_without_the_field():
     ids = random_ids(2, SIZE)
     plain, segmented = tiny_model(), tiny_model(segment_length=SIZE)
@@ -118,6 +129,10 @@ def test_unsuitable_inputs_and_configurations_are_refused(model):
         model(random_ids(1, 12), position_ids=torch.arange(12)[None])
     with refused("segment_length", "projection_length"):
         tiny_config(segment_length=4)
+    with refused("segment_length", "tokens_per_slot", 16):
+        tiny_config(segment_length=15, tokens_per_slot=2)
+    with refused("packed_states", "(1, 8, 48)", "24 tokens"):
+        tiny_model(tokens_per_slot=3)(random_ids(1, 12), packed_states=torch.zeros(1, 4, 48))
     with refused("segment_length", "max_position_embeddings"):
         tiny_config(segment_length=1000)
     with refused("classifier_pooling", "packed_mean"):

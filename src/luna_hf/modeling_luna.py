@@ -236,6 +236,8 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
             keep = self.tokens_to_keep(input_ids, attention_mask)
             inputs = {"input_ids": input_ids, "token_type_ids": token_type_ids, "inputs_embeds": inputs_embeds}
             output = read_segments(read, inputs, keep, segment, packed_states)
+        if packed_states is not None and output.packed_attention_mask is not None:
+            output.packed_attention_mask = torch.ones_like(output.packed_attention_mask)
         if wanted:
             output.packed_states = output.packed_last_hidden_state
         return output
