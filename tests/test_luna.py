@@ -43,6 +43,20 @@ def test_short_rows_use_as_many_slots_as_they_have_tokens(side):
     assert (fixed.last_hidden_state[1] - dynamic.last_hidden_state[1]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(("tokens", "slots"), [(1, [8, 3]), (2, [6, 2]), (3, [4, 1]), (100, [1, 1])])
+def test_rows_use_a_slot_for_so_many_tokens(tokens, slots):
+    """Rounded up; no more are computed than the longest row of the batch uses."""
+    output = tiny_model(tokens_per_slot=tokens)(**padded_batch([12, 3]))
+    most = max(slots)
+    assert output.packed_last_hidden_state.shape == (2, most, 48)
+    assert output.packed_attention_mask.tolist() == [[1] * used + [0] * (most - used) for used in slots]
+
+
+def test_tokens_per_slot_needs_dynamic_projection():
+    with refused("tokens_per_slot", "dynamic_projection"):
+        tiny_config(tokens_per_slot=2, dynamic_projection=False)
+
+
 @pytest.mark.parametrize("pooling", ["packed_max", "packed_mean", "packed_attention"])
 def test_packed_poolings_read_the_packed_states(pooling):
     torch.manual_seed(0)

@@ -256,6 +256,7 @@ def test_an_earlier_conversion_with_labels_is_replaced_and_nothing_else(tmp_path
     ("field", "value"),
     [
         ("conv_kernel_size", 3),
+        ("tokens_per_slot", 2),
         ("norm_first", True),
         ("position_embedding_type", "sinusoidal"),
         ("type_vocab_size", 2),

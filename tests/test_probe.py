@@ -45,9 +45,9 @@ def packed_contexts(model, batch):
 
 
 @pytest.mark.parametrize("kind", ["base", "mlm"])
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_luna_equals_a_literal_computation(kind, dynamic):
-    model = tiny_model(kind=kind, dynamic_projection=dynamic)
+@pytest.mark.parametrize(("dynamic", "each"), [(True, 1), (True, 2), (False, 1)])
+def test_luna_equals_a_literal_computation(kind, dynamic, each):
+    model = tiny_model(kind=kind, dynamic_projection=dynamic, tokens_per_slot=each)
     batch = padded_batch(LENGTHS)
     result = probe(model, batch)
 
@@ -55,7 +55,7 @@ def test_luna_equals_a_literal_computation(kind, dynamic):
     with torch.no_grad():
         outputs = model(**batch, output_attentions=True, output_pack_attentions=True)
         contexts = packed_contexts(model, batch)
-    slots = [min(8, length) if dynamic else 8 for length in LENGTHS]
+    slots = [min(8, math.ceil(length / each)) if dynamic else 8 for length in LENGTHS]
     expected = {
         "pack_entropy": [literal_entropy(weights, slots, LENGTHS) for weights in outputs.pack_attentions],
         "unpack_entropy": [literal_entropy(weights, LENGTHS, slots) for weights in outputs.attentions],

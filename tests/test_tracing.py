@@ -119,9 +119,10 @@ def test_a_trace_of_embeddings_without_a_mask(family):
         torch.testing.assert_close(traced(embeds)[0], model(**embeds)[0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
 @torch.no_grad()
-def test_a_graph_has_all_slots_of_luna():
-    model = make("luna", "base")
+def test_a_graph_has_all_slots_of_luna(tokens):
+    model = make("luna", "base", tokens_per_slot=tokens)
     traced = trace(model, make_batch("base", (3, 12)))
     for shape in SHAPES:
         inputs = make_batch("base", shape)

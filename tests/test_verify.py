@@ -310,6 +310,7 @@ CONSTANT_ERRORS = {
     "embedding_layer_norm": (False, True),
     "norm_first": (True, False),
     "conv_kernel_size": (3, 0),
+    "tokens_per_slot": (2, 1),
 }
 
 

@@ -134,6 +134,22 @@ def test_self_attention_is_a_read_of_what_the_tokens_wrote(family, variant):
     assert (memory.carried is None and carried_on is None) or torch.equal(memory.carried, carried_on)
 
 
+@backends
+@pytest.mark.parametrize("tokens", [1, 3])
+@torch.no_grad()
+def test_a_short_context_uses_as_few_slots_as_a_row_of_a_model(backend, tokens):
+    """With and without a mask, and whatever the number of packed states that are passed."""
+    model = tiny_model(tokens_per_slot=tokens, attn_implementation=backend).double()
+    states, attention = normal_states(2, 7, 48), model.encoder.layer[0].attention.self
+    carried, context = model.begin(states, None)
+    assert carried.shape[1] == -(-7 // tokens)
+    expected = attention(states, carried, context)[0]
+    all_slots = model.packed_embeddings(2, 8, None)
+    for mask in (None, torch.ones(2, 7)):
+        output, _ = read_memory(attention, states, write_memory(attention, states, mask, carried=all_slots))
+        assert_near(output, expected, 1e-12, f"mask {mask}")
+
+
 def cost_of_reading(family, length, **options):
     """Operations of a second read by 16 states, and bytes of the memory."""
     model = tiny_model(family, max_position_embeddings=50_000, **options)
