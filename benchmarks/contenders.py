@@ -38,6 +38,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "luna": {
         "luna-untied": {"tie_kv": False},
         "luna-tied": {"tie_kv": True},
+        **{
+            f"luna-{kind}-per-{tokens}": {"tie_kv": kind == "tied", "tokens_per_slot": tokens}
+            for tokens in (4, 8)
+            for kind in ("untied", "tied")
+        },
         "luna-16": {"projection_length": 16},
         "luna-mixed-64": {**MIXED, "projection_length": 64},
         "luna-mixed-64-untied": {**MIXED, "projection_length": 64, "tie_kv": False},
@@ -72,6 +77,10 @@ MODEL_SETS: dict[str, tuple[str, ...]] = {
     "luna": ("roberta", "modernbert", "luna-untied", "luna-tied"),
     "abc": ("roberta", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "few": ("roberta", "luna-16", "abc-mlp-16"),
+    "short": (
+        *("roberta", "luna-untied", "luna-tied"),
+        *("luna-untied-per-4", "luna-tied-per-4", "luna-untied-per-8", "luna-tied-per-8"),
+    ),
     "families": ("roberta", "luna-tied", "abc-mlp-64", *VARIANTS["leapformer"], *VARIANTS["lavo"]),
     "eager": ("roberta", "roberta-eager", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "controls": (

@@ -8,6 +8,7 @@ SPEED: dict[tuple[str, str, int | str | None], dict[str, dict[int, float]]] = {
     ("forward", "float32", None): {
         "luna-untied": {512: 0.97, 2048: 1.28, 4096: 1.75, 8192: 2.5, 16384: 4.0},
         "luna-tied": {512: 1.07, 2048: 1.40, 4096: 1.88, 8192: 2.65, 16384: 4.4},
+        **{name: {64: 0.95, 128: 0.95} for name in ("luna-tied-per-4", "luna-untied-per-8", "luna-tied-per-8")},
         "luna-16": {512: 1.36, 2048: 1.8, 4096: 2.45, 16384: 5.6},
         "abc-mlp-128": {512: 0.88, 2048: 1.12, 4096: 1.6},
         "abc-mlp-64": {512: 0.95, 2048: 1.25, 4096: 1.75},

@@ -37,6 +37,10 @@ LABELS = {
     "modernbert": "ModernBERT",
     "luna-untied": "Luna, untied",
     "luna-tied": "Luna, tied",
+    "luna-untied-per-4": "Luna, untied, 4 tokens per slot",
+    "luna-tied-per-4": "Luna, tied, 4 tokens per slot",
+    "luna-untied-per-8": "Luna, untied, 8 tokens per slot",
+    "luna-tied-per-8": "Luna, tied, 8 tokens per slot",
     "luna-16": "Luna, tied, 16 slots",
     "abc-mlp-16": "ABC, 16 slots",
     "abc-mlp-64": "ABC, 64 slots",
@@ -51,6 +55,7 @@ LABELS = {
 }
 FORWARD, ABC = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-layer-abc-cpu-float32"
 FEW, MIXED = "encoder-forward-1-layer-few-cpu-float32", "encoder-forward-1-layer-mixed-cpu-float32"
+SHORT = "encoder-forward-1-layer-short-cpu-float32"
 FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention-12-heads-of-64-cpu-float32"
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 STEP_MEMORY = "encoder-class_step-base-memory-chosen-cpu-float32"
@@ -222,6 +227,12 @@ def _over_roberta(name: str) -> str:
     return with_source(f"{table}\n\n{_growth(name, models)}", name)
 
 
+def _short() -> str:
+    """Speed over RoBERTa on short texts."""
+    models = [model for model in load(SHORT)["models"] if model != "roberta"]
+    return with_source(_by_length(SHORT, [(model, "roberta") for model in models], []), SHORT)
+
+
 def _controls() -> str:
     name = "encoder-forward-1-layer-controls-cpu-float32"
     rows = load(name)["lengths"]
@@ -353,6 +364,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
         FEW,
         "python benchmarks/encoder.py --models few --layers 1 --lengths 512 2048 4096 16384 --check-floors",
         lambda: _over_roberta(FEW),
+    ),
+    "short": once_measured(
+        SHORT,
+        "python benchmarks/encoder.py --models short --layers 1 --lengths 64 128 256 512 --check-floors",
+        _short,
     ),
     "mixed": lambda: _over_roberta(MIXED),
     "families": once_measured(
