@@ -298,6 +298,19 @@ def test_names_of_contenders_match_their_configs():
             assert (model.config.memory_control, model.config.memory_size) == (control.replace("-", "_"), int(size))
 
 
+def test_contenders_for_short_texts():
+    """Their names tell their fields; those that are fast enough at 64 and 128 tokens have floors."""
+    options = encoder.parse([*TINY, "--models", "short"])
+    assert encoder.subject(options) == "encoder-forward-3-layer-short"
+    for name in options.names[1:]:
+        _, kind, *rest = name.split("-")
+        config = contenders.configure(name, options)
+        assert (config.tie_kv, config.tokens_per_slot) == (kind == "tied", int(rest[-1]) if rest else 1)
+    short = floors.SPEED["forward", "float32", None]
+    held = {name for name in options.names if {64, 128} <= short.get(name, {}).keys()}
+    assert held == {"luna-tied-per-4", "luna-untied-per-8", "luna-tied-per-8"}
+
+
 def test_padded_batches_have_the_documented_shape():
     options = encoder.parse(TINY)
     plain, padded = (encoder.make_batch(options, rows=4, length=32, padded=padded) for padded in (False, True))
