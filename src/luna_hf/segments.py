@@ -30,7 +30,7 @@ def read_segments(
             `last_hidden_state` (b, n, d), `packed_last_hidden_state` (b, l, d) and `packed_attention_mask`.
         inputs: (b, n, ...) by name; `None` is passed on.
         keep: (b, n) padding mask, or `None` if nothing is padded.
-        segment_length: tokens of a segment, at least as many as slots.
+        segment_length: tokens of a segment, enough to use all slots.
         packed_states: (b, l, d) packed states of an earlier segment.
 
     Returns:
@@ -99,7 +99,7 @@ def stream_document(
         The model's output for each segment, with `packed_states` (1, l, d).
 
     Raises:
-        ValueError: The model is not a Luna encoder, or a segment has fewer tokens than the model has slots.
+        ValueError: The model is not a Luna encoder, or a segment has too few tokens to use all slots.
     """
     config = model.config
     if not hasattr(config, "segment_length") or config.is_decoder:
