@@ -38,6 +38,9 @@ FIXED = {
     "layer_norm_eps": EPSILON,
     "type_vocab_size": 0,
     "tokens_per_slot": 1,
+    "segment_length": None,
+    "local_window": 0,
+    "full_attention_layers": None,
     "conv_kernel_size": 0,
     "bos_token_id": BOS,
     "pad_token_id": PAD,
@@ -191,6 +194,8 @@ def check_config(config: PreTrainedConfig) -> None:
     fixed: dict[str, Any] = dict(FIXED)
     if config.num_projected_attention_heads is not None:
         fixed["num_projected_attention_heads"] = config.num_attention_heads
+    if config.scale_embedding is not None:
+        fixed["scale_embedding"] = False
     for field, value in fixed.items():
         if getattr(config, field) != value:
             raise UserError(f"`{field}` is {getattr(config, field)!r}, but always {value!r} in the authors' model.")
