@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from helpers import padded_batch, random_ids, refused, tiny_config, tiny_model, tiny_tokenizer
+from helpers import (
+    padded_batch,
+    random_ids,
+    refused,
+    tiny_causal_model,
+    tiny_config,
+    tiny_model,
+    tiny_seq2seq_model,
+    tiny_tokenizer,
+)
 
 from luna_hf import LunaConfig, LunaForSequenceClassification, LunaModel, stream_document
 
@@ -161,9 +170,42 @@ def test_without_the_field_segments_have_the_models_length():
     assert lengths[:-1] == [16] * (len(lengths) - 1)
 
 
-def test_a_model_without_packed_states_cannot_stream():
-    with refused("packed states"):
-        next(stream_document(tiny_model("abc_memory"), tiny_tokenizer(), "a fox"))
+def test_what_cannot_be_streamed_is_refused():
+    tokenizer, text = tiny_tokenizer(), "a fox"
+    for model in (tiny_model("abc_memory"), tiny_seq2seq_model("luna"), tiny_causal_model("luna")):
+        with refused("packed states"):
+            next(stream_document(model, tokenizer, text))
+    for pooling in ("cls", "mean", "packed_attention"):
+        model = tiny_model(kind="sequence", classifier_pooling=pooling, vocab_size=len(tokenizer))
+        with refused("classifier_pooling", pooling, "packed_mean"):
+            next(stream_document(model, tokenizer, text))
+    model = tiny_model(vocab_size=len(tokenizer))
+    with refused("text", "list"):
+        next(stream_document(model, tokenizer, [text, text]))
+    with refused("segment_length", 0):
+        next(stream_document(model, tokenizer, text, segment_length=0))
+
+
+@pytest.mark.parametrize("attends", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@torch.no_grad()
+def test_rows_that_have_ended_keep_their_memory(norm_first, attends):
+    """Documents of unlike length can be read segment by segment by hand, with the same memory as in one call."""
+    fields = {"segment_length": SIZE, "norm_first": norm_first, "packed_self_attention": attends}
+    model = tiny_model(**fields)
+    ids, mask = random_ids(2, 3 * SIZE), torch.ones(2, 3 * SIZE, dtype=torch.long)
+    mask[1, SIZE:] = 0
+    packed = None
+    for part, keep in zip(ids.split(SIZE, 1), mask.split(SIZE, 1), strict=True):
+        packed = model(part, keep, packed_states=packed, output_packed_states=True).packed_states
+    torch.testing.assert_close(packed, model(ids, mask).packed_last_hidden_state, rtol=0, atol=1e-5)
+
+
+def test_packed_states_of_another_dtype_are_converted(model):
+    ids = random_ids(2, 16)
+    packed = model(ids, output_packed_states=True).packed_states.bfloat16()
+    states = [model(ids, packed_states=given).last_hidden_state for given in (packed, packed.float())]
+    assert torch.equal(*states)
 
 
 @pytest.mark.slow

@@ -154,6 +154,21 @@ def test_what_the_encoder_gave_can_be_given(family):
     assert torch.equal(without_mask.logits, expected.logits)
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+@families
+@torch.no_grad()
+def test_encoder_outputs_as_a_tuple(family, dynamic):
+    model = tiny(family, **({"dynamic_projection": dynamic} if family == "luna" else {}))
+    source, target = batch()
+    expected = model(**source, **target)
+    given = model.get_encoder()(**source, return_dict=False)
+    mask = {"attention_mask": source["attention_mask"]}
+    outputs = model(encoder_outputs=given, **mask, **target)
+    assert torch.equal(outputs.logits, expected.logits)
+    assert torch.equal(outputs.encoder_last_hidden_state, expected.encoder_last_hidden_state)
+    assert outputs.encoder_hidden_states is None and outputs.encoder_attentions is None
+
+
 @torch.no_grad()
 def test_luna_needs_the_packed_states():
     model = make("luna")
@@ -264,8 +279,31 @@ def test_resized_vocabulary(family, tmp_path):
         torch.testing.assert_close(logits[..., :120], expected, rtol=0, atol=1e-6)
         model.save_pretrained(tmp_path)
         assert torch.equal(FAMILIES[family].seq2seq_lm.from_pretrained(tmp_path)(**source, **target).logits, logits)
-    with refused("share_encoder_decoder_embeddings"):
-        tiny(family, share_encoder_decoder_embeddings=False).resize_token_embeddings(131)
+    with refused("resize_token_embeddings"):
+        model.resize_decoder_token_embeddings(131)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@families
+@torch.no_grad()
+def test_resized_vocabularies_of_source_and_target(family, tied, tmp_path):
+    """Each has its own size; what the model said of the former tokens stays."""
+    source, target = batch()
+    model = tiny(family, share_encoder_decoder_embeddings=False, tie_word_embeddings=tied, decoder_vocab_size=130)
+    expected = model(**source, **target).logits
+    assert model.resize_token_embeddings(120) is model.get_input_embeddings()
+    model.resize_token_embeddings(125)
+    assert torch.equal(model(**source, **target).logits, expected)
+    model.resize_decoder_token_embeddings(137)
+    logits = model(**source, **target).logits
+    assert (model.config.vocab_size, model.config.decoder_vocab_size, logits.shape[-1]) == (125, 137, 137)
+    torch.testing.assert_close(logits[..., :130], expected, rtol=0, atol=1e-6)
+    words = model.get_decoder().get_input_embeddings().weight
+    assert words.shape[0] == 137 and (model.lm_head.weight is words) == tied
+    model.base_model.resize_token_embeddings(126)
+    model.save_pretrained(tmp_path)
+    loaded = FAMILIES[family].seq2seq_lm.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**source, **target).logits, logits) and loaded.config.vocab_size == 126
 
 
 @families

@@ -217,7 +217,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
                 are given for more than one segment.
         """
         wanted, segment = kwargs.pop("output_packed_states", False), self.config.segment_length
-        read = partial(super().forward, return_dict=True, **kwargs)
+        read = partial(self.read_segment, return_dict=True, **kwargs)
         first = input_ids if inputs_embeds is None else inputs_embeds
         if packed_states is not None or segment is not None:
             given = [name for name in BOUNDARIES if kwargs.get(name) is not None]
@@ -236,10 +236,28 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
             keep = self.tokens_to_keep(input_ids, attention_mask)
             inputs = {"input_ids": input_ids, "token_type_ids": token_type_ids, "inputs_embeds": inputs_embeds}
             output = read_segments(read, inputs, keep, segment, packed_states)
-        if packed_states is not None and output.packed_attention_mask is not None:
-            output.packed_attention_mask = torch.ones_like(output.packed_attention_mask)
         if wanted:
             output.packed_states = output.packed_last_hidden_state
+        return output
+
+    def read_segment(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *inputs: Tensor | None,
+        packed_states: Tensor | None = None,
+        **kwargs: Any,
+    ) -> LunaModelOutput:
+        """Do what `forward` does for a single segment. Rows without a token keep the packed states they are given."""
+        output = super().forward(input_ids, attention_mask, *inputs, packed_states=packed_states, **kwargs)
+        if packed_states is None:
+            return output
+        if output.packed_attention_mask is not None:
+            output.packed_attention_mask = torch.ones_like(output.packed_attention_mask)
+        keep = self.tokens_to_keep(input_ids, attention_mask)
+        if keep is not None:
+            tokens = keep.any(-1)[:, None, None]
+            output.packed_last_hidden_state = torch.where(tokens, output.packed_last_hidden_state, packed_states)
         return output
 
     def check_keywords(self, keywords: dict[str, Any]) -> None:
@@ -267,6 +285,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
                     f"`packed_states` must have shape {(batch, num_slots, width)}, but have {tuple(given.shape)}. Take "
                     f"them from a segment of at least {num_slots * self.config.tokens_per_slot} tokens."
                 )
+            given = given.to(hidden_states.dtype)
             context = context._replace(carried_keep=torch.ones(given.shape[:2], dtype=torch.bool, device=given.device))
         elif self.config.dynamic_projection:
             # Slots beyond the padded length would be masked in every row, so they can be dropped.

@@ -5,6 +5,8 @@ which its cross-attention packs the source again; this updates them for the next
 target.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
@@ -14,7 +16,7 @@ from .attention_luna_causal import LunaCausalAttention
 from .configuration_luna import LunaConfig
 from .context import drop_if_full
 from .modeling_base import BoundedMemoryPreTrainedModel
-from .modeling_luna import LunaModel, join_streams
+from .modeling_luna import LunaModel, LunaModelOutput, join_streams
 from .modeling_seq2seq import (
     ConditionalGenerationMixin,
     CrossDecoderMixin,
@@ -30,6 +32,10 @@ class LunaCrossDecoder(CrossDecoderMixin, BoundedMemoryPreTrainedModel):
     base_model_prefix = "luna"
     attention_class = LunaCausalAttention
     cross_attention_class = LunaAttention
+
+    def name_outputs(self, outputs: Sequence[Tensor]) -> ModelOutput:
+        """Like `CrossDecoderMixin.name_outputs`, with the packed states and the mask of their slots."""
+        return LunaModelOutput(*outputs[: 3 if self.config.dynamic_projection else 2])
 
     def source_carried(self, outputs: ModelOutput) -> tuple[Tensor, Tensor | None]:
         """Return the packed states of the source (b, l, d), and which slots (b, l) it uses.

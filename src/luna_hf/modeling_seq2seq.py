@@ -8,6 +8,7 @@ cross-attention to a memory of constant size: once the source is written, nothin
 `cache` holds all that decoding needs.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ class CrossDecoderMixin(DecoderModelMixin):
             ValueError: The shapes of states and mask differ.
         """
         if isinstance(encoder_outputs, tuple | list):
-            encoder_outputs = BaseModelOutput(*encoder_outputs[:1])
+            encoder_outputs = self.name_outputs(encoder_outputs)
         states = None if encoder_outputs is None else encoder_outputs.get("last_hidden_state")
         if states is None:
             return None
@@ -119,6 +120,10 @@ class CrossDecoderMixin(DecoderModelMixin):
                 f"states, but has shape {tuple(attention_mask.shape)}."
             )
         return Source(encoder_outputs, None if attention_mask is None else drop_if_full(attention_mask != 0))
+
+    def name_outputs(self, outputs: Sequence[Tensor]) -> ModelOutput:
+        """Return the encoder's outputs that the decoder reads, given as a tuple (`return_dict=False`), by name."""
+        return BaseModelOutput(*outputs[:1])
 
     def source_carried(self, outputs: ModelOutput) -> tuple[Tensor | None, Tensor | None]:
         """Return the first layer's `carried` input, see `MemoryAttention.write`, and its mask."""
@@ -217,20 +222,40 @@ class Seq2SeqPreTrainedModel(EncoderPreTrainedModel):
             self.base_model.decoder.set_input_embeddings(value)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Like `PreTrainedModel.resize_token_embeddings`, of all vocabularies, which must be one.
+        """Like `PreTrainedModel.resize_token_embeddings`, of the source's vocabulary, which the target may share.
 
-        Raises:
-            ValueError: Source and target have their own vocabularies.
+        A target with a vocabulary of its own keeps it; see `resize_decoder_token_embeddings`.
         """
+        encoder, decoder = self.base_model.encoder, self.base_model.decoder
         if not self.config.share_encoder_decoder_embeddings:
-            raise ValueError(
-                "Source and target have their own vocabularies (`share_encoder_decoder_embeddings=False`), which "
-                "cannot be resized together."
-            )
+            embeddings = encoder.resize_token_embeddings(*args, **kwargs)
+            self.config.vocab_size = encoder.config.vocab_size
+            return embeddings
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         self.config.decoder_vocab_size = self.config.vocab_size
-        for part in (self.base_model.encoder, self.base_model.decoder):
+        for part in (encoder, decoder):
             part.config.vocab_size = part.config.decoder_vocab_size = self.config.vocab_size
+        return embeddings
+
+    def resize_decoder_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Resize the target's own vocabulary, with the head; arguments as of `resize_token_embeddings`.
+
+        Raises:
+            ValueError: Source and target share their vocabulary.
+        """
+        if self.config.share_encoder_decoder_embeddings:
+            raise ValueError(
+                "Source and target share their vocabulary (`share_encoder_decoder_embeddings=True`): call "
+                "`resize_token_embeddings`."
+            )
+        decoder, head = self.base_model.decoder, self.get_output_embeddings()
+        embeddings = decoder.resize_token_embeddings(*args, **kwargs)
+        size = decoder.config.vocab_size
+        self.config.decoder_vocab_size = decoder.config.decoder_vocab_size = size
+        self.base_model.encoder.config.decoder_vocab_size = size
+        if head is not None:
+            self.set_output_embeddings(self._get_resized_lm_head(head, size))
+            self.tie_weights()
         return embeddings
 
     def get_position_embeddings(self) -> tuple[nn.Module | None, ...]:
@@ -313,7 +338,7 @@ class Seq2SeqModelMixin:
         )
         given = encoder_outputs
         if given is None or isinstance(given, tuple | list):
-            given = BaseModelOutput(*(given or ()))
+            given = BaseModelOutput(*(given or ())[:1])
         return Seq2SeqModelOutput(
             last_hidden_state=outputs.last_hidden_state,
             cache=outputs.cache,

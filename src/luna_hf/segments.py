@@ -27,7 +27,8 @@ def read_segments(
 
     Args:
         read: the model: maps `attention_mask`, `packed_states` and `inputs` of a segment to an output with
-            `last_hidden_state` (b, n, d), `packed_last_hidden_state` (b, l, d) and `packed_attention_mask`.
+            `last_hidden_state` (b, n, d), `packed_last_hidden_state` (b, l, d) and `packed_attention_mask`. A row
+            without a token in the segment keeps its packed states.
         inputs: (b, n, ...) by name; `None` is passed on.
         keep: (b, n) padding mask, or `None` if nothing is padded.
         segment_length: tokens of a segment, enough to use all slots.
@@ -48,9 +49,6 @@ def read_segments(
         output = read(packed_states=packed_states, **segment)
         if start == 0:
             slots = output.packed_attention_mask
-        elif keep is not None:  # rows that have ended keep their memory
-            tokens = segment["attention_mask"].any(-1)[:, None, None]
-            output.packed_last_hidden_state = torch.where(tokens, output.packed_last_hidden_state, packed_states)
         packed_states = output.packed_last_hidden_state
         outputs.append(output)
     joined = _join(outputs, None if order is None else order.argsort(dim=1))
@@ -86,8 +84,9 @@ def stream_document(
 ) -> Iterator[ModelOutput]:
     """Read a document of any length with a Luna encoder, in memory that does not grow with it.
 
-    Each segment starts from the packed states of the one before it. The last output of a classifier that pools packed
-    states (`classifier_pooling="packed_mean"` and the like) is that of the whole document.
+    Each segment starts from the packed states of the one before it. The last output of a classifier is that of the
+    whole document, which it must pool from the packed states alone (`classifier_pooling="packed_mean"` or
+    `"packed_max"`).
 
     Args:
         model: a Luna encoder, with or without a head, in evaluation mode.
@@ -99,12 +98,21 @@ def stream_document(
         The model's output for each segment, with `packed_states` (1, l, d).
 
     Raises:
-        ValueError: The model is not a Luna encoder, or a segment has too few tokens to use all slots.
+        ValueError: The model is not a Luna encoder, or is a classifier that reads token states; `text` is not one
+            text; or a segment has too few tokens to use all slots.
     """
     config = model.config
-    if not hasattr(config, "segment_length") or config.is_decoder:
+    if not hasattr(config, "segment_length") or config.is_decoder or config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} has no packed states that pass from one segment to the next.")
-    size = segment_length or config.segment_length or config.max_position_embeddings
+    if hasattr(model, "pooling") and config.classifier_pooling not in ("packed_mean", "packed_max"):
+        raise ValueError(
+            f'`classifier_pooling="{config.classifier_pooling}"` would read tokens of the last segment alone. Choose '
+            '"packed_mean" or "packed_max", and finetune the model with it.'
+        )
+    if not isinstance(text, str):
+        raise ValueError(f"`text` is a {type(text).__name__}, but must be one text. Stream each document by itself.")
+    default = config.segment_length or config.max_position_embeddings
+    size = default if segment_length is None else segment_length
     config.check_segment_length(size)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids.to(model.device)
     packed_states = None
