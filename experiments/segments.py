@@ -51,8 +51,9 @@ PROTOCOL = (
     f"Luna encoders of two layers, width 64, one head and {SLOTS} slots, with a convolution of three tokens; segments "
     f"of {SEGMENT} tokens. A row holds pairs of {SYMBOLS} keys and {SYMBOLS} values in its first segment and asks for "
     "all of them in a later one, or in the same; every batch draws its distance. Where distances grow, training begins "
-    "with the same segment, and the next distance is added once the last is answered in 90 % of the cases. Accuracy on "
-    "256 held-out rows at each distance. Who knows the values of a row, but not their keys, is right in one of as many cases as there are pairs."
+    "with the same segment, and the next distance is added once the last is answered in 90% of the cases. Accuracy on "
+    "256 held-out rows at each distance. Who knows the values of a row, but not their keys, is right in one of as many "
+    "cases as there are pairs."
 )
 
 

@@ -46,9 +46,9 @@ def test_systems_are_compared(tmp_path, capsys):
 
 
 def test_published_runs_stay(tmp_path):
-    where = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results"), "--items", "1", "--steps", "2"]
-    for number, system in enumerate(("self", "none")):
-        own = [*where, "--runs", str(tmp_path / f"runs-{number}"), "--seeds", "0", "--systems", system]
+    for system in ("self", "none"):
+        where = ["--runs", str(tmp_path / system), "--results", str(tmp_path / "results")]
+        own = [*where, "--items", "1", "--steps", "2", "--seeds", "0", "--systems", system]
         assert segments.main(["run", *own]) == segments.main(["report", *own]) == 0
     (path,) = (tmp_path / "results").glob("segments-*.json")
     result = running.read_json(path)
