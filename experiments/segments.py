@@ -23,7 +23,7 @@ from finetuning import score_cell
 from recall.systems import ADDED
 from recall.tasks import Task
 from recall.training import Recipe, train
-from running import RESULTS, publish, read_json
+from running import RESULTS, joined_versions, publish, read_json
 from study_plots import panels, plain, save
 from torch import Tensor
 
@@ -134,15 +134,17 @@ def report(options: argparse.Namespace) -> None:
         raise UserError(f"{options.runs} has no finished run. Run `python {SCRIPT} run` first.")
     kept = ("system", "task", "recipe", "tests", "steps", "curve")
     entries = {cell(run): {name: run[name] for name in kept} for run in runs}
-    commands = {run["command"] for run in runs}
+    commands, sources = {run["command"] for run in runs}, [*runs]
     for path in options.results.glob("segments-*.json"):
         published = read_json(path)
         entries = {cell(run): run for run in published["runs"]} | entries
         commands |= set(published["commands"])
+        sources.append(published)
     result = {
         "command": f"python {SCRIPT} report",
         "commands": sorted(commands),
-        **{name: runs[0][name] for name in ("date", "machine", "versions")},
+        **{name: runs[0][name] for name in ("date", "machine")},
+        "versions": joined_versions(sources),
         "protocol": PROTOCOL,
         "runs": [entries[key] for key in sorted(entries)],
     }
