@@ -5,7 +5,8 @@
 
 A Luna encoder with `segment_length` is trained from scratch on rows of several segments: keys and values stand in the
 first, questions in the same or a later one, and fillers between them. `run` trains every system with every number of
-pairs and seed on one thread; finished runs are skipped. `report` writes JSON, a table and a plot.
+pairs and seed on one thread; finished runs are skipped. `report` writes JSON, a table and a plot;
+published runs stay unless they have been repeated.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from finetuning import score_cell
 from recall.systems import ADDED
 from recall.tasks import Task
 from recall.training import Recipe, train
-from running import RESULTS, publish, read_json
+from running import RESULTS, joined_versions, publish, read_json
 from study_plots import panels, plain, save
 from torch import Tensor
 
@@ -36,19 +37,23 @@ DISTANCES = (0, 1, 2, 4, 8)
 # What the model is, and whether the packed states pass from one segment to the next.
 SYSTEMS = {
     "self": (f"luna-{SLOTS}+segments-self", True),
+    "grown": (f"luna-{SLOTS}+segments-self", True),
     "paper": (f"luna-{SLOTS}+segments", True),
     "none": (f"luna-{SLOTS}+segments-self", False),
 }
 LABELS = {
     "self": "P passed on, `packed_self_attention`",
+    "grown": "P passed on, `packed_self_attention`, distances grow in training",
     "paper": "P passed on, attention of the paper",
     "none": "every segment for itself",
 }
 PROTOCOL = (
     f"Luna encoders of two layers, width 64, one head and {SLOTS} slots, with a convolution of three tokens; segments "
     f"of {SEGMENT} tokens. A row holds pairs of {SYMBOLS} keys and {SYMBOLS} values in its first segment and asks for "
-    "all of them in a later one, or in the same; every batch draws its distance. Accuracy on 256 held-out rows at each "
-    "distance. Who knows the values of a row, but not their keys, is right in one of as many cases as there are pairs."
+    "all of them in a later one, or in the same; every batch draws its distance. Where distances grow, training begins "
+    "with the same segment, and the next distance is added once the last is answered in 90% of the cases. Accuracy on "
+    "256 held-out rows at each distance. Who knows the values of a row, but not their keys, is right in one of as many "
+    "cases as there are pairs."
 )
 
 
@@ -78,6 +83,12 @@ class SegmentedRecall(Task):
         return SEGMENT
 
 
+def growing(task: SegmentedRecall) -> list[tuple[Task, Task]]:
+    """Stages of training, each of which adds the next distance and is left once that distance is learned."""
+    last = range(1, len(DISTANCES) + 1)
+    return [(replace(task, distances=DISTANCES[:n]), replace(task, distances=DISTANCES[n - 1 : n])) for n in last]
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -105,7 +116,7 @@ def run(options: argparse.Namespace) -> None:
         task = SegmentedRecall("recall", False, items, SYMBOLS, 0, memory=memory)
         recipe = Recipe(options.rate, options.steps, seed=seed)
         tests = {str(distance): replace(task, distances=(distance,)) for distance in DISTANCES}
-        found = train(model, task, recipe, tests)
+        found = train(model, task, recipe, tests, growing(task) if system == "grown" else ())
         written = {**options.header, "system": system, "task": asdict(task), "recipe": asdict(recipe), **found}
         write_json(path, written)
         scores = " ".join(f"{accuracy:.3f}" for accuracy in found["tests"].values())
@@ -121,14 +132,28 @@ def report(options: argparse.Namespace) -> None:
     runs = [read_json(path) for path in sorted(options.runs.glob("*.json"))]
     if not runs:
         raise UserError(f"{options.runs} has no finished run. Run `python {SCRIPT} run` first.")
+    kept = ("system", "task", "recipe", "tests", "steps", "curve")
+    entries = {cell(run): {name: run[name] for name in kept} for run in runs}
+    commands, sources = {run["command"] for run in runs}, [*runs]
+    for path in options.results.glob("segments-*.json"):
+        published = read_json(path)
+        entries = {cell(run): run for run in published["runs"]} | entries
+        commands |= set(published["commands"])
+        sources.append(published)
     result = {
         "command": f"python {SCRIPT} report",
-        "commands": sorted({run["command"] for run in runs}),
-        **{name: runs[0][name] for name in ("date", "machine", "versions")},
+        "commands": sorted(commands),
+        **{name: runs[0][name] for name in ("date", "machine")},
+        "versions": joined_versions(sources),
         "protocol": PROTOCOL,
-        "runs": [{name: run[name] for name in ("system", "task", "recipe", "tests", "steps", "curve")} for run in runs],
+        "runs": [entries[key] for key in sorted(entries)],
     }
     publish(options.results, "segments", "no", result, text, {"": plot})
+
+
+def cell(run: dict[str, Any]) -> tuple[int, str, int]:
+    """What identifies a run: number of pairs, system and seed."""
+    return run["task"]["items"], run["system"], run["recipe"]["seed"]
 
 
 def grouped(result: dict[str, Any]) -> dict[tuple[int, str], list[dict[str, Any]]]:

@@ -4,6 +4,7 @@ import pytest
 import running
 import segments
 import torch
+from recall import training
 from recall.tasks import IGNORED, MASK
 from test_learning import check
 
@@ -42,6 +43,36 @@ def test_systems_are_compared(tmp_path, capsys):
     assert {run["system"] for run in result["runs"]} == set(segments.SYSTEMS)
     assert all(set(run["tests"]) == {str(distance) for distance in segments.DISTANCES} for run in result["runs"])
     assert "every segment for itself" in capsys.readouterr().out
+
+
+def test_published_runs_stay(tmp_path):
+    for system in ("self", "none"):
+        where = ["--runs", str(tmp_path / system), "--results", str(tmp_path / "results")]
+        own = [*where, "--items", "1", "--steps", "2", "--seeds", "0", "--systems", system]
+        assert segments.main(["run", *own]) == segments.main(["report", *own]) == 0
+    (path,) = (tmp_path / "results").glob("segments-*.json")
+    result = running.read_json(path)
+    assert {run["system"] for run in result["runs"]} == {"self", "none"} and len(result["commands"]) == 2
+
+
+def test_distances_grow_once_the_last_is_learned(monkeypatch):
+    task, read, found = (
+        segments.SegmentedRecall("recall", False, 1, segments.SYMBOLS, 0),
+        [],
+        iter((0.5, 1, 0.9, 1, 1, 1)),
+    )
+    stages = segments.growing(task)
+    assert [trained.distances for trained, _ in stages] == [segments.DISTANCES[:number] for number in range(1, 6)]
+
+    def accuracy(model, test):
+        read.append(test.distances)
+        return next(found)
+
+    monkeypatch.setattr(training, "evaluate", accuracy)
+    recipe = training.Recipe(1e-3, steps=6, eval_steps=1, rows=2)
+    with pytest.raises(StopIteration):  # solved after six evaluations; the accuracy at the end is the seventh
+        training.train("luna-16+segments-self", task, recipe, stages=stages)
+    assert read == [(0,), (0,), (1,), (2,), (4,), (8,), segments.DISTANCES]
 
 
 def test_what_is_missing_is_named(tmp_path):
