@@ -119,14 +119,14 @@ def report(options: argparse.Namespace) -> None:
     publish(options.results, "segment-loss", result["recipe"]["mixed_precision"], result, text, {"": plot})
 
 
-def held_out_rows(options: argparse.Namespace, checkpoint: Path) -> tuple[Tensor, Tensor]:
-    """Ids and labels (pieces, tokens) of the held-out pieces that are long enough, with their tokens masked."""
+def held_out_rows(options: argparse.Namespace, checkpoint: Path, segment: int = SEGMENT) -> tuple[Tensor, Tensor]:
+    """Ids and labels (pieces, tokens) of the held-out pieces of enough segments, with their tokens masked."""
     sys.path.append(str(ROOT / "training"))
     from data.masking import make_masking
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     masking = make_masking(tokenizer, 0.3, whole_words=False)
-    length, rows = SEGMENT * options.segments, []
+    length, rows = segment * options.segments, []
     texts = load_dataset("parquet", data_files=str(options.data / "novels" / "validation.parquet"), split="train")
     for number, text in enumerate(texts["text"]):
         ids = np.array(tokenizer(text, add_special_tokens=False, verbose=False).input_ids[: length - 1])
@@ -139,17 +139,19 @@ def held_out_rows(options: argparse.Namespace, checkpoint: Path) -> tuple[Tensor
 
 
 @torch.inference_mode()
-def segment_losses(model: PreTrainedModel, ids: Tensor, labels: Tensor, reading: str) -> list[float]:
+def segment_losses(
+    model: PreTrainedModel, ids: Tensor, labels: Tensor, reading: str, segment: int = SEGMENT
+) -> list[float]:
     """Mean loss at the masked tokens of each segment, of rows (pieces, tokens) in one of the ways of `READINGS`."""
     losses, states = [], None
-    for number, targets in enumerate(labels.split(SEGMENT, 1)):
-        start, end = number * SEGMENT, number * SEGMENT + targets.shape[1]
+    for number, targets in enumerate(labels.split(segment, 1)):
+        start, end = number * segment, number * segment + targets.shape[1]
         if reading in ("carried", "reset"):
             given = {"packed_states": states} if reading == "carried" else {}
             output = model(ids[:, start:end], output_packed_states=True, **given)
             logits, states = output.logits, output.packed_states
         else:
-            first = max(0, start - SEGMENT * (CONTEXT - 1)) if reading == "context" else start
+            first = max(0, start - segment * (CONTEXT - 1)) if reading == "context" else start
             logits = between_ends(model, ids[:, first:end])[:, start - end :]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
         losses.append(loss.item())
