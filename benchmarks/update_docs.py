@@ -66,7 +66,7 @@ CAUSAL = "causal-attention-cpu-float32"
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
 SEGMENTS, MULTI30K = "segments-cpu-float32", "translation-multi30k-cpu-float32"
 SEGMENT_LOSS, SEGMENT_REVIEWS = "segment-loss-cpu-float32", "segment-reviews-cpu-bfloat16"
-SEGMENT_SLOTS = "segment-slots-cpu-float32"
+SEGMENT_SLOTS, SEGMENT_NORMS = "segment-slots-cpu-float32", "segment-norms-cpu-float32"
 LRA, LRA_COST, LRA_COST_LUNA = "lra-small-cpu-float32", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
 PEERS = ("roberta", "modernbert")
 
@@ -437,6 +437,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         SEGMENT_LOSS, "python experiments/segment_loss.py report", lambda: report(SEGMENT_LOSS)
     ),
     "segment-slots": once_measured(SEGMENT_SLOTS, "python experiments/segment_slots.py", lambda: report(SEGMENT_SLOTS)),
+    "segment-norms": once_measured(SEGMENT_NORMS, "python experiments/segment_norms.py", lambda: report(SEGMENT_NORMS)),
     "segment-reviews": once_measured(
         SEGMENT_REVIEWS, "python experiments/segment_reviews.py report", lambda: report(SEGMENT_REVIEWS)
     ),

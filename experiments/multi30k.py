@@ -176,7 +176,21 @@ def text(result: dict[str, Any]) -> str:
     table = markdown_table([*header, "validation loss", "seconds"], rows)
     signatures = {name: value for run in result["runs"] for name, value in run["signatures"].items()}
     lines = [f"`{signature}` ({name.replace('_', ', ')})" for name, signature in signatures.items()]
-    return f"{table}\n\nsacreBLEU: {'; '.join(lines)}."
+    parts = [
+        table,
+        f"sacreBLEU: {'; '.join(lines)}.",
+        *(examples(name, groups) for name in dict.fromkeys(key[0] for key in groups)),
+    ]
+    return "\n\n".join(parts)
+
+
+def examples(direction: str, groups: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+    """The first test sentences in a direction, as every system with the first seed translates them."""
+    firsts = {system: runs[0]["samples"] for (of, system), runs in groups.items() if of == direction}
+    given = next(iter(firsts.values()))
+    rows = [[name, *(sample[name] for sample in given)] for name in ("source", "reference")]
+    rows += [[SYSTEMS[system], *(sample["translation"] for sample in samples)] for system, samples in firsts.items()]
+    return markdown_table([direction, *(f"example {number}" for number in range(1, len(given) + 1))], rows)
 
 
 def plot_losses(result: dict[str, Any], path: Path) -> None:
