@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from data.tokenizer import train_tokenizer
+from data.tokenizer import ending, train_tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -102,8 +102,7 @@ def _columns(table: datasets.Dataset, languages: tuple[str, str], name: str) -> 
 
 def joint_tokenizer(pairs: Pairs, vocab_size: int, longest: int) -> PreTrainedTokenizerBase:
     """One byte-level BPE for both languages; a text is its tokens and `</s>`."""
-    tokenizer = train_tokenizer((text for side in (pairs.source, pairs.target) for text in side), vocab_size, longest)
-    return tokenizer
+    return ending(train_tokenizer((*pairs.source, *pairs.target), vocab_size, longest))
 
 
 @dataclass(frozen=True)
@@ -162,9 +161,9 @@ def encode_pairs(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, longest: int,
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """Token ids of texts, each ending with the end token: int64 [length]."""
-    ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, truncation=False, verbose=False)
-    return [np.array([*row, tokenizer.eos_token_id], dtype=np.int64) for row in ids["input_ids"]]
+    """Token ids of texts by a tokenizer that ends them: int64 [length]. A literal "</s>" in a text is text."""
+    ids = tokenizer(texts, split_special_tokens=True, truncation=False, verbose=False)["input_ids"]
+    return [np.array(row, dtype=np.int64) for row in ids]
 
 
 def epoch_batches(lengths: np.ndarray, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:
