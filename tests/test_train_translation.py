@@ -7,6 +7,7 @@ import pytest
 import torch
 import train_translation
 from data.tokenizer import encode, ending, train_tokenizer
+from datasets.exceptions import DatasetNotFoundError
 from helpers import refused
 from safetensors.torch import load_file, save_file
 from tiny_training import Killed, dies_at_call, same_weights, start
@@ -130,6 +131,31 @@ def test_tables(suffix, tmp_path, data):
         read_pairs(recipe, "train")
     with refused("test", error=UserError):
         read_pairs(recipe, "test")
+
+
+def test_missing_data_are_named(data, tmp_path):
+    """A file of a language, a folder, a name on the Hub: each with what to pass."""
+
+    def message(data, **changes):
+        with pytest.raises(UserError) as raised:
+            read_pairs(train_translation.read_recipe(*_recipe(data, tmp_path, **changes)), "train")
+        return str(raised.value)
+
+    french = message(data, source_language="fr")
+    assert "no train.fr." in french and "train.parquet" in french
+    for name in ("nowhere/multi30k", "nowhere", "a/b/c", str(data / "train.en")):
+        text = message(name)
+        assert f"no folder {name!r}" in text and "--data" in text
+        assert ("cannot be reached" in text) == (name == "nowhere/multi30k")
+
+
+def test_a_data_set_that_the_hub_lacks(tmp_path, monkeypatch):
+    def load(name, split):
+        raise DatasetNotFoundError(name)
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    with refused("nowhere/multi30k", "has no data set", error=UserError):
+        read_pairs(train_translation.read_recipe(*_recipe("nowhere/multi30k", tmp_path)), "train")
 
 
 def _recipe(data, folder, **changes):
