@@ -73,7 +73,7 @@ def workplace(tmp_path_factory):
         checkpoint(folder / "outputs" / name, max_position_embeddings=128)
     checkpoint(folder / "FacebookAI" / "roberta-base", "roberta")
     write_corpus(folder / "texts")
-    write_parallel(folder / "data" / "multi30k")
+    write_parallel(folder / "bentrevett" / "multi30k")
     glue_folder(folder / "glue")
     for name, seed in (("train", 0), ("dev", 1)):
         texts, labels = topics(32, seed)

@@ -6,15 +6,18 @@ import numpy as np
 import pytest
 import torch
 import train_translation
+from data.tokenizer import encode, ending, train_tokenizer
+from datasets.exceptions import DatasetNotFoundError
 from helpers import refused
 from safetensors.torch import load_file, save_file
 from tiny_training import Killed, dies_at_call, same_weights, start
 from tiny_translation import RECIPES, arguments, pairs, write_parallel
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertTokenizer
 from translation import run as runs
 from translation import scores
 from translation.objective import SmoothedLoss, inverse_square_root
-from translation.pairs import EncodedPairs, Order, epoch_batches, read_pairs, updates
+from translation.pairs import EncodedPairs, Order, Pairs, epoch_batches, joint_tokenizer, read_pairs, updates
+from translation.pairs import encode as encode_texts
 
 from luna_hf import LunaForConditionalGeneration
 from luna_hf.scripting import UserError
@@ -94,6 +97,26 @@ def test_scores_name_their_signatures():
     assert perfect["chrf"]["signature"].startswith("nrefs:1")
 
 
+def test_a_tokenizer_ends_texts_with_the_ids_of_training(tmp_path):
+    """Plain calls give the tokens and the end, as `add_special_tokens=False` and the end would; a given one, too."""
+    plain = train_tokenizer([text for pair in pairs(80, 0) for text in pair], 300, 40)
+    joint = joint_tokenizer(Pairs(*map(list, zip(*pairs(80, 0), strict=True)), "train"), 300, 40)
+    bert = BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "a": 5})
+    texts = ["two red dog", "a </s> b", ""]
+    expected = [[*ids, 2] for ids in encode(plain, texts)]
+    joint.save_pretrained(tmp_path)
+    for tokenizer in (joint, ending(plain), AutoTokenizer.from_pretrained(tmp_path)):
+        assert [row.tolist() for row in encode_texts(texts, tokenizer)] == expected
+        assert tokenizer("two red dog")["input_ids"] == tokenizer(text_target="two red dog")["input_ids"] == expected[0]
+        assert tokenizer("two", "red")["input_ids"] == tokenizer("two")["input_ids"] + tokenizer("red")["input_ids"]
+        assert tokenizer.decode(expected[0], skip_special_tokens=True) == "two red dog"
+        assert tokenizer.get_vocab() == plain.get_vocab()
+        assert tokenizer.special_tokens_map == plain.special_tokens_map and tokenizer.model_max_length == 40
+        assert ending(tokenizer) is tokenizer
+    with refused("eos", error=UserError):
+        ending(bert)
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
 def test_tables(suffix, tmp_path, data):
     import datasets
@@ -108,6 +131,31 @@ def test_tables(suffix, tmp_path, data):
         read_pairs(recipe, "train")
     with refused("test", error=UserError):
         read_pairs(recipe, "test")
+
+
+def test_missing_data_are_named(data, tmp_path):
+    """A file of a language, a folder, a name on the Hub: each with what to pass."""
+
+    def message(data, **changes):
+        with pytest.raises(UserError) as raised:
+            read_pairs(train_translation.read_recipe(*_recipe(data, tmp_path, **changes)), "train")
+        return str(raised.value)
+
+    french = message(data, source_language="fr")
+    assert "no train.fr." in french and "train.parquet" in french
+    for name in ("nowhere/multi30k", "nowhere", "a/b/c", str(data / "train.en")):
+        text = message(name)
+        assert f"no folder {name!r}" in text and "--data" in text
+        assert ("cannot be reached" in text) == (name == "nowhere/multi30k")
+
+
+def test_a_data_set_that_the_hub_lacks(tmp_path, monkeypatch):
+    def load(name, split):
+        raise DatasetNotFoundError(name)
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    with refused("nowhere/multi30k", "has no data set", error=UserError):
+        read_pairs(train_translation.read_recipe(*_recipe("nowhere/multi30k", tmp_path)), "train")
 
 
 def _recipe(data, folder, **changes):
@@ -130,10 +178,10 @@ def test_recipes_make_models_of_one_size(path):
 
 @pytest.mark.parametrize("kind", ["luna", "bart"])
 def test_a_run(kind, data, tmp_path):
-    changes = {}
+    changes = {"length_penalty": 1.5, "max_steps": 60, "learning_rate": 0.03, "save_steps": 30, "eval_steps": 30}
     if kind == "bart":
         recipe = next(path for path in RECIPES if path.stem == "multi30k_softmax")
-        changes = {f"model__{name}": None for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+        changes |= {f"model__{name}": None for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
         changes |= {"model__intermediate_size": None, "model__projection_length": None, "recipe": recipe}
         changes |= {"model__d_model": 16, "model__encoder_layers": 1, "model__encoder_ffn_dim": 24}
         changes |= {"model__decoder_ffn_dim": 24}
@@ -143,8 +191,12 @@ def test_a_run(kind, data, tmp_path):
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert (type(model) is LunaForConditionalGeneration) == (kind == "luna")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    batch = tokenizer(["two red dog" + tokenizer.eos_token], add_special_tokens=False, return_tensors="pt")
-    assert model.generate(**batch, max_new_tokens=3).shape[0] == 1
+    source = (data / "test.en").read_text().splitlines()[0]
+    made = model.generate(**tokenizer([source], return_tensors="pt"))
+    translation = figures["test"]["samples"][0]["translation"]
+    assert translation and tokenizer.decode(made[0], skip_special_tokens=True).strip() == translation
+    asked = model.generation_config
+    assert (asked.num_beams, asked.max_new_tokens, asked.length_penalty, asked.early_stopping) == (2, 6, 1.5, True)
     assert not (tmp_path / "out" / "checkpoints").exists()
     assert figures["validation"]["bleu"]["signature"] in (tmp_path / "out" / "README.md").read_text()
 
@@ -157,6 +209,26 @@ def test_a_killed_run_continues_with_the_same_numbers(data, tmp_path, monkeypatc
             run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)
     assert run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)["held_out_loss"] == whole["held_out_loss"]
     assert same_weights(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_run_of_an_earlier_version_continues(data, tmp_path, monkeypatch):
+    """Its tokenizer puts `<s>` before a text; the ids are the same, and the finished folder has the new one."""
+    whole = run(data, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("translation.pairs.ending", lambda tokenizer: tokenizer)
+        dies_at_call(patch, runs, "save_checkpoint", 2)
+        with pytest.raises(Killed):
+            run(data, tmp_path / "old")
+    assert AutoTokenizer.from_pretrained(tmp_path / "old")("")["input_ids"] == [0, 2]
+    assert run(data, tmp_path / "old")["held_out_loss"] == whole["held_out_loss"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "old")("")["input_ids"] == [2]
+
+
+def test_a_given_tokenizer(data, tmp_path):
+    train_tokenizer([text for pair in pairs(80, 0) for text in pair], 300, 40).save_pretrained(tmp_path / "given")
+    figures = run(data, tmp_path / "out", tokenizer=tmp_path / "given")
+    assert figures["vocabulary"] == len(AutoTokenizer.from_pretrained(tmp_path / "given"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("")["input_ids"] == [2]
 
 
 def test_the_model_is_the_mean_of_the_last_checkpoints(data, tmp_path, monkeypatch):

@@ -313,7 +313,15 @@ class Seq2SeqModelMixin:
             decoder_input_ids, decoder_attention_mask, decoder_position_ids, decoder_inputs_embeds, cache,
                 use_cache: (b, n) the target, see `CrossDecoderMixin.forward`.
             encoder_outputs: output of the encoder (`model.get_encoder()`), instead of a source.
+
+        Raises:
+            ValueError: The target is missing, or given twice; see `CrossDecoderMixin.forward` for the rest.
         """
+        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
+            raise ValueError(
+                "Pass the target as exactly one of `decoder_input_ids` and `decoder_inputs_embeds`, or pass `labels` "
+                "to a model with a head."
+            )
         use_cache = self.config.use_cache if use_cache is None else use_cache
         for name in ("output_attentions", "output_hidden_states"):
             kwargs.setdefault(name, getattr(self.config, name, None))

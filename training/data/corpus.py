@@ -21,7 +21,7 @@ from datasets import IterableDataset, load_dataset_builder
 from pyarrow.parquet import read_schema
 
 from data.cpython_docs import read_cpython
-from data.sources import Source, read_text_documents, reading
+from data.sources import Source, is_hub_name, read_text_documents, reading
 from luna_hf.scripting import UserError
 
 _TABLES: dict[str, Callable[..., IterableDataset]] = {
@@ -184,7 +184,7 @@ def open_source(section: dict[str, Any], key: str, default_split: str, text_colu
         source = _open_files(Path(path), split, default_split, column, where)
         _look(source, where, _LOOK_CHARACTERS)
         return source
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith(".") or ending(Path(path)) in _KINDS:
+    if not is_hub_name(path) or ending(Path(path)) in _KINDS:
         raise UserError(f"`{key}`: there is no file or folder {path!r}.")
     return _open_hub(path, section.get("name"), split or default_split, column, where, streaming)
 

@@ -1,6 +1,7 @@
 """Sources of documents, and streams of them that resume where they stopped."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,6 +116,11 @@ def reading(description: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, LookupError, RuntimeError, ArrowException, DatasetsError, StopIteration) as error:
         raise UserError(f"{description} cannot be read: {why_unreadable(error)}.") from error
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path that does not exist can be a name on the Hub, `USER/NAME`."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not path.startswith(".")
 
 
 @cache  # a source is read several times

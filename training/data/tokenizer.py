@@ -55,6 +55,37 @@ def open_ended(backend: Tokenizer, special: dict[str, str], max_length: int | fl
     return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **limit, **special)
 
 
+def ending(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer that puts the `eos_token` after a text and nothing before it, for encoder-decoders.
+
+    It is the given one if that does so, or one of the generic class with the same ids: see `open_ended`. One that the
+    generic class cannot stand in for stays, if its texts end with the `eos_token`.
+
+    Raises:
+        UserError: There is no `eos_token`, or texts cannot end with it.
+    """
+    end, added = tokenizer.eos_token_id, tokenizer("")["input_ids"]
+    if end is None:
+        raise UserError("The tokenizer has no token that ends a text (eos). Use another one, or train one.")
+    if added == [end]:
+        return tokenizer
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        token, backend = tokenizer.eos_token, Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.post_processor = TemplateProcessing(
+            single=f"$A {token}", pair=f"$A {token} $B {token}", special_tokens=[(token, end)]
+        )
+        kept = ("model_max_length", "padding_side", "clean_up_tokenization_spaces", "extra_special_tokens")
+        options = {name: getattr(tokenizer, name) for name in kept}
+        generic = PreTrainedTokenizerFast(tokenizer_object=backend, **options, **tokenizer.special_tokens_map)
+        if len(generic) == len(tokenizer):
+            return generic
+    if added[-1:] != [end]:
+        raise UserError(
+            f"A {type(tokenizer).__name__} does not end texts with its eos token. Use another, or train one."
+        )
+    return tokenizer
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> list[list[int]]:
     """Token ids of whole documents without special tokens; a literal "<s>" in the text is text."""
     return tokenizer(

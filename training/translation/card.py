@@ -54,7 +54,6 @@ def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
         target=recipe.target_language,
         parameters=f"{figures['parameters']:,}",
         beams=recipe.num_beams,
-        max_new_tokens=recipe.max_new_tokens,
         scores=cards.table(["split", "pairs", *names.values()], scores),
         signatures="\n".join(f"- {names[m]}: `{figures[splits[0]][m]['signature']}`" for m in names),
         samples=cards.table(["source", "translation", "reference"], samples),

@@ -10,7 +10,10 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from data.tokenizer import train_tokenizer
+from data.sources import is_hub_name
+from data.tokenizer import ending, train_tokenizer
+from datasets.exceptions import DatasetNotFoundError
+from huggingface_hub.utils import logging
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -50,7 +53,7 @@ def read_pairs(recipe: TranslationRecipe, split: str) -> Pairs:
     `train.en`), or a name on the Hub. A table has a column for each language, or a column `translation` with both.
 
     Raises:
-        UserError: There is no such split, or it lacks a language.
+        UserError: There is no such folder or name, or no such split, or it lacks a language.
     """
     folder, languages = Path(recipe.data), (recipe.source_language, recipe.target_language)
     files = [folder / f"{split}.{language}" for language in languages]
@@ -59,7 +62,8 @@ def read_pairs(recipe: TranslationRecipe, split: str) -> Pairs:
         if len(sides[0]) != len(sides[1]):
             raise UserError(f"{files[0]} has {len(sides[0]):,} lines, but {files[1]} has {len(sides[1]):,}.")
     else:
-        sides = _columns(_table(recipe.data, split), languages, f"{recipe.data} ({split})")
+        missing = [file.name for file in files if not file.is_file()]
+        sides = _columns(_table(recipe.data, split, missing), languages, f"{recipe.data} ({split})")
     kept = [(a.strip(), b.strip()) for a, b in zip(*sides, strict=True) if a and b and a.strip() and b.strip()]
     if not kept:
         raise UserError(f"{recipe.data} has no pairs in its split {split}.")
@@ -73,20 +77,38 @@ def _lines(path: Path) -> list[str]:
         raise UserError(f"{path} is not UTF-8 text ({error}).") from error
 
 
-def _table(data: str, split: str) -> datasets.Dataset:
+def _table(data: str, split: str, missing: list[str]) -> datasets.Dataset:
+    """The table of a split; errors name the text files that are `missing`."""
     folder = Path(data)
+    if not folder.is_dir():
+        return _hub_table(data, split)
     found = [file for file in sorted(folder.glob(f"{split}.*")) if file.suffix in _READERS]
-    if folder.is_dir() and len(found) != 1:
+    if len(found) != 1:
         raise UserError(
-            f"{folder} has {len(found)} tables for the split {split}. It needs one of "
-            f"{', '.join(split + suffix for suffix in _READERS)}, or a text file for each language."
+            f"{folder} has {len(found) or 'no'} tables for the split {split}, and no {' or '.join(missing)}. It needs "
+            f"one of {', '.join(split + suffix for suffix in _READERS)}, or a text file for each language."
         )
     try:
-        if found:
-            return datasets.load_dataset(_READERS[found[0].suffix], data_files=str(found[0]), split="train")
-        return datasets.load_dataset(data, split=split)
-    except Exception as error:  # of `datasets`, for a damaged file, a missing name or no network
-        raise UserError(f"{found[0] if found else data} cannot be read ({reason(error)}).") from error
+        return datasets.load_dataset(_READERS[found[0].suffix], data_files=str(found[0]), split="train")
+    except Exception as error:  # of `datasets`, for a damaged file
+        raise UserError(f"{found[0]} cannot be read ({reason(error)}).") from error
+
+
+def _hub_table(name: str, split: str) -> datasets.Dataset:
+    advice = "Name a folder with tables or text files, or a data set on the Hub (--data)."
+    if Path(name).exists() or not is_hub_name(name):
+        raise UserError(f"`data`: there is no folder {name!r}. {advice}")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # each attempt to reach the Hub warns
+    try:
+        return datasets.load_dataset(name, split=split)
+    except (ConnectionError, DatasetNotFoundError) as error:
+        state = "cannot be reached" if isinstance(error, ConnectionError) else "has no data set of that name"
+        raise UserError(f"`data`: there is no folder {name!r}, and the Hub {state}. {advice}") from error
+    except Exception as error:  # of `datasets`, for a missing split or a damaged file
+        raise UserError(f"The data set {name} on the Hub cannot be read ({reason(error)}).") from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _columns(table: datasets.Dataset, languages: tuple[str, str], name: str) -> list[list[str]]:
@@ -102,8 +124,7 @@ def _columns(table: datasets.Dataset, languages: tuple[str, str], name: str) -> 
 
 def joint_tokenizer(pairs: Pairs, vocab_size: int, longest: int) -> PreTrainedTokenizerBase:
     """One byte-level BPE for both languages; a text is its tokens and `</s>`."""
-    tokenizer = train_tokenizer((text for side in (pairs.source, pairs.target) for text in side), vocab_size, longest)
-    return tokenizer
+    return ending(train_tokenizer((*pairs.source, *pairs.target), vocab_size, longest))
 
 
 @dataclass(frozen=True)
@@ -162,9 +183,9 @@ def encode_pairs(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, longest: int,
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """Token ids of texts, each ending with the end token: int64 [length]."""
-    ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, truncation=False, verbose=False)
-    return [np.array([*row, tokenizer.eos_token_id], dtype=np.int64) for row in ids["input_ids"]]
+    """Token ids of texts by a tokenizer that ends them: int64 [length]. A literal "</s>" in a text is text."""
+    ids = tokenizer(texts, split_special_tokens=True, truncation=False, verbose=False)["input_ids"]
+    return [np.array(row, dtype=np.int64) for row in ids]
 
 
 def epoch_batches(lengths: np.ndarray, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ from accelerate.utils import set_seed
 from common.hub import push_folder
 from common.machine import machine, plural
 from common.models import SEQ2SEQ, load_tokenizer, make_config
+from data.tokenizer import ending
 from engine.checkpoint import (
     Counters,
     StopRequest,
@@ -44,7 +45,7 @@ from translation.card import PLOT, make_card
 from translation.objective import TranslationObjective, inverse_square_root, unigram_loss
 from translation.pairs import EncodedPairs, Order, Pairs, encode_pairs, joint_tokenizer, read_pairs, updates
 from translation.recipe import TranslationRecipe
-from translation.scores import average, evaluate_split
+from translation.scores import average, evaluate_split, search
 
 
 def run(recipe: TranslationRecipe, command: str) -> dict[str, Any] | None:
@@ -59,7 +60,7 @@ def run(recipe: TranslationRecipe, command: str) -> dict[str, Any] | None:
     accelerator = make_accelerator(recipe)
     accelerator.gradient_accumulation_steps = recipe.accumulation
     folder = Path(recipe.output_dir)
-    tokenizer = load_tokenizer(recipe.tokenizer) if recipe.tokenizer else None
+    tokenizer = ending(load_tokenizer(recipe.tokenizer)) if recipe.tokenizer else None
     config = make_config(recipe.model, tokenizer, len(tokenizer) if tokenizer else recipe.vocab_size, SEQ2SEQ)
     limit = getattr(config, "max_position_embeddings", math.inf)
     if recipe.max_length > limit:
@@ -71,7 +72,8 @@ def run(recipe: TranslationRecipe, command: str) -> dict[str, Any] | None:
         found = on_main(accelerator, lambda: find_checkpoint(recipe, print))
         repository = on_main(accelerator, lambda: reserve(recipe))
         opened = on_main(accelerator, lambda: _open(recipe, found, tokenizer, splits))
-        tokenizer = load_tokenizer(str(folder))
+        stored = load_tokenizer(str(folder))
+        tokenizer = ending(stored)
         run, counters = _prepare(recipe, accelerator, tokenizer, splits, opened)
         with run.stop:
             last = train(run, counters)
@@ -80,6 +82,8 @@ def run(recipe: TranslationRecipe, command: str) -> dict[str, Any] | None:
             close_trackers(accelerator)
             return None
         figures = _finish(run, tokenizer, splits, counters, command)
+        if tokenizer is not stored and accelerator.is_main_process:  # of a run that an earlier version began
+            tokenizer.save_pretrained(folder)
         close_trackers(accelerator)
         if repository and accelerator.is_main_process:
             push_folder(folder, repository, "Translation model", ignore=["checkpoints/**", f"{recipe.model_name}/**"])
@@ -199,6 +203,7 @@ def _finish(
         missing, unexpected = model.load_state_dict({n: t.to(own[n].dtype) for n, t in weights.items()}, strict=False)
         if unexpected or set(missing) - set(model.all_tied_weights_keys):
             raise RuntimeError(f"The checkpoints hold other weights: {missing}, {unexpected}")
+    model.generation_config.update(**search(recipe))
     save_model(accelerator, model, folder)
     reloaded = AutoModelForSeq2SeqLM.from_pretrained(folder).to(accelerator.device)
     result: Evaluation = evaluate(accelerator, reloaded, run.held_out, recipe.eval_batch_size)
@@ -221,7 +226,7 @@ def _finish(
     if accelerator.is_main_process:
         names = {"validation": recipe.validation_split, **({"test": "test"} if recipe.test_split else {})}
         for name, split in names.items():
-            figures[name] = evaluate_split(reloaded, tokenizer, splits[split], recipe)
+            figures[name] = evaluate_split(reloaded, tokenizer, splits[split], recipe.eval_batch_size)
             bleu, chrf = (figures[name][metric]["score"] for metric in ("bleu", "chrf"))
             print(f"{name}: BLEU {bleu:.2f}, chrF {chrf:.2f} on {figures[name]['pairs']:,} pairs")
         run.objective.plot(run.log, run.unigram_loss, folder / PLOT)

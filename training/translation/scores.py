@@ -15,26 +15,31 @@ from translation.pairs import Pairs, encode
 from translation.recipe import TranslationRecipe
 
 
+def search(recipe: TranslationRecipe) -> dict[str, Any]:
+    """How the recipe searches, for a model's `generation_config`."""
+    options = {"do_sample": False, "num_beams": recipe.num_beams, "max_new_tokens": recipe.max_new_tokens}
+    if recipe.num_beams > 1:
+        options |= {"length_penalty": recipe.length_penalty, "early_stopping": True}
+    return options
+
+
 @torch.no_grad()
 def translate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], recipe: TranslationRecipe
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], batch_size: int
 ) -> list[str]:
-    """Translate texts with the recipe's beam, in batches of similar length."""
+    """Translate texts as the model's `generation_config` says, in batches of similar length."""
     rows = encode(texts, tokenizer)
     order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
     found: dict[int, str] = {}
-    options = {"num_beams": recipe.num_beams, "max_new_tokens": recipe.max_new_tokens, "do_sample": False}
-    if recipe.num_beams > 1:
-        options |= {"length_penalty": recipe.length_penalty, "early_stopping": True}
-    for first in range(0, len(order), recipe.eval_batch_size):
-        places = order[first : first + recipe.eval_batch_size]
+    for first in range(0, len(order), batch_size):
+        places = order[first : first + batch_size]
         width = max(len(rows[place]) for place in places)
         ids = torch.full((len(places), width), tokenizer.pad_token_id)
         mask = torch.zeros_like(ids)
         for row, place in enumerate(places):
             ids[row, : len(rows[place])] = torch.from_numpy(rows[place])
             mask[row, : len(rows[place])] = 1
-        made = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **options)
+        made = model.generate(ids.to(model.device), attention_mask=mask.to(model.device))
         texts_of = tokenizer.batch_decode(made, skip_special_tokens=True)
         found |= {place: text.strip() for place, text in zip(places, texts_of, strict=True)}
     return [found[place] for place in range(len(rows))]
@@ -50,10 +55,10 @@ def score(translations: list[str], references: list[str]) -> dict[str, Any]:
 
 
 def evaluate_split(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Pairs, recipe: TranslationRecipe
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Pairs, batch_size: int
 ) -> dict[str, Any]:
     """Scores of a split, its number of pairs, and a few translations."""
-    made = translate(model, tokenizer, pairs.source, recipe)
+    made = translate(model, tokenizer, pairs.source, batch_size)
     samples = [
         {"source": source, "translation": text, "reference": reference}
         for source, text, reference in list(zip(pairs.source, made, pairs.target, strict=True))[:5]
