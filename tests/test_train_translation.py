@@ -1,7 +1,10 @@
 """Translation from end to end: batches by tokens, schedule, average, scores, resuming, and what is refused."""
 
 import json
+import shutil
+from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -150,12 +153,36 @@ def test_missing_data_are_named(data, tmp_path):
 
 
 def test_a_data_set_that_the_hub_lacks(tmp_path, monkeypatch):
-    def load(name, split):
+    def names(name):
         raise DatasetNotFoundError(name)
 
-    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("datasets.get_dataset_config_names", names)
     with refused("nowhere/multi30k", "has no data set", error=UserError):
         read_pairs(train_translation.read_recipe(*_recipe("nowhere/multi30k", tmp_path)), "train")
+
+
+@pytest.mark.parametrize("configurations", [["default"], ["cs-en", "de-en"], ["en-de", "en-fr"]])
+def test_a_data_set_on_the_hub_may_have_pairs_of_languages(configurations, tmp_path, monkeypatch):
+    chosen = next((name for name in configurations if name in ("de-en", "en-de")), None)
+
+    def load(name, configuration, split):
+        assert (name, configuration, split) == ("some/pairs", chosen, "train")
+        return datasets.Dataset.from_list([{"translation": {"en": "one", "de": "eins"}}])
+
+    monkeypatch.setattr("datasets.get_dataset_config_names", lambda name: configurations)
+    monkeypatch.setattr("datasets.load_dataset", load)
+    pairs = read_pairs(train_translation.read_recipe(*_recipe("some/pairs", tmp_path)), "train")
+    assert (pairs.source, pairs.target) == (["one"], ["eins"])
+
+
+def test_a_test_source_that_is_too_long_is_found_before_training(data, tmp_path, capsys):
+    own = Path(shutil.copytree(data, tmp_path / "data"))
+    for language, words in (("en", "red " * 400), ("de", "rot")):
+        with (own / f"test.{language}").open("a") as file:
+            file.write(f"{words}\n")
+    assert start(train_translation, arguments(own, tmp_path / "out")) == 2
+    assert "the split test" in (error := capsys.readouterr().err) and "max_position_embeddings" in error
+    assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 def _recipe(data, folder, **changes):

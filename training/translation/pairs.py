@@ -50,7 +50,8 @@ def read_pairs(recipe: TranslationRecipe, split: str) -> Pairs:
     """The pairs of a split, without those that have an empty side.
 
     `data` is a folder with a table for each split (`train.parquet`, `.jsonl` or `.csv`) or two text files (`train.de`,
-    `train.en`), or a name on the Hub. A table has a column for each language, or a column `translation` with both.
+    `train.en`), or a name on the Hub; if that has a configuration named like the languages (`de-en`), that one. A table
+    has a column for each language, or a column `translation` with both.
 
     Raises:
         UserError: There is no such folder or name, or no such split, or it lacks a language.
@@ -63,7 +64,8 @@ def read_pairs(recipe: TranslationRecipe, split: str) -> Pairs:
             raise UserError(f"{files[0]} has {len(sides[0]):,} lines, but {files[1]} has {len(sides[1]):,}.")
     else:
         missing = [file.name for file in files if not file.is_file()]
-        sides = _columns(_table(recipe.data, split, missing), languages, f"{recipe.data} ({split})")
+        table = _table(folder, split, missing) if folder.is_dir() else _hub_table(recipe.data, split, languages)
+        sides = _columns(table, languages, f"{recipe.data} ({split})")
     kept = [(a.strip(), b.strip()) for a, b in zip(*sides, strict=True) if a and b and a.strip() and b.strip()]
     if not kept:
         raise UserError(f"{recipe.data} has no pairs in its split {split}.")
@@ -77,11 +79,8 @@ def _lines(path: Path) -> list[str]:
         raise UserError(f"{path} is not UTF-8 text ({error}).") from error
 
 
-def _table(data: str, split: str, missing: list[str]) -> datasets.Dataset:
+def _table(folder: Path, split: str, missing: list[str]) -> datasets.Dataset:
     """The table of a split; errors name the text files that are `missing`."""
-    folder = Path(data)
-    if not folder.is_dir():
-        return _hub_table(data, split)
     found = [file for file in sorted(folder.glob(f"{split}.*")) if file.suffix in _READERS]
     if len(found) != 1:
         raise UserError(
@@ -94,14 +93,17 @@ def _table(data: str, split: str, missing: list[str]) -> datasets.Dataset:
         raise UserError(f"{found[0]} cannot be read ({reason(error)}).") from error
 
 
-def _hub_table(name: str, split: str) -> datasets.Dataset:
+def _hub_table(name: str, split: str, languages: tuple[str, str]) -> datasets.Dataset:
+    """The table of a split on the Hub, of the configuration with the languages' names (`de-en`) if there is one."""
     advice = "Name a folder with tables or text files, or a data set on the Hub (--data)."
     if Path(name).exists() or not is_hub_name(name):
         raise UserError(f"`data`: there is no folder {name!r}. {advice}")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # each attempt to reach the Hub warns
     try:
-        return datasets.load_dataset(name, split=split)
+        configurations = datasets.get_dataset_config_names(name)
+        pairs = ("-".join(languages), "-".join(reversed(languages)))
+        return datasets.load_dataset(name, next((pair for pair in pairs if pair in configurations), None), split=split)
     except (ConnectionError, DatasetNotFoundError) as error:
         state = "cannot be reached" if isinstance(error, ConnectionError) else "has no data set of that name"
         raise UserError(f"`data`: there is no folder {name!r}, and the Hub {state}. {advice}") from error
@@ -180,6 +182,19 @@ def encode_pairs(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, longest: int,
         raise UserError(f"Every pair of the split {pairs.name} has more than `max_length` ({longest}) tokens.")
     source, target = ([ids for ids, kept in zip(side, fits, strict=True) if kept] for side in sides)
     return EncodedPairs(source, target, fits.count(False))
+
+
+def check_sources(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, longest: float) -> None:
+    """Check before training that a model of `longest` source tokens can translate every pair.
+
+    Raises:
+        UserError: A source is longer.
+    """
+    if (found := max(map(len, encode(pairs.source, tokenizer)))) > longest:
+        raise UserError(
+            f"A source of the split {pairs.name} has {found:,} tokens, but the model takes at most {longest}. Raise "
+            "`max_position_embeddings`, or remove it."
+        )
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:

@@ -43,7 +43,16 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 from luna_hf.scripting import TOKENIZER_FILES, UserError, write_json, write_text
 from translation.card import PLOT, make_card
 from translation.objective import TranslationObjective, inverse_square_root, unigram_loss
-from translation.pairs import EncodedPairs, Order, Pairs, encode_pairs, joint_tokenizer, read_pairs, updates
+from translation.pairs import (
+    EncodedPairs,
+    Order,
+    Pairs,
+    check_sources,
+    encode_pairs,
+    joint_tokenizer,
+    read_pairs,
+    updates,
+)
 from translation.recipe import TranslationRecipe
 from translation.scores import average, evaluate_split, search
 
@@ -74,6 +83,8 @@ def run(recipe: TranslationRecipe, command: str) -> dict[str, Any] | None:
         opened = on_main(accelerator, lambda: _open(recipe, found, tokenizer, splits))
         stored = load_tokenizer(str(folder))
         tokenizer = ending(stored)
+        if recipe.test_split:
+            check_sources(splits["test"], tokenizer, limit)
         run, counters = _prepare(recipe, accelerator, tokenizer, splits, opened)
         with run.stop:
             last = train(run, counters)
