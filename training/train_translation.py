@@ -33,7 +33,7 @@ def read_recipe(path: str, words: Sequence[str] = ()) -> TranslationRecipe:
     """A recipe with overrides; raises the `UserError`s of `options.parse` and of the recipe's class."""
     return parse(
         [TranslationRecipe],
-        [str(path), *words],
+        [str(path), *words] if path else words,
         __doc__,
         command=NAME,
         recipe="required",

@@ -314,8 +314,8 @@ def skip(run: Run, counters: Counters, loss: float, norm: float) -> None:
     what = f"step {counters.step + 1}: loss {loss}, gradient norm {norm}"
     if counters.skipped > run.recipe.max_skipped_steps:
         raise UserError(
-            f"Training diverged at {what}. Earlier checkpoints are intact. Lower `learning_rate`, raise "
-            "`warmup_fraction`, or allow steps to be skipped (`max_skipped_steps`)."
+            f"Training diverged at {what}. Earlier checkpoints are intact. Lower `learning_rate`, warm up "
+            "for longer, or allow steps to be skipped (`max_skipped_steps`)."
         )
     run.accelerator.print(f"Skipped {what} ({counters.skipped} of at most {run.recipe.max_skipped_steps}).")
 
