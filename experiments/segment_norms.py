@@ -3,7 +3,7 @@
     python experiments/segment_norms.py --data DATA
 
 `checkpoints/luna-mini-en` reads novels as one stream, each segment starting from the packed states of the one before
-it. Writes the mean norm of P's rows as JSON, a table and a plot. DATA has the folder `novels`.
+it. Writes the mean norm of P's rows as JSON and a table. DATA has the folder `novels`.
 """
 
 import argparse
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from running import RESULTS, ROOT, publish
-from study_plots import panels, plain, save
 from transformers import AutoModel, AutoTokenizer
 
 from luna_hf.scripting import Parser, UserError, describe_run, markdown_table, progress, run_script
@@ -39,7 +38,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--data", type=Path, required=True, help="folder with the folder `novels`")
     add("--segment", type=int, default=32, help="tokens of a segment (default: %(default)s)")
     add("--segments", type=int, default=10_000, help="segments to read (default: %(default)s)")
-    add("--results", type=Path, default=RESULTS, help="folder for the JSON file, table and plot")
+    add("--results", type=Path, default=RESULTS, help="folder for the JSON file and the table")
     return parser.parse_args(arguments)
 
 
@@ -79,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
         found.append({"system": system, "dtype": dtype, "norms": thinned(measured), "highest": highest})
         progress(f"{system}, {dtype}: {measured[0]:.2f} after the first segment, {measured[-1]:.2f} after the last")
     result = {**options.header, "protocol": PROTOCOL, "segment": options.segment, "runs": found}
-    publish(options.results, "segment-norms", "no", result, text, {"": plot})
+    publish(options.results, "segment-norms", "no", result, text, {})
 
 
 def thinned(measured: Sequence[float]) -> dict[str, float | None]:
@@ -99,23 +98,6 @@ def text(result: dict[str, Any]) -> str:
         cells = ["not finite" if value is None else f"{value:.2f}" for value in values]
         rows.append([SYSTEMS[run["system"]], run["dtype"], *cells])
     return markdown_table(["model", "dtype", *(f"{int(number):,}" for number in numbers), "highest"], rows)
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Norm against the number of segments."""
-    figure, ((axis,),) = panels(1, 1, (7, 4.2), squeeze=False)
-    for run in result["runs"]:
-        points = {int(number): norm for number, norm in run["norms"].items() if norm is not None}
-        label = f"{SYSTEMS[run['system']].replace('`', '')}, {run['dtype']}"
-        axis.plot(
-            list(points), list(points.values()), label=label, linestyle="-" if run["dtype"] == "float32" else "--"
-        )
-    axis.set_xscale("log")
-    axis.set_xlabel("segments read")
-    axis.set_ylabel("mean norm of P's rows")
-    axis.legend(frameon=False)
-    plain(axis)
-    save(figure, path)
 
 
 def main(arguments: Sequence[str]) -> int:
