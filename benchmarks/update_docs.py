@@ -56,6 +56,8 @@ LABELS = {
 FORWARD, ABC = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-layer-abc-cpu-float32"
 FEW, MIXED = "encoder-forward-1-layer-few-cpu-float32", "encoder-forward-1-layer-mixed-cpu-float32"
 SHORT = "encoder-forward-1-layer-short-cpu-float32"
+FEW_BFLOAT16 = "encoder-forward-1-layer-few-cpu-bfloat16"
+FEW_MODERNBERT = "encoder-forward-3-layer-chosen-cpu-float32"
 FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention-12-heads-of-64-cpu-float32"
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 STEP_MEMORY = "encoder-class_step-base-memory-chosen-cpu-float32"
@@ -228,6 +230,13 @@ def _over_roberta(name: str) -> str:
     return with_source(f"{table}\n\n{_growth(name, models)}", name)
 
 
+def _few_modernbert() -> str:
+    """Luna with few slots beside ModernBERT, layer for layer."""
+    pairs = [("luna-16", "modernbert"), ("luna-16", "roberta"), ("modernbert", "roberta")]
+    table = _by_length(FEW_MODERNBERT, pairs, ["luna-16", "modernbert", "roberta"])
+    return with_source(table, FEW_MODERNBERT)
+
+
 def _short() -> str:
     """Speed over RoBERTa on short texts."""
     models = [model for model in load(SHORT)["models"] if model != "roberta"]
@@ -366,6 +375,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "python benchmarks/encoder.py --models few --layers 1 --lengths 512 2048 4096 16384 --check-floors",
         lambda: _over_roberta(FEW),
     ),
+    "few-modernbert": _few_modernbert,
+    "few-bfloat16": lambda: _over_roberta(FEW_BFLOAT16),
     "short": once_measured(
         SHORT,
         "python benchmarks/encoder.py --models short --layers 1 --lengths 64 128 256 512 --check-floors",
