@@ -257,7 +257,8 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         keep = self.tokens_to_keep(input_ids, attention_mask)
         if keep is not None:
             tokens = keep.any(-1)[:, None, None]
-            output.packed_last_hidden_state = torch.where(tokens, output.packed_last_hidden_state, packed_states)
+            packed = output.packed_last_hidden_state
+            output.packed_last_hidden_state = torch.where(tokens, packed, packed_states.to(packed.dtype))
         return output
 
     def check_keywords(self, keywords: dict[str, Any]) -> None:

@@ -224,7 +224,7 @@ class Seq2SeqPreTrainedModel(EncoderPreTrainedModel):
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Like `PreTrainedModel.resize_token_embeddings`, of the source's vocabulary, which the target may share.
 
-        A target with a vocabulary of its own keeps it; see `resize_decoder_token_embeddings`.
+        A separate target vocabulary is not changed; see `resize_decoder_token_embeddings`.
         """
         encoder, decoder = self.base_model.encoder, self.base_model.decoder
         if not self.config.share_encoder_decoder_embeddings:
