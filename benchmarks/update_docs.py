@@ -69,7 +69,7 @@ CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
 SEGMENTS, MULTI30K = "segments-cpu-float32", "translation-multi30k-cpu-float32"
 SEGMENT_LOSS, SEGMENT_REVIEWS = "segment-loss-cpu-float32", "segment-reviews-cpu-bfloat16"
 SEGMENT_SLOTS, SEGMENT_NORMS = "segment-slots-cpu-float32", "segment-norms-cpu-float32"
-LRA, LRA_COST, LRA_COST_LUNA = "lra-small-cpu-float32", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
+LRA, LRA_COST, LRA_COST_LUNA = "lra-short-cpu-bfloat16", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
 PEERS = ("roberta", "modernbert")
 
 # ---- faults ----

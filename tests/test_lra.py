@@ -165,11 +165,18 @@ def test_recipes_are_complete(name, task):
     half = recipe.shortened(recipe.steps // 2)
     assert half.warmup_steps == pytest.approx(recipe.warmup_steps / 2, abs=1)
     sizes = (recipe.num_hidden_layers, recipe.hidden_size)
-    if name == "small":
+    if name in ("small", "short"):
         assert (*sizes, recipe.num_attention_heads, recipe.intermediate_size) == (2, 64, 2, 128)
     if name == "luna":
         widths = {"listops": 512, "text": 256, "retrieval": 128, "image": 64, "pathfinder": 128}
         assert recipe.hidden_size == widths[task] and recipe.share_layers == (task == "listops")
+
+
+def test_short_has_the_models_of_small():
+    """What a comparison of accuracy with the cost of `small` rests on; the cost is measured without dropout."""
+    small, short = (dataclasses.asdict(load_recipe(name, "text")) for name in ("small", "short"))
+    differing = {name for name in small if small[name] != short[name]}
+    assert differing == {*"name steps batch_size eval_steps learning_rates attention_probs_dropout_prob".split()}
 
 
 def test_a_wrong_recipe_is_refused(tmp_path):
@@ -259,6 +266,15 @@ def test_a_cell_chooses_its_rate_and_grows(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert command(tmp_path, "--steps", "4") == 2 and "--output" in capsys.readouterr().err
     assert command(tmp_path, "--rows", "32") == 2 and "data_train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"), [(["24"], (24, 24, 24)), (["24", "8"], (24, 8, 8)), (["24", "8", "16"], (24, 8, 16))]
+)
+def test_rows_of_every_split(tmp_path, words, rows):
+    assert command(tmp_path, "--steps", "2", "--rows", *words) == 0
+    assert tuple(left(tmp_path)[0]["rows"].values()) == rows
+    assert command(tmp_path, "--rows", "1", "2", "3", "4") == 2
 
 
 def test_a_run_that_diverges_has_no_score(tmp_path):

@@ -24,6 +24,7 @@ from luna_hf.scripting import Parser, UserError, run_script, write_result
 
 SCRIPT = "benchmarks/lra/report.py"
 _SHARED = ("command", "date", "machine", "versions")
+_SAME_MODELS = {"short": "small"}  # recipes that differ in nothing that `cost.py` measures
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -51,9 +52,10 @@ def read_cells(folder: Path) -> dict[tuple[str, bool], list[dict[str, Any]]]:
 
 
 def read_cost(folder: Path, recipe: str) -> dict[str, Any] | None:
-    """The newest result of `cost.py` for a recipe, if there is one."""
+    """The newest result of `cost.py` for a recipe or one with the same models, if there is one."""
     costs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("lra-cost*.json")]
-    own = [cost for cost in costs if Path(cost["settings"]["recipe"]).stem == recipe]
+    same = (recipe, _SAME_MODELS.get(recipe))
+    own = [cost for cost in costs if Path(cost["settings"]["recipe"]).stem in same]
     return max(own, key=lambda cost: cost["date"], default=None)
 
 

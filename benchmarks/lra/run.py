@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[0], help="default: 0")
     add("--rates", type=float, nargs="+", help="learning rates (default: the recipe's)")
     add("--steps", type=positive, help="updates of each run (default: the recipe's)")
-    add("--rows", type=positive, nargs="+", help="use so many rows for training, and for each of the other splits")
+    add("--rows", type=positive, nargs="+", help="use so many rows of train, validation and test")
     add("--length", type=positive, help="cut inputs to so many tokens")
     add("--data", help="folder or Hub name of the data of text, image or retrieval; other tasks are generated")
     add("--cache", type=Path, default=OUTPUT / "data", help="folder of generated data (default: %(default)s)")
@@ -49,8 +49,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--bf16", action="store_true", help="train in bfloat16 autocast")
     add("--plugin", type=Path, help="Python file that registers models of your own")
     options = parser.parse_args(arguments)
-    if options.rows and len(options.rows) > 2:
-        parser.error("--rows takes one number or two, for training and for the other splits")
+    if options.rows and len(options.rows) > 3:
+        parser.error("--rows takes up to three numbers, for train, validation and test; the last stands for the rest")
     return options
 
 
@@ -61,10 +61,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         load_plugin(options.plugin)
     for model in options.model:
         find_encoder(model)
-    rows = None
-    if options.rows:
-        train, others = options.rows[0], options.rows[-1]
-        rows = {"train": train, "validation": others, "test": others}
+    given = options.rows or []
+    rows = dict(zip(tasks.SPLITS, given + given[-1:] * 2, strict=False))
     header = describe_run(SCRIPT, arguments, "cuda" if torch.cuda.is_available() else "cpu")
     for name in options.task:
         whole = load_recipe(options.recipe, name)
