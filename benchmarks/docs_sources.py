@@ -34,6 +34,18 @@ MINUTES = {
     "clm-demo-cpu-float32": 3,
     "perplexity-enwiki-cpu-float32": 7,
 }
+# Results whose contenders were timed in turn, in rounds.
+_INTERLEAVED = (
+    "attention",
+    "causal",
+    "deployment",
+    "encoder",
+    "generation",
+    "lra-cost",
+    "seq2seq",
+    "serving",
+    "uneven",
+)
 Result = dict[str, Any]
 
 
@@ -96,7 +108,7 @@ def _source(name: str) -> str:
     commands = "\n".join(f"- Command: `{command}`" for command in [*result.get("commands", []), result["command"]])
     minutes = f" ({MINUTES[name]} min)" if name in MINUTES else ""
     date = f"; {result['date']}" if "date" in result else ""
-    interleaved = name.startswith(("attention", "encoder", "generation", "seq2seq", "causal", "deployment", "uneven"))
+    interleaved = name.startswith(_INTERLEAVED)
     rounds = f"\n- Spread: {spread(name)}" if interleaved else ""
     return f"{commands}{minutes}\n- Machine: {machine(result)}{date}; [data](../{path}){rounds}"
 

@@ -129,3 +129,16 @@ def check_uneven(result: dict[str, Any]) -> list[Check]:
             what, speed = f"speed over padded, {entry['mode']}, {entry['mix']}", model["speed_over_padded"]["median"]
             checks.append(compare(what, name, speed, bound, at_least=True))
     return checks
+
+
+def check_serving(result: dict[str, Any]) -> list[Check]:
+    """Every floor that applies to a run of `serving.py`: texts of unlike lengths take no longer than with RoBERTa."""
+    if any(result["settings"][name] != value for name, value in {**UNEVEN_BASE, "rows": 64}.items()):
+        return []
+    return [
+        compare(f"speed over roberta, {entry['call']}, {entry['mix']}", name, speed, 1.0, at_least=True)
+        for entry in result["lengths"]
+        if entry["mix"] in ("sst2", "mrpc", "imdb", "together")
+        for name, model in entry["models"].items()
+        for speed in [model["speed_over_roberta"]["median"]]
+    ]

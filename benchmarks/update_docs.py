@@ -62,7 +62,8 @@ FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
 STEP_MEMORY = "encoder-class_step-base-memory-chosen-cpu-float32"
 DEPLOYMENT = "deployment-cpu-float32"
-UNEVEN = "uneven-2-layer-cpu-float32"
+UNEVEN, SERVING = "uneven-2-layer-cpu-float32", "serving-cpu-float32"
+RANGE = "encoder-forward-1-layer-chosen-cpu-float32"
 SEQ2SEQ = "seq2seq_generation-4-layer-cpu-float32"
 CAUSAL = "causal-attention-cpu-float32"
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
@@ -409,6 +410,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     ),
     "padding": _padding,
     "uneven": once_measured(UNEVEN, "python benchmarks/uneven.py --check-floors", lambda: report(UNEVEN)),
+    "serving": once_measured(SERVING, "python benchmarks/serving.py --check-floors", lambda: report(SERVING)),
+    "range": once_measured(
+        RANGE,
+        "python benchmarks/encoder.py --models roberta luna-tied abc-mlp-64 leapformer --layers 1 --rounds 3 "
+        "--lengths 16 32 64 128 256 512 1024 2048 4096 8192 16384 32768",
+        lambda: _over_roberta(RANGE),
+    ),
     "abc-paper": _paper,
     "causal": lambda: report(CAUSAL),
     "causal-training": lambda: report(CAUSAL_TRAINING),

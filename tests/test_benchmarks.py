@@ -21,6 +21,7 @@ import guarantees
 import measuring
 import pytest
 import seq2seq_generation
+import serving
 import torch
 import uneven
 from helpers import ROOT, refused
@@ -137,6 +138,29 @@ def test_texts_of_unlike_lengths(tmp_path, capsys):
     assert [check["bound"] for check in checks] == [1.9, 1.9, 0.98, 0.98] * 2 and not floors.check_uneven(result)
     with refused("lavo-65", error=UserError):
         uneven.parse(["--models", "lavo-65"])
+
+
+def test_whole_calls_over_texts(tmp_path, capsys):
+    words = ["--layers", "1", "--width", "32", "--heads", "4", "--slots", "8", "--rounds", "2", "--rows", "6"]
+    words += ["--models", "luna-tied", "--mixes", "sst2", "together", "--output", str(tmp_path)]
+    assert serving.main([*words, "--check-floors"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    result = json.loads(path.read_text())
+    check_header(result, "serving")
+    entries = [(entry["call"], entry["mix"]) for entry in result["lengths"]]
+    assert entries == [(call, mix) for call in ("pipeline", "encode") for mix in ("sst2", "together")]
+    assert path.with_suffix(".md").read_text().strip() in capsys.readouterr().out
+    settings = {**result["settings"], **floors.UNEVEN_BASE, "rows": 64}
+    checks = floors.check_serving({**result, "settings": settings})
+    assert [check["bound"] for check in checks] == [1.0] * 4 and not floors.check_serving(result)
+
+    texts, tokenizer = serving.make_texts("together", 9, 1), serving.make_tokenizer(512)
+    ids = tokenizer(texts)["input_ids"]
+    found = [*map(len, ids)]
+    assert len(texts) == 9 and max(found) > 2 * min(found)
+    lengths = {name: set(found) & set(uneven.MIXES[name]) for name in ("sst2", "mrpc", "imdb")}
+    assert all(lengths.values()) and not any(tokenizer.unk_token_id in row for row in ids)
+    assert serving.make_texts("together", 9, 1) == texts != serving.make_texts("together", 9, 2)
 
 
 def test_attention_alone(tmp_path, monkeypatch, capsys):
@@ -420,6 +444,7 @@ def test_committed_results_name_their_origin(path):
         generation,
         guarantees,
         seq2seq_generation,
+        serving,
         uneven,
     )
     script = {module.__name__: module for module in scripts}[name]

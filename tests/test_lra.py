@@ -172,11 +172,14 @@ def test_recipes_are_complete(name, task):
         assert recipe.hidden_size == widths[task] and recipe.share_layers == (task == "listops")
 
 
+SCHEDULE = {"name", "steps", "batch_size", "eval_steps", "learning_rates", "attention_probs_dropout_prob"}
+
+
 def test_short_has_the_models_of_small():
     """What a comparison of accuracy with the cost of `small` rests on; the cost is measured without dropout."""
     small, short = (dataclasses.asdict(load_recipe(name, "text")) for name in ("small", "short"))
     differing = {name for name in small if small[name] != short[name]}
-    assert differing == {*"name steps batch_size eval_steps learning_rates attention_probs_dropout_prob".split()}
+    assert differing == SCHEDULE
 
 
 def test_a_wrong_recipe_is_refused(tmp_path):
