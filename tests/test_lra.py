@@ -316,7 +316,7 @@ def test_tables():
     lines = results.accuracy(found).splitlines()
     assert lines[0] == "| test accuracy (%) | ListOps | Text | mean |"
     assert lines[2] == "| Luna | 35.00 ± 7.07 (2) | 60.00 | 47.50 |"
-    assert "| 1.0 |" in results.details(found[:1])  # 7,200 updates of half a second
+    assert "| 1.00 |" in results.details(found[:1])  # 7,200 updates of half a second
     found.append(toy_cell("text", "abc", [0.7], steps=200))
     header, *rows = results.accuracy(found).splitlines()
     assert "Text (100 x" in header and "Text (200 x" in header and rows[-1].startswith("| ABC | - | - | 70.00 | -")
@@ -374,10 +374,14 @@ def test_cost_and_report(tmp_path, monkeypatch, capsys):
     words = ["--task", "listops", "--model", "luna-4", "roberta", "--recipe", "tiny", "--steps", "4"]
     assert run.main([*words, "--output", str(tmp_path / "runs")]) == 0
     capsys.readouterr()
-    assert report.main(["--runs", str(tmp_path / "runs"), "--output", str(folder)]) == 0
+    longer = ["--task", "listops", "--model", "roberta", "--recipe", "tiny", "--steps", "6"]
+    assert run.main([*longer, "--output", str(tmp_path / "longer")]) == 0
+    capsys.readouterr()
+    assert report.main(["--runs", str(tmp_path / "runs"), str(tmp_path / "longer"), "--output", str(folder)]) == 0
     printed = capsys.readouterr().out
     (path,) = folder.glob("lra-tiny-cpu-float32-*.json")
     assert path.with_suffix(".md").read_text() == printed
+    assert "ListOps (4 x 40 rows of 24) | ListOps (6 x 40 rows of 24)" in printed
     assert "RCP_mem" in printed and "a toy" in printed and str(tmp_path) not in path.read_text()
     for ending in ("curves", "rcp", "rcp-mem"):
         assert path.with_name(f"{path.stem}-{ending}.png").stat().st_size > 5_000

@@ -31,23 +31,31 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--runs", type=Path, default=Path("outputs/lra"), help="folder of the cells (default: %(default)s)")
+    add(
+        "--runs",
+        type=Path,
+        nargs="+",
+        default=[Path("outputs/lra")],
+        help="folders of the cells (default: outputs/lra)",
+    )
     add("--output", type=Path, default=measuring.RESULTS, help="folder for JSON, tables and plots")
     return parser.parse_args(arguments)
 
 
-def read_cells(folder: Path) -> dict[tuple[str, bool], list[dict[str, Any]]]:
-    """Finished cells by recipe and whether they were trained in bfloat16, in the order of their names.
+def read_cells(folders: Sequence[Path]) -> dict[tuple[str, bool], list[dict[str, Any]]]:
+    """Finished cells by recipe and whether they were trained in bfloat16, by folder in the order of their names.
 
     Raises:
         UserError: There is none.
     """
     groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob("*/*/*/cell.json")):
+    for path in (path for folder in folders for path in sorted(folder.glob("*/*/*/cell.json"))):
         cell = json.loads(path.read_text(encoding="utf-8"))
         groups.setdefault((cell["recipe"]["name"], cell["bf16"]), []).append(cell)
     if not groups:
-        raise UserError(f"{folder} has no finished cell. Run `python benchmarks/lra/run.py` first.")
+        raise UserError(
+            f"{' '.join(map(str, folders))} has no finished cell. Run `python benchmarks/lra/run.py` first."
+        )
     return groups
 
 

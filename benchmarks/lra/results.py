@@ -99,7 +99,7 @@ def details(cells: Sequence[Cell]) -> str:
         row += [spread(scores(cell, "validation")), spread(scores(cell, "test")), f"{100 * cell['majority']:.1f}"]
         row += [f"{recipe['steps']:,} x {recipe['batch_size']}", f"{cell['rows']['train']:,}"]
         row += [f"{cell['task']['max_length']:,}", f"{runs[0]['parameters']:,}", f"{1000 * pace:.0f}"]
-        rows.append([*row, f"{pace * cell['full_steps'] / 3600:.1f}", verdict(cell)])
+        rows.append([*row, f"{pace * cell['full_steps'] / 3600:.2f}", verdict(cell)])
     return markdown_table(header, rows)
 
 
@@ -138,11 +138,13 @@ def accuracy(cells: Sequence[Cell]) -> str:
 
 
 def systems(cells: Sequence[Cell], cost: dict[str, Any]) -> tuple[list[System], str]:
-    """The models with a measured cost and all columns as systems of the trade-off, and what they were measured on.
+    """The models with a measured cost as systems of the trade-off, and what they were measured on.
 
-    Accuracy is the mean over the columns, throughput and memory those of a training step at the longest input.
+    Accuracy is the mean over the columns that more than half of the models have; models without one of them are left
+    out. Throughput and memory are those of a training step at the longest input.
     """
-    found, last = columns(cells), cost["lengths"][-1]
+    last, number = cost["lengths"][-1], len({cell["model"] for cell in cells})
+    found = {name: own for name, own in columns(cells).items() if 2 * len(own) > number}
     rows = []
     for model, own in last["models"].items():
         if not all(model in column and chosen(column[model]) for column in found.values()):
@@ -217,18 +219,22 @@ def _mean(values: Sequence[float | None]) -> str:
 def plot_curves(cells: Sequence[Cell], path: Path) -> None:
     """Write a PNG: validation accuracy and training loss against updates, a column for each task.
 
-    Of several cells, a curve shows the first seed of the chosen learning rate; of one cell, every run.
+    Of several cells, a curve shows the first seed of the chosen learning rate, with the number of updates if most have
+    another; of one cell, every run.
     """
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     tasks = [task for task in TITLES if any(cell["task"]["name"] == task for cell in cells)]
+    styles: dict[str, dict[str, str]] = {}  # the same in every column
     figure = Figure(figsize=(max(7, 4.6 * len(tasks)), 6.4), layout="constrained")
     axes = figure.subplots(2, len(tasks), squeeze=False, sharex="col")
     for column, task in enumerate(tasks):
         own = [cell for cell in cells if cell["task"]["name"] == task]
-        for number, (name, run) in enumerate(_curves(own)):
+        for name, run in _curves(own):
             steps = [row["step"] for row in run["curve"]]
-            style = {"label": name, "color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+            new = {"label": name, "color": f"C{len(styles) % 10}", "linestyle": "-" if len(styles) < 10 else "--"}
+            style = styles.setdefault(name, new)
             axes[0, column].plot(steps, [100 * row["accuracy"] for row in run["curve"]], **style)
             axes[1, column].plot(steps, [row.get("loss", math.nan) for row in run["curve"]], **style)
         axes[0, column].axhline(100 * own[0]["majority"], color="black", linestyle=":", linewidth=1)
@@ -239,7 +245,8 @@ def plot_curves(cells: Sequence[Cell], path: Path) -> None:
     for axis in axes.flat:
         axis.grid(True, color="0.9")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0, -1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    handles = [Line2D([], [], **style) for style in styles.values()]
+    figure.legend(handles=handles, frameon=False, fontsize=8, loc="outside right upper")
     # Without the library's version in its metadata the file depends on the numbers only.
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
@@ -248,4 +255,6 @@ def _curves(cells: Sequence[Cell]) -> list[tuple[str, dict[str, Any]]]:
     if len(cells) == 1:
         runs = cells[0]["runs"]
         return [(f"{label(cells[0]['model'])}, {run['rate']:g}, seed {run['seed']}", run) for run in runs]
-    return [(label(cell["model"]), chosen(cell)[0]) for cell in cells if chosen(cell)]
+    usual = statistics.mode(cell["recipe"]["steps"] for cell in cells)
+    named = [(cell, "" if cell["recipe"]["steps"] == usual else f", {cell['recipe']['steps']:,}") for cell in cells]
+    return [(f"{label(cell['model'])}{steps}", chosen(cell)[0]) for cell, steps in named if chosen(cell)]
