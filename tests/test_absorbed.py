@@ -1,5 +1,7 @@
 """Projections absorbed by few slots: the same numbers as the plain form, and only where that is cheaper and allowed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import padded_batch, tiny_model
@@ -90,6 +92,34 @@ def test_slots_can_be_projected_after_they_are_written(shared):
             torch.testing.assert_close(slots[i, h], expected, **EXACT)
 
 
+def test_dropout_drops_weights(monkeypatch):
+    """Packed and read states are those of the weights that are left, the value's bias included."""
+    kept = []
+
+    def drop(weights, probability):
+        kept.append(functional.dropout(torch.ones_like(weights), probability))
+        return weights * kept[-1]
+
+    functional = nn.functional
+    monkeypatch.setattr(absorbed, "F", SimpleNamespace(dropout=drop))
+    query, tokens, linears, keep = states(0, SLOTS), states(1), [layer(seed) for seed in range(2, 5)], padding()
+    packed = absorbed.pack(split_heads(query, HEADS), tokens, *linears[:2], keep, 0.5)
+    read = absorbed.read(tokens, linears[0], *(split_heads(query, HEADS),) * 2, linears[2], None, 0.5)
+    key, value, size = projected(linears[0], tokens), projected(linears[1], tokens), WIDTH // HEADS
+    slots_kept, tokens_kept = kept[0].view(ROWS, HEADS, SLOTS, LENGTH), kept[1].view(ROWS, LENGTH, HEADS, SLOTS)
+    for i in range(ROWS):
+        written, taken = torch.zeros(SLOTS, WIDTH).double(), torch.zeros(LENGTH, WIDTH).double()
+        for h in range(HEADS):
+            part = slice(h * size, (h + 1) * size)
+            if keep[i].any():
+                logits = query[i, :, part] @ key[i, keep[i]][:, part].T / size**0.5
+                written[:, part] = (logits.softmax(-1) * slots_kept[i, h][:, keep[i]]) @ value[i, keep[i]][:, part]
+            logits = key[i, :, part] @ query[i, :, part].T / size**0.5
+            taken[:, part] = (logits.softmax(-1) * tokens_kept[i, :, h]) @ query[i, :, part]
+        torch.testing.assert_close(packed[i], written, **EXACT)
+        torch.testing.assert_close(read[i], projected(linears[2], taken), **EXACT)
+
+
 # ---- the rule ----
 
 
@@ -107,6 +137,14 @@ def test_slots_can_be_projected_after_they_are_written(shared):
 )
 def test_few_slots_pay(sizes, matrices, chosen):
     assert absorbed.pays(*sizes, matrices=matrices) is chosen
+
+
+def test_training_pays_later():
+    """The gradient of the softmax costs as much again."""
+    assert absorbed.pays(2048, 16, 64, 2)
+    with torch.enable_grad():
+        assert not absorbed.pays(2048, 16, 64, 2)
+        assert absorbed.pays(2048, 16, 256, 4) and absorbed.pays(2048, 16, 768, 12)
 
 
 def test_a_token_in_one_slot_takes_no_product():
@@ -192,6 +230,45 @@ def test_models_compute_the_same(name, used):
         torch.testing.assert_close(model(**inputs).last_hidden_state[keep], expected[keep], rtol=0, atol=1e-10)
         assert used == USED.get(name, {"read", "project_slots"} | ({"pack"} if family == "luna" else set()))
         used.clear()
+
+
+def gradients(model, inputs, keep):
+    with torch.enable_grad():
+        model.zero_grad()
+        model(**inputs).last_hidden_state[keep].square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_same_gradients(name, used):
+    family, fields = MODELS[name]
+    model, inputs = model_of(family, **fields), padded_batch([21, 17, 5])
+    keep = inputs["attention_mask"] == 1
+    found = gradients(model, inputs, keep)
+    assert bool(used) == bool(USED.get(name, True))
+    used.clear()
+    model.set_attn_implementation("eager")
+    expected = gradients(model, inputs, keep)
+    assert not used and found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-9, atol=1e-9, msg=lambda text, of=name: f"{of}: {text}"
+        )
+
+
+@pytest.mark.parametrize("family", ["luna", "abc_memory"])
+def test_attention_dropout_is_passed_on(family, monkeypatch):
+    """Dropout of everything leaves what a model without attention computes, in both forms."""
+    model = model_of(family, hidden_dropout_prob=0.0).train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 1.0
+    inputs = padded_batch([21, 17])
+    expected = model(**inputs).last_hidden_state
+    replace(monkeypatch, absorbed.pays, lambda *sizes, **numbers: True)
+    torch.testing.assert_close(model(**inputs).last_hidden_state, expected, rtol=0, atol=1e-10)
+    model.eval()
+    assert not torch.allclose(model(**inputs).last_hidden_state, expected)
 
 
 def test_a_mixed_model_without_its_window(used):
@@ -298,13 +375,20 @@ def test_a_wrapper_is_called(used):
     assert block.self.calls == 1 and "read" not in used
 
 
-def test_training_gradients_and_autocast(used):
-    model, inputs = tiny_model("luna"), padded_batch([21, 17])
-    with torch.enable_grad():
-        model(**inputs)
+def test_autocast_and_transforms(used):
+    model, inputs = tiny_model("luna").eval(), padded_batch([21, 17])
     with torch.autocast("cpu", torch.bfloat16):
         model(**inputs)
-    model.train()(**inputs)
+
+    attention = model.encoder.layer[0].attention.self
+
+    def transformed(states):
+        assert not absorbed.may_absorb(attention, states, attention.query)
+        return states.sum()
+
+    states = torch.zeros(1, 9, model.config.hidden_size)
+    assert absorbed.may_absorb(attention, states, attention.query)
+    torch.func.grad(transformed)(states)
     assert not used
 
 

@@ -8,7 +8,7 @@ head, with q a slot's query, k and v a slot's key and value, and A a softmax ove
     read     softmax((x W_q + b_q) k^T) v W_o          =  softmax(x [W_q k^T] + b_q k^T) [v W_o]
 
 What is in brackets has one row for each head and slot. The key's bias adds the same to all logits of a softmax over the
-tokens, which cancels it; the value's passes through, because the weights sum to one.
+tokens, which cancels it; the value's passes through, because the weights sum to one: with dropout, to their sum.
 
 Shape letters: b batch, h heads, n tokens, m slots, d width, c = d / h head size. Every mask is boolean with True =
 keep.
@@ -16,13 +16,14 @@ keep.
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .attention_base import product
 from .dispatch import choose
 
-# Costs in multiply-adds of a product with all tokens, as measured on CPUs: each logit's part in a softmax, and one
-# multiply-add of the many small products that fold slots and weights.
-_SOFTMAX_COST = 64
+# Costs in multiply-adds of a product with all tokens, as measured on CPUs: each logit's part in a softmax, alone and
+# with the gradient, and one multiply-add of the many small products that fold slots and weights.
+_SOFTMAX_COST, _SOFTMAX_COST_WITH_GRADIENT = 64, 128
 _FOLDING_COST = 4
 # What absorbing must at most cost of the other form to be chosen.
 _WORTHWHILE = 0.9
@@ -47,22 +48,25 @@ def pays(tokens: int, slots: int, width: int, heads: int, matrices: int = 2, pro
     """
     applied = matrices * width**2 + 2 * slots * width
     folding = 2 * slots * width**2 / max(tokens, 1)
-    absorbed = products * heads * slots * (width + _SOFTMAX_COST) + _FOLDING_COST * folding
+    softmax = _SOFTMAX_COST_WITH_GRADIENT if torch.is_grad_enabled() else _SOFTMAX_COST
+    absorbed = products * heads * slots * (width + softmax) + _FOLDING_COST * folding
     return absorbed < _WORTHWHILE * applied
 
 
 def may_absorb(module: nn.Module, states: Tensor, *layers: nn.Module) -> bool:
     """Whether the weights of a module's projections of `states` can be used without calling these.
 
-    Only in inference on a device where it was measured, outside of graphs, and where nothing else wants what the plain
-    form computes: attention weights, adapters, quantized weights, hooks.
+    Only on a device where it was measured, outside of graphs and of the transforms of `torch.func`, and where nothing
+    else wants what the plain form computes: attention weights, adapters, quantized weights, hooks.
 
     Args:
-        module: the attention, with `config` and `training`.
+        module: the attention, with `config`.
         states: (b, n, d).
         layers: the projections.
     """
-    if choose("projections", states, module.training) != "absorbed" or module.config._attn_implementation != "sdpa":
+    if choose("projections", states) != "absorbed" or module.config._attn_implementation != "sdpa":
+        return False
+    if torch._C._are_functorch_transforms_active():
         return False
     # Autocast chooses the dtype of each product by itself.
     return not torch.is_autocast_enabled(states.device.type) and all(_is_plain(layer) for layer in layers)
@@ -84,7 +88,14 @@ def _of_heads(states: Tensor, matrices: Tensor) -> Tensor:
     return rows.unflatten(1, (states.shape[0], -1)).transpose(0, 1)
 
 
-def pack(query: Tensor, states: Tensor, key: nn.Linear, value: nn.Linear, keep: Tensor | None = None) -> Tensor:
+def pack(
+    query: Tensor,
+    states: Tensor,
+    key: nn.Linear,
+    value: nn.Linear,
+    keep: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
     """Softmax attention of slots to tokens, given the layers of the tokens' keys and values.
 
     Args:
@@ -92,6 +103,7 @@ def pack(query: Tensor, states: Tensor, key: nn.Linear, value: nn.Linear, keep: 
         states: (b, n, d) tokens.
         key, value: the projections of the tokens; may be the same.
         keep: (b, n) padding mask; a row of padding alone gives zeros.
+        dropout: share of the weights to drop.
 
     Returns:
         The concatenated heads (b, m, d).
@@ -101,9 +113,15 @@ def pack(query: Tensor, states: Tensor, key: nn.Linear, value: nn.Linear, keep: 
     logits = product(folded.flatten(1, 2), states.transpose(1, 2))
     if keep is not None:
         logits.masked_fill_(~keep.unsqueeze(1), torch.finfo(logits.dtype).min)
-    read = product(logits.softmax(-1), states).unflatten(1, (heads, -1))
-    shares = read.new_ones(1, 1, 1) if keep is None else keep.any(-1).to(read.dtype)[:, None, None]
-    return project_slots(read * shares.unsqueeze(-1), shares, value, heads).transpose(1, 2).flatten(2)
+    weights = F.dropout(logits.softmax(-1), dropout)
+    read = product(weights, states).unflatten(1, (heads, -1))
+    shares = weights.sum(-1).unflatten(1, (heads, -1)) if dropout else read.new_ones(1, 1, 1)
+    if keep is not None:
+        real = keep.any(-1).to(read.dtype)[:, None, None]
+        read, shares = read * real.unsqueeze(-1), shares * real
+    packed = project_slots(read, shares, value, heads).transpose(1, 2).flatten(2)
+    # A gradient of zero for the key's bias: training with several processes waits for that of every parameter.
+    return packed + 0.0 * key.bias.sum() if torch.is_grad_enabled() else packed
 
 
 def project_slots(slots: Tensor, shares: Tensor, layer: nn.Linear, heads: int) -> Tensor:
@@ -127,7 +145,13 @@ def project_slots(slots: Tensor, shares: Tensor, layer: nn.Linear, heads: int) -
 
 
 def read(
-    states: Tensor, query: nn.Linear, key: Tensor, value: Tensor, output: nn.Linear, mask: Tensor | None = None
+    states: Tensor,
+    query: nn.Linear,
+    key: Tensor,
+    value: Tensor,
+    output: nn.Linear,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Softmax attention of tokens to slots, given the layers of the queries and of the output.
 
@@ -137,6 +161,7 @@ def read(
         key, value: (b, h, m, c) of the slots.
         mask: of the slots, broadcastable to (b, h, 1, m): boolean, or added to the logits. Without any slot, what is
             read is zero.
+        dropout: share of the weights to drop.
 
     Returns:
         (b, n, d), after the output projection.
@@ -152,5 +177,5 @@ def read(
         bias = bias + mask
     values = _of_heads(value, output.weight.T.unflatten(0, (heads, size))).flatten(1, 2)
     logits = product(states, folded.transpose(1, 2)).view(batch, -1, heads, slots)
-    weights = logits.add_(bias.transpose(1, 2)).softmax(-1)
+    weights = F.dropout(logits.add_(bias.transpose(1, 2)).softmax(-1), dropout)
     return product(weights.flatten(2), values).add_(output.bias)

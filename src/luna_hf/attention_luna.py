@@ -94,7 +94,8 @@ class LunaPackAttention(LunaProjections, nn.Module):
         layers, mask = self.key_and_value_layers(), context.masks.tokens
         sizes = states.shape[1], query.shape[2], states.shape[2], self.num_heads
         if may_absorb(self, states, *layers) and pays(*sizes, matrices=len(set(layers))):
-            return pack_absorbed(query, states, *layers, None if mask is None else mask.keep), None
+            dropout = self.attention_dropout if self.training else 0.0
+            return pack_absorbed(query, states, *layers, None if mask is None else mask.keep, dropout), None
         output, weights = attend_heads(self, query, *self.key_and_value(states), mask, **context.options)
         return output, None if weights is None else weights[..., :length]
 

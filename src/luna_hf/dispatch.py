@@ -32,7 +32,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "feed_forward": {"graph": "whole", "cpu": "parts", "inference": "parts", "default": "whole"},
     "nearest_centroid": {"cpu": "parts", "default": "whole"},
     # Absorbing projections depends on the numbers of tokens and slots, which a graph must not; see `absorbed`.
-    "projections": {"graph": "applied", "cpu inference": "absorbed", "default": "applied"},
+    "projections": {"graph": "applied", "cpu": "absorbed", "default": "applied"},
 }
 
 
