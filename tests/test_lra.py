@@ -17,7 +17,7 @@ import update_docs
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from helpers import refused
-from lra import cells, models, results
+from lra import cells, models, recipes, results
 from lra.recipes import FOLDER, load_recipe, names
 from lra.tasks import NAMES, Task
 from safetensors.torch import load_file
@@ -175,11 +175,11 @@ def test_recipes_are_complete(name, task):
 SCHEDULE = {"name", "steps", "batch_size", "eval_steps", "learning_rates", "attention_probs_dropout_prob"}
 
 
-def test_short_has_the_models_of_small():
-    """What a comparison of accuracy with the cost of `small` rests on; the cost is measured without dropout."""
-    small, short = (dataclasses.asdict(load_recipe(name, "text")) for name in ("small", "short"))
-    differing = {name for name in small if small[name] != short[name]}
-    assert differing == SCHEDULE
+@pytest.mark.parametrize(("short", "whole"), recipes.SHORTENED.items())
+def test_a_shortened_recipe_has_the_same_models(short, whole):
+    """What a comparison of accuracy with the cost of the whole one rests on; the cost is measured without dropout."""
+    first, second = (dataclasses.asdict(load_recipe(name, "text")) for name in (short, whole))
+    assert {name for name in first if first[name] != second[name]} == SCHEDULE
 
 
 def test_a_wrong_recipe_is_refused(tmp_path):
@@ -316,7 +316,9 @@ def test_tables():
     lines = results.accuracy(found).splitlines()
     assert lines[0] == "| test accuracy (%) | ListOps | Text | mean |"
     assert lines[2] == "| Luna | 35.00 ± 7.07 (2) | 60.00 | 47.50 |"
-    assert "| 1.00 |" in results.details(found[:1])  # 7,200 updates of half a second
+    assert "| 1 |" in results.details(found[:1])  # 7,200 updates of half a second
+    short = {**found[0], "recipe": {**found[0]["recipe"], "name": "short", "batch_size": 16}}
+    assert results.full_hours(short, 0.5) == 20_000 * 32 / 16 * 0.5 / 3600  # the rows of `small`
     found.append(toy_cell("text", "abc", [0.7], steps=200))
     header, *rows = results.accuracy(found).splitlines()
     assert "Text (100 x" in header and "Text (200 x" in header and rows[-1].startswith("| ABC | - | - | 70.00 | -")
@@ -324,7 +326,7 @@ def test_tables():
     def measured(speed, memory):
         return {"training": {"rows_per_second": speed, "peak_memory_bytes": memory}}
 
-    cost_of = {"luna": measured(8.0, 10), "roberta": measured(2.0, 40)}
+    cost_of = {"luna-4": measured(8.0, 10), "roberta": measured(2.0, 40)}
     table = results.trade_off(found[:4], {"lengths": [{"length": 4096, "models": cost_of}]})
     # Means 47.5 and 57.5, a deviation of 7.07: 4 / (1 + 10 / 7.07), and with memory (4 + 4) / 2 over the same.
     assert "| Luna | 47.50 | 4.00 | 0.25 | 1.66 | 1.66 |" in table

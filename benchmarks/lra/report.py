@@ -20,11 +20,11 @@ import measuring
 from trade_off import plot_trade_off
 
 from lra import results
+from lra.recipes import SHORTENED
 from luna_hf.scripting import Parser, UserError, run_script, write_result
 
 SCRIPT = "benchmarks/lra/report.py"
 _SHARED = ("command", "date", "machine", "versions")
-_SAME_MODELS = {"short": "small"}  # recipes that differ in nothing that `cost.py` measures
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -62,7 +62,7 @@ def read_cells(folders: Sequence[Path]) -> dict[tuple[str, bool], list[dict[str,
 def read_cost(folder: Path, recipe: str) -> dict[str, Any] | None:
     """The newest result of `cost.py` for a recipe or one with the same models, if there is one."""
     costs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("lra-cost*.json")]
-    same = (recipe, _SAME_MODELS.get(recipe))
+    same = (recipe, SHORTENED.get(recipe))
     own = [cost for cost in costs if Path(cost["settings"]["recipe"]).stem in same]
     return max(own, key=lambda cost: cost["date"], default=None)
 

@@ -12,6 +12,8 @@ from trade_off import System, deviation, relative_performance
 
 from luna_hf.scripting import markdown_table
 
+from .recipes import SHORTENED, load_recipe
+
 PUBLISHED = Path(__file__).resolve().parent / "published.yaml"
 SOFTMAX = "roberta"
 TITLES = {"listops": "ListOps", **{name: name.capitalize() for name in ("text", "retrieval", "image", "pathfinder")}}
@@ -85,10 +87,22 @@ def verdict(cell: Cell) -> str:
     return "at chance, the curve is still flat" if flat else "at chance, the training loss falls"
 
 
+def full_hours(cell: Cell, pace: float) -> float:
+    """Hours of one run with the whole schedule, given the seconds of an update.
+
+    That of the recipe; or of the one that it shortens, at the same time for a row.
+    """
+    recipe, task = cell["recipe"], cell["task"]["name"]
+    if full := SHORTENED.get(recipe["name"]):
+        whole = load_recipe(full, task)
+        return pace / recipe["batch_size"] * whole.batch_size * whole.steps / 3600
+    return pace * cell["full_steps"] / 3600
+
+
 def details(cells: Sequence[Cell]) -> str:
     """A row for every cell: scores, learning rate, cost, and whether it is at chance."""
     header = ["task", "model", "learning rate", "validation (%)", "test (%)", "majority (%)", "updates x rows"]
-    header += ["training rows", "longest", "parameters", "s / 1,000 updates", "hours of the recipe", "remark"]
+    header += ["training rows", "longest", "parameters", "s / 1,000 updates", "hours of the whole schedule", "remark"]
     rows = []
     for cell in cells:
         recipe, runs = cell["recipe"], cell["runs"]
@@ -99,7 +113,7 @@ def details(cells: Sequence[Cell]) -> str:
         row += [spread(scores(cell, "validation")), spread(scores(cell, "test")), f"{100 * cell['majority']:.1f}"]
         row += [f"{recipe['steps']:,} x {recipe['batch_size']}", f"{cell['rows']['train']:,}"]
         row += [f"{cell['task']['max_length']:,}", f"{runs[0]['parameters']:,}", f"{1000 * pace:.0f}"]
-        rows.append([*row, f"{pace * cell['full_steps'] / 3600:.2f}", verdict(cell)])
+        rows.append([*row, f"{full_hours(cell, pace):.2g}", verdict(cell)])
     return markdown_table(header, rows)
 
 
@@ -146,11 +160,12 @@ def systems(cells: Sequence[Cell], cost: dict[str, Any]) -> tuple[list[System], 
     last, number = cost["lengths"][-1], len({cell["model"] for cell in cells})
     found = {name: own for name, own in columns(cells).items() if 2 * len(own) > number}
     rows = []
-    for model, own in last["models"].items():
-        if not all(model in column and chosen(column[model]) for column in found.values()):
+    for model, slots in {cell["model"]: cell["recipe"]["slots"] for cell in cells}.items():
+        cost_of = last["models"].get(model) or last["models"].get(f"{model}-{slots}")
+        if not cost_of or not all(model in column and chosen(column[model]) for column in found.values()):
             continue
         mean = statistics.mean(statistics.mean(scores(column[model], "test")) for column in found.values())
-        one = own["training"]
+        one = cost_of["training"]
         rows.append(System(model, mean, one["rows_per_second"], max(1, one["peak_memory_bytes"])))
     return rows, f"{', '.join(found)}; training at {last['length']:,} tokens"
 
