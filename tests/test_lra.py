@@ -316,7 +316,7 @@ def test_tables():
     lines = results.accuracy(found).splitlines()
     assert lines[0] == "| test accuracy (%) | ListOps | Text | mean |"
     assert lines[2] == "| Luna | 35.00 ± 7.07 (2) | 60.00 | 47.50 |"
-    assert "| 1 |" in results.details(found[:1])  # 7,200 updates of half a second
+    assert "| 1.00 |" in results.details(found[:1])  # 7,200 updates of half a second
     short = {**found[0], "recipe": {**found[0]["recipe"], "name": "short", "batch_size": 16}}
     assert results.full_hours(short, 0.5) == 20_000 * 32 / 16 * 0.5 / 3600  # the rows of `small`
     found.append(toy_cell("text", "abc", [0.7], steps=200))

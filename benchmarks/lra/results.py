@@ -113,7 +113,7 @@ def details(cells: Sequence[Cell]) -> str:
         row += [spread(scores(cell, "validation")), spread(scores(cell, "test")), f"{100 * cell['majority']:.1f}"]
         row += [f"{recipe['steps']:,} x {recipe['batch_size']}", f"{cell['rows']['train']:,}"]
         row += [f"{cell['task']['max_length']:,}", f"{runs[0]['parameters']:,}", f"{1000 * pace:.0f}"]
-        rows.append([*row, f"{full_hours(cell, pace):.2g}", verdict(cell)])
+        rows.append([*row, f"{full_hours(cell, pace):,.2f}", verdict(cell)])
     return markdown_table(header, rows)
 
 
