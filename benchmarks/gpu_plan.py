@@ -3,10 +3,10 @@
     python benchmarks/gpu_plan.py --list
     python benchmarks/gpu_plan.py --minutes 9
 
-The parts run in order of worth, each at most ten minutes: GPU tests, tables of speed and memory, then luna-small-en for
-the rest of the time. The same command continues where an earlier one stopped: a part whose results are in --out is not
-repeated, and training resumes from its checkpoint. On a machine that is lent, fetch --export afterwards; its archive,
-unpacked into --out, lets another machine continue. See benchmarks/README.md.
+The parts run in order of worth, each at most ten minutes: GPU tests, tables of speed and memory, luna-small-en for the
+rest of the time, and once that is trained, further tables. The same command continues where an earlier one stopped: a
+part whose results are in --out is not repeated, and training resumes from its checkpoint. On a machine that is lent,
+fetch --export afterwards; its archive, unpacked into --out, lets another machine continue. See benchmarks/README.md.
 """
 
 import argparse
@@ -56,6 +56,10 @@ CAUSAL = "--layers 12 --dtype bfloat16 --lengths 1024 4096 16384 32768"
 # What `--tiny` adds to the commands; a later value of an option replaces an earlier one.
 TINY_ENCODER = "--lengths 16 32 --rounds 1 --layers 3 --width 32 --heads 4 --slots 8 --tokens-per-batch 64"
 TINY_CAUSAL = "--lengths 16 --rounds 1 --layers 1 --width 32 --heads 2 --vocab-size 99"
+UNEVEN = "--layers 12 --dtype bfloat16 --rounds 20"
+TINY_UNEVEN = "--rounds 1 --layers 1 --width 32 --heads 4 --slots 8 --rows 4 --mixes sst2 full --models luna-tied"
+COST = "--dtype bfloat16 --tokens-per-batch 65536 --rounds 10"
+TINY_COST = "--lengths 16 32 --tokens-per-batch 64 --rounds 1 --recipe tiny --models luna-4"
 TINY_TRAINING = (
     "--train_tokenizer true --vocab_size 300 --validation '' --held_out_fraction 0.2 --block_size 32 --batch_size 8 "
     "--global_batch_tokens 256 --eval_blocks 16 --mixed_precision no --compile false --model.hidden_size 32 "
@@ -245,6 +249,22 @@ PARTS = {
         Part("luna-small-en-speed", 3, speed, "run/metrics.json", _TRAINING),
         Part("luna-small-en", 4, small, "run/metrics.json", _TRAINING, "luna-small-en-speed"),
         Part("luna-small-en-shards", 0.5, shards, "model/model*.safetensors", after="luna-small-en"),
+        Part("uneven", 3, benchmark("uneven", UNEVEN, TINY_UNEVEN), "uneven-*.json"),
+        Part(
+            "serving",
+            2,
+            benchmark("serving", f"{UNEVEN} --rows 512", TINY_UNEVEN),
+            "serving-*.json",
+            ("sentence_transformers",),
+        ),
+        Part(
+            "training-memory",
+            3,
+            benchmark("encoder", f"{ENCODER} --mode class_step --memory", TINY_ENCODER),
+            "encoder-*.json",
+            ("matplotlib",),
+        ),
+        Part("lra-cost", 3, benchmark("lra/cost", COST, TINY_COST), "lra-cost-*.json", ("matplotlib",)),
     )
 }
 
