@@ -239,10 +239,18 @@ def gradients(model, inputs, keep):
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_have_the_same_gradients(name, used):
+def test_models_have_the_same_gradients(name, checkpointing, used):
     family, fields = MODELS[name]
     model, inputs = model_of(family, **fields), padded_batch([21, 17, 5])
+    if checkpointing:
+        model.train().gradient_checkpointing_enable()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
     keep = inputs["attention_mask"] == 1
     found = gradients(model, inputs, keep)
     assert bool(used) == bool(USED.get(name, True))
@@ -324,12 +332,17 @@ def hooked(linear):
     return linear
 
 
+def hooked_backward(linear):
+    linear.register_full_backward_hook(lambda *_: None)
+    return linear
+
+
 def offloaded(linear):
     linear.forward = linear.forward
     return linear
 
 
-@pytest.mark.parametrize("make", [as_adapter, as_quantized, hooked, offloaded])
+@pytest.mark.parametrize("make", [as_adapter, as_quantized, hooked, hooked_backward, offloaded])
 def test_other_layers_are_called(make, used):
     model = model_of("luna", tie_kv=False, num_hidden_layers=1)
     replace_layer(model.encoder.layer[0].attention.self, make)

@@ -77,8 +77,10 @@ def _is_plain(layer: nn.Module) -> bool:
     # Accelerate replaces the method `forward` of the object.
     if type(layer) is not nn.Linear or layer.bias is None or "forward" in vars(layer):
         return False
-    weight_is_plain = type(layer.weight) in (Tensor, nn.Parameter)
-    return weight_is_plain and not (layer._forward_hooks or layer._forward_pre_hooks)
+    if type(layer.weight) not in (Tensor, nn.Parameter):
+        return False
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return not any(hooks)
 
 
 def _of_heads(states: Tensor, matrices: Tensor) -> Tensor:
