@@ -140,17 +140,36 @@ def test_an_unknown_or_impossible_model_is_refused(capsys):
         models.build("abc", toy_task(), tiny(classifier_pooling="packed_mean"))
 
 
-def test_the_documented_class_is_a_model(tmp_path):
+@pytest.fixture
+def average(tmp_path):
+    """The command of a run of the documented class, and its file."""
     code = re.search(r"(    from lra.models import register\n.*?)\n    python", models.__doc__, re.DOTALL)[1]
     path = tmp_path / "average.py"
     path.write_text(re.sub("^    ", "", code, flags=re.MULTILINE))
-    words = ["--task", "listops", "--model", "average", "--plugin", str(path), "--recipe", "tiny", "--steps", "4"]
-    try:
-        assert run.main([*words, "--output", str(tmp_path / "runs")]) == 0
-    finally:
-        models.ENCODERS.pop("average", None)
+    words = ["--task", "listops", "--model", "average", "--plugin", str(path), "--steps", "4"]
+    yield [*words, "--output", str(tmp_path / "runs")], path
+    models.ENCODERS.pop("average", None)
+    models.PLUGINS.pop("average", None)
+
+
+def test_the_documented_class_is_a_model(average, tmp_path, capsys):
+    words, path = average
+    assert run.main([*words, "--recipe", "tiny"]) == 0
     cell = json.loads((tmp_path / "runs/tiny/listops/average/cell.json").read_text())
     assert cell["runs"][0]["steps"] == 4 and 0 <= cell["runs"][0]["test"] <= 1
+    assert run.main([*words, "--recipe", "tiny"]) == 0
+    assert models.PLUGINS.keys() == {"average"}
+    # A changed file is another model.
+    path.write_text(path.read_text() + "\n")
+    assert run.main([*words, "--recipe", "tiny"]) == 2 and "plugin" in capsys.readouterr().err
+
+
+def test_a_model_of_ones_own_that_does_not_fit_is_refused(average, capsys):
+    words, path = average
+    assert run.main([*words, "--recipe", "luna"]) == 2 and "encoder.layer" in capsys.readouterr().err
+    path.write_text(path.read_text().replace("inputs_embeds + self.mix(mean.unsqueeze(1))", "self.mix(mean)"))
+    assert run.main([*words, "--recipe", "tiny"]) == 2
+    assert "Average returned states of shape (8, 32) instead of (8, 24, 32)" in capsys.readouterr().err
 
 
 # ---- recipes ----
@@ -336,9 +355,9 @@ def test_tables():
 def test_chance_and_flat_curves_are_told():
     assert results.verdict(toy_cell("text", "luna", [0.5])) == ""
     stuck = toy_cell("text", "luna", [0.5], validation=0.52, losses=[0.69] * 8)
-    assert "still flat" in results.verdict(stuck)
+    assert "loss flat" in results.verdict(stuck)
     falls = toy_cell("text", "luna", [0.5], validation=0.52, losses=[0.69, 0.69, 0.66, 0.6])
-    assert "falls" in results.verdict(falls)
+    assert "falling" in results.verdict(falls)
 
 
 def test_published_suites_are_apart():
@@ -387,6 +406,8 @@ def test_cost_and_report(tmp_path, monkeypatch, capsys):
     assert "RCP_mem" in printed and "a toy" in printed and str(tmp_path) not in path.read_text()
     for ending in ("curves", "rcp", "rcp-mem"):
         assert path.with_name(f"{path.stem}-{ending}.png").stat().st_size > 5_000
+    twice = [str(tmp_path / "runs"), str(tmp_path / "runs")]
+    assert report.main(["--runs", *twice, "--output", str(folder)]) == 2 and "same cell" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "runs")
     assert report.main(["--runs", str(tmp_path / "runs"), "--output", str(folder)]) == 2
 

@@ -32,7 +32,7 @@ from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from luna_hf.scripting import UserError, progress, write_json
 
-from .models import build
+from .models import PLUGINS, build
 from .recipes import Recipe
 from .tasks import Task
 
@@ -177,6 +177,7 @@ def sorted_by_length(rows: Dataset, task: Task) -> Dataset:
 def settings(cell: Cell, rate: float, seed: int) -> dict[str, Any]:
     """Everything that decides what a run computes."""
     own = {"model": cell.model, "rate": rate, "seed": seed, "bf16": cell.bf16}
+    own |= {"plugin": PLUGINS.get(cell.model)}
     task = {f"task_{name}": value for name, value in dataclasses.asdict(cell.task).items()}
     recipe = {name: value for name, value in dataclasses.asdict(cell.recipe).items() if name != "learning_rates"}
     return {**own, **task, **recipe, **{f"data_{split}": found for split, found in cell.digests.items()}}

@@ -20,6 +20,7 @@ classifier embeds, pools and classifies. In a file of yours:
     python benchmarks/lra/run.py --task listops --model average --plugin average.py
 """
 
+import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers as hf
+from common.options import did_you_mean
 from measuring import slots_of
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 # Makes an encoder from a recipe and the longest input, its class token included.
 Encoder = Callable[[Recipe, int], nn.Module]
 ENCODERS: dict[str, Encoder] = {}
+PLUGINS: dict[str, str] = {}  # hash of the file that registered an encoder, by name
 # The families' models; those with slots also take their number, as in `luna-16`.
 _ABC, _LEAP = "abc_memory", "leapformer"
 _NO_DROPOUT = {"attention_probs_dropout_prob": 0.0}  # linear attention has no weights to drop
@@ -78,8 +81,11 @@ def load_plugin(path: Path) -> None:
     """
     if not path.is_file():
         raise UserError(f"--plugin {path} is not a file.")
+    before = dict(ENCODERS)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    content = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    PLUGINS.update({name: content for name, encoder in ENCODERS.items() if before.get(name) is not encoder})
 
 
 # ---- encoders ----
@@ -140,7 +146,10 @@ def find_encoder(name: str) -> Encoder:
     base, _, slots = name.rpartition("-")
     if slots.isdecimal() and int(slots) and base in VARIANTS and slots_of(VARIANTS[base][0], 1):
         return partial(ENCODERS[base], slots=int(slots))
-    raise UserError(f"There is no model {name!r}. Models: {', '.join(ENCODERS)}; with a number of slots, luna-16.")
+    raise UserError(
+        f"There is no model {name!r}.{did_you_mean(name, ENCODERS)} Models: {', '.join(ENCODERS)}; with slots, "
+        "luna-16. A model of your own needs --plugin."
+    )
 
 
 def pooling_of(encoder: nn.Module, recipe: Recipe) -> nn.Module:
@@ -198,7 +207,9 @@ class Classifier(nn.Module):
         if hasattr(self.encoder, "set_input_embeddings"):
             self.encoder.set_input_embeddings(None)
         if recipe.share_layers:
-            stack = self.encoder.encoder
+            stack = getattr(self.encoder, "encoder", None)
+            if not hasattr(stack, "layer"):
+                raise ValueError("layers can be shared only by a model that has them as `encoder.layer`.")
             stack.layer = SharedLayer(stack.layer[0], recipe.num_hidden_layers)
         if task.inputs == "pixels" and recipe.pixels == "values":
             self.embedding: nn.Module = PixelValues(width)
@@ -246,6 +257,9 @@ class Classifier(nn.Module):
         outputs = self.encoder(inputs_embeds=states, attention_mask=mask)
         if isinstance(outputs, Tensor):
             outputs = BaseModelOutput(last_hidden_state=outputs)
+        if outputs.last_hidden_state.shape != states.shape:
+            found, wanted = tuple(outputs.last_hidden_state.shape), tuple(states.shape)
+            raise UserError(f"{type(self.encoder).__name__} returned states of shape {found} instead of {wanted}.")
         return self.pooling(outputs, None if mask is None else mask != 0)
 
 

@@ -46,12 +46,17 @@ def read_cells(folders: Sequence[Path]) -> dict[tuple[str, bool], list[dict[str,
     """Finished cells by recipe and whether they were trained in bfloat16, by folder in the order of their names.
 
     Raises:
-        UserError: There is none.
+        UserError: There is none, or one twice.
     """
     groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    paths: dict[tuple[Any, ...], Path] = {}
     for path in (path for folder in folders for path in sorted(folder.glob("*/*/*/cell.json"))):
         cell = json.loads(path.read_text(encoding="utf-8"))
-        groups.setdefault((cell["recipe"]["name"], cell["bf16"]), []).append(cell)
+        group = cell["recipe"]["name"], cell["bf16"]
+        same = paths.setdefault((group, cell["model"], cell["task"]["name"], results.settings(cell)), path)
+        if same is not path:
+            raise UserError(f"{path} is the same cell as {same}. Leave one of the folders out.")
+        groups.setdefault(group, []).append(cell)
     if not groups:
         raise UserError(
             f"{' '.join(map(str, folders))} has no finished cell. Run `python benchmarks/lra/run.py` first."

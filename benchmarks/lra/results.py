@@ -84,7 +84,7 @@ def verdict(cell: Cell) -> str:
     if statistics.mean(run["validation"] for run in runs) > guess + 3 * error:
         return ""
     flat = all(is_flat(run["curve"]) for run in runs)
-    return "at chance, the curve is still flat" if flat else "at chance, the training loss falls"
+    return "at chance, training loss flat" if flat else "at chance, training loss falling"
 
 
 def full_hours(cell: Cell, pace: float) -> float:
@@ -139,14 +139,15 @@ def columns(cells: Sequence[Cell]) -> dict[str, dict[str, Cell]]:
 
 
 def accuracy(cells: Sequence[Cell]) -> str:
-    """Test accuracy by model and task, and the mean over the tasks of the models that have all columns."""
+    """Test accuracy by model and task, and the mean of the models that have all columns, if each is another task."""
     found = columns(cells)
+    one_each = len(found) == len({cell["task"]["name"] for cell in cells})
     models = list(dict.fromkeys(cell["model"] for cell in cells))
     rows = []
     for model in models:
         values = [scores(own[model], "test") if model in own else None for own in found.values()]
         texts = ["-" if value is None else spread(value) for value in values]
-        mean = f"{statistics.mean(map(statistics.mean, values)):.2f}" if all(values) else "-"
+        mean = f"{statistics.mean(map(statistics.mean, values)):.2f}" if all(values) and one_each else "-"
         rows.append([label(model), *texts, mean])
     return markdown_table(["test accuracy (%)", *found, "mean"], rows)
 
