@@ -247,7 +247,7 @@ def plot_curves(cells: Sequence[Cell], path: Path) -> None:
     axes = figure.subplots(2, len(tasks), squeeze=False, sharex="col")
     for column, task in enumerate(tasks):
         own = [cell for cell in cells if cell["task"]["name"] == task]
-        for name, run in _curves(own):
+        for name, run in _curves(own, every_run=len(cells) == 1):
             steps = [row["step"] for row in run["curve"]]
             new = {"label": name, "color": f"C{len(styles) % 10}", "linestyle": "-" if len(styles) < 10 else "--"}
             style = styles.setdefault(name, new)
@@ -267,8 +267,8 @@ def plot_curves(cells: Sequence[Cell], path: Path) -> None:
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def _curves(cells: Sequence[Cell]) -> list[tuple[str, dict[str, Any]]]:
-    if len(cells) == 1:
+def _curves(cells: Sequence[Cell], every_run: bool) -> list[tuple[str, dict[str, Any]]]:
+    if every_run:
         runs = cells[0]["runs"]
         return [(f"{label(cells[0]['model'])}, {run['rate']:g}, seed {run['seed']}", run) for run in runs]
     usual = statistics.mode(cell["recipe"]["steps"] for cell in cells)
