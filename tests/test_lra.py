@@ -299,6 +299,13 @@ def test_rows_of_every_split(tmp_path, words, rows):
     assert command(tmp_path, "--rows", "1", "2", "3", "4") == 2
 
 
+@pytest.mark.parametrize(("recipe", "rows"), [("tiny", 40 * 8), ("short", 20_000 * 32)])
+def test_the_whole_schedule_is_known(tmp_path, recipe, rows):
+    """That of `short` is the one of `small`."""
+    assert command(tmp_path, "--recipe", recipe, "--rates", "1e-3", "--steps", "1") == 0
+    assert json.loads((tmp_path / recipe / "listops/luna/cell.json").read_text())["full_rows"] == rows
+
+
 def test_a_run_that_diverges_has_no_score(tmp_path):
     assert command(tmp_path, "--rates", "1e30") == 0
     cell = json.loads((tmp_path / "tiny/listops/luna/cell.json").read_text())
@@ -326,7 +333,7 @@ def toy_cell(task, model, tests, validation=0.6, losses=(0.8, 0.7, 0.6, 0.5), st
     runs = [{**one, "seed": seed, "test": test} for seed, test in enumerate(tests)]
     recipe = dataclasses.asdict(tiny(task, steps=steps))
     own = {"task": dataclasses.asdict(toy_task(task)), "rows": rows, "model": model, "recipe": recipe, "bf16": False}
-    return {**own, "majority": 0.5, "rate": 1e-3, "runs": runs, "full_steps": 7200}
+    return {**own, "majority": 0.5, "rate": 1e-3, "runs": runs, "full_rows": 7200 * recipe["batch_size"]}
 
 
 def test_tables():
@@ -336,8 +343,6 @@ def test_tables():
     assert lines[0] == "| test accuracy (%) | ListOps | Text | mean |"
     assert lines[2] == "| Luna | 35.00 ± 7.07 (2) | 60.00 | 47.50 |"
     assert "| 1.00 |" in results.details(found[:1])  # 7,200 updates of half a second
-    short = {**found[0], "recipe": {**found[0]["recipe"], "name": "short", "batch_size": 16}}
-    assert results.full_hours(short, 0.5) == 20_000 * 32 / 16 * 0.5 / 3600  # the rows of `small`
     found.append(toy_cell("text", "abc", [0.7], steps=200))
     header, *rows = results.accuracy(found).splitlines()
     assert "Text (100 x" in header and "Text (200 x" in header and rows[-1].startswith("| ABC | - | - | 70.00 | -")

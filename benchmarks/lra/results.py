@@ -12,8 +12,6 @@ from trade_off import System, deviation, relative_performance
 
 from luna_hf.scripting import markdown_table
 
-from .recipes import SHORTENED, load_recipe
-
 PUBLISHED = Path(__file__).resolve().parent / "published.yaml"
 SOFTMAX = "roberta"
 TITLES = {"listops": "ListOps", **{name: name.capitalize() for name in ("text", "retrieval", "image", "pathfinder")}}
@@ -87,18 +85,6 @@ def verdict(cell: Cell) -> str:
     return "at chance, training loss flat" if flat else "at chance, training loss falling"
 
 
-def full_hours(cell: Cell, pace: float) -> float:
-    """Hours of one run with the whole schedule, given the seconds of an update.
-
-    That of the recipe; or of the one that it shortens, at the same time for a row.
-    """
-    recipe, task = cell["recipe"], cell["task"]["name"]
-    if full := SHORTENED.get(recipe["name"]):
-        whole = load_recipe(full, task)
-        return pace / recipe["batch_size"] * whole.batch_size * whole.steps / 3600
-    return pace * cell["full_steps"] / 3600
-
-
 def details(cells: Sequence[Cell]) -> str:
     """A row for every cell: scores, learning rate, cost, and whether it is at chance."""
     header = ["task", "model", "learning rate", "validation (%)", "test (%)", "majority (%)", "updates x rows"]
@@ -113,7 +99,7 @@ def details(cells: Sequence[Cell]) -> str:
         row += [spread(scores(cell, "validation")), spread(scores(cell, "test")), f"{100 * cell['majority']:.1f}"]
         row += [f"{recipe['steps']:,} x {recipe['batch_size']}", f"{cell['rows']['train']:,}"]
         row += [f"{cell['task']['max_length']:,}", f"{runs[0]['parameters']:,}", f"{1000 * pace:.0f}"]
-        rows.append([*row, f"{full_hours(cell, pace):,.2f}", verdict(cell)])
+        rows.append([*row, f"{pace / recipe['batch_size'] * cell['full_rows'] / 3600:,.2f}", verdict(cell)])
     return markdown_table(header, rows)
 
 

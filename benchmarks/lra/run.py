@@ -23,7 +23,7 @@ from measuring import positive
 from lra import results, tasks
 from lra.cells import Cell, run_cell
 from lra.models import find_encoder, load_plugin
-from lra.recipes import load_recipe
+from lra.recipes import SHORTENED, load_recipe
 from lra.recipes import names as recipe_names
 from luna_hf.scripting import Parser, describe_run, locked, run_script, write_json
 
@@ -65,8 +65,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     rows = dict(zip(tasks.SPLITS, given + given[-1:] * 2, strict=False))
     header = describe_run(SCRIPT, arguments, "cuda" if torch.cuda.is_available() else "cpu")
     for name in options.task:
-        whole = load_recipe(options.recipe, name)
-        recipe = whole.shortened(options.steps)
+        given = load_recipe(options.recipe, name)
+        recipe, whole = given.shortened(options.steps), load_recipe(SHORTENED.get(options.recipe, options.recipe), name)
         task, splits = tasks.load_task(name, options.data, options.cache, rows=rows, max_length=options.length)
         for model in options.model:
             folder = options.output / (recipe.name + "-bf16" * options.bf16) / name / model
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
             with locked(folder / ".lock"):
                 cell = Cell(task, splits, model, recipe, folder, options.bf16)
                 found = run_cell(cell, options.rates or recipe.learning_rates, options.seeds)
-                result = {**header, **found, "full_steps": whole.steps}
+                result = {**header, **found, "full_rows": whole.steps * whole.batch_size}
                 write_json(folder / "cell.json", result)
                 results.plot_curves([result], folder / "curve.png")
             print(results.details([result]), f"Learning curve: {folder / 'curve.png'}", sep="\n\n", flush=True)
