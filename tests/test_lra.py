@@ -411,6 +411,15 @@ def test_cost_and_report(tmp_path, monkeypatch, capsys):
     assert "RCP_mem" in printed and "a toy" in printed and str(tmp_path) not in path.read_text()
     for ending in ("curves", "rcp", "rcp-mem"):
         assert path.with_name(f"{path.stem}-{ending}.png").stat().st_size > 5_000
+    # What is published stays, and gets the runs of another seed.
+    assert run.main([*words, "--seeds", "1", "--output", str(tmp_path / "other")]) == 0
+    before = json.loads(path.read_text())["cells"]
+    assert report.main(["--runs", str(tmp_path / "other"), "--output", str(folder)]) == 0
+    after = json.loads(path.read_text())["cells"]
+    seeds = {(cell["model"], cell["recipe"]["steps"]): [one["seed"] for one in cell["runs"]] for cell in after}
+    assert seeds == {("luna-4", 4): [0, 1], ("roberta", 4): [0, 1], ("roberta", 6): [0]}
+    assert [cell["runs"][0] for cell in after] == [cell["runs"][0] for cell in before]
+
     twice = [str(tmp_path / "runs"), str(tmp_path / "runs")]
     assert report.main(["--runs", *twice, "--output", str(folder)]) == 2 and "same cell" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "runs")

@@ -2,8 +2,9 @@
 
     python benchmarks/lra/report.py
 
-`benchmarks/update_docs.py` then brings them to docs/results/lra.md. Accuracy is set against cost where
-`benchmarks/lra/cost.py` has left a result for the same recipe.
+Published cells stay: those of the same task, sizes and data get the new runs, unless these chose another learning rate;
+then they are replaced. `benchmarks/update_docs.py` then brings them to docs/results/lra.md. Accuracy is set against
+cost where `benchmarks/lra/cost.py` has left a result for the same recipe.
 """
 
 import argparse
@@ -72,19 +73,50 @@ def read_cost(folder: Path, recipe: str) -> dict[str, Any] | None:
     return max(own, key=lambda cost: cost["date"], default=None)
 
 
+def read_published(folder: Path, recipe: str, dtype: str, machine: dict[str, Any]) -> dict[str, Any] | None:
+    """The newest result of a recipe on the same kind of device, if there is one."""
+    found = [
+        json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"lra-{recipe}-*-{dtype}-torch*.json")
+    ]
+    own = [one for one in found if one["machine"].get("accelerator") == machine.get("accelerator")]
+    return max(own, key=lambda one: one["date"], default=None)
+
+
+def joined(published: Sequence[dict[str, Any]], cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Published cells and new ones, with the runs of both where a cell is in both with the same learning rate."""
+    found = {_identity(cell): cell for cell in published}
+    for cell in cells:
+        before = found.get(_identity(cell))
+        if before and before["rate"] == cell["rate"]:
+            runs = {(run["rate"], run["seed"]): run for run in [*before["runs"], *cell["runs"]]}
+            cell = {**cell, "runs": [runs[key] for key in sorted(runs)]}
+        found[_identity(cell)] = cell
+    return [found[key] for key in sorted(found)]
+
+
+def _identity(cell: dict[str, Any]) -> str:
+    """What a cell is, but for its runs: task, model, sizes and data, as text that sorts by task and model."""
+    parts = cell["task"]["name"], cell["model"], cell["task"], cell["recipe"], cell["rows"]
+    return json.dumps(parts, sort_keys=True)
+
+
 def publish(recipe: str, bf16: bool, cells: list[dict[str, Any]], folder: Path) -> None:
     """Write JSON, Markdown and plots of the cells of one recipe, and print the Markdown."""
-    cost = read_cost(folder, recipe)
+    cost, dtype = read_cost(folder, recipe), "bfloat16" if bf16 else "float32"
+    commands, shared = {cell["command"] for cell in cells}, {name: cells[0][name] for name in _SHARED[1:]}
+    cells = [{name: value for name, value in cell.items() if name not in _SHARED} for cell in cells]
+    before = read_published(folder, recipe, dtype, shared["machine"]) or {"cells": [], "commands": []}
+    cells = joined(before["cells"], cells)
     result = {
         "command": f"python {SCRIPT}",
-        "commands": sorted({cell["command"] for cell in cells}),
-        **{name: cells[0][name] for name in _SHARED[1:]},
+        "commands": sorted(commands.union(before["commands"])),
+        **shared,
         "recipe": recipe,
         "trade_off": results.trade_off(cells, cost) if cost else "",
-        "cells": [{name: value for name, value in cell.items() if name not in _SHARED} for cell in cells],
+        "cells": cells,
     }
     device = "cuda" if "accelerator" in result["machine"] else "cpu"
-    path, result = write_result(folder, f"lra-{recipe}", device, "bfloat16" if bf16 else "float32", result)
+    path, result = write_result(folder, f"lra-{recipe}", device, dtype, result)
     path.with_suffix(".md").write_text(results.text(result) + "\n", encoding="utf-8")
     results.plot_curves(result["cells"], path.with_name(f"{path.stem}-curves.png"))
     if result["trade_off"]:
