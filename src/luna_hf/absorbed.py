@@ -29,7 +29,9 @@ _FOLDING_COST = 4
 _WORTHWHILE = 0.9
 
 
-def pays(tokens: int, slots: int, width: int, heads: int, matrices: int = 2, products: int = 2) -> bool:
+def pays(
+    tokens: int, slots: int, width: int, heads: int, matrices: int = 2, products: int = 2, training: bool = False
+) -> bool:
     """Whether absorbing projections takes less time than applying them to the tokens.
 
     Multiply-adds per token, with n tokens, m slots, h heads and width d:
@@ -45,10 +47,12 @@ def pays(tokens: int, slots: int, width: int, heads: int, matrices: int = 2, pro
         slots, width, heads: m, d and h.
         matrices: number of projections of the tokens that are saved.
         products: number of products with all tokens that take their place; 0 if each token goes to one slot.
+        training: whether the module is in training mode. Re-entrant checkpointing first runs it without gradients, and
+            must then choose as in the second run, which draws the same dropout.
     """
     applied = matrices * width**2 + 2 * slots * width
     folding = 2 * slots * width**2 / max(tokens, 1)
-    softmax = _SOFTMAX_COST_WITH_GRADIENT if torch.is_grad_enabled() else _SOFTMAX_COST
+    softmax = _SOFTMAX_COST_WITH_GRADIENT if training or torch.is_grad_enabled() else _SOFTMAX_COST
     absorbed = products * heads * slots * (width + softmax) + _FOLDING_COST * folding
     return absorbed < _WORTHWHILE * applied
 

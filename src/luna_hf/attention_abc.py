@@ -55,7 +55,7 @@ class AbcAttention(AbcControlled):
         if products is None or context.window or not may_absorb(self, states, self.key, self.value):
             return False
         sizes = states.shape[1], self.config.memory_size, states.shape[2], self.num_heads
-        return pays(*sizes, products=products)
+        return pays(*sizes, products=products, training=self.training)
 
     def project_slots(self, slots: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, 1 or h, m, d) sums of tokens, whose weights have the sums `shares`, to keys and values."""

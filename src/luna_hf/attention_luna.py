@@ -93,7 +93,7 @@ class LunaPackAttention(LunaProjections, nn.Module):
             states = torch.cat([states, packed_query], dim=1)
         layers, mask = self.key_and_value_layers(), context.masks.tokens
         sizes = states.shape[1], query.shape[2], states.shape[2], self.num_heads
-        if may_absorb(self, states, *layers) and pays(*sizes, matrices=len(set(layers))):
+        if may_absorb(self, states, *layers) and pays(*sizes, matrices=len(set(layers)), training=self.training):
             dropout = self.attention_dropout if self.training else 0.0
             return pack_absorbed(query, states, *layers, None if mask is None else mask.keep, dropout), None
         output, weights = attend_heads(self, query, *self.key_and_value(states), mask, **context.options)

@@ -189,7 +189,7 @@ class MemoryAttention(nn.Module):
         slots, (_, length, width) = memory.parts[0], hidden_states.shape
         only_slots = len(memory.parts) == 1 and isinstance(slots, SlotMemory)
         absorbs = only_slots and may_absorb(self, hidden_states, self.query, output)
-        if absorbs and pays(length, slots.key.shape[2], width, self.num_heads):
+        if absorbs and pays(length, slots.key.shape[2], width, self.num_heads, training=self.training):
             dropout = self.attention_dropout if self.training else 0.0
             sides = slots.key, slots.value, output, slots.mask(), dropout
             return read_absorbed(hidden_states, self.query, *sides), memory.carried
