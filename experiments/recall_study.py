@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from recall.systems import REACH, fields_of
 from recall.tasks import Task
 from recall.training import Recipe, train
-from running import RESULTS
+from running import KEPT, RESULTS, run_alone
 
-from luna_hf.scripting import Parser, UserError, describe_run, progress, run_script, write_json
+from luna_hf.scripting import Parser, UserError, progress, write_json
 
 SCRIPT = "experiments/recall_study.py"
 
@@ -78,15 +77,9 @@ def report(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status."""
-
-    def command() -> None:
-        options = parse(arguments)
-        torch.set_num_threads(1)
-        options.header = describe_run(SCRIPT, arguments, "cpu")
-        {"run": run, "report": report}[options.what](options)
-
-    return run_script(command, stopped="finished runs are kept; the same command continues")
+    """Run the study and return its exit status."""
+    commands = {"run": run, "report": report}
+    return run_alone(SCRIPT, parse, lambda options: commands[options.what](options), arguments, stopped=KEPT)
 
 
 if __name__ == "__main__":

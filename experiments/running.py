@@ -18,6 +18,7 @@ from luna_hf.scripting import Parser, UserError, describe_run, run_script, write
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KEPT = "finished runs are kept; the same command continues"
 _DTYPES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -54,7 +55,25 @@ def run_study(
         options.header = describe_run(script, arguments, DEVICE)
         commands[options.what](options)
 
-    return run_script(run, stopped="finished runs are kept; the same command continues")
+    return run_script(run, stopped=KEPT)
+
+
+def run_alone(
+    script: str,
+    parse: Callable[[Sequence[str]], argparse.Namespace],
+    study: Callable[[argparse.Namespace], None],
+    arguments: Sequence[str],
+    stopped: str = "nothing was written",
+) -> int:
+    """Run a study that needs no training command, on one CPU thread, and return its exit status."""
+
+    def run() -> None:
+        options = parse(arguments)
+        torch.set_num_threads(1)
+        options.header = describe_run(script, arguments, "cpu")
+        study(options)
+
+    return run_script(run, stopped=stopped)
 
 
 # ---- runs ----

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from datasets import load_dataset
-from running import RESULTS, ROOT, publish
+from running import RESULTS, ROOT, publish, run_alone
 from transformers import AutoModel, AutoTokenizer
 
-from luna_hf.scripting import Parser, UserError, describe_run, markdown_table, progress, run_script
+from luna_hf.scripting import Parser, UserError, markdown_table, progress
 
 SCRIPT = "experiments/segment_norms.py"
 START = ROOT / "checkpoints" / "luna-mini-en"
@@ -102,14 +102,7 @@ def text(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the study and return its exit status."""
-
-    def command() -> None:
-        options = parse(arguments)
-        torch.set_num_threads(1)
-        options.header = describe_run(SCRIPT, arguments, "cpu")
-        run(options)
-
-    return run_script(command)
+    return run_alone(SCRIPT, parse, run, arguments)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from running import RESULTS, publish
+from running import RESULTS, publish, run_alone
 from segment_loss import CONTEXT, IGNORED, START, held_out_rows, segment_losses
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, PreTrainedModel
@@ -27,7 +27,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel
 from luna_hf.attention_luna import LunaAttention
 from luna_hf.memory_attention import Memory
 from luna_hf.memory_read import SlotMemory
-from luna_hf.scripting import Parser, describe_run, markdown_table, progress, run_script
+from luna_hf.scripting import Parser, markdown_table, progress
 
 SCRIPT = "experiments/segment_slots.py"
 EARLIER = CONTEXT - 1
@@ -139,14 +139,7 @@ def text(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the study and return its exit status."""
-
-    def command() -> None:
-        options = parse(arguments)
-        torch.set_num_threads(1)
-        options.header = describe_run(SCRIPT, arguments, "cpu")
-        run(options)
-
-    return run_script(command)
+    return run_alone(SCRIPT, parse, run, arguments)
 
 
 if __name__ == "__main__":

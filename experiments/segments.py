@@ -23,11 +23,11 @@ from finetuning import score_cell
 from recall.systems import ADDED
 from recall.tasks import Task
 from recall.training import Recipe, train
-from running import RESULTS, joined_versions, publish, read_json
+from running import KEPT, RESULTS, joined_versions, publish, read_json, run_alone
 from study_plots import panels, plain, save
 from torch import Tensor
 
-from luna_hf.scripting import Parser, UserError, describe_run, markdown_table, progress, run_script, write_json
+from luna_hf.scripting import Parser, UserError, markdown_table, progress, write_json
 
 SCRIPT = "experiments/segments.py"
 SEGMENT = SLOTS = SYMBOLS = 16
@@ -194,15 +194,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status."""
-
-    def command() -> None:
-        options = parse(arguments)
-        torch.set_num_threads(1)
-        options.header = describe_run(SCRIPT, arguments, "cpu")
-        {"run": run, "report": report}[options.what](options)
-
-    return run_script(command, stopped="finished runs are kept; the same command continues")
+    """Run the study and return its exit status."""
+    commands = {"run": run, "report": report}
+    return run_alone(SCRIPT, parse, lambda options: commands[options.what](options), arguments, stopped=KEPT)
 
 
 if __name__ == "__main__":
