@@ -8,6 +8,7 @@ whose package is missing is left out.
 """
 
 import argparse
+import copy
 import io
 import sys
 import tempfile
@@ -65,6 +66,15 @@ def use_pytorch(model: PreTrainedModel, folder: Path, threads: int) -> tuple[Run
 def use_int8(model: PreTrainedModel, folder: Path, threads: int) -> tuple[Run, int]:
     """Linear layers with weights of 8 bits, and activations that are rounded to 8 bits in every call."""
     return use_pytorch(torch.ao.quantization.quantize_dynamic(model, {nn.Linear}), folder, threads)
+
+
+def use_torchao(model: PreTrainedModel, folder: Path, threads: int) -> tuple[Run, int]:
+    """The same by torchao, compiled, because without compilation it is slower than float32."""
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    quantized = copy.deepcopy(model)
+    quantize_(quantized, Int8DynamicActivationInt8WeightConfig())
+    return use_pytorch(torch.compile(quantized, dynamic=True), folder, threads)
 
 
 def dynamic_shapes(model: PreTrainedModel) -> dict[str, dict[int, Any]]:
@@ -145,6 +155,7 @@ ONNX = ("onnx", "onnxscript", "onnxruntime")
 WAYS = {
     PEER: Way(use_pytorch),
     "int8": Way(use_int8),
+    "torchao-int8": Way(use_torchao, ("torchao",)),
     "onnx": Way(use_onnx, ONNX),
     "onnx-int8": Way(use_onnx_int8, ONNX),
     "openvino": Way(use_openvino, (*ONNX, "openvino")),
@@ -361,7 +372,7 @@ def markdown(result: dict[str, Any]) -> str:
                 row.append(f"{1000 * timed['seconds']['median']:.1f}{speed}")
             rows.append(row)
         rows += [[name, way, "failed", *["-"] * (len(header) - 3)] for way in model["failures"]]
-    own = {name: number for name, number in result["versions"].items() if name in (*ONNX, "openvino")}
+    own = {name: number for name, number in result["versions"].items() if name in (*ONNX, "openvino", "torchao")}
     note = f"\n\nMade with {', '.join(f'{name} {number}' for name, number in own.items())}." if own else ""
     return markdown_table(header, rows) + note
 

@@ -9,6 +9,7 @@ from helpers import refused
 from test_benchmarks import check_header
 from tiny_finetuning import WORDS, checkpoint, write_split
 
+from luna_hf import FAMILIES
 from luna_hf.scripting import UserError
 
 TINY = ["--lengths", "8", "32", "--rounds", "2", "--repeats", "1", "--rows", "20"]
@@ -51,6 +52,17 @@ def test_exported_programs_equal_the_model(model, tmp_path):
         assert deployment.error(run, loaded) < 1e-5 and size > 0
     run, smaller = deployment.use_onnx_int8(loaded, tmp_path, 1)
     assert 1e-5 < deployment.error(run, loaded) < 0.1 and smaller < (tmp_path / "model.onnx").stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_torchao_rounds_every_family(family, tmp_path, monkeypatch):
+    pytest.importorskip("torchao")  # in no extra: with it, every import of Transformers takes a second and warns
+    monkeypatch.setattr(deployment, "CHECKED", ((3, 31), (1, 7)))
+    loaded = deployment.load(str(checkpoint(tmp_path / family, family)))
+    run, size = deployment.use_torchao(loaded, tmp_path, 1)
+    assert 1e-5 < deployment.error(run, loaded) < 0.1 and size < deployment.use_pytorch(loaded, tmp_path, 1)[1]
 
 
 def test_a_score_is_an_accuracy_or_a_loss():
