@@ -174,6 +174,8 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
         makers = {"forward": family.base_model, "mlm_step": family.masked_lm, "class_step": classifier}
     with torch.device(setting.device):  # an accelerator draws random weights faster
         model = makers[setting.mode](configure(name, setting))
+    if setting.checkpointing:
+        model.activation_checkpointing_enable()
     return model.to(device=setting.device, dtype=getattr(torch, setting.dtype)).train(is_training(setting))
 
 
@@ -231,12 +233,9 @@ def rows_for(length: int, setting: argparse.Namespace) -> int:
     return max(2 if setting.padding else 1, setting.tokens_per_batch // length)
 
 
-def peak_memory(name: str, length: int, setting: argparse.Namespace, checkpointing: bool = False) -> int:
+def peak_memory(name: str, length: int, setting: argparse.Namespace) -> int:
     """Peak bytes of one call beyond weights, gradients and optimizer state; run it in a separate process."""
-    model = build(name, setting)
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    action = make_action(model, setting, keep_gradients=True)
+    action = make_action(build(name, setting), setting, keep_gradients=True)
     action(make_batch(setting, 1, min(WARM_UP_LENGTH, length)))
     batch = make_batch(setting, rows_for(length, setting), length)
     return extra_memory(lambda: action(batch), setting.device)

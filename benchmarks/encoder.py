@@ -2,7 +2,7 @@
 
     python benchmarks/encoder.py --check-floors
     python benchmarks/encoder.py --models roberta modernbert luna-tied --layers base --lengths 512 2048 4096 8192
-    python benchmarks/encoder.py --mode class_step --memory --lengths 512 2048 4096 --check-floors
+    python benchmarks/encoder.py --mode class_step --checkpointing --lengths 512 2048 4096 --check-floors
 
 One interleaved run: every round times every model once at every length, in an order that rotates from round to round.
 Results are medians over the rounds of the ratios within a round, so that a machine that slows down for a minute slows
@@ -48,7 +48,7 @@ PROTOCOL = (
     "an accelerator: peak allocated) of one call minus the size before it, each model and length in its own process "
     "(on an accelerator in one), after building the model and one call on a tiny input; freed blocks of 1 MiB and more "
     "go back to the system. In a training step the gradients stay allocated, as while they are accumulated, so that "
-    "this is memory beyond weights, gradients and moments; checkpointed: with gradient checkpointing. held_bytes: what "
+    "this is memory beyond weights, gradients and moments. held_bytes: what "
     "the model holds between calls, its weights, and in training gradients and both moments. Random weights, random "
     "tokens, no dropout, each model's default attention, which is sdpa (roberta-eager: products and softmax one after "
     "the other; roberta-flash, modernbert-flash: flash-attn). forward: eval, no gradients, base models without pooler. "
@@ -66,7 +66,7 @@ DIFFERENCES = (
     "cycles of three layers only."
 )
 SETTINGS = (
-    *("mode", "layers", "width", "heads", "slots", "max_length", "dtype", "device"),
+    *("mode", "checkpointing", "layers", "width", "heads", "slots", "max_length", "dtype", "device"),
     *("threads", "tokens_per_batch", "rounds"),
 )
 
@@ -85,10 +85,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     sets = ", ".join(MODEL_SETS)
     add("--models", nargs="+", default=["standard"], metavar="MODEL", help=f"models, or one of the sets {sets}")
     add("--padding", action="store_true", help="also time batches where half of the rows lack a quarter of the tokens")
-    add("--memory", action="store_true", help="no times, but memory with and without gradient checkpointing")
+    add("--checkpointing", action="store_true", help="train with gradient checkpointing")
     options = parser.parse_args(arguments)
-    if options.memory and not is_training(options):
-        parser.error("--memory needs a training step: add --mode mlm_step or --mode class_step")
+    if options.checkpointing and not is_training(options):
+        parser.error("--checkpointing needs a training step: add --mode mlm_step or --mode class_step")
     try:
         options.names = contender_names(options.models)
     except ValueError as error:
@@ -241,68 +241,13 @@ def subject(options: argparse.Namespace) -> str:
     chosen = options.models[0] if len(options.models) == 1 and options.models[0] in MODEL_SETS else "chosen"
     suffix = "" if chosen == "standard" else f"-{chosen}"
     layers = BASE if options.layers == BASE else f"{options.layers}-layer"
-    return f"encoder-{options.mode}-{layers}" + "-padding" * options.padding + "-memory" * options.memory + suffix
-
-
-def run_memory(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
-    """Measure the memory of training steps alone: plain, and with gradient checkpointing."""
-    kinds, names = {"peak_memory": False, "checkpointed": True}, dict.fromkeys(options.lengths, options.names)
-    taken = {
-        kind: measuring.measure_memory(partial(peak_memory, checkpointing=checkpointing), names, options)
-        for kind, checkpointing in kinds.items()
-    }
-    peers, lengths = [name for name in options.names if name in PEERS], []
-    for length in options.lengths:
-        models: dict[str, dict[str, Any]] = {name: {} for name in options.names}
-        for kind, peaks in taken.items():
-            for name, bytes_taken in peaks[length].items():
-                over = {peer: bytes_taken / max(peaks[length][peer], 1) for peer in peers if peer != name}
-                models[name] |= {f"{kind}_bytes": bytes_taken, f"{kind}_over": over}
-        lengths.append({"length": length, "rows": rows_for(length, options), "models": models})
-    result = {
-        **describe_run(__file__, arguments, options.device),
-        "protocol": PROTOCOL,
-        "differences": DIFFERENCES,
-        "settings": {name: getattr(options, name) for name in SETTINGS},
-        "peers": peers,
-        "lengths": lengths,
-    }
-    return {**result, "floors": floors.check_memory(result)}
-
-
-def report_memory(result: dict[str, Any]) -> str:
-    """MiB of every model at every length, and their share of the first peer's."""
-    rows, first = [], result["peers"][0]
-    for row in result["lengths"]:
-        for name, model in row["models"].items():
-            cells = []
-            for kind in ("peak_memory", "checkpointed"):
-                share = model[f"{kind}_over"].get(first)
-                cells += [f"{model[f'{kind}_bytes'] / 2**20:,.0f}", f"{share:.2f}" if share else "-"]
-            rows.append([f"{row['rows']} x {row['length']:,}", name, *cells])
-    share = f"/ {first}"
-    return markdown_table(["tokens", "model", "MiB", share, "MiB, checkpointing", share], rows)
-
-
-def plot_memory(result: dict[str, Any], path: Path) -> None:
-    """MiB against length, plain and with gradient checkpointing."""
-    panels = []
-    for kind, title in (("peak_memory", "training step"), ("checkpointed", "with gradient checkpointing")):
-        lines: dict[str, dict[int, float]] = {}
-        for row in result["lengths"]:
-            for name, model in row["models"].items():
-                lines.setdefault(name, {})[row["length"]] = model[f"{kind}_bytes"] / 2**20
-        panels.append(Panel(f"{title}: peak memory (MiB)", lines))
-    settings = result["settings"]
-    title = f"{settings['mode']}, {settings['layers']} layers of width {settings['width']}, {settings['dtype']}"
-    plot_panels(panels, title, path, peers=result["peers"])
+    kinds = "-padding" * options.padding + "-checkpointing" * options.checkpointing
+    return f"encoder-{options.mode}-{layers}{kinds}{suffix}"
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     """Measure everything that the options ask for."""
     torch.set_num_threads(options.threads)
-    if options.memory:
-        return run_memory(options, arguments)
     # First, while this process is small: at 12 layers the models of the timed run take gigabytes together.
     memory = measuring.measure_memory(peak_memory, dict.fromkeys(options.lengths, options.names), options)
     models = {name: build(name, options) for name in options.names}
@@ -333,8 +278,7 @@ def main(arguments: Sequence[str]) -> int:
     def script() -> int:
         options = parse(arguments)
         measuring.require_device(options.device)
-        show, draw = (report_memory, plot_memory) if options.memory else (report, plot)
-        return measuring.publish(options, subject(options), run(options, arguments), show, draw, markdown=False)
+        return measuring.publish(options, subject(options), run(options, arguments), report, plot, markdown=False)
 
     return run_script(script)
 

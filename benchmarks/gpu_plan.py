@@ -260,7 +260,7 @@ PARTS = {
         Part(
             "training-memory",
             3,
-            benchmark("encoder", f"{ENCODER} --mode class_step --memory", TINY_ENCODER),
+            benchmark("encoder", f"{ENCODER} --mode class_step --checkpointing", TINY_ENCODER),
             "encoder-*.json",
             ("matplotlib",),
         ),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import docs_studies as studies
+from docs_choices import choices
 from docs_sources import (
     ROOT,
     Result,
@@ -60,7 +61,8 @@ FEW_BFLOAT16 = "encoder-forward-1-layer-few-cpu-bfloat16"
 FEW_MODERNBERT = "encoder-forward-3-layer-chosen-cpu-float32"
 FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention-12-heads-of-64-cpu-float32"
 WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
-STEP_MEMORY = "encoder-class_step-base-memory-chosen-cpu-float32"
+CLASS_STEP = "encoder-class_step-base-chosen-cpu-float32"
+CHECKPOINTED = "encoder-class_step-base-checkpointing-chosen-cpu-float32"
 DEPLOYMENT = "deployment-cpu-float32"
 UNEVEN, SERVING = "uneven-2-layer-cpu-float32", "serving-cpu-float32"
 RANGE = "encoder-forward-1-layer-chosen-cpu-float32"
@@ -204,18 +206,22 @@ def _whole() -> str:
     return with_source(f"{markdown_table(header, rows)}\n\n{sizes}.", WHOLE, STEP)
 
 
-def _step_memory() -> str:
-    """Peak memory of a training step, plain and with gradient checkpointing, and its share of RoBERTa's."""
+def _class_step() -> str:
+    """Speed and memory of a classification step, plain and with gradient checkpointing, against RoBERTa's."""
+    results = [load(CLASS_STEP), load(CHECKPOINTED)]
     rows = []
-    for row in load(STEP_MEMORY)["lengths"]:
-        for name, model in row["models"].items():
+    for plain, checkpointed in zip(*(result["lengths"] for result in results), strict=True):
+        for name in plain["models"]:
             cells = []
-            for kind in ("peak_memory", "checkpointed"):
-                share = model[f"{kind}_over"].get("roberta")
-                cells += [f"{model[f'{kind}_bytes'] / 2**20:,.0f}", f"{share:.2f}" if share else "-"]
-            rows.append([f"{row['rows']} x {row['length']:,}", LABELS[name], *cells])
-    header = ["tokens", "model", "MiB", "/ RoBERTa", "with checkpointing, MiB", "/ RoBERTa"]
-    return measured_table(header, rows, STEP_MEMORY)
+            for models in (plain["models"], checkpointed["models"]):
+                peak, shares = models[name]["peak_memory_bytes"], ["-", "-"]
+                if name != "roberta":
+                    shares = [_over(models, name), f"{peak / models['roberta']['peak_memory_bytes']:.2f}"]
+                cells += [f"{peak / 2**20:,.0f}", *shares]
+            rows.append([f"{plain['rows']} x {plain['length']:,}", LABELS[name], *cells])
+    header = ["MiB", "speed / RoBERTa", "memory / RoBERTa"]
+    header = ["tokens", "model", *header, *(f"with checkpointing: {title}" for title in header)]
+    return measured_table(header, rows, CLASS_STEP, CHECKPOINTED)
 
 
 def _abc() -> str:
@@ -371,25 +377,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "encoder": _encoder,
     "whole": _whole,
     "abc": _abc,
-    "few": once_measured(
-        FEW,
-        "python benchmarks/encoder.py --models few --layers 1 --lengths 512 2048 4096 16384 --check-floors",
-        lambda: _over_roberta(FEW),
-    ),
+    "few": lambda: _over_roberta(FEW),
     "few-modernbert": _few_modernbert,
     "few-bfloat16": lambda: _over_roberta(FEW_BFLOAT16),
-    "short": once_measured(
-        SHORT,
-        "python benchmarks/encoder.py --models short --layers 1 --lengths 64 128 256 512 --check-floors",
-        _short,
-    ),
+    "short": _short,
     "mixed": lambda: _over_roberta(MIXED),
-    "families": once_measured(
-        FAMILIES,
-        "python benchmarks/encoder.py --models families --layers 1 --lengths 512 2048 4096 16384 --check-floors",
-        lambda: _over_roberta(FAMILIES),
-    ),
-    "attention": once_measured(ATTENTION, "python benchmarks/attention.py", lambda: report(ATTENTION)),
+    "families": lambda: _over_roberta(FAMILIES),
+    "attention": lambda: report(ATTENTION),
     "deployment": once_measured(DEPLOYMENT, "python benchmarks/deployment.py --data data", lambda: report(DEPLOYMENT)),
     "controls": _controls,
     "training-step": lambda: _one_length(
@@ -398,25 +392,16 @@ BLOCKS: dict[str, Callable[[], str]] = {
             "encoder-mlm_step-4-layer-abc-cpu-float32": "4 layers",
         }
     ),
-    "training-memory": once_measured(
-        STEP_MEMORY,
-        "python benchmarks/encoder.py --mode class_step --memory --models roberta luna-untied luna-tied abc-mlp-64 "
-        "--layers base --lengths 512 2048 4096 --check-floors",
-        _step_memory,
-    ),
+    "class-step": _class_step,
+    "choices": choices,
     "bfloat16": lambda: _one_length(
         {"encoder-forward-1-layer-cpu-bfloat16": "emulated", "encoder-forward-1-layer-abc-cpu-bfloat16": "native"},
         ("roberta",),
     ),
     "padding": _padding,
-    "uneven": once_measured(UNEVEN, "python benchmarks/uneven.py --check-floors", lambda: report(UNEVEN)),
-    "serving": once_measured(SERVING, "python benchmarks/serving.py --check-floors", lambda: report(SERVING)),
-    "range": once_measured(
-        RANGE,
-        "python benchmarks/encoder.py --models roberta luna-tied abc-mlp-64 leapformer --layers 1 --rounds 3 "
-        "--lengths 16 32 64 128 256 512 1024 2048 4096 8192 16384 32768",
-        lambda: _over_roberta(RANGE),
-    ),
+    "uneven": lambda: report(UNEVEN),
+    "serving": lambda: report(SERVING),
+    "range": lambda: _over_roberta(RANGE),
     "abc-paper": _paper,
     "causal": lambda: report(CAUSAL),
     "causal-training": lambda: report(CAUSAL_TRAINING),
@@ -425,9 +410,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decoding-bound": _decoding_bound,
     "generation": lambda: report("generation-4-layer-cpu-float32"),
     "generation-rows": lambda: report("generation-4-layer-4-rows-cpu-float32"),
-    "seq2seq-generation": once_measured(
-        SEQ2SEQ, "python benchmarks/seq2seq_generation.py --check-floors", lambda: report(SEQ2SEQ)
-    ),
+    "seq2seq-generation": lambda: report(SEQ2SEQ),
     "perplexity": lambda: report("perplexity-enwiki-cpu-float32"),
     "faults": _faults,
     "guarantees": lambda: report("guarantees-cpu-float32"),
@@ -445,29 +428,19 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "conversion-deeper-finetune": lambda: report("conversion-deeper-finetune-cpu-bfloat16"),
     "mini-pretrain": lambda: report("mini-pretrain-cpu-bfloat16"),
     "mini-scores": lambda: report("mini-scores-cpu-bfloat16"),
-    "zoo": once_measured(studies.EXTRAPOLATION, "python experiments/extrapolation.py report", studies.zoo),
-    "extrapolation": once_measured(
-        studies.EXTRAPOLATION,
-        "python experiments/extrapolation.py report",
-        lambda: report(studies.EXTRAPOLATION),
-    ),
-    "segments": once_measured(SEGMENTS, "python experiments/segments.py report", lambda: report(SEGMENTS)),
-    "segment-loss": once_measured(
-        SEGMENT_LOSS, "python experiments/segment_loss.py report", lambda: report(SEGMENT_LOSS)
-    ),
-    "segment-slots": once_measured(SEGMENT_SLOTS, "python experiments/segment_slots.py", lambda: report(SEGMENT_SLOTS)),
-    "segment-norms": once_measured(SEGMENT_NORMS, "python experiments/segment_norms.py", lambda: report(SEGMENT_NORMS)),
-    "segment-reviews": once_measured(
-        SEGMENT_REVIEWS, "python experiments/segment_reviews.py report", lambda: report(SEGMENT_REVIEWS)
-    ),
-    "multi30k": once_measured(MULTI30K, "python experiments/multi30k.py report", lambda: report(MULTI30K)),
+    "zoo": studies.zoo,
+    "extrapolation": lambda: report(studies.EXTRAPOLATION),
+    "segments": lambda: report(SEGMENTS),
+    "segment-loss": lambda: report(SEGMENT_LOSS),
+    "segment-slots": lambda: report(SEGMENT_SLOTS),
+    "segment-norms": lambda: report(SEGMENT_NORMS),
+    "segment-reviews": lambda: report(SEGMENT_REVIEWS),
+    "multi30k": lambda: report(MULTI30K),
     "long-reviews": lambda: report("long-reviews-cpu-bfloat16"),
     "longer": lambda: report("longer-imdb-cpu-bfloat16"),
-    "lra": once_measured(LRA, "python benchmarks/lra/report.py", lambda: report(LRA)),
-    "lra-cost": once_measured(LRA_COST, "python benchmarks/lra/cost.py --check-floors", lambda: report(LRA_COST)),
-    "lra-cost-luna": once_measured(
-        LRA_COST_LUNA, "python benchmarks/lra/cost.py --recipe luna --check-floors", lambda: report(LRA_COST_LUNA)
-    ),
+    "lra": lambda: report(LRA),
+    "lra-cost": lambda: report(LRA_COST),
+    "lra-cost-luna": lambda: report(LRA_COST_LUNA),
     "lra-published": lra.published,
 }
 

@@ -90,22 +90,31 @@ def test_forward_with_padding(tmp_path, monkeypatch, capsys):
         assert_ratios(tied["speed_over"]["roberta"], roberta, tied)
 
 
-def test_memory_of_a_training_step(tmp_path, monkeypatch, capsys):
-    words = ["--mode", "class_step", "--memory", "--models", "luna-tied"]
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_memory_of_a_training_step_has_ceilings(checkpointing, tmp_path, monkeypatch, capsys):
+    words = ["--mode", "class_step", "--models", "luna-tied", *["--checkpointing"] * checkpointing]
     path, result = run_here(encoder, [*TINY, *words], tmp_path, monkeypatch)
-    assert path.name.startswith("encoder-class_step-3-layer-memory-chosen-cpu-float32-torch")
-    assert "| 2 x 32 | luna-tied |" in capsys.readouterr().out and result["floors"] == []
+    kind = "-checkpointing" * checkpointing
+    assert path.name.startswith(f"encoder-class_step-3-layer{kind}-chosen-cpu-float32-torch")
+    assert "luna-tied against roberta" in capsys.readouterr().out and result["floors"] == []
     result["settings"] |= floors.BASE
     result["lengths"][1] |= {"length": 4096}
-    for kind, share in (("peak_memory", 0.59), ("checkpointed", 0.61)):
-        luna, roberta = (result["lengths"][1]["models"][name] for name in ("luna-tied", "roberta"))
-        assert luna[f"{kind}_over"]["roberta"] == pytest.approx(
-            luna[f"{kind}_bytes"] / max(roberta[f"{kind}_bytes"], 1), rel=1e-4
-        )
-        luna[f"{kind}_over"]["roberta"] = share
-    assert [check["holds"] for check in floors.check_memory(result)] == [True, False]
+    luna, roberta = (result["lengths"][1]["models"][name] for name in ("luna-tied", "roberta"))
+    for share, holds in ((0.59, True), (0.84, checkpointing), (0.86, False)):
+        luna["peak_memory_bytes"], roberta["peak_memory_bytes"] = 100 * share, 100
+        assert [check["holds"] for check in floors.check(result)] == [holds]
+
+
+def test_checkpointing_is_for_training():
     with pytest.raises(UserError):
-        encoder.parse([*TINY, "--memory"])  # keeps nothing in a forward
+        encoder.parse([*TINY, "--checkpointing"])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_models_are_built_with_checkpointing(checkpointing):
+    words = [*TINY, "--mode", "class_step", *["--checkpointing"] * checkpointing]
+    for name in ("roberta", "luna-tied"):
+        assert contenders.build(name, encoder.parse(words)).is_gradient_checkpointing == checkpointing
 
 
 @pytest.mark.slow
