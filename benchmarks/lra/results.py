@@ -221,8 +221,8 @@ def _mean(values: Sequence[float | None]) -> str:
 def plot_curves(cells: Sequence[Cell], path: Path) -> None:
     """Write a PNG: validation accuracy and training loss against updates, a column for each task.
 
-    Of several cells, a curve shows the first seed of the chosen learning rate, with the number of updates if most have
-    another; of one cell, every run.
+    Of several cells, there is a curve for each seed of the chosen learning rate, with the number of updates if most
+    have another; of one cell, for every run.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -259,4 +259,4 @@ def _curves(cells: Sequence[Cell], every_run: bool) -> list[tuple[str, dict[str,
         return [(f"{label(cells[0]['model'])}, {run['rate']:g}, seed {run['seed']}", run) for run in runs]
     usual = statistics.mode(cell["recipe"]["steps"] for cell in cells)
     named = [(cell, "" if cell["recipe"]["steps"] == usual else f", {cell['recipe']['steps']:,}") for cell in cells]
-    return [(f"{label(cell['model'])}{steps}", chosen(cell)[0]) for cell, steps in named if chosen(cell)]
+    return [(f"{label(cell['model'])}{steps}", run) for cell, steps in named for run in chosen(cell)]
