@@ -272,6 +272,7 @@ def error(run: Run, model: PreTrainedModel) -> float:
 @torch.no_grad()
 def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
     """Prepare a model in every way and time them: what is known of every way, and of every length and way."""
+    torch.compiler.reset()  # past its limit of compilations, which all models share, PyTorch runs them uncompiled
     model = load(name)
     batches = list(scored_batches(model, name, options)) if options.data else None
     runs: dict[str, Run] = {}

@@ -11,7 +11,8 @@ FORWARD, FEW = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-la
 FEW_BFLOAT16, SHORT = "encoder-forward-1-layer-few-cpu-bfloat16", "encoder-forward-1-layer-short-cpu-float32"
 CLASS_STEP = "encoder-class_step-base-chosen-cpu-float32"
 CHECKPOINTED = "encoder-class_step-base-checkpointing-chosen-cpu-float32"
-SERVING = "serving-cpu-float32"
+SERVING, DEPLOYMENT = "serving-cpu-float32", "deployment-cpu-float32"
+WEIGHTS_OF_8_BITS = "export.md#weights-of-8-bits"
 
 
 def choices() -> str:
@@ -27,6 +28,12 @@ def choices() -> str:
             _speeds(FEW_BFLOAT16, "luna-16", (512, 2048, 16384)),
         ],
         ["finetuning at the limit of memory", "gradient checkpointing", _memory()],
+        ["one text at a time, short", f"[ONNX Runtime, int8]({WEIGHTS_OF_8_BITS})", _deployed("onnx-int8", 32)],
+        [
+            "one text at a time, long",
+            f"[torchao's int8, compiled]({WEIGHTS_OF_8_BITS})",
+            _deployed("torchao-int8", 512),
+        ],
     ]
     return markdown_table(["inputs", "choose", "gain"], rows)
 
@@ -61,4 +68,11 @@ def _memory() -> str:
     return (
         f"{shares[1]:.0%} of the memory that a step of RoBERTa takes without it at 4,096 tokens; Luna without it takes "
         f"{shares[0]:.0%}"
+    )
+
+
+def _deployed(way: str, length: int) -> str:
+    ratios = [ways[way]["speed_over_pytorch"]["median"] for ways in _entry(DEPLOYMENT, length=length).values()]
+    return (
+        f"{min(ratios):.1f} to {max(ratios):.1f} times the speed of the same small model in PyTorch at {length} tokens"
     )

@@ -4,7 +4,7 @@ import functools
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +127,3 @@ def measured_table(header: Sequence[str], rows: Iterable[Sequence[str]], *names:
 def report(name: str) -> str:
     """The Markdown that a benchmark wrote beside its JSON file."""
     return with_source(find(name, ".md").read_text(encoding="utf-8").strip(), name)
-
-
-def once_measured(name: str, command: str, write: Callable[[], str]) -> Callable[[], str]:
-    """A block whose result may not be committed yet: until then it names the command that makes it."""
-    missing = f"Not measured on a quiet machine yet: `{command}`."
-    return lambda: write() if any(ROOT.glob(f"*/results/{name}-torch*.json")) else missing

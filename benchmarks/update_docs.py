@@ -21,7 +21,6 @@ from docs_sources import (
     load,
     machine,
     measured_table,
-    once_measured,
     report,
     span,
     spread,
@@ -384,7 +383,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mixed": lambda: _over_roberta(MIXED),
     "families": lambda: _over_roberta(FAMILIES),
     "attention": lambda: report(ATTENTION),
-    "deployment": once_measured(DEPLOYMENT, "python benchmarks/deployment.py --data data", lambda: report(DEPLOYMENT)),
+    "deployment": lambda: report(DEPLOYMENT),
     "controls": _controls,
     "training-step": lambda: _one_length(
         {
