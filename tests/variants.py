@@ -180,6 +180,11 @@ LUNA = Variants(
         # After 300 steps the gradient has fallen by 89.6 % of the required 90 %.
         "PreNorm": LibraryVariant({"tie_kv": False, "pack_activation": "elu"}, opposite=True, overfit_steps=400),
     },
+    library_seq2seq={
+        "Default": LibraryVariant(),
+        # A source of 9 tokens uses 9 of 12 slots, also in the decoder.
+        "PreNorm": LibraryVariant(opposite=True, num_keys=9, overfit_steps=400),
+    },
     fields={
         "num_projected_attention_heads": ConfigField(
             (7, "hidden_size", 48), bad_in_decoder=(2,), effect=(2, "outputs"), encoders_only=True
