@@ -37,7 +37,7 @@ PROTOCOL = (
 )
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 MODELS = ("luna-mini-en-sst2", "luna-mini-en", "abc-mini-en", "leapformer-mini-en", "lavo-mini-en")
-# Rows and tokens. AOTInductor fixes the number of a window's blocks if the example has a single one.
+# Rows and tokens.
 EXPORTED, CHECKED = (2, 200), ((3, 45), (1, 7), (4, 100))
 SCORED_LENGTH, SCORED_ROWS = 128, 16
 FIRST_TOKEN = 4  # the ids before it are special

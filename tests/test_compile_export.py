@@ -264,10 +264,12 @@ def test_one_causal_export_serves_every_batch_and_length(family, variant):
     [
         ("luna", {}),
         ("luna", {"local_window": 3}),
+        ("luna", {"local_window": 12}),  # the example is a single block
         ("abc_memory", {}),
         ("abc_memory", {"local_window": 3}),
         ("leapformer", {}),
         ("lavo", {}),
+        ("lavo", {"local_window": 12}),
     ],
 )
 @torch.no_grad()

@@ -24,12 +24,16 @@ def query_blocks(query: Tensor, block: int) -> Tensor:
     """Split queries into blocks, zero-padded at the end: (b, h, n, c) to (b * blocks, h, s, c)."""
     rows, length = query.shape[0], query.shape[2]
     blocks = _number_of_blocks(length, block)
-    query = query.transpose(1, 2)
+    query, tracing = query.transpose(1, 2), is_tracing(query)
     # In a graph contiguous: padding by nothing keeps the layout, which a graph of another length does not expect.
-    query = query.contiguous() if is_tracing(query) else query
-    if is_tracing(query) or blocks * block > length:
+    query = query.contiguous() if tracing else query
+    if tracing or blocks * block > length:
         query = F.pad(query, (0, 0, 0, 0, 0, blocks * block - length))
-    return query.flatten(0, 1).view(rows * blocks, block, *query.shape[2:]).transpose(1, 2)
+    query = query.flatten(0, 1)
+    # And a copy: Inductor compares the shapes before and after two views in a row. They are equal for a single block,
+    # so that a graph would serve either one block or several.
+    query = first_places(query, query.shape[0], 0) if tracing else query
+    return query.view(rows * blocks, block, *query.shape[1:]).transpose(1, 2)
 
 
 def key_places(
@@ -69,8 +73,12 @@ def window_mask(real: Tensor, block: int) -> Tensor:
 def join_blocks(states: Tensor, rows: int, length: int) -> Tensor:
     """Join blocks and drop positions beyond the end: (b * blocks, s, ...) to (b, n, ...)."""
     places = _number_of_blocks(length, states.shape[1]) * states.shape[1]
-    states = states.flatten(0, 1).view(rows, places, *states.shape[2:])
-    return first_places(states, length) if is_tracing(states) or places > length else states
+    states = states.flatten(0, 1)
+    if is_tracing(states) or places > length:
+        # In a graph a copy, for the reason that `query_blocks` has.
+        kept = torch.arange(rows, device=states.device)[:, None] * places + torch.arange(length, device=states.device)
+        states = states.index_select(0, kept.flatten())
+    return states.view(rows, length, *states.shape[1:])
 
 
 def window_weights(weights: Tensor, window: int) -> Tensor:
