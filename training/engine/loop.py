@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -22,7 +22,7 @@ from engine.groups import drop_frozen
 from engine.log import RunLog
 from engine.objective import Objective, stack
 from engine.recipe import Recipe
-from engine.sharding import check_backend
+from engine.sharding import check_backend, is_sharded
 from engine.windows import SWITCHES, is_mixed
 from luna_hf.scripting import UserError
 
@@ -194,7 +194,7 @@ class Run:
 
     def probe(self) -> dict[str, Any] | None:
         """Statistics of the attention on some held-out rows; `None` where the parameters are sharded."""
-        if self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        if is_sharded(self.accelerator):
             return None
         batch = stack(self.held_out[:_PROBED], self.accelerator.device)
         return self.objective.probe(self.accelerator.unwrap_model(self.trained), batch)

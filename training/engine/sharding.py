@@ -15,6 +15,11 @@ from luna_hf.scripting import UserError
 _ASKED_FOR = {"ACCELERATE_USE_FSDP": DistributedType.FSDP, "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED}
 
 
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether every process holds a part of the parameters or of the optimizer's state alone."""
+    return accelerator.distributed_type in _ASKED_FOR.values()
+
+
 def check_backend(accelerator: Accelerator) -> None:
     """Check that the sharding backend of the launch config is active; accelerate ignores it on CPUs.
 

@@ -14,6 +14,7 @@ from data.tokenizer import train_tokenizer
 from engine.card import make_card
 from engine.objective import PretrainingObjective
 from engine.recipe import RunRecipe
+from engine.sharding import is_sharded
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 from transformers.modeling_outputs import MaskedLMOutput
@@ -86,13 +87,16 @@ class MaskedObjective(PretrainingObjective):
         return masked_rows(recipe, tokenizer)
 
     def make_module(self, model: PreTrainedModel, recipe: PretrainRecipe, accelerator: Accelerator) -> nn.Module:
-        """The model, behind `SparseHead` if it is a RoBERTa of transformers."""
+        """The model, behind `SparseHead` if it is a RoBERTa of transformers, and not sharded."""
         if recipe.separate_documents and not isinstance(model.config, BoundedMemoryConfig):
             raise UserError(
                 f"`separate_documents` needs an encoder of luna_hf, but the model is a {model.config.model_type}: set "
                 "it to false."
             )
-        return SparseHead(model) if isinstance(getattr(model, "lm_head", None), RobertaLMHead) else model
+        # Parameters that are sharded are complete only while the module that was prepared is called, and evaluations
+        # call the model in it.
+        sparse = isinstance(getattr(model, "lm_head", None), RobertaLMHead) and not is_sharded(accelerator)
+        return SparseHead(model) if sparse else model
 
     def compile(self, model: PreTrainedModel, module: nn.Module) -> None:
         """Compile the model, or `SparseHead`, which calls its parts."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from common.models import load_config, load_encoder, longest_input
+from engine.sharding import is_sharded
 from torch import nn
 from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
@@ -67,7 +67,7 @@ class TeacherObjective(MaskedObjective):
         Raises:
             UserError: The run is sharded, or the teacher is damaged.
         """
-        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        if is_sharded(accelerator):
             raise UserError(
                 f"A run with a teacher cannot be sharded ({accelerator.distributed_type.value}), since it reads the "
                 "states between layers. Launch with training/accelerate/multi_gpu.yaml."
