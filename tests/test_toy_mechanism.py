@@ -89,6 +89,8 @@ assert torch.equal(causal.generate(**expected["inputs"], max_new_tokens=12, do_s
 print(type(encoder).__name__, type(causal).__name__)
 """
 
+COPIED = ("src", "tests", "benchmarks", "conversion", "docs", "examples", "experiments", "model_cards", "training")
+
 
 def insert(path, additions):
     text = path.read_text()
@@ -103,9 +105,9 @@ def repository(tmp_path_factory):
     """A copy of the repository with the mechanism added."""
     root = tmp_path_factory.mktemp("repository")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", TOY.name, Path(__file__).name)
-    for folder in ("src", "tests", "conversion", "training", "benchmarks", "experiments", "docs", "model_cards"):
+    for folder in COPIED:
         shutil.copytree(ROOT / folder, root / folder, ignore=ignored)
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("*.toml")):
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("*.toml"), ROOT / "CITATION.cff"):
         shutil.copy(path, root)
     # The cache of transformers' own tests.
     (ROOT / ".cache").mkdir(exist_ok=True)
