@@ -3,16 +3,18 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pretrain_mlm
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from common.models import load_encoder
 from engine import log, pretraining
 from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
 from hub_stub import HubStub
-from objectives.masked import SparseHead
+from objectives.masked import MaskedObjective, SparseHead
 from tiny_training import (
     DEMO,
     SCRIPT,
@@ -113,6 +115,17 @@ def test_the_head_of_roberta_runs_at_labelled_positions_alone():
     full = torch.autograd.grad(expected := model(**batch).loss, list(model.parameters()), allow_unused=True)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(own, full)
+
+
+def test_a_sharded_roberta_is_called_itself():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model, recipe = RobertaForMaskedLM(RobertaConfig(vocab_size=50, **sizes)), SimpleNamespace(separate_documents=False)
+
+    def made(backend):
+        return type(MaskedObjective().make_module(model, recipe, SimpleNamespace(distributed_type=backend)))
+
+    assert made(DistributedType.NO) is made(DistributedType.MULTI_GPU) is SparseHead
+    assert made(DistributedType.FSDP) is made(DistributedType.DEEPSPEED) is RobertaForMaskedLM
 
 
 def test_roberta_trains_with_the_same_recipe(corpus, tmp_path, capsys):

@@ -30,8 +30,8 @@ def query_blocks(query: Tensor, block: int) -> Tensor:
     if tracing or blocks * block > length:
         query = F.pad(query, (0, 0, 0, 0, 0, blocks * block - length))
     query = query.flatten(0, 1)
-    # And a copy: Inductor compares the shapes before and after two views in a row. They are equal for a single block,
-    # so that a graph would serve either one block or several.
+    # And a copy: Inductor checks whether two views in a row end in the shape that they began with. They do for a single
+    # block alone, so that a graph would serve either one block or several, but not both.
     query = first_places(query, query.shape[0], 0) if tracing else query
     return query.view(rows * blocks, block, *query.shape[1:]).transpose(1, 2)
 
@@ -75,7 +75,7 @@ def join_blocks(states: Tensor, rows: int, length: int) -> Tensor:
     places = _number_of_blocks(length, states.shape[1]) * states.shape[1]
     states = states.flatten(0, 1)
     if is_tracing(states) or places > length:
-        # In a graph a copy, for the reason that `query_blocks` has.
+        # In a graph always copied, for the same reason as in `query_blocks`.
         kept = torch.arange(rows, device=states.device)[:, None] * places + torch.arange(length, device=states.device)
         states = states.index_select(0, kept.flatten())
     return states.view(rows, length, *states.shape[1:])

@@ -16,7 +16,7 @@ _ASKED_FOR = {"ACCELERATE_USE_FSDP": DistributedType.FSDP, "ACCELERATE_USE_DEEPS
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether every process holds a part of the parameters or of the optimizer's state alone."""
+    """Whether parameters, gradients or optimizer states are split between the processes (FSDP, DeepSpeed)."""
     return accelerator.distributed_type in _ASKED_FOR.values()
 
 

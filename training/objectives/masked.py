@@ -87,14 +87,13 @@ class MaskedObjective(PretrainingObjective):
         return masked_rows(recipe, tokenizer)
 
     def make_module(self, model: PreTrainedModel, recipe: PretrainRecipe, accelerator: Accelerator) -> nn.Module:
-        """The model, behind `SparseHead` if it is a RoBERTa of transformers, and not sharded."""
+        """The model, behind `SparseHead` if it is a RoBERTa of transformers and the run is not sharded."""
         if recipe.separate_documents and not isinstance(model.config, BoundedMemoryConfig):
             raise UserError(
                 f"`separate_documents` needs an encoder of luna_hf, but the model is a {model.config.model_type}: set "
                 "it to false."
             )
-        # Parameters that are sharded are complete only while the module that was prepared is called, and evaluations
-        # call the model in it.
+        # Sharded parameters are gathered when the prepared module is called, but evaluations call the model inside it.
         sparse = isinstance(getattr(model, "lm_head", None), RobertaLMHead) and not is_sharded(accelerator)
         return SparseHead(model) if sparse else model
 
