@@ -15,11 +15,13 @@ from .absorbed import may_absorb, pays, project_slots
 from .attention_base import make_key_mask, product
 from .configuration_abc import AbcConfig
 from .context import ForwardContext
+from .exact_tokens import in_order, stretches_outside
 from .functional import move_to_ranks, weight_shares, write_to_slots
 from .memory_attention import Memory
 from .memory_control import (
     cluster_slots,
     compressive_slots,
+    compressive_starts,
     control_shares,
     control_weights,
     global_slots,
@@ -41,18 +43,25 @@ class AbcAttention(AbcControlled):
         """Add the padding mask in the backend's form, needed only for full attention; see `MemoryAttention.prepare`."""
         if config.memory_control != "full":
             return context
-        return context._replace(masks=make_key_mask(config, context.keep, queries=states, keys=states))
+        mask = make_key_mask(config, context.keep, queries=states, keys=states)
+        return context._replace(masks=mask, marked=None, written=None)  # every token is read already
 
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Write (b, n, d) states to a memory; `carried` is the control matrix if the layers share one."""
-        sources = (states[:, None],) if self.absorbs_write(states, context) else self.key_and_value(states)
+        absorbs = self.absorbs_write(states, context)
+        sources = (states[:, None],) if absorbs else context.projected or self.key_and_value(states)
         part = _WRITERS[self.config.memory_control](self, states, sources, self.control_weight(carried), context)
-        return Memory([part], carried, tokens=sources if len(sources) == 2 else None)
+        return Memory([part], carried)
+
+    def unused_parameters(self, carried: Tensor | None) -> list[Tensor]:
+        """Like `MemoryAttention.unused_parameters`."""
+        weight = self.control_weight(carried)
+        return super().unused_parameters(carried) + ([] if weight is None else [weight])
 
     def absorbs_write(self, states: Tensor, context: ForwardContext) -> bool:
         """Whether to write the tokens themselves, and project the slots; a window needs the tokens' keys and values."""
         products = _PRODUCTS.get(self.config.memory_control)
-        if products is None or context.window or not may_absorb(self, states, self.key, self.value):
+        if products is None or context.projected or not may_absorb(self, states, self.key, self.value):
             return False
         sizes = states.shape[1], self.config.memory_size, states.shape[2], self.num_heads
         return pays(*sizes, products=products, training=self.training)
@@ -67,7 +76,7 @@ class AbcAttention(AbcControlled):
         """Write keys and values as sums with weights phi (b or 1, h, m, n).
 
         Args:
-            real: (b or 1, n), where the sources are not zero, if phi is not zero elsewhere.
+            real: (b or 1, 1 or h, n), where the sources are not zero, if phi is not zero elsewhere.
         """
         if len(sources) == 2:
             key, value = (product(phi, source) for source in sources)
@@ -78,15 +87,15 @@ class AbcAttention(AbcControlled):
 
     def write_mlp(self, states: Tensor, sources: Sources, weight: Tensor, context: ForwardContext) -> SlotMemory:
         """Write with a learned attention over the tokens (equation 7)."""
-        activation = self.config.control_activation
+        activation, tokens = self.config.control_activation, context.slot_tokens()
 
         def write(states: Tensor, sources: Sources, weight: Tensor) -> tuple[Any, ...]:
             logits = self.control_logits(states, weight)
-            phi = control_weights(logits, context.keep, activation)
+            phi = control_weights(logits, tokens, activation)
             filled = (phi != 0).any(-1) if activation == "relu" else None
             counts = None
             if self.slot_scale is not None:
-                counts = control_shares(logits, context.keep, activation).sum(-1)
+                counts = control_shares(logits, tokens, activation).sum(-1)
             return self.write_weighted(phi, sources), filled, counts
 
         inputs = states, sources, weight
@@ -106,8 +115,12 @@ class AbcAttention(AbcControlled):
         # `index_select` instead of a slice: a slice's layout differs at length N, which would force a second graph.
         columns = torch.arange(states.shape[1], device=states.device)
         phi = weight.index_select(1, columns).unflatten(0, (self.num_heads, -1))[None]  # (1, h, m, n)
+        real = (columns < context.lengths).unsqueeze(1)  # (b or 1, 1 or h, n)
+        if context.written is not None:
+            tokens = context.slot_tokens()
+            sources = tuple(source.masked_fill(~tokens.unsqueeze(-1), 0.0) for source in sources)
+            real = in_order(tokens, context.ranks, context.keep)
         sources = tuple(move_to_ranks(source, context.ranks, context.keep) for source in sources)
-        real = columns < context.lengths  # (b or 1, n)
         counts = None if self.slot_scale is None else _sum_over(weight_shares(phi, dim=2), real)
         return self.slot_memory(*self.write_weighted(phi, sources, real), context, counts=counts)
 
@@ -123,25 +136,42 @@ class AbcAttention(AbcControlled):
 
     def write_compressive(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> SlotMemory:
         """Write the means of runs of neighbouring tokens (equation 8)."""
-        slots = compressive_slots(context.ranks, context.lengths, self.config.memory_size)
-        return self.write_slots(sources, slots[:, None], context, mean=True)
+        m, lengths = self.config.memory_size, context.lengths
+        slots = compressive_slots(context.ranks, lengths, m)
+        memory = self.write_slots(sources, slots[:, None], context, mean=True)
+        if context.outside is None:
+            return memory
+        # The tokens of a slot that a query reads nowhere else can be counted exactly.
+        length, window = states.shape[1], context.window
+        outside = stretches_outside(context.left, compressive_starts(lengths, m), lengths, length, window)
+        return self.weigh_slots(SlotMemory(memory.key, memory.value), outside, None)
 
     def write_global(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> SlotMemory:
         """Write m evenly spaced tokens, one per slot (appendix A.1)."""
         slots, chosen = global_slots(context.ranks, context.lengths, self.config.memory_size)
-        chosen = chosen if context.keep is None else chosen & context.keep
-        return self.write_slots(sources, slots[:, None], context._replace(keep=chosen))
+        return self.write_slots(sources, slots[:, None], context, chosen=chosen[:, None])
 
-    def write_slots(self, sources: Sources, slots: Tensor, context: ForwardContext, mean: bool = False) -> SlotMemory:
-        """Write each slot as the sum, or the mean, of its tokens."""
-        num_slots = self.config.memory_size
-        kept = None if context.keep is None else context.keep[:, None]
+    def write_slots(
+        self,
+        sources: Sources,
+        slots: Tensor,
+        context: ForwardContext,
+        mean: bool = False,
+        chosen: Tensor | None = None,
+    ) -> SlotMemory:
+        """Write each slot as the sum, or the mean, of its tokens; of the `chosen` ones (b, 1, n) only, if given."""
+        num_slots, kept = self.config.memory_size, context.slot_tokens()
+        if chosen is not None:
+            kept = chosen if kept is None else chosen & kept
         counts = slot_counts(slots, num_slots, kept)  # (b, 1 or h, m)
         tokens = counts.clamp(min=1).unsqueeze(-1) if mean else 1
         # Accumulate in float32: a half-precision sum stops growing, or overflows although the mean would not.
         precise = torch.promote_types(sources[0].dtype, torch.float32)
+        if kept is not None:  # the others to a slot of their own, which is cheaper than a masked copy of all tokens
+            slots = torch.where(kept, slots, num_slots)
         written = [
-            (write_to_slots(source.to(precise), slots, num_slots, kept) / tokens).to(source.dtype) for source in sources
+            (write_to_slots(source.to(precise), slots, num_slots + 1)[:, :, :-1] / tokens).to(source.dtype)
+            for source in sources
         ]
         if len(sources) == 1:
             written = self.project_slots(*written, (counts.clamp(max=1) if mean else counts).to(sources[0].dtype))
@@ -174,8 +204,8 @@ class AbcAttention(AbcControlled):
 
 
 def _sum_over(phi: Tensor, real: Tensor) -> Tensor:
-    """Sum weights (b or 1, h, m, n) over the tokens of a mask (b or 1, n): (b, h, m)."""
-    return torch.matmul(phi, real[:, None, :, None].to(phi.dtype)).squeeze(-1)
+    """Sum weights (b or 1, h, m, n) over the tokens of a mask (b or 1, 1 or h, n): (b, h, m)."""
+    return torch.matmul(phi, real.unsqueeze(-1).to(phi.dtype)).squeeze(-1)
 
 
 # Number of products with all tokens that are left without their keys and values, of the controls that do not need them:

@@ -150,11 +150,21 @@ class LunaAttention(LunaProjections, MemoryAttention):
 
     def write(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Memory:
         """Pack (b, n, d) states into slots with the packed states (b, l, d), and update these for the next layer."""
-        norm_first = self.config.norm_first
+        packed_context, carried = self.update_packed(states, carried, context)
+        return Memory([self.slot_memory(*self.key_and_value(packed_context), context, context.masks.slots)], carried)
+
+    def write_whole(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Memory:
+        """Like `MemoryAttention.write_whole`; the packed states are updated where something reads them."""
+        memory = super().write_whole(states, carried, context)
+        if not context.carries:
+            return memory
+        return memory._replace(carried=self.update_packed(states, carried, context)[1])
+
+    def update_packed(self, states: Tensor, carried: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Return the packed context Y_P and the packed states for the next layer, (b, l, d) each."""
         packed_context, _ = self.pack_context(states, carried, context)
-        slots = self.slot_memory(*self.key_and_value(packed_context), context, context.masks.slots)
         carried = carried + self.dropout(packed_context)
-        return Memory([slots], carried if norm_first else self.packed_layer_norm(carried))
+        return packed_context, carried if self.config.norm_first else self.packed_layer_norm(carried)
 
     def pack_context(self, states: Tensor, carried: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Compute Y_P (b, l, d) and, with eager attention, the pack weights (b, h_p, l, n)."""

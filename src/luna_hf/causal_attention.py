@@ -65,6 +65,9 @@ class CausalMemoryAttention(CausalAttention):
             beside = window_logits(query, window, context.window)
         num_slots = weights.shape[-1]
         readable = used = self.used_slots(carried, context)
+        outside = None
+        if own_window and self.config.slot_counts == "outside":
+            outside = (context.ranks + 1 - context.window).clamp(min=0)
         if not context.slots:
             readable = torch.zeros(query.shape[0], num_slots, dtype=torch.bool, device=key.device)
         output, read, state = attend_causal_memory(
@@ -82,6 +85,7 @@ class CausalMemoryAttention(CausalAttention):
             count_scale=self.slot_scale,
             beside=beside,
             used=used,
+            outside=outside,
         )
         if window is not None:
             output = output + read_window(read[..., num_slots:], window)

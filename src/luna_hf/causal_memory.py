@@ -25,6 +25,7 @@ from .functional import (
     causal_scan,
     count_bias,
     first_places,
+    log_counts,
     masked_softmax,
     scan_chunk,
     to_chunks,
@@ -101,6 +102,7 @@ def attend_causal_memory(
     count_scale: Tensor | None = None,
     beside: Tensor | None = None,
     used: Tensor | None = None,
+    outside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, CausalMemory]:
     """Write to the memory and read it, from left to right.
 
@@ -118,6 +120,8 @@ def attend_causal_memory(
         count_scale: (h,) scale of the logarithm of each slot's count, which is added to its logit; see `slot_counts`.
         beside: (b, h, n, k) logits of k other keys that each token reads in the same softmax, such as a window's.
         used: (b, m) slots among which `slot_counts` divides the tokens; all by default.
+        outside: (b or 1, n) number of tokens that each token reads nowhere else: what its slots stand for, divided as
+            `slot_counts` are; without any, it reads no slot. By default they stand for all tokens so far.
 
     Returns:
         The outputs (b, h, n, c) in `query`'s dtype, without the values of the keys `beside`; the read weights
@@ -142,7 +146,17 @@ def attend_causal_memory(
     count, bias = None, None
     if count_scale is not None:
         counts, count = slot_counts(weights.to(precise), normaliser, steps, memory.count, used)
-        bias = count_bias(counts, count_scale).to(precise).expand(batch, -1, -1, -1)
+        if outside is None:
+            bias = count_bias(counts, count_scale)
+        else:
+            total = steps[:, None, :, None].to(precise) if normaliser == "steps" else counts.sum(-1, keepdim=True)
+            bias = outside_bias(counts, total, outside, count_scale)
+        bias = bias.to(precise).expand(batch, -1, -1, -1)
+    if outside is not None:
+        unread = (outside == 0)[:, None, :, None]
+        bias = torch.zeros((), dtype=precise, device=query.device) if bias is None else bias
+        bias = torch.where(unread, torch.finfo(precise).min / 2, bias)
+        bias = bias.expand(batch, -1, -1, -1) if count_scale is not None else bias.expand(batch, heads, length, 1)
     beside = None if beside is None else beside.to(precise)
     need_weights = need_weights or beside is not None
     reading = Reading(normaliser, slots, dropout, need_weights, bias, beside)
@@ -184,6 +198,23 @@ def slot_counts(
     counts = shares.cumsum(2)
     counts = counts if before is None else counts + before
     return counts, counts[:, :, -1:]
+
+
+def outside_bias(counts: Tensor, total: Tensor, outside: Tensor, scale: Tensor) -> Tensor:
+    """Compute the bias of slots that stand for tokens outside the window, divided as all tokens are.
+
+    Args:
+        counts: (b or 1, 1 or h, n, m), or with a last dimension of 1 if all slots have as many, from `slot_counts`.
+        total: (b or 1, 1 or h, n, 1) their sum over all slots.
+        outside: (b or 1, n) number of tokens outside; 0 gives the bias of a single one.
+        scale: (h,) factor of each head.
+
+    Returns:
+        (b or 1, h, n, 1 or m).
+    """
+    least = torch.finfo(counts.dtype).tiny ** 0.5  # whose gradient is finite
+    outside = outside[:, None, :, None].to(counts.dtype).clamp(min=1)
+    return log_counts(outside * counts.clamp(min=least) / total.clamp(min=least), scale)
 
 
 # ---- chunk by chunk ----

@@ -18,6 +18,8 @@ _LIBRARY_KEYWORDS = {
     *("attn_implementation", "auto_map", "experts_implementation", "model_type", "name_or_path", "num_labels"),
     *("output_attentions", "per_layer_config", "quantization_config", "torch_dtype", "trust_remote_code"),
 }
+SLOT_COUNTS = ("outside", "all")
+GLOBAL_TOKENS = ("auto", "none", "first", "question")
 # What other libraries call our fields.
 _OTHER_NAMES = {
     "hidden_size": "d_model dim embed_dim embedding_dim model_dim n_embd width",
@@ -88,6 +90,28 @@ class BoundedMemoryConfig(PreTrainedConfig):
         slot_count_bias (`bool`, defaults to `True`):
             With `local_window` only: whether the logarithm of the number of tokens that a slot stands for is added to
             its logit, with a learned scale per head. Without it, a slot weighs as much as a single token.
+        slot_counts (`str`, defaults to `"outside"`):
+            With `local_window` only: which tokens the slots of a query stand for. `"outside"`: those that it reads
+            nowhere else, so a text that every window holds is read by softmax attention, exactly. `"all"`: all tokens
+            of the text, and each slot for at least one, as in models saved by versions that lack this field.
+        global_tokens (`str`, defaults to `"auto"`):
+            With `local_window` only: which tokens a task head marks if it gets no `global_attention_mask`: `"first"`
+            (the first token), `"question"` (the tokens before the first separator, if a second text follows it),
+            `"none"`, or `"auto"` (`"first"` for sequence classification, `"question"` for question answering and
+            multiple choice, `"none"` for other heads).
+        global_tokens_read_all (`bool`, defaults to `True`):
+            Whether marked tokens also read all tokens, instead of what every token reads.
+        max_global_tokens (`int`, defaults to 128):
+            Maximum number of marked tokens in a row. Compiled and exported models always have so many places.
+        num_selected_tokens (`int`, defaults to 0):
+            Encoders with a `local_window` only: number of tokens `m` that each head of each layer selects from the
+            whole text, to be read exactly by every query: those that `num_selection_queries` spaced queries attend to
+            most outside their own windows. 0 for none.
+        num_selection_queries (`int`, defaults to 16):
+            With `num_selected_tokens` only: number of queries `r` that select.
+        sep_token_id (`int`, *optional*):
+            The token between two texts, for `global_tokens`; defaults to `eos_token_id`, as in RoBERTa. Without
+            either, `token_type_ids` tell the texts apart.
         full_attention_layers (`list[int]`, *optional*):
             Encoders only: indices (from 0) of the layers that keep RoBERTa's softmax attention, in quadratic time.
         sparse_prediction (`bool`, defaults to `False`):
@@ -153,6 +177,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
     }
     # Name of the field that holds the family's number of slots, if it has any.
     slots_field: ClassVar[str | None] = None
+    # Whether queries read marked and selected tokens in one softmax with the slots or the window.
+    reads_exact_tokens: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
 
     vocab_size: int = 50265
@@ -175,6 +201,13 @@ class BoundedMemoryConfig(PreTrainedConfig):
     conv_initializer_range: float | int | None = None
     local_window: int = 0
     slot_count_bias: bool = True
+    slot_counts: str = "outside"
+    global_tokens: str = "auto"
+    global_tokens_read_all: bool = True
+    max_global_tokens: int = 128
+    num_selected_tokens: int = 0
+    num_selection_queries: int = 16
+    sep_token_id: int | None = None
     full_attention_layers: list[int] | None = None
     sparse_prediction: bool = False
     unpad_inputs: bool | None = None
@@ -222,6 +255,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         self._require("classifier_hidden_size", lambda value: value is None or value >= 1, "None or at least 1")
         self._require("conv_kernel_size", lambda k: k == 0 or (k > 0 and k % 2 == 1), "0 (none) or odd, for example 5")
         self._require("local_window", lambda value: value >= 0, "0 (none) or more, for example 32")
+        self._validate_exact_tokens()
         layers = range(self.num_hidden_layers)
         fits = f"None or different indices below num_hidden_layers={len(layers)}"
         self._require("full_attention_layers", lambda v: not v or (set(v) <= {*layers} and len({*v}) == len(v)), fits)
@@ -247,6 +281,21 @@ class BoundedMemoryConfig(PreTrainedConfig):
         self._require("decoder_start_token_id", lambda value: value is None or value >= 0, "None or a token's id")
         if self.is_encoder_decoder and not self.is_decoder:
             self._validate_encoder_decoder()
+
+    def _validate_exact_tokens(self) -> None:
+        self._require("slot_counts", lambda value: value in SLOT_COUNTS, f"one of {', '.join(SLOT_COUNTS)}")
+        self._require("global_tokens", lambda value: value in GLOBAL_TOKENS, f"one of {', '.join(GLOBAL_TOKENS)}")
+        for name in ("max_global_tokens", "num_selection_queries"):
+            self._require(name, lambda value: value >= 1, "at least 1")
+        self._require("num_selected_tokens", lambda value: value >= 0, "0 (none) or more, for example 64")
+        if not self.reads_exact_tokens:
+            none = f"0 in {self.model_type} models, which have no softmax over slots and window"
+            self._require("num_selected_tokens", lambda value: value == 0, none)
+        elif self.is_decoder:
+            none = "0 in a decoder, whose state would have to keep every token to select from"
+            self._require("num_selected_tokens", lambda value: value == 0, none)
+        elif not self.local_window:
+            self._require("num_selected_tokens", lambda value: value == 0, "0 without `local_window`")
 
     def _validate_encoder_decoder(self) -> None:
         if self.share_encoder_decoder_embeddings:
@@ -329,13 +378,13 @@ class BoundedMemoryConfig(PreTrainedConfig):
         config = copy.deepcopy(self)
         config.is_decoder, config.scale_embedding = True, self.scales_embedding()
         config.num_hidden_layers, config.vocab_size = self.decoder_layers, self.decoder_vocab_size
-        config.full_attention_layers = None
+        config.full_attention_layers, config.num_selected_tokens = None, 0
         return config
 
     def across(self) -> "BoundedMemoryConfig":
         """Return the config with which a decoder creates its cross-attention, which reads no window."""
         config = copy.deepcopy(self)
-        config.local_window = 0
+        config.local_window = config.num_selected_tokens = 0
         return config
 
     def scales_embedding(self) -> bool:
@@ -420,6 +469,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
         Transformers saves every attribute ever set on a config, and the saved file must load again.
         """
         misspelt = cls._misspelt(config_dict)
+        if "slot_counts" not in config_dict and config_dict.get("local_window"):
+            # From a version whose slots stood for all tokens, and whose heads marked none.
+            config_dict = {**config_dict, "slot_counts": "all", "global_tokens": "none"}
         for name, field in {**misspelt, **cls._misspelt(kwargs), **cls._foreign(kwargs)}.items():
             logger.warning(f"{cls.__name__} has no field `{name}`: its value is ignored. Did you mean `{field}`?")
         kept = {name: value for name, value in config_dict.items() if name not in misspelt}

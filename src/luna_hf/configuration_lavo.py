@@ -43,6 +43,7 @@ class LavoConfig(BoundedMemoryConfig):
     state_fields = (*BoundedMemoryConfig.state_fields, "num_bases", "attention_parts", "context_dissection")
     positions = {is_decoder: ("none", *types) for is_decoder, types in BoundedMemoryConfig.positions.items()}
     slots_field = "num_bases"
+    reads_exact_tokens = False
     # `lra`: appendix C.
     presets = {"base": {}, "lra": {"num_bases": 32, "local_window": 256}}
 

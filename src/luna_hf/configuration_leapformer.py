@@ -44,6 +44,7 @@ class LeapformerConfig(BoundedMemoryConfig):
     """
 
     model_type = "leapformer"
+    reads_exact_tokens = False
     state_fields = (*BoundedMemoryConfig.state_fields, "reweighting", "feature_map")
     positions = {**BoundedMemoryConfig.positions, True: ("sinusoidal", "rotary")}
     presets = {

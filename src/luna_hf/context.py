@@ -5,10 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils import is_tracing
 
+from .attention_base import KeyMask, make_key_mask
+from .exact_tokens import ExactTokens, in_order, marked_tokens, tokens_outside
 from .functional import row_lengths, token_ranks
+from .windows import window_reach
 
 
 class ForwardContext(NamedTuple):
@@ -26,9 +30,23 @@ class ForwardContext(NamedTuple):
     carried_keep: Tensor | None = None  # (b, l) mask of the states carried alongside the tokens
     masks: Any = None  # the family's masks, in the attention backend's form
     window: int = 0  # number of tokens that a token reads besides the slots
+    whole: bool = False  # encoders: whether every token reads every token, so that no slot is needed
+    token_mask: KeyMask | None = None  # of all tokens, in the backend's form, where some or all of them are read
+    marked: ExactTokens | None = None  # tokens that the caller marks
+    written: Tensor | None = None  # (b, 1 or h, n) tokens that the slots are written from; `None` for all
+    left: Tensor | None = None  # (b, 1 or h, n) the same tokens in order, if counted; `None` for all
+    outside: Tensor | None = None  # (b or 1, 1 or h, 1 or n) how many of them the query of each rank reads in slots
+    projected: tuple[Tensor, Tensor] | None = None  # the tokens' keys and values (b, h, n, c), if already computed
+    carries: bool = True  # whether what is carried is of use after the last layer
     slots: bool = True  # whether the slots are read
     options: dict[str, Any] = {}  # keyword arguments for the attention backend
     source: Any = None  # cross-attention only: the `ForwardContext` of the source, while it is written
+
+    def slot_tokens(self) -> Tensor | None:
+        """Return the mask (b, 1 or h, n) of the tokens to write to the slots; `None` for all."""
+        if self.written is None or self.keep is None:
+            return self.written if self.keep is None else self.keep[:, None]
+        return self.written & self.keep[:, None]
 
     def tokens(self, states: Tensor) -> Tensor:
         """Return the padding mask (b, n) of (b, n, d) states; all True if nothing is padded."""
@@ -87,6 +105,50 @@ def make_context(
         ranks = ranks + before if keep is None else (keep.long().cumsum(-1) + before - 1).clamp(min=0)
         lengths = lengths + before
     return ForwardContext(keep, ranks, before, lengths, cache=cache, options=options, **reads)
+
+
+def make_encoder_context(
+    config: PreTrainedConfig,
+    states: Tensor,
+    keep: Tensor | None,
+    options: dict[str, Any] | None = None,
+    marked: Tensor | None = None,
+    mixes: bool = True,
+) -> ForwardContext:
+    """Build the context of an encoder's pass over (b, n, d) states.
+
+    Args:
+        config: the model's configuration.
+        states: input of the first layer.
+        keep: (b, n) padding mask, or `None` if nothing is padded.
+        options: see `make_context`; and `most_marked`, the largest number of marked tokens in a row, if known.
+        marked: (b, n) boolean, the tokens that the caller marks.
+        mixes: whether the attention reads its slots in one softmax with a window.
+
+    Raises:
+        ValueError: There are more marked tokens than `config.max_global_tokens`.
+    """
+    length, device, options = states.shape[1], states.device, dict(options or {})
+    most = options.pop("most_marked", None) or config.max_global_tokens
+    context = make_context(keep, length, device, options=options, window=config.local_window)
+    if not (mixes and (config.local_window or marked is not None)):
+        return context
+    counts_outside, left = config.slot_counts == "outside" and config.reads_exact_tokens, None
+    if counts_outside and context.window and not is_tracing(states):
+        # The last token that the first one's window holds; every other window reaches as far back.
+        fits = length <= max(window_reach(context.window)[1] + 1, config.num_selected_tokens)
+        context = context._replace(whole=fits)
+    if marked is not None and not context.whole:
+        marked = marked if keep is None else marked & keep
+        chosen = marked_tokens(marked, most)
+        if chosen.places.shape[-1]:
+            left = in_order(~chosen.mask if keep is None else ~chosen.mask & keep[:, None], context.ranks, keep)
+            context = context._replace(marked=chosen, written=~chosen.mask)
+    if context.whole or context.marked is not None:
+        context = context._replace(token_mask=make_key_mask(config, keep, queries=states, keys=states))
+    if counts_outside and not context.whole:
+        context = context._replace(left=left, outside=tokens_outside(left, context.lengths, length, context.window))
+    return context
 
 
 def drop_if_full(keep: Tensor) -> Tensor | None:

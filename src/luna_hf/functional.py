@@ -77,8 +77,31 @@ def count_bias(counts: Tensor, scale: Tensor) -> Tensor:
         counts: (b, 1 or h, ..., m).
         scale: (h,) factor of each head.
     """
-    logarithm = counts.to(torch.promote_types(scale.dtype, torch.float32)).clamp(min=1.0).log()
-    return (logarithm * scale.view(-1, *(1 for _ in counts.shape[2:]))).to(scale.dtype)
+    return log_counts(counts.to(torch.promote_types(scale.dtype, torch.float32)).clamp(min=1.0), scale)
+
+
+def log_counts(counts: Tensor, scale: Tensor) -> Tensor:
+    """Compute `scale * log(counts)` of positive counts (b, 1 or h, ...), with the scale (h,) of each head."""
+    return (counts.log() * scale.view(-1, *(1 for _ in counts.shape[2:]))).to(scale.dtype)
+
+
+class _JoinGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        # Autograd passes zeros, not None, as the gradient of an unused output.
+        return grads
+
+
+def join_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors, linked in autograd: a loss on one gives a zero gradient to all others.
+
+    Distributed training stops where a parameter has no gradient at all.
+    """
+    return _JoinGradients.apply(*tensors) if torch.is_grad_enabled() else tensors
 
 
 def weight_shares(weights: Tensor, dim: int) -> Tensor:

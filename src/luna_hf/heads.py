@@ -68,6 +68,25 @@ class ClassificationHead(nn.Module):
         return self.out_proj(self.dropout(states))
 
 
+def first_marked(keep: Tensor) -> Tensor:
+    """Mark the first real token of every row: padding mask (b, n) to (b, n)."""
+    return keep & (keep.long().cumsum(-1) == 1)
+
+
+def question_marked(keep: Tensor, ends: Tensor) -> Tensor:
+    """Mark the tokens before the first separator, the question's; without a second text behind it, the first token.
+
+    Args:
+        keep: (b, n) padding mask.
+        ends: (b, n), True for separators, or for all tokens after the first text.
+    """
+    ended = (ends & keep).long().cumsum(-1) > 0
+    # A single separator at the end leaves no second text.
+    last = keep.long().cumsum(-1) == keep.sum(-1, keepdim=True)
+    is_pair = (ended & keep & ~last).any(-1, keepdim=True)
+    return torch.where(is_pair, keep & ~ended, first_marked(keep))
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
     """Cross-entropy in float32 or wider: the mean over the labels, or the sum divided by `num_items_in_batch` if given.
 

@@ -6,6 +6,7 @@
 Each mechanism implements `write`; projections and reading are shared. The causal form is in `causal_attention.py`.
 """
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,21 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .absorbed import may_absorb, pays
 from .absorbed import read as read_absorbed
-from .attention_base import KeyMask, linear, make_key_mask
+from .attention_base import KeyMask, attend_heads, linear, make_key_mask
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext
 from .dispatch import choose
-from .functional import count_bias, split_heads
+from .exact_tokens import (
+    ExactTokens,
+    attention_asked,
+    first_tokens,
+    gather_tokens,
+    in_order,
+    put_tokens,
+    spaced_places,
+    tokens_outside,
+)
+from .functional import count_bias, join_gradients, log_counts, split_heads
 from .memory_read import Memories, SlotMemory, Views, WindowMemory, read_memories, tokens_in_window, view_parts
 from .recompute import may_recompute, recomputed
 
@@ -35,7 +46,16 @@ class Memory(NamedTuple):
 
     parts: Memories  # read together in one softmax
     carried: Tensor | None = None  # passed to the next layer alongside the tokens (Luna's packed states)
-    tokens: tuple[Tensor, Tensor] | None = None  # keys and values (b, h, n, c) of the context, if already computed
+    marked: "MarkedReads | None" = None  # tokens of the context that read all of it
+
+
+class MarkedReads(NamedTuple):
+    """Tokens of an encoder that read all tokens, not the memory."""
+
+    tokens: ExactTokens
+    key: Tensor  # (b, h, n, c)
+    value: Tensor  # (b, h, n, c)
+    mask: KeyMask | None  # padding mask of all tokens
 
 
 class MemoryAttention(nn.Module):
@@ -136,6 +156,8 @@ class MemoryAttention(nn.Module):
                 row's tokens evenly.
         """
         slots = SlotMemory(key, value, filled)
+        if context.outside is not None:
+            return self.weigh_slots(slots, context.outside, counts)
         if self.slot_scale is None:
             return slots
         if counts is None:
@@ -145,20 +167,113 @@ class MemoryAttention(nn.Module):
             counts = lengths / used.sum(-1, keepdim=True).clamp(min=1)  # (b, 1 or h, 1)
         return slots._replace(bias=count_bias(counts, self.slot_scale).expand(-1, -1, key.shape[2]))
 
+    def weigh_slots(self, slots: SlotMemory, outside: Tensor, counts: Tensor | None) -> SlotMemory:
+        """Let the slots of each query stand for the tokens that it reads nowhere else, divided as `counts` are.
+
+        Args:
+            slots: without a bias.
+            outside: (b or 1, 1 or h, 1 or n) number of these tokens; a query that has none reads no slot. Or
+                (b or 1, 1 or h, 1 or n, m), the number of them in each slot.
+            counts: see `slot_memory`.
+        """
+        each = outside if outside.dim() == 4 else outside.unsqueeze(-1)
+        some, unread = each > 0, torch.finfo(slots.key.dtype).min / 2
+        if self.slot_scale is None:
+            weight = torch.zeros((), dtype=slots.key.dtype, device=outside.device)
+            return slots._replace(query_bias=torch.where(some, weight, unread))
+        each = each.to(torch.promote_types(self.slot_scale.dtype, torch.float32)).clamp(min=1.0)
+        slots = slots._replace(query_bias=torch.where(some, log_counts(each, self.slot_scale), unread))
+        if outside.dim() == 4:
+            return slots
+        if counts is None:
+            used = slots.filled_slots()
+            counts = torch.ones_like(slots.key[:, :1, :, 0]) if used is None else used
+        counts = counts.to(each.dtype)
+        least = torch.finfo(counts.dtype).tiny ** 0.5  # whose gradient is finite
+        shares = counts.clamp(min=least) / counts.sum(-1, keepdim=True).clamp(min=least)
+        return slots._replace(bias=log_counts(shares, self.slot_scale).expand(-1, self.num_heads, -1))
+
     def write_own(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
-        """Like `write`, with what the context's own tokens also read: the tokens around them."""
+        """Like `write`, with what the context's own tokens also read: the tokens around them, and the exact ones."""
+        if not self.has_slots or not (context.window or context.marked is not None):
+            return self.write(states, carried, context)
+        if context.whole:
+            return self.write_whole(states, carried, context)
+        key, value = self.key_and_value(states)
+        context, marked = context._replace(projected=(key, value)), context.marked
+        selected = self.select_tokens(states, key, context) if self.config.num_selected_tokens else None
+        exact = [chosen for chosen in (marked, selected) if chosen is not None]
+        elsewhere = reduce(torch.logical_or, (chosen.mask for chosen in exact)) if exact else None
+        if selected is not None:
+            context = self.leave_to_slots(~elsewhere, context)
+        parts = [
+            SlotMemory(gather_tokens(key, chosen.places), gather_tokens(value, chosen.places), chosen.valid)
+            for chosen in exact
+        ]
         memory = self.write(states, carried, context)
-        if not (context.window and self.has_slots):
-            return memory
-        window = tokens_in_window(*(memory.tokens or self.key_and_value(states)), context.window, context)
-        return memory._replace(parts=[*(memory.parts if context.slots else ()), window])
+        written = [
+            part._replace(elsewhere=elsewhere) if isinstance(part, WindowMemory) else part for part in memory.parts
+        ]
+        if not context.slots:
+            written = []
+        if context.window:
+            parts.append(tokens_in_window(key, value, context.window, context, elsewhere=elsewhere))
+        if marked is not None and self.config.global_tokens_read_all:
+            memory = memory._replace(marked=MarkedReads(marked, key, value, context.token_mask))
+        return memory._replace(parts=[*written, *parts])
+
+    def write_whole(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+        """Keep every token, to be read by all: softmax attention."""
+        key, value = self.key_and_value(states)
+        unused = self.unused_parameters(carried) if torch.is_grad_enabled() else []
+        if unused:
+            key, *_ = join_gradients(key, *unused)
+        return Memory([SlotMemory(key, value, context.token_mask)], carried)
+
+    def unused_parameters(self, carried: Tensor | None) -> list[Tensor]:
+        """Return what has no effect where every token is read; it gets a gradient of zero, as DDP requires."""
+        return [] if self.slot_scale is None else [self.slot_scale]
+
+    def select_tokens(self, states: Tensor, key: Tensor, context: ForwardContext) -> ExactTokens:
+        """Select tokens for each head by the attention of a few evenly spaced queries.
+
+        Args:
+            states: (b, n, d).
+            key: (b, h, n, c) keys of the tokens.
+            context: context of the tokens.
+        """
+        keep, number = context.keep, self.config.num_selection_queries
+        ranks, places = spaced_places(context.ranks, context.lengths, keep, number)
+        with torch.no_grad():
+            rows = gather_tokens(states.unsqueeze(1), places.unsqueeze(1)).squeeze(1)
+            query = split_heads(linear(self.query, rows), self.num_heads)
+            scores = attention_asked(query, key, ranks, context.ranks, keep, context.window)
+        may = context.slot_tokens()  # neither padding nor marked
+        scores = scores if may is None else scores.masked_fill(~may, -torch.inf)
+        return first_tokens(scores, self.config.num_selected_tokens)
+
+    def leave_to_slots(self, left: Tensor, context: ForwardContext) -> ForwardContext:
+        """Write the slots from some tokens (b, h, n) only, and count those outside of each query's window."""
+        context = context._replace(written=left)
+        if context.outside is None:
+            return context
+        ordered = in_order(context.slot_tokens(), context.ranks, context.keep)
+        outside = tokens_outside(ordered, context.lengths, left.shape[-1], context.window)
+        return context._replace(left=ordered, outside=outside)
 
     def read(
         self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Read a memory with (b, n, d) states: (b, n, d) before the output projection, and the weights if eager."""
         query = split_heads(linear(self.query, hidden_states), self.num_heads)
-        return read_memories(self, query, memory.parts, None if context is None else context.options)
+        options = {} if context is None else context.options
+        output, weights = read_memories(self, query, memory.parts, options)
+        if memory.marked is None:
+            return output, weights
+        tokens, *sides = memory.marked
+        whole, _ = attend_heads(self, gather_tokens(query, tokens.places), *sides, **options)
+        weights = None if weights is None else weights.masked_fill(tokens.mask.unsqueeze(-1), 0.0)
+        return put_tokens(output, whole, tokens), weights
 
     def may_project(self, states: Tensor, output: nn.Module) -> bool:
         """Whether `forward_projected` may replace `forward` and the output projection after it."""
@@ -187,20 +302,20 @@ class MemoryAttention(nn.Module):
         """
         memory = self.write_own(hidden_states, carried, context)
         slots, (_, length, width) = memory.parts[0], hidden_states.shape
-        only_slots = len(memory.parts) == 1 and isinstance(slots, SlotMemory)
+        only_slots = len(memory.parts) == 1 and isinstance(slots, SlotMemory) and not context.whole
         absorbs = only_slots and may_absorb(self, hidden_states, self.query, output)
         if absorbs and pays(length, slots.key.shape[2], width, self.num_heads, training=self.training):
             dropout = self.attention_dropout if self.training else 0.0
             sides = slots.key, slots.value, output, slots.mask(), dropout
             return read_absorbed(hidden_states, self.query, *sides), memory.carried
 
-        def read(states: Tensor, parts: Memories) -> Tensor:
-            return linear(output, self.read(states, Memory(parts), context)[0])
+        def read(states: Tensor, memory: Memory) -> Tensor:
+            return linear(output, self.read(states, memory, context)[0])
 
         keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in memory.parts)
         if keys > width * _MOST_KEYS:
-            return read(hidden_states, memory.parts), memory.carried
-        return recomputed(read, hidden_states, [*memory.parts]), memory.carried
+            return read(hidden_states, memory), memory.carried
+        return recomputed(read, hidden_states, memory._replace(carried=None)), memory.carried
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
         """Return what a probe can inspect, by name, for the arguments of `forward`; needs eager attention."""

@@ -33,14 +33,14 @@ def control_weights(logits: Tensor, keep: Tensor | None = None, activation: str 
 
     Args:
         logits: (b, h, m, n), the products W x_i.
-        keep: (b, n) padding mask; padding gets weight zero.
+        keep: (b, n) or (b, 1 or h, n) mask; other tokens, such as padding, get weight zero.
         activation: "exp" (as in the paper, a softmax over the tokens), or its ablations "relu" and "sigmoid" (Table 8).
             With "relu", a slot whose logits are all negative stays empty.
 
     Returns:
         (b, h, m, n), non-negative, computed in float32 or wider.
     """
-    keep = None if keep is None else keep[:, None, None, :]
+    keep = _of_slots(keep)
     if activation == "exp":
         return masked_softmax(logits, keep)
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -70,7 +70,13 @@ def control_shares(logits: Tensor, keep: Tensor | None = None, activation: str =
         shares = weight_shares(torch.relu(logits), dim=-2)
     else:
         shares = (F.logsigmoid(logits) if activation == "sigmoid" else logits).softmax(-2)
-    return shares if keep is None else shares.masked_fill(~keep[:, None, None, :], 0.0)
+    return shares if keep is None else shares.masked_fill(~_of_slots(keep), 0.0)
+
+
+def _of_slots(keep: Tensor | None) -> Tensor | None:
+    """Turn a mask of tokens, (b, n) or (b, 1 or h, n), into one for (b, h, m, n)."""
+    keep = keep.unsqueeze(1) if keep is not None and keep.dim() == 2 else keep
+    return None if keep is None else keep.unsqueeze(-2)
 
 
 # ---- controls that assign each token to one slot ----
@@ -89,6 +95,13 @@ def compressive_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> Tensor:
         (b, n) long in [0, m); a slot is the mean of its tokens.
     """
     return torch.where(lengths <= num_slots, ranks, ranks * num_slots // lengths.clamp(min=1))
+
+
+def compressive_starts(lengths: Tensor, num_slots: int) -> Tensor:
+    """Ranks at which the slots of `compressive_slots` start, and the end of the last one: (b, 1) to (b, m + 1)."""
+    slots = torch.arange(num_slots + 1, device=lengths.device)
+    starts = (slots * lengths + num_slots - 1) // num_slots
+    return torch.where(lengths <= num_slots, torch.minimum(slots, lengths), starts)
 
 
 def global_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
@@ -154,5 +167,5 @@ def _nearest(key: Tensor, centroids: Tensor) -> Tensor:
 
 def slot_counts(slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
     """Count the kept tokens of each slot: (b, 1 or h, n) to (b, 1 or h, m) long."""
-    ones = torch.ones_like(slots) if keep is None else keep.long().expand_as(slots)
+    slots, ones = (slots, torch.ones_like(slots)) if keep is None else torch.broadcast_tensors(slots, keep.long())
     return slots.new_zeros(*slots.shape[:2], num_slots).scatter_add(2, slots, ones)

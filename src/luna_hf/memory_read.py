@@ -7,6 +7,7 @@ Shape letters: b batch, h heads, n tokens or queries, m slots, w tokens of a win
 with True = keep.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,8 +31,9 @@ from .windows import (
     window_weights,
 )
 
-# Number of queries per part where windows are read in parts.
-_PART_QUERIES = 512
+# Where windows are read in parts: the number of queries of a part, and at most of a block. A shorter block reads fewer
+# keys beyond its windows, but copies more.
+_PART_QUERIES, _PART_BLOCK = 512, 64
 
 
 class AttentionMap(NamedTuple):
@@ -57,27 +59,53 @@ Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
 class SlotMemory(NamedTuple):
-    """Keys and values of slots, which every query may read."""
+    """Keys and values of slots, or of single tokens, which every query may read."""
 
     key: Tensor  # (b, h, m, c)
     value: Tensor  # (b, h, m, c)
     filled: KeyMask | Tensor | None = None  # slots that may be read; (b, 1 or h, m) if a tensor; `None` for all
     bias: Tensor | None = None  # (b, h, m) added to the logits
+    # (b, 1 or h, 1 or n, 1 or m), also added; beside a window, its queries are ordered as the window's tokens.
+    query_bias: Tensor | None = None
 
-    def in_blocks(self, block_rows: int, part: slice = slice(None)) -> Parts:
-        """Repeat keys and values (blocks, h, m, c) and mask (blocks, 1 or h, 1, m) for some of `block_rows` blocks."""
-        batch, mask = self.key.shape[0], self.mask()
-        # Not `repeat_interleave`, which would need one graph for a single block and another for several.
-        rows = (torch.arange(block_rows, device=self.key.device) // (block_rows // batch))[part]
-        key, value = (states.index_select(0, rows) for states in (self.key, self.value))
-        return key, value, None if mask is None else mask.expand(batch, -1, -1, -1).index_select(0, rows)
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values as rows, (b * m, h, c)."""
+        return _as_rows(self.key), _as_rows(self.value)
+
+    def places(self, block_rows: int) -> Tensor:
+        """Find the rows that each of `block_rows` blocks of queries reads, (blocks, m)."""
+        batch, slots = self.key.shape[0], self.key.shape[2]
+        return _rows_of_blocks(block_rows, batch, self.key.device)[:, None] * slots + torch.arange(
+            slots, device=self.key.device
+        )
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the mask of a read is additive."""
+        return self.bias is not None or self.query_bias is not None
+
+    def mask_blocks(self, blocks: "_Blocks", part: slice) -> Tensor | None:
+        """Return the mask of some blocks of queries, (blocks, 1 or h, 1 or s, m): boolean, or with a bias additive."""
+        batch, rows = self.key.shape[0], _rows_of_blocks(blocks.number, self.key.shape[0], self.key.device)[part]
+        mask = _key_mask(self.filled_slots(), self.bias)
+        mask = None if mask is None else mask.unsqueeze(-2).expand(batch, -1, -1, -1).index_select(0, rows)
+        if self.query_bias is None:
+            return mask
+        bias = self.query_bias.expand(batch, -1, -1, -1)
+        bias = bias.index_select(0, rows) if bias.shape[2] == 1 else query_blocks(bias, blocks.size)[part]
+        return _sum_of_masks(mask, bias).expand(-1, -1, -1, self.key.shape[2])
+
+    def fill_mask(self, blocks: "_Blocks", part: slice, buffer: Tensor) -> None:
+        """Write the mask of some blocks, made additive, to a buffer (blocks, h, s, m)."""
+        mask = self.mask_blocks(blocks, part)
+        zero = buffer.new_zeros(())
+        buffer.copy_(zero if mask is None else mask if mask.is_floating_point() else _added(mask, zero))
 
     def mask(self) -> Tensor | None:
         """Return the mask of a read, (b, 1 or h, 1, m): boolean, or with a bias additive; `None` if it does nothing."""
-        filled = self.filled_slots()
-        if self.bias is None:
-            return filled if filled is None else filled.unsqueeze(-2)
-        return (self.bias if filled is None else _added(filled, self.bias)).unsqueeze(-2)
+        mask = _key_mask(self.filled_slots(), self.bias)
+        mask = None if mask is None else mask.unsqueeze(-2)
+        return mask if self.query_bias is None else _sum_of_masks(mask, self.query_bias)
 
     def filled_slots(self) -> Tensor | None:
         """Return the mask as (b, 1 or h, m), or `None` if all slots may be read."""
@@ -109,6 +137,7 @@ class WindowMemory(NamedTuple):
     causal: bool = False
     dilated: bool = False  # whether to read only every other token
     bias: Tensor | None = None  # (w,) added to the logits of a window's tokens, from the first to the last
+    elsewhere: Tensor | None = None  # (b, 1 or h, n) tokens that another part of the same read holds
 
     def views(self, weights: Tensor, tokens: Tensor) -> Views:
         """Return what a probe can inspect; a window's positions beyond the text have no weight."""
@@ -119,13 +148,43 @@ Memories = Sequence[SlotMemory | WindowMemory]
 
 
 def tokens_in_window(
-    key: Tensor, value: Tensor, window: int, context: ForwardContext, dilated: bool = False
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    context: ForwardContext,
+    dilated: bool = False,
+    elsewhere: Tensor | None = None,
 ) -> WindowMemory:
     """Keep an encoder's keys and values (b, h, n, c), to be read within a window or a dilated window."""
+    own = {"dilated": dilated, "elsewhere": elsewhere}
     if context.keep is None:
-        return WindowMemory(key, value, None, window, dilated=dilated)
+        return WindowMemory(key, value, None, window, **own)
     real = torch.arange(key.shape[2], device=key.device) < context.lengths
-    return WindowMemory(key, value, real, window, ranks=context.ranks, keep=context.keep, dilated=dilated)
+    return WindowMemory(key, value, real, window, ranks=context.ranks, keep=context.keep, **own)
+
+
+def _as_rows(states: Tensor) -> Tensor:
+    """Flatten (b, h, n, c) to (b * n, h, c)."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def _rows_of_blocks(block_rows: int, batch: int, device: torch.device) -> Tensor:
+    """Return the row of the batch that each block of queries belongs to, (blocks,)."""
+    # Not `repeat_interleave`, which would need one graph for a single block and another for several.
+    return torch.arange(block_rows, device=device) // (block_rows // batch)
+
+
+def _key_mask(filled: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    if filled is None or bias is None:
+        return filled if bias is None else bias
+    return _added(filled, bias)
+
+
+def _sum_of_masks(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """Add a bias to a mask that is boolean, additive or missing."""
+    if mask is None:
+        return bias
+    return _added(mask, bias) if mask.dtype == torch.bool else mask + bias
 
 
 def _added(keep: Tensor, bias: Tensor | float = 0.0) -> Tensor:
@@ -174,24 +233,21 @@ def read_memories(
 def _join_slots(memories: Sequence[SlotMemory]) -> tuple[Tensor, Tensor, KeyMask | Tensor | None]:
     if len(memories) == 1:
         (memory,) = memories
-        mask = memory.filled if isinstance(memory.filled, KeyMask) and memory.bias is None else memory.mask()
-        return memory.key, memory.value, mask
-    return _side_by_side([memory.in_blocks(memory.key.shape[0]) for memory in memories])
+        plain = isinstance(memory.filled, KeyMask) and not memory.is_biased
+        return memory.key, memory.value, memory.filled if plain else memory.mask()
+    key, value = (torch.cat([memory[side] for memory in memories], 2) for side in (0, 1))
+    return key, value, _side_by_side([memory.mask() for memory in memories], [m.key.shape[2] for m in memories], key)
 
 
-def _side_by_side(parts: Sequence[Parts]) -> Parts:
-    """Concatenate what to read of several memories. The masks are boolean; if one is additive, so is the result."""
-    if len(parts) == 1:
-        return parts[0]
-    keys, values, masks = zip(*parts, strict=True)
-    key, value = torch.cat(keys, 2), torch.cat(values, 2)
-    if all(mask is None for mask in masks):
-        return key, value, None
+def _side_by_side(masks: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) -> Tensor | None:
+    """Concatenate the masks of several memories' keys. They are boolean; if one is additive, so is the result."""
+    if len(masks) == 1 or all(mask is None for mask in masks):
+        return masks[0]
     shape = torch.broadcast_shapes(*(mask.shape[:-1] for mask in masks if mask is not None))
-    masks = [key.new_ones((), dtype=torch.bool) if mask is None else mask for mask in masks]
+    masks = [like.new_ones((), dtype=torch.bool) if mask is None else mask for mask in masks]
     if any(mask.is_floating_point() for mask in masks):
-        masks = [m if m.is_floating_point() else _added(m, key.new_zeros(())) for m in masks]
-    return key, value, torch.cat([m.expand(*shape, k.shape[2]) for m, k in zip(masks, keys, strict=True)], dim=-1)
+        masks = [m if m.is_floating_point() else _added(m, like.new_zeros(())) for m in masks]
+    return torch.cat([mask.expand(*shape, size) for mask, size in zip(masks, sizes, strict=True)], dim=-1)
 
 
 def _read_in_blocks(
@@ -199,29 +255,76 @@ def _read_in_blocks(
 ) -> tuple[Tensor, Tensor | None]:
     windows = [memory for memory in memories if isinstance(memory, WindowMemory)]
     order, block = windows[0], max(memory.window for memory in windows)
+    in_parts = choose("window_blocks", query, module.training) == "parts"
+    block = min(block, _PART_BLOCK) if in_parts else block
     query = _put_in_order(query, order)
     rows, places = query.shape[0], query.shape[2]
     query = query_blocks(query, block)
-    blocks = [_WindowBlocks.of(memory, block) if isinstance(memory, WindowMemory) else memory for memory in memories]
+    blocks = _Blocks.of(memories, block, query.shape[0])
 
     def read(part: slice) -> tuple[Tensor, Tensor | None]:
-        parts = [memory.in_blocks(query.shape[0], part) for memory in blocks]
-        output, weights = attend_heads(module, query[part], *_side_by_side(parts), **options)
-        if weights is None:
-            return output, None
-        pieces = zip(memories, weights.split([key.shape[2] for key, _, _ in parts], -1), strict=True)
-        pieces = [window_weights(w, m.window) if isinstance(m, WindowMemory) else w for m, w in pieces]
-        return output, torch.cat(pieces, -1)
+        mask = blocks.mask(part) if buffer is None else blocks.fill_mask(part, buffer)
+        output, weights = attend_heads(module, query[part], *blocks.keys(part), mask, **options)
+        return output, None if weights is None else blocks.weights(weights)
 
-    if choose("window_blocks", query, module.training) == "whole":
-        output, weights = read(slice(None))
-    else:
-        size = max(_PART_QUERIES // block, 1)
+    size, buffer = max(_PART_QUERIES // block, 1), None
+    if in_parts and blocks.additive:
+        shape = min(size, blocks.number), query.shape[1], block, blocks.places.shape[1]
+        buffer = torch.empty(shape, dtype=blocks.key.dtype, device=query.device)
+    if in_parts:
         reads = [read(slice(first, first + size)) for first in range(0, query.shape[0], size)]
         output, weights = (None if part[0] is None else torch.cat(part) for part in zip(*reads, strict=True))
+    else:
+        output, weights = read(slice(None))
     if weights is not None:
         weights = _put_back(join_blocks(weights.transpose(1, 2), rows, places), order).transpose(1, 2)
     return _put_back(join_blocks(output, rows, places), order), weights
+
+
+class _Blocks:
+    """What blocks of queries read of several memories: one table of keys and values, and the rows of each block."""
+
+    def __init__(self, memories: Sequence["SlotMemory | _WindowBlocks"], block: int, block_rows: int) -> None:
+        self.memories, self.size, self.number = memories, block, block_rows
+        keys, values = zip(*(memory.rows() for memory in memories), strict=True)
+        self.key, self.value = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (keys, values))
+        starts = itertools.accumulate((key.shape[0] for key in keys[:-1]), initial=0)
+        places = [memory.places(block_rows) + start for memory, start in zip(memories, starts, strict=True)]
+        self.sizes = [found.shape[1] for found in places]
+        self.additive = any(memory.is_biased for memory in memories)
+        self.places = torch.cat(places, 1)
+
+    @classmethod
+    def of(cls, memories: Memories, block: int, block_rows: int) -> "_Blocks":
+        """Put windows in order."""
+        ordered = [
+            _WindowBlocks.of(memory, block) if isinstance(memory, WindowMemory) else memory for memory in memories
+        ]
+        return cls(ordered, block, block_rows)
+
+    def keys(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Gather keys and values of some blocks, (blocks, h, keys, c)."""
+        key, value = (key_blocks(rows, self.places[part]).transpose(1, 2) for rows in (self.key, self.value))
+        return key, value
+
+    def mask(self, part: slice) -> Tensor | None:
+        """Return the mask of some blocks, (blocks, 1 or h, 1 or s, keys)."""
+        return _side_by_side([memory.mask_blocks(self, part) for memory in self.memories], self.sizes, self.key)
+
+    def fill_mask(self, part: slice, buffer: Tensor) -> Tensor:
+        """Like `mask`, if it is additive, in a buffer (blocks, h, s, keys): new memory for each part would be slow."""
+        buffer, first = buffer[: len(self.places[part])], 0
+        for memory, size in zip(self.memories, self.sizes, strict=True):
+            memory.fill_mask(self, part, buffer[..., first : first + size])
+            first += size
+        return buffer
+
+    def weights(self, weights: Tensor) -> Tensor:
+        """Leave out the weights of keys outside the windows, which are zero: (blocks, h, s, slots and windows)."""
+        pieces = zip(self.memories, weights.split(self.sizes, -1), strict=True)
+        return torch.cat(
+            [memory.window_weights(w) if isinstance(memory, _WindowBlocks) else w for memory, w in pieces], -1
+        )
 
 
 def window_logits(query: Tensor, memory: SlotMemory | WindowMemory, window: int) -> Tensor:
@@ -293,39 +396,88 @@ class _WindowBlocks(NamedTuple):
 
     key: Tensor  # (b * n, h, c)
     value: Tensor  # (b * n, h, c)
-    real: Tensor | None  # (b * n,)
-    places: Tensor  # (b * blocks, s + w - 1), of `key_places`
+    readable: Tensor | None  # (b * n, 1 or h)
+    reached: Tensor  # (b * blocks, s + w - 1), of `key_places`
     inside: Tensor  # (b * blocks, s + w - 1)
     block: int  # s
     bias: Tensor | None  # (1, 1, s, s + w - 1)
 
+    @property
+    def is_biased(self) -> bool:
+        """Whether the mask of a read is additive."""
+        return self.bias is not None
+
     @classmethod
     def of(cls, memory: WindowMemory, block: int) -> "_WindowBlocks":
         """Put keys and values in order."""
-        key, value, real = memory.key, memory.value, memory.real
+        key, value, readable = memory.key, memory.value, memory.real
         if not memory.ordered:
             key, value = (move_to_ranks(states, memory.ranks, memory.keep) for states in (key, value))
+        readable = None if readable is None else readable[:, None]
+        if memory.elsewhere is not None:
+            elsewhere = memory.elsewhere
+            if memory.keep is not None:
+                moved = move_to_ranks(elsewhere.unsqueeze(-1).to(key.dtype), memory.ranks, memory.keep)
+                elsewhere = moved.squeeze(-1) != 0
+            readable = ~elsewhere if readable is None else readable & ~elsewhere
         if memory.dilated:
-            if real is None and _places_to_add(key) is not None:  # the added positions must be masked
-                real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool)
+            if readable is None and _places_to_add(key) is not None:  # the added positions must be masked
+                readable = torch.ones_like(key[:, :1, :, 0], dtype=torch.bool)
             key, value = _dilate(key), _dilate(value)
-            real = None if real is None else _dilate(real[:, None, :, None])[:, 0, :, 0]
+            readable = None if readable is None else _dilate(readable.unsqueeze(-1)).squeeze(-1)
         rows, _, length, _ = key.shape
-        places, inside = key_places(rows, length, memory.window, block, key.device, memory.causal)
-        key, value = (states.transpose(1, 2).flatten(0, 1) for states in (key, value))
+        reached, inside = key_places(rows, length, memory.window, block, key.device, memory.causal)
+        readable = None if readable is None else readable.expand(rows, -1, -1).transpose(1, 2).flatten(0, 1)
         bias = None
         if memory.bias is not None:
             bias = band_weights(memory.bias.expand(1, 1, block, memory.window), block + memory.window - 1)
-        return cls(key, value, None if real is None else real.flatten(), places, inside, block, bias)
+        return cls(_as_rows(key), _as_rows(value), readable, reached, inside, block, bias)
 
-    def in_blocks(self, block_rows: int | None = None, part: slice = slice(None)) -> Parts:
-        """Gather keys, values and mask for some blocks; their number is only for the signature of `SlotMemory`'s."""
-        places, readable = self.places[part], self.inside[part]
-        if self.real is not None:
-            readable = readable & key_blocks(self.real, places)
-        key, value = (key_blocks(states, places).transpose(1, 2) for states in (self.key, self.value))
-        mask = window_mask(readable, self.block)
-        return key, value, mask if self.bias is None else _added(mask, self.bias)
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values, (b * n, h, c)."""
+        return self.key, self.value
+
+    def places(self, block_rows: int) -> Tensor:
+        """Return the rows that each block of queries reaches, (blocks, s + w - 1)."""
+        return self.reached
+
+    def mask_blocks(self, blocks: "_Blocks", part: slice) -> Tensor:
+        """Return the mask of some blocks, (blocks, 1 or h, s, s + w - 1): boolean, or additive if the others are."""
+        if not blocks.additive and self.bias is None:
+            return window_mask(self.readable_keys(part), self.block)
+        return torch.add(*self.mask_terms(part))
+
+    def fill_mask(self, blocks: "_Blocks", part: slice, buffer: Tensor) -> None:
+        """Write the mask of some blocks, made additive, to a buffer (blocks, h, s, s + w - 1)."""
+        band, keys = self.mask_terms(part)
+        torch.add(band.expand(buffer.shape), keys, out=buffer)
+
+    def readable_keys(self, part: slice) -> Tensor:
+        """Return which keys some blocks may read, (blocks, 1 or h, s + w - 1)."""
+        inside = self.inside[part].unsqueeze(1)
+        if self.readable is None:
+            return inside
+        return inside & key_blocks(self.readable, self.reached[part]).transpose(1, 2)
+
+    def mask_terms(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Return the sum of an additive mask: (1, 1, s, keys) and (blocks, 1 or h, 1, keys).
+
+        One addition is faster than combining boolean masks of every head.
+        """
+        readable, zero = self.readable_keys(part), self.key.new_zeros(())
+        unread = torch.finfo(self.key.dtype).min / 2
+        band = window_mask(torch.ones_like(readable[:1, :1]), self.block)
+        band = torch.where(band, zero if self.bias is None else self.bias, unread)
+        return band, torch.where(readable, zero, unread).unsqueeze(-2)
+
+    def in_blocks(self) -> Parts:
+        """Gather keys, values and mask of all blocks."""
+        key, value = (key_blocks(states, self.reached).transpose(1, 2) for states in (self.key, self.value))
+        return key, value, window_mask(self.readable_keys(slice(None)), self.block)
+
+    def window_weights(self, weights: Tensor) -> Tensor:
+        """Select the weights of each query's window, (blocks, h, s, w)."""
+        return window_weights(weights, self.reached.shape[1] - self.block + 1)
 
 
 def _dilate(states: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention_base import linear
 from .configuration_base import BoundedMemoryConfig
-from .context import ForwardContext, make_context
+from .context import ForwardContext
 from .heads import (
     ClassificationHead,
     MaskedLMHead,
@@ -38,14 +38,16 @@ from .heads import (
     classification_loss,
     classifier_dropout,
     cross_entropy,
+    first_marked,
+    question_marked,
 )
 from .modeling_base import BaseModelMixin, HeadMixin
 from .modeling_layers import DepthwiseConvolution
 from .modeling_streams import StreamMixin
-from .unpadding import BOUNDARIES, StreamContext
+from .unpadding import BOUNDARIES, StreamContext, is_readable
 
 # Keywords of the encoders' forward pass besides those of every model.
-_OWN_KEYWORDS = (*BOUNDARIES, "max_length_q", "max_length_k", "unpad_inputs")
+_OWN_KEYWORDS = (*BOUNDARIES, "max_length_q", "max_length_k", "unpad_inputs", "num_global_tokens")
 
 
 class EncoderModelMixin(StreamMixin, BaseModelMixin):
@@ -78,6 +80,7 @@ class EncoderModelMixin(StreamMixin, BaseModelMixin):
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
+        global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         """
@@ -90,14 +93,20 @@ class EncoderModelMixin(StreamMixin, BaseModelMixin):
                 1). Positions that begin at 0 are counted from there instead. Where they return to the row's first, the
                 next text begins. Memories that depend on token order ignore them and use the order of the input.
             inputs_embeds: (b, n, d) token embeddings, instead of `input_ids`; before scaling, positions and LayerNorm.
+            global_attention_mask: (b, n), 1 for tokens to mark, as in Longformer: every token reads them, and they read
+                every token (`config.global_tokens_read_all`).
             output_hidden_states, output_attentions, return_dict: keyword only. Attentions (eager only) are the read
-                weights: (b, h, n, m) over slots or window positions (of both, slots first), or (b, h, n, n) for full
-                attention. A family may record more.
+                weights: (b, h, n, keys) over slots, marked tokens, selected tokens and window positions, in this order,
+                as far as the layer has them; or (b, h, n, n) where every token is read. A token that is read as marked
+                or selected has no weight in the window, and rows of marked tokens that read all others are zero. A
+                family may record more.
             local_window, read_slots: keyword only, for models with `config.local_window`. A smaller window for this
                 pass, 0 for none; and `False` to read no slots.
             cu_seq_lens_q, cu_seq_lens_k, seq_idx: keyword only; where the texts of a row begin, if it holds several.
                 Each has its own memory. The output has the shape of the input, but packed states are (texts, l, d).
             unpad_inputs: keyword only; overrides `config.unpad_inputs`.
+            num_global_tokens: keyword only; the largest number of marked tokens in a row, if known: compiled and
+                exported models otherwise have `config.max_global_tokens` places for them.
 
         Raises:
             ValueError: A shape is wrong, the input is empty or longer than `max_position_embeddings`, `position_ids`
@@ -107,8 +116,9 @@ class EncoderModelMixin(StreamMixin, BaseModelMixin):
         self.check_shapes(input_ids, inputs_embeds, attention_mask)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep = self.tokens_to_keep(input_ids, attention_mask)
+        marked = self.find_marked(inputs, global_attention_mask)
         own = {name: kwargs.pop(name, None) for name in _OWN_KEYWORDS}
-        unpad = own.pop("unpad_inputs")
+        unpad, most = own.pop("unpad_inputs"), own.pop("num_global_tokens")
         unpad = self.config.unpad_inputs if unpad is None else unpad
         starts = self.find_texts(inputs, keep, position_ids, own)
         position_ids = self.table_positions(position_ids, keep)
@@ -116,23 +126,47 @@ class EncoderModelMixin(StreamMixin, BaseModelMixin):
         self.check_length(inputs.shape[1] if stream is None else stream.longest)
         if stream is None:
             hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
-            carried, context = self.begin(hidden_states, keep, **kwargs)
+            carried, context = self.begin(hidden_states, keep, marked, most_marked=most, **kwargs)
         else:
             position_ids = self.stream_positions(position_ids, stream)
             input_ids, inputs_embeds, token_type_ids = map(stream.select, (input_ids, inputs_embeds, token_type_ids))
             hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, None)
-            carried, context = self.begin_stream(hidden_states, stream, **kwargs)
+            carried, context = self.begin_stream(
+                hidden_states, stream, stream.select(marked), most_marked=most, **kwargs
+            )
         hidden_states, carried = self.encoder(hidden_states, carried, context)
         if stream is not None:
             hidden_states, carried = context.restore(hidden_states, carried)
         return self.make_output(hidden_states, carried, context)
 
-    def begin(self, hidden_states: Tensor, keep: Tensor | None, **options: Any) -> tuple[Tensor | None, ForwardContext]:
+    def begin(
+        self, hidden_states: Tensor, keep: Tensor | None, marked: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor | None, ForwardContext]:
         """Return the first layer's `carried` input for (b, n, d) states, and the context shared by all layers."""
-        window = self.config.local_window
-        context = make_context(keep, hidden_states.shape[1], hidden_states.device, options=options, window=window)
+        context = self.make_context(hidden_states, keep, marked, options)
         carried = self.first_carried()
         return carried, self.attention_class.prepare(self.config, hidden_states, carried, context)
+
+    def find_marked(self, inputs: Tensor, global_attention_mask: Tensor | None) -> Tensor | None:
+        """Return the marked tokens (b, n) of (b, n) or (b, n, d) inputs, or `None` if none is marked.
+
+        Raises:
+            ValueError: The family has no marked tokens, or the mask has another shape.
+        """
+        if global_attention_mask is None:
+            return None
+        if not self.config.reads_exact_tokens:
+            raise ValueError(
+                f"`global_attention_mask` is not supported: {self.config.model_type} models have no softmax over slots "
+                "and window that marked tokens could join. Leave it out."
+            )
+        if global_attention_mask.shape != inputs.shape[:2]:
+            raise ValueError(
+                f"`global_attention_mask` must have the shape of the input, {tuple(inputs.shape[:2])}, but has shape "
+                f"{tuple(global_attention_mask.shape)}."
+            )
+        marked = global_attention_mask != 0
+        return marked if not is_readable(marked) or marked.any() else None
 
     def make_output(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext | StreamContext
@@ -166,6 +200,7 @@ class EncoderHeadMixin(HeadMixin):
     """A head on an encoder; rejects the config of a causal model."""
 
     one_text_per_row = False  # whether the head reads whole rows, which must not hold several texts
+    marks = "none"  # what `config.global_tokens="auto"` marks
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         if config.is_decoder:
@@ -176,6 +211,36 @@ class EncoderHeadMixin(HeadMixin):
         config.refuse_encoder_decoder(type(self).__name__)
         super().__init__(config)
         self.base_model.one_text_per_row = self.one_text_per_row
+
+    def encode(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        global_attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """Run the base model; without a `global_attention_mask`, the head marks what `config.global_tokens` says."""
+        marks = self.config.global_tokens if self.config.local_window and self.config.reads_exact_tokens else "none"
+        marks = self.marks if marks == "auto" else marks
+        if global_attention_mask is None and marks != "none":
+            keep = self.base_model.tokens_to_keep(input_ids, attention_mask)
+            if keep is None:
+                keep = torch.ones_like(input_ids if inputs_embeds is None else inputs_embeds[..., 0]).bool()
+            ends = self.text_ends(input_ids, token_type_ids) if marks == "question" else None
+            global_attention_mask = first_marked(keep) if ends is None else question_marked(keep, ends)
+            kwargs["num_global_tokens"] = 1 if ends is None else None
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        return self.base_model(*inputs, global_attention_mask=global_attention_mask, return_dict=True, **kwargs)
+
+    def text_ends(self, input_ids: Tensor | None, token_type_ids: Tensor | None) -> Tensor | None:
+        """Return where the first text of a pair has ended, (b, n) boolean: separators, or tokens of another type."""
+        end = self.config.eos_token_id if self.config.sep_token_id is None else self.config.sep_token_id
+        if input_ids is not None and isinstance(end, int):
+            return input_ids == end
+        return None if token_type_ids is None else token_type_ids != 0
 
 
 class MaskedLMMixin(EncoderHeadMixin):
@@ -216,6 +281,7 @@ class MaskedLMMixin(EncoderHeadMixin):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
         """
@@ -223,13 +289,14 @@ class MaskedLMMixin(EncoderHeadMixin):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
             labels: (b, n) token ids to predict; -100 is ignored.
             num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
+            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
 
         Returns:
             `loss` if labels are given; `logits` (b, n, vocab_size), or (number of labels, vocab_size) in training with
             `sparse_prediction`.
         """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        outputs = self.base_model(*inputs, return_dict=True, **kwargs)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
+        outputs = self.encode(*inputs, **kwargs)
         states, loss = outputs.last_hidden_state, None
         if labels is not None and self.training and self.config.sparse_prediction:
             labelled = labels != -100
@@ -256,6 +323,7 @@ class SequenceClassificationMixin(PooledHeadMixin):
     """Classification of, or regression on, a whole sequence or pair of sequences."""
 
     auto_classes = ("AutoModelForSequenceClassification",)
+    marks = "first"
     output_class = SequenceClassifierOutput
 
     def add_head(self, config: BoundedMemoryConfig) -> None:
@@ -274,6 +342,7 @@ class SequenceClassificationMixin(PooledHeadMixin):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         """
@@ -281,12 +350,13 @@ class SequenceClassificationMixin(PooledHeadMixin):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
             labels: (b,) class indices or values, or (b, num_labels); see `classification_loss`.
             num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
+            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
 
         Returns:
             `loss` if labels are given; `logits` (b, num_labels).
         """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        outputs = self.base_model(*inputs, return_dict=True, **kwargs)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
+        outputs = self.encode(*inputs, **kwargs)
         logits = self.pooled_logits(outputs, input_ids, attention_mask)
         loss = None if labels is None else classification_loss(logits, labels, self.config, num_items_in_batch)
         return self.make_output(outputs, loss=loss, logits=logits)
@@ -296,6 +366,7 @@ class MultipleChoiceMixin(PooledHeadMixin):
     """Multiple choice: one score per choice, with a softmax over the choices."""
 
     auto_classes = ("AutoModelForMultipleChoice",)
+    marks = "question"
     output_class = MultipleChoiceModelOutput
 
     def add_head(self, config: BoundedMemoryConfig) -> None:
@@ -313,6 +384,7 @@ class MultipleChoiceMixin(PooledHeadMixin):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MultipleChoiceModelOutput:
         """
@@ -321,6 +393,7 @@ class MultipleChoiceMixin(PooledHeadMixin):
                 with an additional dimension for the choices, (b, choices, n) or (b, choices, n, d).
             labels: (b,) index of the correct choice.
             num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
+            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
 
         Returns:
             `loss` if labels are given; `logits` (b, choices).
@@ -332,9 +405,10 @@ class MultipleChoiceMixin(PooledHeadMixin):
             "token_type_ids": token_type_ids,
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
+            "global_attention_mask": global_attention_mask,
         }
         flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in flat.items()}
-        outputs = self.base_model(**flat, return_dict=True, **kwargs)
+        outputs = self.encode(**flat, **kwargs)
         logits = self.pooled_logits(outputs, flat["input_ids"], flat["attention_mask"]).view(-1, num_choices)
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
         return self.make_output(outputs, loss=loss, logits=logits)
@@ -362,6 +436,7 @@ class TokenClassificationMixin(EncoderHeadMixin):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
         """
@@ -369,12 +444,13 @@ class TokenClassificationMixin(EncoderHeadMixin):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
             labels: (b, n) class indices; -100 is ignored.
             num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
+            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
 
         Returns:
             `loss` if labels are given; `logits` (b, n, num_labels).
         """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        outputs = self.base_model(*inputs, return_dict=True, **kwargs)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
+        outputs = self.encode(*inputs, **kwargs)
         logits = linear(self.classifier, self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
         return self.make_output(outputs, loss=loss, logits=logits)
@@ -385,6 +461,7 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
 
     auto_classes = ("AutoModelForQuestionAnswering",)
     one_text_per_row = True
+    marks = "question"
     output_class = QuestionAnsweringModelOutput
 
     def add_head(self, config: BoundedMemoryConfig) -> None:
@@ -403,6 +480,7 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         """
@@ -411,14 +489,15 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
             start_positions, end_positions: (b,) first and last token of the answer; positions beyond the input are
                 ignored by the loss.
             num_items_in_batch: number of rows in the whole update; the summed loss is divided by it.
+            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
 
         Returns:
             `loss` if both positions are given; `start_logits` and `end_logits` (b, n).
         """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
         if start_positions is not None and end_positions is not None:
             kwargs["unpad_inputs"] = False  # as in every model of transformers, padding competes in the loss
-        outputs = self.base_model(*inputs, return_dict=True, **kwargs)
+        outputs = self.encode(*inputs, **kwargs)
         start_logits, end_logits = linear(self.qa_outputs, outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:

@@ -28,9 +28,9 @@ from transformers.utils.output_capturing import OutputRecorder
 from .attention_base import attend, make_key_mask
 from .attention_luna import LunaAttention, LunaPackAttention, valid_slots
 from .configuration_luna import LunaConfig
-from .context import ForwardContext, drop_if_full, make_context
+from .context import ForwardContext, drop_if_full
 from .dispatch import choose
-from .functional import first_kept, masked_mean
+from .functional import first_kept, join_gradients, masked_mean
 from .modeling_encoder import (
     EncoderModelMixin,
     MaskedLMMixin,
@@ -147,26 +147,6 @@ class LunaPackedEmbeddings(nn.Module):
         return packed if keep is None else packed.masked_fill(~keep.unsqueeze(-1), 0.0)
 
 
-class _JoinStreams(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        return first.view_as(first), second.view_as(second)
-
-    @staticmethod
-    def backward(ctx: Any, first_grad: Tensor, second_grad: Tensor) -> tuple[Tensor, Tensor]:
-        # Autograd passes zeros, not None, as the gradient of an unused output.
-        return first_grad, second_grad
-
-
-def join_streams(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors, linked in autograd: a loss on one gives zero gradients to the parameters of the other.
-
-    A loss uses either the token states or the packed states. Without this link, the last layer's parameters that serve
-    only the other stream would have no gradient, which stops distributed training.
-    """
-    return _JoinStreams.apply(first, second) if torch.is_grad_enabled() else (first, second)
-
-
 class LunaPreTrainedModel(EncoderPreTrainedModel):
     """Base class of the Luna encoders."""
 
@@ -201,6 +181,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         packed_states: torch.FloatTensor | None = None,
+        global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaModelOutput:
         """Like `EncoderModelMixin.forward`, with `output_packed_hidden_states` and `output_pack_attentions`.
@@ -209,6 +190,8 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
             packed_states: (b, l, d) the `packed_states` of an earlier segment of the same texts, from which P starts
                 instead of the learned P_0. All slots are in use then.
             output_packed_states: keyword only; returns `packed_states` for the next segment.
+            reads_packed_states: keyword only; `False` if nothing reads the packed states that are returned, which may
+                then be those of an earlier layer.
 
         Inputs of more than `config.segment_length` tokens are read segment by segment (`segments.read_segments`).
 
@@ -217,6 +200,8 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
                 are given for more than one segment.
         """
         wanted, segment = kwargs.pop("output_packed_states", False), self.config.segment_length
+        if wanted or packed_states is not None or segment is not None:
+            kwargs["reads_packed_states"] = True
         read = partial(self.read_segment, return_dict=True, **kwargs)
         first = input_ids if inputs_embeds is None else inputs_embeds
         if packed_states is not None or segment is not None:
@@ -228,8 +213,10 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
                 )
         if segment is None or first is None or first.dim() < 2 or first.shape[1] <= segment:
             inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-            output = read(*inputs, packed_states=packed_states)
+            output = read(*inputs, packed_states=packed_states, global_attention_mask=global_attention_mask)
         else:
+            if global_attention_mask is not None:
+                raise ValueError("Marked tokens cannot be read from other segments: leave out `global_attention_mask`.")
             if position_ids is not None:
                 raise ValueError("Every segment counts its positions from the start: leave out `position_ids`.")
             self.check_shapes(input_ids, inputs_embeds, attention_mask)
@@ -267,18 +254,20 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         Raises:
             ValueError: A keyword is misspelt or not supported.
         """
-        super().check_keywords({name: value for name, value in keywords.items() if name != "packed_states"})
+        own = ("packed_states", "reads_packed_states")
+        super().check_keywords({name: value for name, value in keywords.items() if name not in own})
         if keywords.get("output_pack_attentions") and self.config._attn_implementation != "eager":
             raise ValueError(
                 "`output_pack_attentions` needs eager attention, but the model uses "
                 f'{self.config._attn_implementation}. Call `model.set_attn_implementation("eager")` first.'
             )
 
-    def begin(self, hidden_states: Tensor, keep: Tensor | None, **options: Any) -> tuple[Tensor, ForwardContext]:
+    def begin(
+        self, hidden_states: Tensor, keep: Tensor | None, marked: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, ForwardContext]:
         """Return P_0 (b, l, d), the first layer's packed states, and the context shared by all layers."""
         (batch, length, width), given = hidden_states.shape, options.pop("packed_states", None)
-        window = self.config.local_window
-        context = make_context(keep, length, hidden_states.device, options=options, window=window)
+        context = self.make_context(hidden_states, keep, marked, options)
         num_slots = self.config.projection_length
         if given is not None:
             if given.shape != (batch, num_slots, width):
@@ -299,6 +288,17 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         context = self.attention_class.prepare(self.config, hidden_states, packed_queries, context)
         return self.packed_embeddings(batch, num_slots, context.carried_keep, given), context
 
+    def make_context(
+        self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
+    ) -> ForwardContext:
+        """Like `StreamMixin.make_context`; packed states that nothing reads need not be updated in inference."""
+        options = dict(options)
+        outputs = ("output_packed_hidden_states", "output_pack_attentions")
+        asked = options.pop("reads_packed_states", True)
+        asked = asked or any(options.get(name, getattr(self.config, name, False)) for name in outputs)
+        context = super().make_context(states, keep, marked, options)
+        return context._replace(carries=asked or torch.is_grad_enabled())
+
     def carried_by_texts(self, stream: Stream) -> tuple[Tensor, tuple[int, ...]]:
         """Return P_0 for every text, in as many slots as padded rows would have, and the slots of each bucket."""
         num_slots, slots, keep = self.config.projection_length, None, None
@@ -313,7 +313,8 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         self, hidden_states: Tensor, carried: Tensor, context: ForwardContext | StreamContext
     ) -> LunaModelOutput:
         """Return the output with both streams."""
-        hidden_states, packed = join_streams(hidden_states, self.packed_layer_norm(carried))
+        # A loss uses one stream; the last layer's parameters that serve only the other need a gradient, too.
+        hidden_states, packed = join_gradients(hidden_states, self.packed_layer_norm(carried))
         # Not `context.carried_keep`, which is `None` if nothing is padded: output fields must not depend on the data.
         slots = None
         if self.config.dynamic_projection:
@@ -373,14 +374,24 @@ class LunaPooling(nn.Module):
         return self.LayerNorm(self.output(pooled)).squeeze(1)
 
 
-class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
+class LunaHeadMixin:
+    """A head on Luna's token states, or on its packed states."""
+
+    def encode(self, *inputs: Any, **kwargs: Any) -> LunaModelOutput:
+        """Like `EncoderHeadMixin.encode`; only some heads read the packed states."""
+        pooling = getattr(self, "pooling", None)
+        kwargs.setdefault("reads_packed_states", pooling is not None and pooling.kind.startswith("packed"))
+        return super().encode(*inputs, **kwargs)
+
+
+class LunaForMaskedLM(LunaHeadMixin, MaskedLMMixin, LunaPreTrainedModel):
     """Luna with a masked language modelling head."""
 
     base_model_class = LunaModel
     output_class = LunaMaskedLMOutput
 
 
-class LunaForSequenceClassification(SequenceClassificationMixin, LunaPreTrainedModel):
+class LunaForSequenceClassification(LunaHeadMixin, SequenceClassificationMixin, LunaPreTrainedModel):
     """Luna with a sequence classification or regression head."""
 
     base_model_class = LunaModel
@@ -388,7 +399,7 @@ class LunaForSequenceClassification(SequenceClassificationMixin, LunaPreTrainedM
     output_class = LunaSequenceClassifierOutput
 
 
-class LunaForMultipleChoice(MultipleChoiceMixin, LunaPreTrainedModel):
+class LunaForMultipleChoice(LunaHeadMixin, MultipleChoiceMixin, LunaPreTrainedModel):
     """Luna with a multiple-choice head, for tasks such as RACE and CommonsenseQA."""
 
     base_model_class = LunaModel
@@ -396,14 +407,14 @@ class LunaForMultipleChoice(MultipleChoiceMixin, LunaPreTrainedModel):
     output_class = LunaMultipleChoiceOutput
 
 
-class LunaForTokenClassification(TokenClassificationMixin, LunaPreTrainedModel):
+class LunaForTokenClassification(LunaHeadMixin, TokenClassificationMixin, LunaPreTrainedModel):
     """Luna with a token classification head."""
 
     base_model_class = LunaModel
     output_class = LunaTokenClassifierOutput
 
 
-class LunaForQuestionAnswering(QuestionAnsweringMixin, LunaPreTrainedModel):
+class LunaForQuestionAnswering(LunaHeadMixin, QuestionAnsweringMixin, LunaPreTrainedModel):
     """Luna with a span head for extractive question answering."""
 
     base_model_class = LunaModel

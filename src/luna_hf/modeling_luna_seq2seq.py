@@ -15,8 +15,9 @@ from .attention_luna import LunaAttention
 from .attention_luna_causal import LunaCausalAttention
 from .configuration_luna import LunaConfig
 from .context import drop_if_full
+from .functional import join_gradients
 from .modeling_base import BoundedMemoryPreTrainedModel
-from .modeling_luna import LunaModel, LunaModelOutput, join_streams
+from .modeling_luna import LunaModel, LunaModelOutput
 from .modeling_seq2seq import (
     ConditionalGenerationMixin,
     CrossDecoderMixin,
@@ -53,7 +54,7 @@ class LunaCrossDecoder(CrossDecoderMixin, BoundedMemoryPreTrainedModel):
 
     def join_carried(self, hidden_states: Tensor, carried: Tensor) -> Tensor:
         """Link the states to the last packed states, whose LayerNorm would have no gradient otherwise."""
-        return join_streams(hidden_states, carried)[0]
+        return join_gradients(hidden_states, carried)[0]
 
 
 class LunaSeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):

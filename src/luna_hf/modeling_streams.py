@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .context import make_context
+from .context import ForwardContext, make_encoder_context
 from .unpadding import Stream, StreamContext, find_starts, is_readable, make_stream
 
 
@@ -32,16 +32,22 @@ class StreamMixin:
             )
         return starts
 
+    def make_context(
+        self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
+    ) -> ForwardContext:
+        """Return the context of (b, n, d) states, without the family's masks."""
+        return make_encoder_context(self.config, states, keep, options, marked, self.attention_class.has_slots)
+
     def begin_stream(
-        self, hidden_states: Tensor, stream: Stream, **options: Any
+        self, hidden_states: Tensor, stream: Stream, marked: Tensor | None = None, **options: Any
     ) -> tuple[Tensor | None, StreamContext]:
         """Like `begin`, for a stream (1, t, d)."""
         carried, slots = self.carried_by_texts(stream)
+        marks = [None] * len(stream.buckets) if marked is None else stream.in_buckets(marked.squeeze(0))
         context = StreamContext(stream, (), slots, stream.lengths)
         parts = []
-        for bucket, rows in zip(stream.buckets, context.split(hidden_states, carried), strict=True):
-            length, window = bucket.length, self.config.local_window
-            own = make_context(bucket.keep, length, hidden_states.device, options=options, window=window)
+        for bucket, rows, mark in zip(stream.buckets, context.split(hidden_states, carried), marks, strict=True):
+            own = self.make_context(rows[0], bucket.keep, mark, options)
             parts.append(self.attention_class.prepare(self.config, *rows, own))
         return carried, context._replace(parts=tuple(parts))
 

@@ -64,6 +64,14 @@ class Stream(NamedTuple):
         flat = inputs.expand(*self.shape, *inputs.shape[2:]).flatten(0, 1)
         return (flat if self.tokens is None else flat.index_select(0, self.tokens)).unsqueeze(0)
 
+    def in_buckets(self, states: Tensor) -> list[Tensor]:
+        """Split what belongs to the tokens, (t, ...), into the rows of every bucket; padding holds a token's."""
+        parts = states.index_select(0, self.gather).split([bucket.rows * bucket.length for bucket in self.buckets])
+        return [
+            part.view(bucket.rows, bucket.length, *states.shape[1:])
+            for part, bucket in zip(parts, self.buckets, strict=True)
+        ]
+
     def restore(self, states: Tensor) -> Tensor:
         """Put states (1, t, d) back to the places of the input, with zeros at padding."""
         if self.tokens is None:
@@ -82,14 +90,12 @@ class StreamContext(NamedTuple):
 
     def split(self, states: Tensor, carried: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
         """Split a stream (1, t, d) and its carried states (texts, l, d), by length, into the rows of every bucket."""
-        places, buckets = states.squeeze(0).index_select(0, self.stream.gather), self.stream.buckets
-        parts = places.split([bucket.rows * bucket.length for bucket in buckets])
+        buckets = self.stream.buckets
         owned = [carried] * len(buckets)
         if self.slots is not None and carried is not None:
             texts = carried.split([bucket.rows for bucket in buckets])
             owned = [states[:, :count] for states, count in zip(texts, self.slots, strict=True)]
-        rows = [part.view(bucket.rows, bucket.length, -1) for part, bucket in zip(parts, buckets, strict=True)]
-        return [*zip(rows, owned, strict=True)]
+        return [*zip(self.stream.in_buckets(states.squeeze(0)), owned, strict=True)]
 
     def join(self, rows: Sequence[Tensor], carried: Sequence[Tensor | None], most: int) -> tuple[Tensor, Tensor | None]:
         """Undo `split`, with `most` carried states for each text."""

@@ -61,13 +61,13 @@ def key_blocks(joined: Tensor, places: Tensor) -> Tensor:
     return joined.index_select(0, places.flatten()).view(*places.shape, *joined.shape[1:])
 
 
-def window_mask(real: Tensor, block: int) -> Tensor:
-    """Mask the keys outside a query's window: padding mask (blocks, s + w - 1) to (blocks, 1, s, s + w - 1)."""
-    keys = real.shape[1]
+def window_mask(readable: Tensor, block: int) -> Tensor:
+    """Mask the keys outside of queries' windows: (blocks, 1 or h, s + w - 1) to (blocks, 1 or h, s, s + w - 1)."""
+    keys, device = readable.shape[-1], readable.device
     # The window of a block's query i starts at key i.
-    offset = torch.arange(keys, device=real.device) - torch.arange(block, device=real.device)[:, None]
+    offset = torch.arange(keys, device=device) - torch.arange(block, device=device)[:, None]
     band = (offset >= 0) & (offset <= keys - block)
-    return (real[:, None, :] & band).unsqueeze(1)
+    return readable.unsqueeze(-2) & band
 
 
 def join_blocks(states: Tensor, rows: int, length: int) -> Tensor:
