@@ -7,7 +7,16 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import FAMILIES, padded_batch, refused, slots_of, tiny_causal_model, tiny_config_for, tiny_model
+from helpers import (
+    FAMILIES,
+    padded_batch,
+    random_ids,
+    refused,
+    slots_of,
+    tiny_causal_model,
+    tiny_config_for,
+    tiny_model,
+)
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from variants import ROWS, ConfigField
 
@@ -44,6 +53,27 @@ FIELDS = {
     "conv_initializer_range": ConfigField((0,), effect=(0.5, "filter_scale"), together={"conv_kernel_size": 5}),
     "local_window": ConfigField((-1,), effect=(5, "outputs")),
     "slot_count_bias": ConfigField(effect=(False, "parameters"), together={"local_window": 5}),
+    "slot_counts": ConfigField(("some", "outside", "all"), effect=("all", "outputs"), together={"local_window": 5}),
+    "global_tokens": ConfigField(
+        ("cls", "auto", "none", "first", "question"),
+        **{"effect": ("none", "classifier_outputs"), "together": {"local_window": 5}, "encoders_only": True},
+    ),
+    "global_tokens_read_all": ConfigField(
+        effect=(False, "classifier_outputs"), together={"local_window": 5}, encoders_only=True
+    ),
+    "max_global_tokens": ConfigField((0,), effect=(2, "takes_three_marks"), encoders_only=True),
+    "num_selected_tokens": ConfigField((-1,), effect=(3, "outputs"), together={"local_window": 4}, encoders_only=True),
+    "num_selection_queries": ConfigField(
+        (0,),
+        effect=(2, "outputs"),
+        together={"local_window": 4, "num_selected_tokens": 3},
+        encoders_only=True,
+    ),
+    "sep_token_id": ConfigField(
+        effect=(int(padded_batch([12, 5])["input_ids"][0, 4]), "answers"),
+        together={"local_window": 5},
+        encoders_only=True,
+    ),
     "full_attention_layers": ConfigField(
         ([3], "num_hidden_layers"), bad_in_decoder=([0],), effect=([0], "outputs"), encoders_only=True
     ),
@@ -71,6 +101,11 @@ FIELDS = {
     "use_cache": ConfigField(effect=(False, "returns_state"), encoders_only=True),
 }
 SLOTS = ConfigField((0,), effect=(6, "outputs"))
+# Fields of what is read in one softmax with a window; without effect in families that have none.
+BESIDE_WINDOWS = (
+    *("slot_count_bias", "slot_counts", "global_tokens", "global_tokens_read_all", "max_global_tokens"),
+    *("num_selected_tokens", "num_selection_queries", "sep_token_id"),
+)
 
 
 def own_fields(model_type):
@@ -81,7 +116,7 @@ def checks_of(model_type):
     """The check of every field of a family, in the order of their names."""
     checks = {**FIELDS, **dict.fromkeys(slots_of(model_type), SLOTS)}
     if not ROWS[model_type].mixes:
-        checks |= {"local_window": ConfigField((5, 0)), "slot_count_bias": ConfigField()}
+        checks |= {name: ConfigField() for name in BESIDE_WINDOWS} | {"local_window": ConfigField((5, 0))}
     if ROWS[model_type].positions[1] != "rotary":  # heads of any size
         checks["num_attention_heads"] = dataclasses.replace(checks["num_attention_heads"], bad_in_decoder=())
     return dict(sorted({**checks, **ROWS[model_type].fields}.items()))
@@ -97,7 +132,7 @@ def test_every_field_is_in_the_tables(model_type):
     checks = checks_of(model_type)
     assert own_fields(model_type) == checks.keys(), "a field without a check, or a check without a field"
     without_effect = {name for name, check in checks.items() if check.effect is None}
-    window = {} if ROWS[model_type].mixes else {"local_window", "slot_count_bias"}
+    window = () if ROWS[model_type].mixes else ("local_window", *BESIDE_WINDOWS)
     assert without_effect <= {"bos_token_id", "eos_token_id", *window}, "a field without a check of its effect"
 
 
@@ -272,6 +307,20 @@ def outputs(config, train=False, kind="base"):
 def changed(config):
     default = tiny_config_for(config.model_type)
     return {n: getattr(config, n) for n in own_fields(config.model_type) if getattr(config, n) != getattr(default, n)}
+
+
+def takes_three_marks(config):
+    model, marks = tiny_model(config.model_type, **changed(config)), torch.zeros(1, 9, dtype=torch.long)
+    marks[0, ::4] = 1
+    try:
+        model(random_ids(1, 9), global_attention_mask=marks)
+    except ValueError:
+        return False
+    return True
+
+
+def answers(config):
+    return outputs(config, kind="span")
 
 
 def trained_outputs(config):

@@ -155,7 +155,8 @@ def test_without_slots_a_mixed_layer_is_a_sliding_window(kind, window, backend):
 @torch.no_grad()
 def test_without_slots_a_window_over_the_row_is_softmax_attention(family, backend):
     """Of the projections with which the tokens read; Luna's packed states then change no token."""
-    mixed = float64(family, local_window=46, **({"tie_kv": False} if family == "luna" else {}))
+    fields = {"tie_kv": False} if family == "luna" else {}
+    mixed = float64(family, local_window=46, slot_counts="all", **fields)
     full = with_weights_of(float64("abc_memory", memory_control="full"), mixed)
     for model in (mixed, full):
         model.set_attn_implementation(backend)

@@ -147,6 +147,7 @@ def _unused_in_luna(name: str, config: PreTrainedConfig) -> bool:
 LUNA = Variants(
     encoder={
         "mixed": {"local_window": 5},
+        "selected": {"local_window": 4, "num_selected_tokens": 4, "num_selection_queries": 5},
         "full-layer": {"local_window": 4, "full_attention_layers": [0]},
         "tokens-per-slot": {"tokens_per_slot": 3},
     },
@@ -202,7 +203,7 @@ LUNA = Variants(
             ("softmax", "softplus", "elu", "exp"), effect=("exp", "causal_outputs"), together={"is_decoder": True}
         ),
     },
-    flash=dict.fromkeys(("default", "mixed", "full-layer", "tokens-per-slot"), "flash_varlen"),
+    flash=dict.fromkeys(("default", "mixed", "selected", "full-layer", "tokens-per-slot"), "flash_varlen"),
     causal_reference=reference.attend_luna,
     deviation={"pack.slots": 1.0},  # the size of normed states
     state_options={"pack_activation": "elu"},
@@ -223,6 +224,10 @@ ABC = Variants(
         "relu": {"control_activation": "relu"},
         "sigmoid": {"control_activation": "sigmoid"},
         "mixed": {"local_window": 5},
+        "selected": {
+            **{"memory_control": "compressive", "memory_size": 3, "local_window": 4},
+            **{"num_selected_tokens": 4, "num_selection_queries": 5},
+        },
         "mixed-random-full-layer": {"memory_control": "random", "local_window": 4, "full_attention_layers": [0]},
     },
     causal={
@@ -243,7 +248,7 @@ ABC = Variants(
         "random-of-each-layer": {"memory_control": "random", "share_control": False},
         "relu-of-each-layer": {"control_activation": "relu", "share_control": False},
     },
-    kinds=("default", "prenorm-sinusoidal", "sliding-window", "mixed"),
+    kinds=("default", "prenorm-sinusoidal", "sliding-window", "mixed", "selected"),
     causal_kinds=("default", "prenorm-sinusoidal", "sliding-window", "mixed"),
     library_encoder={
         "Default": LibraryVariant(),

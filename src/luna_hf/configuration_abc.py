@@ -65,7 +65,18 @@ class AbcConfig(BoundedMemoryConfig):
     model_type = "abc_memory"
     state_fields = (*BoundedMemoryConfig.state_fields, "memory_control", "memory_size", "control_activation")
     slots_field = "memory_size"
-    presets = {"base": {}, "base-128": {"memory_size": 128}}  # both sizes of the paper
+    presets = {
+        # Both sizes of the paper.
+        "base": {},
+        "base-128": {"memory_size": 128},
+        # Reads long texts much as the softmax of a trained encoder does, without training: see docs/window.md.
+        "selected": {
+            "memory_control": "compressive",
+            "memory_size": 16,
+            "local_window": 64,
+            "num_selected_tokens": 128,
+        },
+    }
 
     memory_control: str = "mlp"
     memory_size: int = 64

@@ -427,9 +427,18 @@ class BoundedMemoryConfig(PreTrainedConfig):
         Raises:
             ValueError: `name` is unknown.
         """
+        return cls(**{**cls.preset_fields(name), **overrides})
+
+    @classmethod
+    def preset_fields(cls, name: str) -> dict[str, Any]:
+        """Return the fields of one of `presets`.
+
+        Raises:
+            ValueError: `name` is unknown.
+        """
         if name not in cls.presets:
             raise ValueError(f"{cls.__name__} has no preset {name!r}. Choose one of {', '.join(cls.presets)}.")
-        return cls(**{**cls.presets[name], **overrides})
+        return cls.presets[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Like `PreTrainedConfig.to_dict`. PEFT calls it right before it looks up what its methods adapt by default.

@@ -107,6 +107,14 @@ def make_context(
     return ForwardContext(keep, ranks, before, lengths, cache=cache, options=options, **reads)
 
 
+def whole_length(config: PreTrainedConfig, window: int) -> int:
+    """Return the length up to which every token of a text reads every token in windows of this size, or 0."""
+    if not window or config.slot_counts != "outside" or not config.reads_exact_tokens:
+        return 0
+    # The first token's window reaches to the last token; that of the last one reaches as far back.
+    return max(window_reach(window)[1] + 1, config.num_selected_tokens)
+
+
 def make_encoder_context(
     config: PreTrainedConfig,
     states: Tensor,
@@ -133,11 +141,9 @@ def make_encoder_context(
     context = make_context(keep, length, device, options=options, window=config.local_window)
     if not (mixes and (config.local_window or marked is not None)):
         return context
-    counts_outside, left = config.slot_counts == "outside" and config.reads_exact_tokens, None
-    if counts_outside and context.window and not is_tracing(states):
-        # The last token that the first one's window holds; every other window reaches as far back.
-        fits = length <= max(window_reach(context.window)[1] + 1, config.num_selected_tokens)
-        context = context._replace(whole=fits)
+    counts_outside, left = config.slot_counts == "outside", None
+    if not is_tracing(states):
+        context = context._replace(whole=length <= whole_length(config, context.window))
     if marked is not None and not context.whole:
         marked = marked if keep is None else marked & keep
         chosen = marked_tokens(marked, most)

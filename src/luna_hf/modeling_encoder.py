@@ -9,6 +9,7 @@ Every loss divides by `num_items_in_batch` if the Trainer passes it, so that gra
 large batch.
 """
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -238,9 +239,9 @@ class EncoderHeadMixin(HeadMixin):
     def text_ends(self, input_ids: Tensor | None, token_type_ids: Tensor | None) -> Tensor | None:
         """Return where the first text of a pair has ended, (b, n) boolean: separators, or tokens of another type."""
         end = self.config.eos_token_id if self.config.sep_token_id is None else self.config.sep_token_id
-        if input_ids is not None and isinstance(end, int):
-            return input_ids == end
-        return None if token_type_ids is None else token_type_ids != 0
+        ends = [input_ids == end] if input_ids is not None and isinstance(end, int) else []
+        ends += [] if token_type_ids is None else [token_type_ids != 0]
+        return reduce(torch.logical_or, ends) if ends else None
 
 
 class MaskedLMMixin(EncoderHeadMixin):

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .context import ForwardContext, make_encoder_context
+from .context import ForwardContext, make_encoder_context, whole_length
 from .unpadding import Stream, StreamContext, find_starts, is_readable, make_stream
 
 
@@ -85,7 +85,9 @@ class StreamMixin:
         elif wrong := [name for name in asked if name != "output_hidden_states" or len(inputs) > 1 or keep is not None]:
             raise ValueError(f"`{wrong[0]}` needs one text per row: pad the texts (DataCollatorWithPadding).")
         shape, width = inputs.shape[:2], self.config.hidden_size
-        stream = make_stream(keep, starts, shape, inputs.device, width)
+        window = options.get("local_window")
+        border = whole_length(self.config, self.config.local_window if window is None else window)
+        stream = make_stream(keep, starts, shape, inputs.device, width, border)
         if starts is None and (len(stream.lengths) < shape[0] or not (unpad or stream.pays(width))):
             return None  # the first: a row of padding alone
         return stream

@@ -8,6 +8,7 @@ padded batch, no text can reach another, and every mechanism works as it does th
 Shape letters: t tokens of a stream, p places of all buckets, b texts of a bucket, n places of a text, l carried states.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -227,7 +228,12 @@ def plan_buckets(lengths: Sequence[int], cost: float) -> list[int]:
 
 
 def make_stream(
-    keep: Tensor | None, starts: Tensor | None, shape: tuple[int, int], device: torch.device, width: int
+    keep: Tensor | None,
+    starts: Tensor | None,
+    shape: tuple[int, int],
+    device: torch.device,
+    width: int,
+    border: int = 0,
 ) -> Stream:
     """Lay out a batch as a stream.
 
@@ -237,6 +243,7 @@ def make_stream(
         shape: (b, n).
         device: device of the states.
         width: d.
+        border: texts of up to this length share no bucket with longer ones.
 
     Returns:
         The stream; of each row that is one text there must be a token.
@@ -252,7 +259,9 @@ def make_stream(
     order = lengths.argsort(stable=True)
     by_length = lengths[order].tolist()
     buckets, gathers, scatter, number, places = [], [], torch.empty_like(texts), 0, 0
-    for rows in plan_buckets(by_length, bucket_cost(device, width)):
+    below, cost = bisect_right(by_length, border), bucket_cost(device, width)
+    parts = [part for part in (by_length[:below], by_length[below:]) if part]
+    for rows in [size for part in parts for size in plan_buckets(part, cost)]:
         own, length = order[number : number + rows], by_length[number + rows - 1]
         index = torch.arange(length)
         mask = index < lengths[own, None]

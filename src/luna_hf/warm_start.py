@@ -348,6 +348,7 @@ def warm_start(
     max_length: int | None = None,
     seed: int = 0,
     dtype: torch.dtype | str | None = None,
+    preset: str | None = None,
     **given: Any,
 ) -> tuple[PreTrainedModel, WarmStart]:
     """A model of this package that starts from a trained encoder of RoBERTa's architecture.
@@ -365,6 +366,8 @@ def warm_start(
             (`positions.repeat_positions`).
         seed: of everything drawn or initialised. Global random states are not affected.
         dtype: of the new model's parameters, such as `torch.bfloat16` or "bfloat16"; the source's if `None` or "auto".
+        preset: name of an entry of the config's `presets`, whose fields are used unless others are given. ABC's
+            "selected" reads texts much as the source does, without any training.
         given: fields of the new model's config (size of the memory, `conv_kernel_size`, `num_labels`, dropouts,
             `attn_implementation`, ...), and options of the family's rules, documented in their class.
 
@@ -377,6 +380,8 @@ def warm_start(
             than tokens; or the family's rules refuse.
     """
     family = _find_family(model_class, given.pop("is_decoder", False))
+    if preset is not None:
+        given = {**model_class.config_class.preset_fields(preset), **given}
     dtype = _find_dtype(given.pop("torch_dtype", dtype))  # the name before transformers 5
     options = {name: given.pop(name) for name in family.warm_start.options() if name in given}
     with torch.random.fork_rng(devices=[]):

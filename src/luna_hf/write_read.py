@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from .context import make_context
+from .context import make_context, make_encoder_context
 from .memory_attention import Memory, MemoryAttention
 
 
@@ -31,7 +31,9 @@ def write_memory(
         ValueError: The family needs `carried`, but it is `None`.
     """
     keep, carried_keep = (None if mask is None else mask != 0 for mask in (attention_mask, carried_mask))
-    context = make_context(keep, states.shape[1], states.device)._replace(carried_keep=carried_keep)
+    slots_alone, mixes = {"local_window": 0}, attention.has_slots
+    context = make_encoder_context(attention.config, states, keep, slots_alone, mixes=mixes)
+    context = context._replace(carried_keep=carried_keep)
     return attention.write(states, carried, attention.prepare(attention.config, states, carried, context))
 
 

@@ -202,6 +202,19 @@ def writes(x: Tensor, phi: Tensor, config: SimpleNamespace, matrix: Tensor | Non
     return phi
 
 
+def leave_out(phi: Tensor, tokens: list[int]) -> Tensor:
+    """Let some tokens write nothing."""
+    return torch.stack([0 * row if i in tokens else row for i, row in enumerate(phi)])
+
+
+def normalise_left(phi: Tensor, config: SimpleNamespace) -> Tensor:
+    """Make the slots that are means those of the tokens that still write to them."""
+    if config.memory_control not in ("mlp", "cluster", "compressive"):
+        return phi
+    total = phi.sum(0)
+    return phi / torch.where(total > 0, total, torch.ones_like(total))
+
+
 def attention(
     weights: dict,
     x: Tensor,
@@ -238,12 +251,20 @@ def attention(
         else:
             matrix = None if control is None else control[h * m : (h + 1) * m]
             phi = controls(context, k, config, matrix, slots)
+            rule, selected = mixed.Rule.of(config, weights["slot_scale"][h] if "slot_scale" in weights else 0.0), []
+            if rule.selected:
+                selected = mixed.select(q, k, rule)
+            exact = [*rule.marked, *selected]
+            raw = leave_out(writes(context, phi, config, matrix), exact)
+            member = [int(row.argmax()) for row in phi] if config.memory_control == "compressive" else None
+            phi = normalise_left(leave_out(phi, exact), config) if exact else phi
             used = [bool(column.any()) for column in phi.T]
             memory_k, memory_v = write(phi, k), write(phi, v)
-            if config.local_window:
-                counts = sum(mixed.shares(writes(context, phi, config, matrix)))
-                bias = mixed.biases(counts, weights["slot_scale"][h] if config.slot_count_bias else 0.0)
-                output, weight = mixed.attention(q, (memory_k, memory_v), used, bias, (k, v), config.local_window)
+            if config.local_window or rule.marked:
+                if config.memory_control == "local_to_global":
+                    raw = writes(context, phi, config, matrix)
+                counts, memory = sum(mixed.shares(raw)), (memory_k, memory_v)
+                output, weight = mixed.attention(q, memory, used, counts, (k, v), rule, selected, member)
             else:
                 rows = [read(token, memory_k, memory_v, used) for token in q]
                 output, weight = (torch.stack(part) for part in zip(*rows, strict=True))

@@ -252,7 +252,15 @@ def window_of(weights: dict, own: str, states: list[Tensor], writes: Tensor, con
     if not config.local_window:
         return None
     scale = weights[f"{own}.slot_scale"][:, None, None] if config.slot_count_bias else 0.0
-    return Window(*states[1:], config.local_window, mixed.biases(counts(writes), scale))
+    number = counts(writes)
+    if config.slot_counts == "all":
+        return Window(*states[1:], config.local_window, mixed.biases(number, scale))
+    # A slot's part of the tokens so far that are not among the last of the window.
+    outside = torch.tensor([max(t + 1 - config.local_window, 0) for t in range(number.shape[1])])[:, None]
+    total = number.sum(-1, keepdim=True)
+    mass = outside * number / torch.where(total > 0, total, torch.ones_like(total))
+    bias = scale * torch.log(torch.where(mass > 0, mass, 1.0)) + 0 * number
+    return Window(*states[1:], config.local_window, torch.where(outside > 0, bias, -torch.inf))
 
 
 def attend_luna(

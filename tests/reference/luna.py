@@ -88,14 +88,16 @@ def pack_and_unpack(
     )
     query = linear(weights, f"{own}.query", x)
     slots = [states[:used] for states in key_value(weights, own, packed)]
-    if not window:
+    if not window and not getattr(config, "marked", ()):
         return attention(query, *slots, heads), packed
     tokens, counts, outputs = key_value(weights, own, x), torch.full((used,), len(x) / used, dtype=x.dtype), []
     for h in range(heads):
         part = slice(h * x.shape[1] // heads, (h + 1) * x.shape[1] // heads)
         q, own_slots, own_tokens = query[:, part], *([side[:, part] for side in pair] for pair in (slots, tokens))
-        bias = mixed.biases(counts, weights[f"{own}.slot_scale"][h] if config.slot_count_bias else 0.0)
-        outputs.append(mixed.attention(q, own_slots, [True] * used, bias, own_tokens, window)[0])
+        scale = weights[f"{own}.slot_scale"][h] if config.slot_count_bias and window else 0.0
+        rule = mixed.Rule.of(config, scale)
+        selected = mixed.select(q, own_tokens[0], rule) if rule.selected else []
+        outputs.append(mixed.attention(q, own_slots, [True] * used, counts, own_tokens, rule, selected)[0])
     return torch.cat(outputs, dim=-1), packed
 
 
