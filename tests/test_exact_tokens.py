@@ -393,7 +393,8 @@ def test_what_heads_mark_by_default():
     types = (torch.arange(20) >= 8).long()[None]
     marks = marks_of("span", ids=single, types=types, type_vocab_size=2)
     assert (marks == (torch.arange(20) < 8)).all()
-    assert marks_of("span", ids=ids, sep_token_id=int(ids[0, 3])).sum() >= 3
+    assert (marks_of("span", ids=ids, sep_token_id=int(ids[0, 3]))[0] == (torch.arange(20) < 3)).all()
+    assert marks_of("span", ids=ids, max_global_tokens=5).nonzero().tolist() == [[0, 0], [1, 0]]
 
 
 @families

@@ -250,7 +250,7 @@ def test_blocks_hold_the_neighbours_of_their_queries(window, block, length):
     places, inside = key_places(2, length, window, block, keep.device)
     queries = query_blocks(tokens.transpose(1, 2), block)
     keys = key_blocks(tokens.flatten(0, 1), places).transpose(1, 2)
-    mask = window_mask(inside & key_blocks(keep.flatten(), places), block)
+    mask = window_mask((inside & key_blocks(keep.flatten(), places)).unsqueeze(1), block)
     assert mask.shape == (queries.shape[0], 1, block, block + window - 1) and keys.shape[2] == block + window - 1
     keys = keys.transpose(-1, -2).expand(-1, -1, block, -1)  # for every query of a block
     queries, keys, mask = (join_blocks(part[:, 0], 2, length) for part in (queries, keys, mask))

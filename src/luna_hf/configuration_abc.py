@@ -75,6 +75,7 @@ class AbcConfig(BoundedMemoryConfig):
             "memory_size": 16,
             "local_window": 64,
             "num_selected_tokens": 128,
+            "num_selection_queries": 32,
         },
     }
 

@@ -96,9 +96,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
             of the text, and each slot for at least one, as in models saved by versions that lack this field.
         global_tokens (`str`, defaults to `"auto"`):
             With `local_window` only: which tokens a task head marks if it gets no `global_attention_mask`: `"first"`
-            (the first token), `"question"` (the tokens before the first separator, if a second text follows it),
-            `"none"`, or `"auto"` (`"first"` for sequence classification, `"question"` for question answering and
-            multiple choice, `"none"` for other heads).
+            (the first token), `"question"` (the tokens before the first separator, if a second text follows and they
+            are at most `max_global_tokens`; otherwise the first token), `"none"`, or `"auto"` (`"first"` for sequence
+            classification, `"question"` for question answering and multiple choice, `"none"` for other heads).
         global_tokens_read_all (`bool`, defaults to `True`):
             Whether marked tokens also read all tokens, instead of what every token reads.
         max_global_tokens (`int`, defaults to 128):

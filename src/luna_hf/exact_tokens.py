@@ -38,8 +38,9 @@ def first_tokens(scores: Tensor, number: int) -> ExactTokens:
     length = scores.shape[-1]
     if is_tracing(scores):
         scores = F.pad(scores, (0, number), value=-torch.inf)
-    # A stable sort, because `topk` leaves open which of equal scores it takes.
-    best, places = scores.sort(dim=-1, descending=True, stable=True)
+    # A stable sort, because `topk` leaves open which of equal scores it takes. ONNX knows no other.
+    order = {} if torch.onnx.is_in_onnx_export() else {"stable": True}
+    best, places = scores.sort(dim=-1, descending=True, **order)
     valid = best[..., :number] > -torch.inf
     places = torch.where(valid, places[..., :number], 0)
     chosen = torch.zeros_like(scores[..., :length], dtype=torch.long).scatter_add(-1, places, valid.long())

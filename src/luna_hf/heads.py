@@ -73,18 +73,21 @@ def first_marked(keep: Tensor) -> Tensor:
     return keep & (keep.long().cumsum(-1) == 1)
 
 
-def question_marked(keep: Tensor, ends: Tensor) -> Tensor:
-    """Mark the tokens before the first separator, the question's; without a second text behind it, the first token.
+def question_marked(keep: Tensor, ends: Tensor, most: int) -> Tensor:
+    """Mark the tokens before the first separator, the question's.
+
+    Where they are more than `most`, or no second text follows, the first token is marked.
 
     Args:
         keep: (b, n) padding mask.
         ends: (b, n), True for separators, or for all tokens after the first text.
+        most: number of tokens to mark in a row, at most.
     """
     ended = (ends & keep).long().cumsum(-1) > 0
     # A single separator at the end leaves no second text.
     last = keep.long().cumsum(-1) == keep.sum(-1, keepdim=True)
-    is_pair = (ended & keep & ~last).any(-1, keepdim=True)
-    return torch.where(is_pair, keep & ~ended, first_marked(keep))
+    is_pair, question = (ended & keep & ~last).any(-1, keepdim=True), keep & ~ended
+    return torch.where(is_pair & (question.sum(-1, keepdim=True) <= most), question, first_marked(keep))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:

@@ -231,8 +231,9 @@ class EncoderHeadMixin(HeadMixin):
             if keep is None:
                 keep = torch.ones_like(input_ids if inputs_embeds is None else inputs_embeds[..., 0]).bool()
             ends = self.text_ends(input_ids, token_type_ids) if marks == "question" else None
-            global_attention_mask = first_marked(keep) if ends is None else question_marked(keep, ends)
-            kwargs["num_global_tokens"] = 1 if ends is None else None
+            most = self.config.max_global_tokens
+            global_attention_mask = first_marked(keep) if ends is None else question_marked(keep, ends, most)
+            kwargs["num_global_tokens"] = 1 if ends is None else most
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         return self.base_model(*inputs, global_attention_mask=global_attention_mask, return_dict=True, **kwargs)
 
