@@ -16,8 +16,9 @@ from luna_hf.configuration_abc import CONTROLS
 
 # The peers: a model, and its attention backend if that is not sdpa. roberta-eager computes its softmax step by step, as
 # models did before fused kernels. modernbert-flash skips what lies outside its windows, which sdpa computes and masks.
-PEERS = ("roberta", "roberta-eager", "roberta-flash", "modernbert", "modernbert-flash")
+PEERS = ("roberta", "roberta-eager", "roberta-flash", "modernbert", "modernbert-flash", "bert")
 BACKENDS = {"eager": "eager", "flash": "flash_attention_2"}
+PEER_CONFIGS = {"modernbert": hf.ModernBertConfig, "bert": hf.BertConfig}  # others: RoBERTa's
 PEER_MODELS = {
     "roberta": {
         "forward": partial(hf.RobertaModel, add_pooling_layer=False),
@@ -28,6 +29,11 @@ PEER_MODELS = {
         "forward": hf.ModernBertModel,
         "mlm_step": hf.ModernBertForMaskedLM,
         "class_step": hf.ModernBertForSequenceClassification,
+    },
+    "bert": {
+        "forward": partial(hf.BertModel, add_pooling_layer=False),
+        "mlm_step": hf.BertForMaskedLM,
+        "class_step": hf.BertForSequenceClassification,
     },
 }
 
@@ -66,7 +72,22 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "lavo": {"lavo-64": {"num_bases": 64, "local_window": 64}},
 }
+# With BERT's segments: a window (w) alone, beside slots, and beside slots and selected tokens.
+WINDOWS, SEGMENTS = (64, 128, 256), {"type_vocab_size": 2}
+_MEANS = {**SEGMENTS, "memory_control": "compressive", "memory_size": 16}
+_MLP = {**SEGMENTS, "memory_control": "mlp", "memory_size": 64, "share_control": False}
+_LUNA = {**SEGMENTS, "projection_length": 64, "tie_kv": False}
+WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "abc-window-64": ("abc_memory", {**SEGMENTS, "memory_control": "sliding_window", "memory_size": 64}),
+    **{f"abc-means-16-w{w}": ("abc_memory", {**_MEANS, "local_window": w}) for w in WINDOWS},
+    **{f"abc-mlp-64-w{w}": ("abc_memory", {**_MLP, "local_window": w}) for w in WINDOWS},
+    **{f"luna-64-w{w}": ("luna", {**_LUNA, "local_window": w}) for w in WINDOWS},
+    "abc-selected-128-w64": ("abc_memory", {**_MEANS, "local_window": 64, "num_selected_tokens": 128}),
+    "abc-selected-64-w128": ("abc_memory", {**_MEANS, "local_window": 128, "num_selected_tokens": 64}),
+    "abc-selected": ("abc_memory", {**SEGMENTS, **FAMILIES["abc_memory"].config.preset_fields("selected")}),
+}
 OWN = {name: (family, fields) for family in FAMILIES for name, fields in VARIANTS.get(family, {family: {}}).items()}
+OWN |= WINDOWED
 
 # Sets of models that `--models` accepts.
 MODEL_SETS: dict[str, tuple[str, ...]] = {
@@ -119,7 +140,7 @@ def contender_names(chosen: Sequence[str] = ("standard",)) -> list[str]:
 def configure(name: str, setting: argparse.Namespace) -> PreTrainedConfig:
     """The config of a model without dropout: its family's published base shape, scaled to the width of the setting."""
     family, fields = OWN.get(name, ("", {}))
-    peer = hf.ModernBertConfig if is_modernbert(name) else hf.RobertaConfig
+    peer = PEER_CONFIGS.get(name.partition("-")[0], hf.RobertaConfig)
     config_class = FAMILIES[family].config if family else peer
     published = config_class()
     fields = {

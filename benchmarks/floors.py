@@ -131,3 +131,39 @@ def check_serving(result: dict[str, Any]) -> list[Check]:
         for name, model in entry["models"].items()
         for speed in [model["speed_over_roberta"]["median"]]
     ]
+
+
+# ---- windows, selected tokens and slots ----
+
+# Speed relative to BertModel by window and length: texts that a window of 256 holds, and longer ones.
+WINDOWED = {
+    128: {512: 0.9, 1024: 1.05, 4096: 2.3, 8192: 4.5},
+    256: {16: 0.97, 64: 0.97, 128: 0.97, 512: 0.8, 1024: 0.95, 4096: 2.0, 8192: 4.0},
+}
+WINDOWED_SLOTS = ("abc-means-16", "abc-mlp-64", "luna-64")
+WINDOWED_BASE = {"layers": 6, "width": 384, "heads": 12, "threads": 1, "device": "cpu"}
+# Time of the preset with selected tokens at this length, relative to a window of 64 alone.
+SELECTED, SELECTED_LENGTH, SELECTED_TIME = "abc-selected", 4096, 1.35
+MIXED_TIME = 1.0  # of short and long texts in one batch, relative to the sum of both apart
+
+
+def check_windowed(result: dict[str, Any]) -> list[Check]:
+    """Every floor that applies to a run of `windowed.py`."""
+    if any(result["settings"][name] != value for name, value in WINDOWED_BASE.items()):
+        return []
+    floors = {f"{slots}-w{window}": floor for slots in WINDOWED_SLOTS for window, floor in WINDOWED.items()}
+    checks = []
+    for row in result["lengths"]:
+        length, models = row["length"], row["models"]
+        for name in models:
+            if floor := floors.get(name, {}).get(length):
+                speed = models[name]["speed_over_bert"]["median"]
+                checks.append(compare(f"speed over bert at {length}", name, speed, floor, at_least=True))
+        over = models.get(SELECTED, {}).get("time_over_window")
+        if length == SELECTED_LENGTH and over:
+            checks.append(compare(f"time over a window at {length}", SELECTED, over["median"], SELECTED_TIME))
+    for name, time in result["mixed"].items():
+        # Equal times measure above 1 in every other run: within the spread is enough.
+        what = "lower quartile of a mixed batch's time over its parts'"
+        checks.append(compare(what, name, time["quartiles"][0], MIXED_TIME))
+    return checks

@@ -68,9 +68,10 @@ def groups() -> dict[str, list[Memory | Lsg]]:
     alone = [Memory(width) for width in WINDOWS]
     means = [Memory(centre.window, slots=count) for centre in CENTRES for count in SLOTS[1:]]
     even = [dataclasses.replace(centre, score="even", slots=count) for centre in CENTRES for count in (0, 16)]
+    first = [Memory(width, 1, score="even") for width in WINDOWS]
     return {
         "sizes": [Memory(width, count, slots=16) for width in WINDOWS for count in SELECTED],
-        "parts": [Memory(max(LENGTHS) * 2), *alone, *means, *even],
+        "parts": [Memory(max(LENGTHS) * 2), *alone, *first, *means, *even],
         "queries": [dataclasses.replace(centre, queries=count) for centre in CENTRES for count in QUERIES],
         "slots": [dataclasses.replace(centre, slots=count) for centre in CENTRES for count in SLOTS],
         "more": [

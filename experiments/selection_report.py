@@ -85,7 +85,7 @@ def parts(result: dict[str, Any], groups: Groups) -> str:
     rows = [
         [
             rule.window,
-            f"{rule.selected} evenly spaced" if rule.selected else "-",
+            {0: "-", 1: "the first"}.get(rule.selected, f"{rule.selected} evenly spaced"),
             rule.slots or "-",
             rule.keys,
             both(cell),
@@ -220,14 +220,15 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_keys(axis: Any, result: dict[str, Any], memories: list[dict[str, Any]]) -> None:
-    """Windows with more and more selected tokens, a window alone, evenly spaced tokens, LSG attention."""
+    """Windows with more and more selected tokens, a window alone or with even tokens, LSG attention."""
     own = [cell for cell in memories if plain_memory(cell) and cell["selected"] and cell["slots"] == 16]
     for window in sorted({cell["window"] for cell in own}):
         draw(axis, [cell for cell in own if cell["window"] == window], f"window {window}, selected, 16 means", "o-")
     bare = [cell for cell in memories if cell["selected"] == cell["slots"] == 0 and cell["keys"] <= max(BUDGETS)]
     draw(axis, bare, "window alone", "k.--")
     even = [cell for cell in memories if cell["score"] == "even" and cell["slots"] == 0]
-    draw(axis, even, "window, 64 even tokens", "kx")
+    draw(axis, [cell for cell in even if cell["selected"] == 1], "window, first token", "k.-")
+    draw(axis, [cell for cell in even if cell["selected"] > 1], "window, 64 even tokens", "kx")
     lsgs = [cell for cell in result["cells"].values() if cell["attention"] == "lsg"]
     draw(axis, lsgs, "LSG attention", "^", color="0.6")
     axis.set_xlabel("keys that a query reads")

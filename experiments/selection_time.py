@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from luna_hf import AbcModel
+from luna_hf.warm_start import warm_start
 
 WINDOW = Memory(64)  # the opponent: a window alone
 Pass = Callable[[], Any]
@@ -26,7 +27,8 @@ def convert(source: str, rule: Memory, length: int) -> PreTrainedModel:
         raise ValueError(f"The library has no {rule.name()}.")
     selection = {"num_selected_tokens": rule.selected, "num_selection_queries": rule.queries} if rule.selected else {}
     slots = {"memory_control": "compressive", "memory_size": rule.slots or 1}
-    return AbcModel.from_roberta(source, max_length=length, local_window=rule.window, **selection, **slots)
+    model, _ = warm_start(AbcModel, source, max_length=length, local_window=rule.window, **selection, **slots)
+    return model
 
 
 def options_of(rule: Memory) -> dict[str, bool]:

@@ -28,6 +28,7 @@ from variants import ROWS
 
 from luna_hf import dispatch
 from luna_hf.attention_base import attend, linear, make_key_mask
+from luna_hf.context import whole_length
 from luna_hf.functional import masked_softmax
 
 
@@ -189,7 +190,8 @@ def test_flash_attention_of_packed_texts(flash_attention, model_type, variant):
     del packed["labels"]
     expected = model(**packed).last_hidden_state
     torch.testing.assert_close(use_flash(model)(**packed).last_hidden_state, expected, rtol=0, atol=1e-5)
-    assert bool(flash_attention) == (variant in ROWS[model_type].flash)
+    reads_short_texts = whole_length(model.config, model.config.local_window) > 0  # as softmax attention
+    assert bool(flash_attention) == (variant in ROWS[model_type].flash or reads_short_texts)
 
 
 def test_missing_and_unknown_backends_are_refused(monkeypatch):
@@ -227,6 +229,8 @@ def test_sdpa_equals_eager(family, kind, variant):
 @pytest.mark.parametrize("unpad", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("model_type", "variant"), FAMILY_KINDS)
 def test_flex_attention(model_type, variant, unpad):
+    # On CPUs without AVX512, PyTorch 2.13 returns wrong numbers from kernels that it compiled again for other shapes.
+    torch._dynamo.reset()
     # The kernel requires head sizes that are powers of two, at least 16.
     model = tiny_model(model_type, hidden_size=64, **variants_of(model_type)[variant])
     inputs = padded_batch([40, 3, 17])

@@ -419,6 +419,16 @@ def test_a_text_of_no_more_tokens_than_are_selected_is_read_by_softmax_attention
     assert_same_states_and_gradients(mixed, full, **padded_batch([30, 21, 2]))
 
 
+@writes
+@torch.no_grad()
+def test_selected_tokens_stay_where_a_pass_leaves_the_window_out(write):
+    mixed, full = pair(write, num_selected_tokens=30)
+    inputs = padded_batch([30, 21, 2])
+    real = inputs["attention_mask"] == 1
+    states = mixed(**inputs, local_window=0)[0][real]
+    torch.testing.assert_close(states, full(**inputs)[0][real], rtol=0, atol=1e-11)
+
+
 def test_equal_scores_are_taken_in_order():
     scores = torch.tensor([[[0.5, 0.1, 0.5, -torch.inf, 0.5, 0.1]]])
     chosen = first_tokens(scores, 4)

@@ -206,6 +206,8 @@ def attend_heads(
     backend = module.config._attn_implementation
     if isinstance(mask, Tensor):
         mask, backend = KeyMask(mask, mask), "eager" if backend == "eager" else "sdpa"
+    elif mask is None and backend == "flex_attention":  # slots that may all be read, of any number
+        mask = _flex_key_mask(None, *(states.transpose(1, 2) for states in (query, key)))
     kwargs |= {
         "scaling": query.shape[-1] ** -0.5,
         "dropout": module.attention_dropout if module.training else 0.0,

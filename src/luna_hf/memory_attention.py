@@ -195,7 +195,8 @@ class MemoryAttention(nn.Module):
 
     def write_own(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Like `write`, with what the context's own tokens also read: the tokens around them, and the exact ones."""
-        if not self.has_slots or not (context.window or context.marked is not None):
+        mixes = context.window or context.marked is not None or self.config.num_selected_tokens
+        if not (self.has_slots and mixes):
             return self.write(states, carried, context)
         if context.whole:
             return self.write_whole(states, carried, context)

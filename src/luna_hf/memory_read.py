@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.utils import is_tracing
 
 from .attention_base import KeyMask, attend_heads
 from .context import ForwardContext
@@ -28,12 +29,15 @@ from .windows import (
     query_blocks,
     undo_interleave,
     window_mask,
+    window_reach,
     window_weights,
 )
 
 # Where windows are read in parts: the number of queries of a part, and at most of a block. A shorter block reads fewer
 # keys beyond its windows, but copies more.
 _PART_QUERIES, _PART_BLOCK = 512, 64
+# Length of a row, in windows, up to which a single block reads all its tokens.
+_SHORT_ROW = 1.5
 
 
 class AttentionMap(NamedTuple):
@@ -256,11 +260,16 @@ def _read_in_blocks(
     windows = [memory for memory in memories if isinstance(memory, WindowMemory)]
     order, block = windows[0], max(memory.window for memory in windows)
     in_parts = choose("window_blocks", query, module.training) == "parts"
-    block = min(block, _PART_BLOCK) if in_parts else block
     query = _put_in_order(query, order)
     rows, places = query.shape[0], query.shape[2]
+    # Blocks of a short row would mostly reach beyond it. Eager attention returns weights by window.
+    is_short = not is_tracing(query) and module.config._attn_implementation != "eager" and places <= _SHORT_ROW * block
+    if is_short:
+        block = places
+    elif in_parts:
+        block = min(block, _PART_BLOCK)
     query = query_blocks(query, block)
-    blocks = _Blocks.of(memories, block, query.shape[0])
+    blocks = _Blocks.of(memories, block, query.shape[0], is_short)
 
     def read(part: slice) -> tuple[Tensor, Tensor | None]:
         mask = blocks.mask(part) if buffer is None else blocks.fill_mask(part, buffer)
@@ -295,10 +304,11 @@ class _Blocks:
         self.places = torch.cat(places, 1)
 
     @classmethod
-    def of(cls, memories: Memories, block: int, block_rows: int) -> "_Blocks":
-        """Put windows in order."""
+    def of(cls, memories: Memories, block: int, block_rows: int, is_row: bool = False) -> "_Blocks":
+        """Put windows in order; see `_WindowBlocks.of`."""
         ordered = [
-            _WindowBlocks.of(memory, block) if isinstance(memory, WindowMemory) else memory for memory in memories
+            _WindowBlocks.of(memory, block, is_row) if isinstance(memory, WindowMemory) else memory
+            for memory in memories
         ]
         return cls(ordered, block, block_rows)
 
@@ -397,10 +407,11 @@ class _WindowBlocks(NamedTuple):
     key: Tensor  # (b * n, h, c)
     value: Tensor  # (b * n, h, c)
     readable: Tensor | None  # (b * n, 1 or h)
-    reached: Tensor  # (b * blocks, s + w - 1), of `key_places`
-    inside: Tensor  # (b * blocks, s + w - 1)
-    block: int  # s
+    reached: Tensor  # (b * blocks, s + w - 1), of `key_places`; (b, n) where a block is a row
+    inside: Tensor  # like `reached`
+    band: Tensor  # (1, 1, s, s + w - 1) boolean, the window of each query
     bias: Tensor | None  # (1, 1, s, s + w - 1)
+    window: int  # w
 
     @property
     def is_biased(self) -> bool:
@@ -408,8 +419,8 @@ class _WindowBlocks(NamedTuple):
         return self.bias is not None
 
     @classmethod
-    def of(cls, memory: WindowMemory, block: int) -> "_WindowBlocks":
-        """Put keys and values in order."""
+    def of(cls, memory: WindowMemory, block: int, is_row: bool = False) -> "_WindowBlocks":
+        """Put keys and values in order; with `is_row`, a block is a whole row, and reaches nothing beyond it."""
         key, value, readable = memory.key, memory.value, memory.real
         if not memory.ordered:
             key, value = (move_to_ranks(states, memory.ranks, memory.keep) for states in (key, value))
@@ -427,11 +438,16 @@ class _WindowBlocks(NamedTuple):
             readable = None if readable is None else _dilate(readable.unsqueeze(-1)).squeeze(-1)
         rows, _, length, _ = key.shape
         reached, inside = key_places(rows, length, memory.window, block, key.device, memory.causal)
+        band = window_mask(torch.ones_like(inside[:1]).unsqueeze(1), block)
         readable = None if readable is None else readable.expand(rows, -1, -1).transpose(1, 2).flatten(0, 1)
         bias = None
         if memory.bias is not None:
             bias = band_weights(memory.bias.expand(1, 1, block, memory.window), block + memory.window - 1)
-        return cls(_as_rows(key), _as_rows(value), readable, reached, inside, block, bias)
+        if is_row:
+            first = window_reach(memory.window, memory.causal)[0]
+            reached, inside, band = (part[..., first : first + length] for part in (reached, inside, band))
+            bias = None if bias is None else bias[..., first : first + length]
+        return cls(_as_rows(key), _as_rows(value), readable, reached, inside, band, bias, memory.window)
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return keys and values, (b * n, h, c)."""
@@ -444,7 +460,7 @@ class _WindowBlocks(NamedTuple):
     def mask_blocks(self, blocks: "_Blocks", part: slice) -> Tensor:
         """Return the mask of some blocks, (blocks, 1 or h, s, s + w - 1): boolean, or additive if the others are."""
         if not blocks.additive and self.bias is None:
-            return window_mask(self.readable_keys(part), self.block)
+            return self.readable_keys(part).unsqueeze(-2) & self.band
         return torch.add(*self.mask_terms(part))
 
     def fill_mask(self, blocks: "_Blocks", part: slice, buffer: Tensor) -> None:
@@ -466,18 +482,17 @@ class _WindowBlocks(NamedTuple):
         """
         readable, zero = self.readable_keys(part), self.key.new_zeros(())
         unread = torch.finfo(self.key.dtype).min / 2
-        band = window_mask(torch.ones_like(readable[:1, :1]), self.block)
-        band = torch.where(band, zero if self.bias is None else self.bias, unread)
+        band = torch.where(self.band, zero if self.bias is None else self.bias, unread)
         return band, torch.where(readable, zero, unread).unsqueeze(-2)
 
     def in_blocks(self) -> Parts:
         """Gather keys, values and mask of all blocks."""
         key, value = (key_blocks(states, self.reached).transpose(1, 2) for states in (self.key, self.value))
-        return key, value, window_mask(self.readable_keys(slice(None)), self.block)
+        return key, value, self.readable_keys(slice(None)).unsqueeze(-2) & self.band
 
     def window_weights(self, weights: Tensor) -> Tensor:
         """Select the weights of each query's window, (blocks, h, s, w)."""
-        return window_weights(weights, self.reached.shape[1] - self.block + 1)
+        return window_weights(weights, self.window)
 
 
 def _dilate(states: Tensor) -> Tensor:

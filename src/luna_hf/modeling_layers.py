@@ -205,7 +205,8 @@ class AttentionBlock(nn.Module):
         # The tokens of a stream are projected together, not by bucket. Another class of attention is a wrapper, such as
         # FSDP's, which must be called.
         is_plain = isinstance(context, ForwardContext) and isinstance(attention, MemoryAttention)
-        if is_plain and attention.may_project(states, output):
+        # Without gradients, neither form has anything to save where every token is read.
+        if is_plain and (torch.is_grad_enabled() or not context.whole) and attention.may_project(states, output):
             mixed, carried = attention.forward_projected(states, carried, context, output)
         else:
             mixed, carried = context.in_rows(lambda *inputs: attention(*inputs)[:2], states, carried)
