@@ -36,8 +36,8 @@ from .windows import (
 # Where windows are read in parts: the number of queries of a part, and at most of a block. A shorter block reads fewer
 # keys beyond its windows, but copies more.
 _PART_QUERIES, _PART_BLOCK = 512, 64
-# Length of a row, in windows, up to which a single block reads all its tokens.
-_SHORT_ROW = 1.5
+# Number of tokens beyond a window up to which a single block reads a whole row.
+_SHORT_ROW = 128
 
 
 class AttentionMap(NamedTuple):
@@ -263,7 +263,7 @@ def _read_in_blocks(
     query = _put_in_order(query, order)
     rows, places = query.shape[0], query.shape[2]
     # Blocks of a short row would mostly reach beyond it. Eager attention returns weights by window.
-    is_short = not is_tracing(query) and module.config._attn_implementation != "eager" and places <= _SHORT_ROW * block
+    is_short = not is_tracing(query) and module.config._attn_implementation != "eager" and places <= block + _SHORT_ROW
     if is_short:
         block = places
     elif in_parts:
