@@ -50,8 +50,8 @@ Result = dict[str, Any]
 
 
 def find(name: str, suffix: str = ".json") -> Path:
-    """The committed file of a result, whatever its version of torch."""
-    (path,) = ROOT.glob(f"*/results/{name}-torch*{suffix}")
+    """The committed file of a result, whatever its version of torch if its name has one."""
+    (path,) = [*ROOT.glob(f"*/results/{name}-torch*{suffix}"), *ROOT.glob(f"experiments/results/{name}{suffix}")]
     return path
 
 
@@ -105,7 +105,8 @@ def spread(name: str) -> str:
 def _source(name: str) -> str:
     """Command, machine, data and spread."""
     result, path = load(name), find(name).relative_to(ROOT).as_posix()
-    commands = "\n".join(f"- Command: `{command}`" for command in [*result.get("commands", []), result["command"]])
+    own = dict.fromkeys([*result.get("commands", []), result["command"]])
+    commands = "\n".join(f"- Command: `{command}`" for command in own)
     minutes = f" ({MINUTES[name]} min)" if name in MINUTES else ""
     date = f"; {result['date']}" if "date" in result else ""
     interleaved = name.startswith(_INTERLEAVED)

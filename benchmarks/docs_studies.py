@@ -1,13 +1,15 @@
 """The tables of the documentation that summarise studies."""
 
 import statistics
+from typing import Any
 
-from docs_sources import load, with_source
+from docs_sources import find, load, measured_table, with_source
 
 from luna_hf.scripting import markdown_table
 
 FAMILIES, EXTRAPOLATION = "encoder-forward-1-layer-families-cpu-float32", "extrapolation-enwiki-cpu-bfloat16"
 RECALL, PRETRAINING = "recall-cpu-float32", "mini-pretrain-cpu-bfloat16"
+SELECTION = "selection"
 # Of every family: the encoder that was timed, the causal model, the one that recalls, a checkpoint, and its twin.
 ZOO = {
     "Luna": ("luna-tied", "luna+window", "luna-exp-64+conv", "luna-mini-en", "roberta-mini-en"),
@@ -78,3 +80,66 @@ def _recall(system: str) -> str:
     for run in runs:
         by_rate[run["recipe"]["rate"]].append(run["accuracy"]["16"])
     return f"{max(map(statistics.mean, by_rate.values())):.1%}"
+
+
+def selection() -> str:
+    """Cosines of windows, tokens and means, alone and together."""
+    sizes = {
+        (128, "-", "-"): "memory window=128",
+        (64, "the first", "-"): "memory window=64 selected=1 score=even",
+        (128, "the first", "-"): "memory window=128 selected=1 score=even",
+        (256, "the first", "-"): "memory window=256 selected=1 score=even",
+        (64, "-", 64): "memory window=64 slots=64",
+        (64, "64 evenly spaced", "-"): "memory window=64 selected=64 score=even",
+        (64, "64 evenly spaced", 16): "memory window=64 selected=64 slots=16 score=even",
+        (64, "64 selected by 16 queries", "-"): "memory window=64 selected=64",
+        (64, "64 selected by 16 queries", 16): "memory window=64 selected=64 slots=16",
+        (64, "64 selected by 32 queries", 16): "memory window=64 selected=64 queries=32 slots=16",
+        (64, "128 selected by 32 queries", 16): "memory window=64 selected=128 queries=32 slots=16",
+    }
+    cells = load(SELECTION)["cells"]
+    rows = [[*parts, cells[name]["keys"], *_cosines(cells[name])] for parts, name in sizes.items()]
+    return measured_table(["window", "further tokens", "means", "keys", "256 tokens", "512 tokens"], rows, SELECTION)
+
+
+def selection_table(title: str) -> str:
+    """A table that the study of selected tokens wrote, by the start of its title."""
+    sections = find(SELECTION, ".md").read_text(encoding="utf-8").split("\n## ")
+    (table,) = (section.split("\n\n")[1] for section in sections if section.startswith(title))
+    return table.strip()
+
+
+def selection_times() -> str:
+    """A section on the time of conversions; empty until that is measured."""
+    times = load(SELECTION).get("times", {})
+    own = [cell for cell in times.values() if _is_shown(cell)]
+    if not own:
+        return ""
+    rows = [
+        [
+            *(cell["window"], cell["selected"] or "-", cell["queries"] if cell["selected"] else "-"),
+            *(cell["slots"] or "-", f"{cell['milliseconds']:,.0f}"),
+            *(f"{cell[f'over_{other}']:.2f}" for other in ("window", "source")),
+            *_cosines(cell),
+        ]
+        for cell in sorted(own, key=lambda cell: cell["milliseconds"])
+    ]
+    header = ["window", "selected", "queries", "means", "ms", "time / window of 64", "time / encoder"]
+    table = markdown_table([*header, "256 tokens", "512 tokens"], rows)
+    text = (
+        f"A forward pass of {own[0]['length']:,} tokens on one thread: converted encoders beside a window of 64 alone "
+        "and beside the encoder itself with its positions repeated. The last columns are the cosines of the converted "
+        "encoders on the rows of this study."
+    )
+    return f"## Time\n\n{text}\n\n{table}"
+
+
+def _is_shown(cell: dict[str, Any]) -> bool:
+    """Whether a conversion is a window alone, or selects 64 or 128 tokens beside a window of 64 and 16 means."""
+    alone = cell["selected"] == cell["slots"] == 0
+    return alone or (cell["window"] == 64 and cell["slots"] == 16 and cell["selected"] in (64, 128))
+
+
+def _cosines(cell: dict[str, Any]) -> list[str]:
+    """Mean cosine at either length."""
+    return [f"{statistics.mean(values):.4f}" for values in cell["cosines"].values()]

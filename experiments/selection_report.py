@@ -12,7 +12,7 @@ from study_plots import panels, plain, save
 from luna_hf.scripting import markdown_table
 
 Groups = dict[str, list[Memory | Lsg]]
-BUDGETS = (96, 128, 160, 224, 288, 352)
+BUDGETS = (81, 97, 161, 193, 321)  # the sizes of LSG attention with blocks of 16, 32 and 64
 LONG = "512"  # the length that the plot and the choice are about
 PARTS = {"score": "selection by the {}", "place": "queries {}", "shared": "shared by all heads"}
 PARTS |= {"mass": "attention normalised over tokens {} the window", "counts": "{} counts"}
