@@ -54,7 +54,7 @@ LABELS = {
     "lavo-64": "LAVO, 64 bases, window of 64",
 }
 FORWARD, ABC = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-layer-abc-cpu-float32"
-FEW, MIXED = "encoder-forward-1-layer-few-cpu-float32", "encoder-forward-1-layer-mixed-cpu-float32"
+FEW, WINDOWED = "encoder-forward-1-layer-few-cpu-float32", "windowed-6-layer-cpu-float32"
 SHORT = "encoder-forward-1-layer-short-cpu-float32"
 FEW_BFLOAT16 = "encoder-forward-1-layer-few-cpu-bfloat16"
 FEW_MODERNBERT = "encoder-forward-3-layer-chosen-cpu-float32"
@@ -380,7 +380,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "few-modernbert": _few_modernbert,
     "few-bfloat16": lambda: _over_roberta(FEW_BFLOAT16),
     "short": _short,
-    "mixed": lambda: _over_roberta(MIXED),
+    "windowed": lambda: report(WINDOWED),
     "families": lambda: _over_roberta(FAMILIES),
     "attention": lambda: report(ATTENTION),
     "deployment": lambda: report(DEPLOYMENT),

@@ -24,6 +24,7 @@ import seq2seq_generation
 import serving
 import torch
 import uneven
+import windowed
 from helpers import ROOT, refused
 from measuring import growth_exponent, ratios, summary, win_length
 from transformers import ModernBertConfig, RobertaConfig
@@ -147,6 +148,28 @@ def test_texts_of_unlike_lengths(tmp_path, capsys):
     assert [check["bound"] for check in checks] == [1.9, 1.9, 0.98, 0.98] * 2 and not floors.check_uneven(result)
     with refused("lavo-65", error=UserError):
         uneven.parse(["--models", "lavo-65"])
+
+
+def test_windows_beside_bert(tmp_path, capsys):
+    words = ["--layers", "1", "--width", "32", "--heads", "4", "--rounds", "1", "--lengths", "16", "200"]
+    words += ["--models", "abc-window-64", "abc-means-16-w128", "luna-64-w256", "abc-selected"]
+    assert windowed.main([*words, "--check-floors", "--output", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.json")
+    result = json.loads(path.read_text())
+    check_header(result, "windowed")
+    assert [row["length"] for row in result["lengths"]] == [16, 200]
+    for row in result["lengths"]:
+        for name in set(row["models"]) - {"bert"}:
+            model = row["models"][name]
+            assert_ratios(model["speed_over_bert"], row["models"]["bert"], model)
+    assert set(result["mixed"]) == {"luna-64-w256", "abc-selected"}
+    assert path.with_suffix(".md").read_text().strip() in capsys.readouterr().out
+    assert not floors.check_windowed(result)
+    settings = {**result["settings"], **floors.WINDOWED_BASE}
+    bounds = [check["bound"] for check in floors.check_windowed({**result, "settings": settings})]
+    assert bounds == [0.97, floors.MIXED_TIME, floors.MIXED_TIME]
+    with refused("abc-window-65", error=UserError):
+        windowed.parse(["--models", "abc-window-65"])
 
 
 def test_whole_calls_over_texts(tmp_path, capsys):
@@ -455,6 +478,7 @@ def test_committed_results_name_their_origin(path):
         seq2seq_generation,
         serving,
         uneven,
+        windowed,
     )
     script = {module.__name__: module for module in scripts}[name]
     check_header(result, name)
