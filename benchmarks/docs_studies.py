@@ -122,7 +122,7 @@ def selection_times() -> str:
             *(f"{cell[f'over_{other}']:.2f}" for other in ("window", "source")),
             *_cosines(cell),
         ]
-        for cell in sorted(own, key=lambda cell: cell["milliseconds"])
+        for cell in sorted(own, key=lambda cell: cell["over_window"])
     ]
     header = ["window", "selected", "queries", "means", "ms", "time / window of 64", "time / encoder"]
     table = markdown_table([*header, "256 tokens", "512 tokens"], rows)
