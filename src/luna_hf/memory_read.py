@@ -264,6 +264,7 @@ def _read_in_blocks(
     rows, places = query.shape[0], query.shape[2]
     # Blocks of a short row would mostly reach beyond it. Eager attention returns weights by window.
     is_short = not is_tracing(query) and module.config._attn_implementation != "eager" and places <= block + _SHORT_ROW
+    is_short = is_short and all(memory.bias is None and not memory.causal for memory in windows)
     if is_short:
         block = places
     elif in_parts:
