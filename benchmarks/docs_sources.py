@@ -45,6 +45,7 @@ _INTERLEAVED = (
     "seq2seq",
     "serving",
     "uneven",
+    "windowed",
 )
 Result = dict[str, Any]
 
@@ -90,14 +91,14 @@ def _ratios(entry: Any) -> Iterable[dict[str, Any]]:
 
 def spread(name: str) -> str:
     """How far the quartiles of the rounds lie from their median, for a typical ratio and for the worst."""
-    result = load(name)
+    ratios = [ratio for row in load(name)["lengths"] for ratio in _ratios(row)]
     shares = [
-        max(abs(quartile - ratio["median"]) for quartile in ratio["quartiles"]) / ratio["median"]
-        for row in result["lengths"]
-        for ratio in _ratios(row)
+        max(abs(quartile - ratio["median"]) for quartile in ratio["quartiles"]) / ratio["median"] for ratio in ratios
     ]
+    numbers = sorted({len(ratio["rounds"]) for ratio in ratios})
+    many = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
     return (
-        f"medians of {result['settings']['rounds']} rounds; a typical ratio has its quartiles within "
+        f"medians of {many} rounds; a typical ratio has its quartiles within "
         f"{statistics.median(shares):.0%} of its median, the noisiest within {max(shares):.0%}"
     )
 

@@ -381,6 +381,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "few-bfloat16": lambda: _over_roberta(FEW_BFLOAT16),
     "short": _short,
     "windowed": lambda: report(WINDOWED),
+    "windowed-bfloat16": lambda: report("windowed-6-layer-cpu-bfloat16"),
     "families": lambda: _over_roberta(FAMILIES),
     "attention": lambda: report(ATTENTION),
     "deployment": lambda: report(DEPLOYMENT),

@@ -20,6 +20,7 @@ import measuring
 import torch
 import uneven
 from contenders import OWN, WINDOWED, WINDOWS, build, make_action, make_batch, rows_for
+from docs_sources import span
 from plots import Panel, machine_name, plot_panels
 
 from luna_hf.scripting import describe_run, markdown_table, progress, run_script
@@ -125,11 +126,12 @@ def describe(name: str) -> tuple[int, str, str]:
     """The window, the selected tokens and the slots of a model."""
     family, fields = WINDOWED[name]
     if name == ALONE:
-        return fields["memory_size"], "", "none"
-    selected = fields.get("num_selected_tokens", 0)
-    queries = fields.get("num_selection_queries", 16)
+        return fields["memory_size"], "none", "none"
     slots = "Luna, 64" if family == "luna" else f"{fields['memory_control']}, {fields['memory_size']}"
-    return fields["local_window"], f"{selected}, by {queries} queries" if selected else "", slots
+    selected = "none"
+    if number := fields.get("num_selected_tokens"):
+        selected = f"{number}, by {fields.get('num_selection_queries', 16)} queries"
+    return fields["local_window"], selected, slots
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -140,10 +142,8 @@ def markdown(result: dict[str, Any]) -> str:
         cells = [f"{model['speed_over_bert']['median']:.2f}" for model in models.values()]
         over = models.get(floors.SELECTED_LENGTH, {}).get("time_over_window")
         mixed = result["mixed"].get(name)
-        cells += [f"{over['median']:.2f}" if over else "-"]
-        cells += [
-            f"{mixed['median']:.2f} ({mixed['quartiles'][0]:.2f} to {mixed['quartiles'][1]:.2f})" if mixed else "-"
-        ]
+        cells.append(f"{over['median']:.2f}" if over else "-")
+        cells.append(f"{mixed['median']:.2f} ({span(mixed['quartiles'], 2)})" if mixed else "-")
         rows.append([*map(str, describe(name)), *cells])
     milliseconds = [f"{1e3 * row['models'][PEER]['seconds']['median']:,.0f} ms" for row in lengths]
     rows.append(["BERT", "", "", *milliseconds, "-", "-"])
@@ -159,20 +159,20 @@ def plot(result: dict[str, Any], path: Path) -> None:
         rows = result["lengths"]
         return {r["length"]: 1e6 * r["models"][name]["seconds"]["median"] / r["rows"] / r["length"] for r in rows}
 
-    panels = []
+    panels, settings = [], result["settings"]
     for window in WINDOWS:
-        parts = {name: describe(name) for name in result["settings"]["models"]}
-        own = {
-            f"{slots}{' and ' * bool(chosen)}{chosen}": name
-            for name, (w, chosen, slots) in parts.items()
-            if w == window
-        }
-        if own:
-            curves = {"BERT": curve(PEER), **{label: curve(name) for label, name in own.items()}}
+        curves = {"BERT": curve(PEER)}
+        for name in settings["models"]:
+            size, selected, slots = describe(name)
+            if size == window:
+                chosen = selected.partition(", ")[2]  # the number goes with the window, and colours are by label
+                curves[f"slots: {slots}" + (f"; selected tokens, {chosen}" if chosen else "")] = curve(name)
+        if len(curves) > 1:
             panels.append(Panel(f"window of {window}: time of a forward per token (microseconds)", curves))
-    settings = result["settings"]
+    tokens = settings["tokens_per_batch"]
+    batch = f"batches of {tokens} tokens (at least one text)" if tokens > 1 else "one text"
     title = (
-        f"{settings['layers']} layers of width {settings['width']}, one text, {settings['dtype']}, "
+        f"{settings['layers']} layers of width {settings['width']}, {batch}, {settings['dtype']}, "
         f"{machine_name(result['machine'])}"
     )
     plot_panels(panels, title, path, peers=["BERT"])
@@ -184,7 +184,8 @@ def main(arguments: Sequence[str]) -> int:
     def script() -> int:
         options = parse(arguments)
         measuring.require_device(options.device)
-        subject = f"windowed-{options.layers}-layer"
+        batched = f"-{options.tokens_per_batch}-tokens" if options.tokens_per_batch > 1 else ""
+        subject = f"windowed-{options.layers}-layer{batched}"
         return measuring.publish(options, subject, run(options, arguments), markdown, plot)
 
     return run_script(script)
