@@ -366,8 +366,8 @@ def warm_start(
             (`positions.repeat_positions`).
         seed: of everything drawn or initialised. Global random states are not affected.
         dtype: of the new model's parameters, such as `torch.bfloat16` or "bfloat16"; the source's if `None` or "auto".
-        preset: name of an entry of the config's `presets`, whose fields are used unless others are given. ABC's
-            "selected" reads texts much as the source does, without any training.
+        preset: name of an entry of the config's `presets`, whose fields are used unless others are given. With
+            "selected", where a family has it, texts are read much as by the source, without any training.
         given: fields of the new model's config (size of the memory, `conv_kernel_size`, `num_labels`, dropouts,
             `attn_implementation`, ...), and options of the family's rules, documented in their class.
 
