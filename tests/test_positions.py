@@ -1,5 +1,7 @@
 """Other numbers of positions than a model was trained on: `resize_position_embeddings`, also while loading."""
 
+import copy
+
 import pytest
 import torch
 from helpers import TINY, model_class, padded_batch, random_ids, refused, tiny_causal_model, tiny_model
@@ -124,10 +126,72 @@ def test_foreign_weights_with_a_config_of_ours_are_refused(family, tmp_path):
     """A folder without a config holds weights of any origin, which transformers reports."""
     model = tiny_model(family)
     AutoConfig.for_model("roberta").save_pretrained(tmp_path)
-    with refused(tmp_path, "roberta", family, "from_roberta"):
+    with refused(tmp_path, "roberta", family, "from_pretrained_encoder"):
         type(model).from_pretrained(tmp_path, config=model.config)
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").unlink()
     loaded = type(model).from_pretrained(tmp_path, config=model.config)
     batch = padded_batch([12, 5])
     assert torch.equal(loaded(**batch)[0], model(**batch)[0])
+
+
+# ---- positions that repeat ----
+
+PERIOD = 7
+
+
+def repeating_model(family, **fields):
+    fields = {"position_embedding_type": "learned", "max_position_embeddings": 64, **fields}
+    return tiny_model(family, "base", position_period=PERIOD, **fields)
+
+
+def period_rows(length):
+    """The literal rule: row 0 for the first token, then rows 1 to PERIOD - 1 in turn."""
+    rows, row = [], 0
+    for _ in range(length):
+        rows.append(row)
+        row = 1 if row == PERIOD - 1 else row + 1
+    return rows
+
+
+@families
+@torch.no_grad()
+def test_repeating_positions_are_those_of_a_long_table(family, tmp_path):
+    model = repeating_model(family).eval()
+    table = model.get_position_embeddings().weight
+    assert len(table) == PERIOD + 2
+    config = copy.deepcopy(model.config)
+    config.position_period = None
+    full = type(model)(config).eval()
+    rows = torch.cat([table[:2], table[2:][period_rows(64)]])
+    weights = model.state_dict() | {"embeddings.position_embeddings.weight": rows}
+    full.load_state_dict(weights)
+    ids = random_ids(2, 50)
+    assert torch.equal(model(ids)[0], full(ids)[0])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids)[0], full(ids)[0])
+    loaded.resize_position_embeddings(200)
+    assert len(loaded.get_position_embeddings().weight) == PERIOD + 2
+    assert torch.equal(loaded(ids)[0], full(ids)[0]) and loaded(random_ids(1, 200))[0].isfinite().all()
+    with refused("64", "65"):
+        model(random_ids(1, 65))
+
+
+@families
+@torch.no_grad()
+def test_repeating_positions_ignore_padding_and_neighbours(family):
+    model = repeating_model(family).eval()
+    batch = padded_batch([40, 25, 3])
+    out = model(**batch)[0]
+    for row, keep in enumerate(batch["attention_mask"].bool()):
+        alone = model(batch["input_ids"][row : row + 1, keep])[0]
+        torch.testing.assert_close(out[row, keep], alone[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_period_needs_learned_positions_and_an_encoder():
+    for fields in ({"position_embedding_type": "sinusoidal"}, {"is_encoder_decoder": True}):
+        with refused("position_period"):
+            FAMILIES["luna"].config(**TINY, position_period=5, **fields)
+    with refused("position_period"):
+        FAMILIES["luna"].config(**TINY, position_period=1)

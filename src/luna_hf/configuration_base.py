@@ -63,6 +63,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
             Maximum input length of an encoder, in tokens. As in RoBERTa, positions start at `pad_token_id + 1`, so the
             position table has `max_position_embeddings + pad_token_id + 1` rows. (RoBERTa's field of this name includes
             the extra rows.) Decoders, and encoders without positions, have no table and accept inputs of any length.
+        position_period (`int`, *optional*):
+            Encoders with learned positions only: number of rows of the position table that are used again and again.
+            The first token has row 0, the others have rows 1 to `position_period - 1` in turn. Inputs may then be as
+            long as `max_position_embeddings` says, without a row for each position.
         position_embedding_type (`str`, *optional*):
             `"learned"` (encoders and encoder-decoders only, and their default); `"sinusoidal"` (fixed positions, added
             to token embeddings scaled by `sqrt(hidden_size)`); or `"rotary"` (decoders alone only, and the default of
@@ -112,8 +116,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
         sep_token_id (`int`, *optional*):
             The token between two texts, for `global_tokens`; defaults to `eos_token_id`, as in RoBERTa. Without
             either, `token_type_ids` tell the texts apart.
-        full_attention_layers (`list[int]`, *optional*):
+        full_attention_layers (`list[int]` or `str`, *optional*):
             Encoders only: indices (from 0) of the layers that keep RoBERTa's softmax attention, in quadratic time.
+            `"all"` becomes the list of all layers.
         sparse_prediction (`bool`, defaults to `False`):
             Whether to apply the masked-LM head only to labelled positions in training. Loss and gradients stay the
             same, but `logits` then has the shape `(number of labels, vocab_size)`.
@@ -191,6 +196,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     attention_probs_dropout_prob: float | int = 0.1
     activation_dropout: float | int = 0.0
     max_position_embeddings: int = 512
+    position_period: int | None = None
     position_embedding_type: str | None = None
     type_vocab_size: int = 0
     embedding_layer_norm: bool = True
@@ -208,7 +214,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     num_selected_tokens: int = 0
     num_selection_queries: int = 16
     sep_token_id: int | None = None
-    full_attention_layers: list[int] | None = None
+    full_attention_layers: list[int] | str | None = None
     sparse_prediction: bool = False
     unpad_inputs: bool | None = None
     classifier_pooling: str = "cls"
@@ -237,6 +243,12 @@ class BoundedMemoryConfig(PreTrainedConfig):
         self.validate_values()
         super().__post_init__(**kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Here, because transformers sets the keywords of `from_pretrained` after the config is complete.
+        if name == "full_attention_layers" and value == "all":
+            value = list(range(self.num_hidden_layers))
+        super().__setattr__(name, value)
+
     @classmethod
     def classifier_poolings(cls) -> tuple[str, ...]:
         """Return the values of `classifier_pooling` that the family accepts."""
@@ -248,6 +260,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
             self._require(name, lambda value: value >= 1, "at least 1")
         self._require("max_position_embeddings", lambda value: value >= 1, "at least 1")
         self._require("type_vocab_size", lambda value: value >= 0, "0 (no token types) or more")
+        self._validate_period()
         self._require("layer_norm_eps", lambda value: value > 0, "above 0, for example 1e-5")
         self._require("initializer_range", lambda value: value > 0, "above 0, for example 0.02")
         self._require("conv_initializer_range", lambda v: v is None or v > 0, "None or above 0, for example 0.5")
@@ -257,8 +270,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
         self._require("local_window", lambda value: value >= 0, "0 (none) or more, for example 32")
         self._validate_exact_tokens()
         layers = range(self.num_hidden_layers)
-        fits = f"None or different indices below num_hidden_layers={len(layers)}"
-        self._require("full_attention_layers", lambda v: not v or (set(v) <= {*layers} and len({*v}) == len(v)), fits)
+        allowed = f"None, 'all' or a list of different indices below num_hidden_layers={len(layers)}"
+        full = self.full_attention_layers
+        fits = isinstance(full, list) and sorted({*full} & {*layers}) == sorted(full)
+        self._require("full_attention_layers", lambda v: v is None or fits, allowed)
         if self.is_decoder:
             constant = "None in a decoder, whose state has constant size"
             self._require("full_attention_layers", lambda value: not value, constant)
@@ -281,6 +296,12 @@ class BoundedMemoryConfig(PreTrainedConfig):
         self._require("decoder_start_token_id", lambda value: value is None or value >= 0, "None or a token's id")
         if self.is_encoder_decoder and not self.is_decoder:
             self._validate_encoder_decoder()
+
+    def _validate_period(self) -> None:
+        self._require("position_period", lambda value: value is None or value >= 2, "None or at least 2")
+        if self.is_decoder or self.is_encoder_decoder or self.position_embedding_type != "learned":
+            none = "None in a model other than an encoder with learned positions"
+            self._require("position_period", lambda value: value is None, none)
 
     def _validate_exact_tokens(self) -> None:
         self._require("slot_counts", lambda value: value in SLOT_COUNTS, f"one of {', '.join(SLOT_COUNTS)}")
@@ -324,6 +345,11 @@ class BoundedMemoryConfig(PreTrainedConfig):
         limited = self.position_embedding_type == "learned" if self.is_decoder else True
         endless = not limited or self.position_embedding_type == "none"
         return None if endless else self.max_position_embeddings
+
+    def position_rows(self) -> int:
+        """Return the number of positions in the position table."""
+        longest, period = self.max_position_embeddings, self.position_period
+        return longest if period is None else min(longest, period)
 
     def mixed_window(self) -> int:
         """Return the window that a pass may narrow or leave out, and beside which it may leave out the slots, or 0."""
@@ -467,7 +493,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         if not types & {parent.model_type for parent in cls.__mro__ if hasattr(parent, "model_type")}:
             raise ValueError(
                 f"{pretrained_model_name_or_path} holds a model of type {found}, not {cls.model_type}: "
-                "`from_pretrained` cannot use its weights. `from_roberta` starts an encoder from a RoBERTa or BERT."
+                "`from_pretrained` cannot use its weights. `from_pretrained_encoder` starts from a trained encoder."
             )
         return values, kwargs
 

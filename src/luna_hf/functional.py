@@ -314,6 +314,20 @@ def token_positions(keep: Tensor, padding_idx: int) -> Tensor:
     return keep.long().cumsum(-1) * keep + padding_idx  # `long` because ONNX has no cumsum of booleans
 
 
+def repeated_positions(position_ids: Tensor, padding_idx: int, period: int) -> Tensor:
+    """Position ids whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
+
+    Args:
+        position_ids: (..., n) long, `padding_idx` for padding, and `padding_idx + 1` for position 0.
+        period: at least 2.
+
+    Returns:
+        (..., n) long.
+    """
+    beyond = position_ids - padding_idx - 2  # position 1 is 0 here
+    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + padding_idx + 2)
+
+
 def sinusoids(num_positions: int, dim: int, padding_idx: int | None = None) -> Tensor:
     """Sinusoidal position table in float32, sines in the first half and cosines in the second (fairseq's layout).
 

@@ -19,7 +19,7 @@ from .attention_base import linear
 from .configuration_base import BoundedMemoryConfig
 from .context import ForwardContext
 from .dispatch import choose
-from .functional import depthwise_convolution, sinusoids, sinusoids_at, token_positions
+from .functional import depthwise_convolution, repeated_positions, sinusoids, sinusoids_at, token_positions
 from .memory_attention import FullAttention, MemoryAttention
 from .recompute import keep_inputs, may_recompute
 
@@ -67,8 +67,8 @@ class TokenEmbeddings(nn.Module):
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
         width, padding_idx = config.hidden_size, config.pad_token_id
-        num_positions = config.max_position_embeddings + padding_idx + 1
-        self.padding_idx = padding_idx
+        num_positions = config.position_rows() + padding_idx + 1
+        self.padding_idx, self.period = padding_idx, config.position_period
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_idx)
         self.scale = math.sqrt(width) if config.scales_embedding() else 1.0
         # Decoders count positions from 0. That of an encoder-decoder has the positions of its encoder.
@@ -102,6 +102,8 @@ class TokenEmbeddings(nn.Module):
             every = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if keep is None else keep
             position_ids = token_positions(every, self.padding_idx)
         states = tokens * self.scale if self.scale != 1.0 else tokens
+        if self.period is not None:
+            position_ids = repeated_positions(position_ids, self.padding_idx, self.period)
         if self.position_embeddings is not None:
             states = states + self.position_embeddings(position_ids + self.first_position).to(states.dtype)
         if self.token_type_embeddings is not None:

@@ -67,20 +67,21 @@ class EncoderPreTrainedModel(BoundedMemoryPreTrainedModel):
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Accept inputs of up to this number of tokens, in place, and set `config.max_position_embeddings`.
 
-        Learned positions are repeated after the trained ones (`repeat_positions`), or cut. Sinusoids are computed.
+        Learned positions are repeated after the trained ones (`repeat_positions`), or cut; with a `position_period`,
+        the table keeps its rows. Sinusoids are computed.
 
         Raises:
             ValueError: The number is below 1, the attention has weights for each position, or the table is not in
                 memory (offloaded or sharded).
         """
-        length, trained, table = new_num_position_embeddings, self.config.max_position_embeddings, None
-        if length != trained:
+        trained, table = self.config.position_rows(), None
+        if new_num_position_embeddings != self.config.max_position_embeddings:
             table = self.get_position_embeddings()
         weight = getattr(table, "weight", None)
         if weight is not None and (len(weight) < trained or (weight.is_meta and hasattr(table, "_hf_hook"))):
             raise ValueError("The position table is sharded or offloaded. Resize it before you distribute the model.")
-        super().resize_position_embeddings(length)
-        resize_table(table, trained, length)
+        super().resize_position_embeddings(new_num_position_embeddings)
+        resize_table(table, trained, self.config.position_rows())
 
 
 def resize_table(table: nn.Module | None, trained: int, length: int) -> None:

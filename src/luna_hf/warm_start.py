@@ -290,9 +290,9 @@ class _Maker:
         return values.clone()
 
     def extend(self, table: Tensor, own_name: str) -> tuple[Tensor, str]:
-        """The position table with our padding rows and `max_position_embeddings` positions, and what was done to it."""
+        """The position table with our padding rows and the config's positions, and what was done to it."""
         config, trained, first = self.model.config, self.loaded.longest, self.loaded.first
-        wanted, length = config.pad_token_id + 1, config.max_position_embeddings
+        wanted, length = config.pad_token_id + 1, config.position_rows()
         if table.shape[0] != first + trained:
             raise ValueError(
                 f"The source's {own_name} has {table.shape[0]} rows, but its config requires {first + trained}. "
@@ -305,6 +305,9 @@ class _Maker:
         if length > trained:
             table = repeat_positions(table, wanted, length)
             done.append(f"its {trained} positions repeated to {length}")
+        elif length < trained:
+            table = table[: wanted + length]
+            done.append(f"the first {length} of its {trained} positions")
         return table, ", ".join(done)
 
     def make_new(self, name: str, empty: Tensor, but: str = "") -> Tensor:
@@ -362,8 +365,8 @@ def warm_start(
         source: folder, Hub name, or a model in memory (which is not changed): RoBERTa, XLM-R, CamemBERT, data2vec-text,
             BERT, or a model of a family with a `layout` in its rules, which keeps its fields unless others are given;
             with any head or none.
-        max_length: longest input in tokens, if longer than the source's: its positions are then repeated
-            (`positions.repeat_positions`).
+        max_length: longest input in tokens, if longer than the source's: its positions are then repeated, in the table
+            (`positions.repeat_positions`) or, with a `position_period`, by their ids.
         seed: of everything drawn or initialised. Global random states are not affected.
         dtype: of the new model's parameters, such as `torch.bfloat16` or "bfloat16"; the source's if `None` or "auto".
         preset: name of an entry of the config's `presets`, whose fields are used unless others are given. With
