@@ -75,7 +75,7 @@ FIELDS = {
         encoders_only=True,
     ),
     "full_attention_layers": ConfigField(
-        ([3], "num_hidden_layers"), bad_in_decoder=([0],), effect=([0], "outputs"), encoders_only=True
+        ([3], "num_hidden_layers", "all"), bad_in_decoder=([0],), effect=([0], "outputs"), encoders_only=True
     ),
     "sparse_prediction": ConfigField(effect=(True, "sparse_logits"), encoders_only=True),
     "unpad_inputs": ConfigField(effect=(True, "encoded_tokens"), encoders_only=True),
@@ -262,7 +262,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_in_one_line(model_type,
     AutoConfig.for_model(other).save_pretrained(tmp_path)
     family = FAMILIES[model_type]
     for kind in (family.config, family.base_model, family.masked_lm, family.causal_lm, *family.heads.values()):
-        with refused(tmp_path, other, model_type, "from_roberta"):
+        with refused(tmp_path, other, model_type, "from_pretrained_encoder"):
             kind.from_pretrained(tmp_path)
     assert caplog.text == ""
 

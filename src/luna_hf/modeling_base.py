@@ -108,10 +108,10 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
         self.config.max_position_embeddings = length
 
     @classmethod
-    def from_roberta(
+    def from_pretrained_encoder(
         cls, source: str | os.PathLike | PreTrainedModel, **options: Any
     ) -> "BoundedMemoryPreTrainedModel":
-        """Warm-start an encoder from a trained RoBERTa, XLM-R, CamemBERT, data2vec-text or BERT; needs the package.
+        """Warm-start an encoder from a trained one, such as RoBERTa, BERT, DistilBERT or ELECTRA; needs the package.
 
         Takes the arguments of `luna_hf.warm_start.warm_start`, which also returns the report: the weights of the
         encoder are kept, and in a masked-LM model those of the masked-LM head. New and unused parameters are logged.
@@ -125,11 +125,18 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
             from luna_hf.warm_start import warm_start
         except ImportError as error:
             raise ImportError(
-                "`from_roberta` needs the luna_hf package, not only a checkpoint's code: `pip install luna-hf`."
+                "`from_pretrained_encoder` needs luna_hf, not only a checkpoint's code: `pip install luna-hf`."
             ) from error
         model, made = warm_start(cls, source, **options)
         made.warn()
         return model
+
+    @classmethod
+    def from_roberta(
+        cls, source: str | os.PathLike | PreTrainedModel, **options: Any
+    ) -> "BoundedMemoryPreTrainedModel":
+        """The earlier name of `from_pretrained_encoder`."""
+        return cls.from_pretrained_encoder(source, **options)
 
 
 class BaseModelMixin:
