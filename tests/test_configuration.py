@@ -45,6 +45,7 @@ FIELDS = {
         effect=("sinusoidal", "outputs"),
     ),
     "type_vocab_size": ConfigField((-1,), effect=(2, "parameters")),
+    "embedding_size": ConfigField((0,), bad_in_decoder=(24,), effect=(24, "parameters"), encoders_only=True),
     "embedding_layer_norm": ConfigField(effect=(False, "parameters")),
     "norm_first": ConfigField(effect=(True, "parameters")),
     "layer_norm_eps": ConfigField((0,), effect=(0.1, "outputs")),

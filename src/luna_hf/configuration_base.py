@@ -73,6 +73,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
             most; queries and keys are rotated by angles proportional to the position).
         type_vocab_size (`int`, defaults to 0):
             Number of segment (token type) embeddings; 0 for none.
+        embedding_size (`int`, *optional*):
+            Encoders alone only: width of the token, position and segment embeddings and their LayerNorm, whose states
+            are then projected to `hidden_size`, as in small ELECTRAs; defaults to `hidden_size`, without a projection.
         embedding_layer_norm (`bool`, defaults to `True`):
             Whether to apply LayerNorm to the embeddings.
         norm_first (`bool`, defaults to `False`):
@@ -199,6 +202,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     position_period: int | None = None
     position_embedding_type: str | None = None
     type_vocab_size: int = 0
+    embedding_size: int | None = None
     embedding_layer_norm: bool = True
     norm_first: bool = False
     layer_norm_eps: float | int = 1e-5
@@ -260,6 +264,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
             self._require(name, lambda value: value >= 1, "at least 1")
         self._require("max_position_embeddings", lambda value: value >= 1, "at least 1")
         self._require("type_vocab_size", lambda value: value >= 0, "0 (no token types) or more")
+        self._require("embedding_size", lambda value: value is None or value >= 1, "None or at least 1")
+        if self.is_decoder or self.is_encoder_decoder:
+            alone = "None in a model other than an encoder"
+            self._require("embedding_size", lambda value: value is None, alone)
         self._validate_period()
         self._require("layer_norm_eps", lambda value: value > 0, "above 0, for example 1e-5")
         self._require("initializer_range", lambda value: value > 0, "above 0, for example 0.02")
@@ -345,6 +353,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
         limited = self.position_embedding_type == "learned" if self.is_decoder else True
         endless = not limited or self.position_embedding_type == "none"
         return None if endless else self.max_position_embeddings
+
+    def embedding_width(self) -> int:
+        """Return the width of the embeddings, which is the states' unless `embedding_size` says otherwise."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
 
     def position_rows(self) -> int:
         """Return the number of positions in the position table."""

@@ -62,11 +62,11 @@ class EndlessSinusoids(nn.Module):
 
 
 class TokenEmbeddings(nn.Module):
-    """Token, position and segment embeddings, LayerNorm and dropout; padding is zero."""
+    """Token, position and segment embeddings, LayerNorm, dropout, projection if widths differ; padding is zero."""
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
-        width, padding_idx = config.hidden_size, config.pad_token_id
+        width, padding_idx = config.embedding_width(), config.pad_token_id
         num_positions = config.position_rows() + padding_idx + 1
         self.padding_idx, self.period = padding_idx, config.position_period
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_idx)
@@ -86,6 +86,7 @@ class TokenEmbeddings(nn.Module):
             nn.LayerNorm(width, eps=config.layer_norm_eps) if config.embedding_layer_norm else nn.Identity()
         )
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.embeddings_project = nn.Linear(width, config.hidden_size) if width != config.hidden_size else None
 
     def forward(
         self,
@@ -95,7 +96,7 @@ class TokenEmbeddings(nn.Module):
         token_type_ids: Tensor | None,
         keep: Tensor | None,
     ) -> Tensor:
-        """Embed (b, n) ids, or complete (b, n, d) token embeddings, to (b, n, d) states."""
+        """Embed (b, n) ids, or complete (b, n, `embedding_size` or d) token embeddings, to (b, n, d) states."""
         tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         length = tokens.shape[1]
         if position_ids is None and self.position_embeddings is not None:
@@ -117,10 +118,15 @@ class TokenEmbeddings(nn.Module):
                 "(`type_vocab_size` is 0). Leave them out, or use a model with `type_vocab_size` above 0."
             )
         if keep is None:
-            return self.dropout(self.LayerNorm(states))
+            return self.finish(states)
         # Masked before the norm, too: padding may hold anything, even NaN, which must not reach a state or a gradient.
         padding = ~keep.unsqueeze(-1)
-        return self.dropout(self.LayerNorm(states.masked_fill(padding, 0.0))).masked_fill(padding, 0.0)
+        return self.finish(states.masked_fill(padding, 0.0)).masked_fill(padding, 0.0)
+
+    def finish(self, states: Tensor) -> Tensor:
+        """Apply LayerNorm, dropout and any projection to the sum of embeddings; returns states (b, n, d)."""
+        states = self.dropout(self.LayerNorm(states))
+        return states if self.embeddings_project is None else linear(self.embeddings_project, states)
 
 
 class DepthwiseConvolution(nn.Module):
