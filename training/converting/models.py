@@ -1,0 +1,99 @@
+"""The pair of models of a conversion."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from converting.objective import Pair
+from converting.recipe import ConvertRecipe
+from converting.texts import Frame
+from luna_hf import FAMILIES, AbcForMaskedLM, AbcModel
+from luna_hf.scripting import UserError
+from luna_hf.warm_start import warm_start
+
+
+class Made(NamedTuple):
+    """Student and teacher, and what became of the source's parameters.
+
+    Attributes:
+        new: names of the student's parameters that the source lacks.
+        report: of the warm start, in lines.
+    """
+
+    pair: Pair
+    new: set[str]
+    report: list[str]
+
+
+def make_pair(recipe: ConvertRecipe, pooling: str, frame: Frame) -> Made:
+    """Convert the source, and read it unchanged as the teacher.
+
+    Raises:
+        UserError: It cannot be read or converted, a field of `model` is wrong, or an objective does not suit it.
+    """
+    objectives = {name for stage in recipe.plan() for name in stage.weights}
+    words = bool(objectives & {"mlm", "kl"})
+    fields = dict(recipe.model)
+    family = FAMILIES[fields.pop("model_type")]
+    try:
+        student, made = warm_start(
+            family.masked_lm if words else family.base_model, recipe.teacher, seed=recipe.seed, **fields
+        )
+        teacher, read = warm_start(AbcForMaskedLM if words else AbcModel, recipe.teacher, memory_control="full")
+    except (ValueError, TypeError) as error:
+        raise UserError(f"`model`: {error}") from error
+    if words and any(name.startswith("lm_head") for name in read.new):
+        raise UserError(f"`teacher` {recipe.teacher} has no masked-LM head. Leave `mlm` and `kl` out of the `weights`.")
+    if "spans" in objectives and pooling != "mean":
+        raise UserError(f"`spans` needs mean pooling, but {recipe.teacher} pools by {pooling!r}. Leave it out.")
+    if recipe.longest > (longest := student.config.longest_input() or recipe.longest):
+        raise UserError(
+            f"`stages` have rows of {recipe.longest:,} tokens, but the model takes {longest:,}: raise `max_length`."
+        )
+    longest = teacher.config.max_position_embeddings
+    if max(recipe.teacher_longest, recipe.teacher_window) > longest:
+        raise UserError(
+            f"`teacher_longest` and `teacher_window` may be at most {longest}, which {recipe.teacher} takes."
+        )
+    reads = {"reach": recipe.teacher_longest, "window": recipe.teacher_window}
+    pair = Pair(student.eval(), teacher.requires_grad_(False), pooling, frame=frame, **reads)
+    if _longest(recipe, "attention") > pair.reach:
+        raise UserError(
+            f"`attention` needs rows of at most {pair.reach} tokens, which the teacher reads. Lower `lengths`."
+        )
+    return Made(pair, set(made.new), made.lines("extended", "new", "unused"))
+
+
+def _longest(recipe: ConvertRecipe, objective: str) -> int:
+    stages = [stage for stage in recipe.plan() if objective in stage.weights]
+    return max((part.high for stage in stages for part in stage.lengths), default=0)
+
+
+def groups(model: PreTrainedModel, new: set[str], weight_decay: float, freeze_embeddings: bool) -> list[dict[str, Any]]:
+    """Groups of an optimizer: the source's parameters and the `new` ones, matrices (which decay) and vectors.
+
+    Frozen embeddings stop needing a gradient. Each group has the key `is_new`.
+    """
+    found = []
+    if freeze_embeddings:
+        model.base_model.embeddings.requires_grad_(False)
+    for is_new in (False, True):
+        own = [p for name, p in model.named_parameters() if p.requires_grad and (name in new) == is_new]
+        for decay, parameters in (
+            (weight_decay, [p for p in own if p.ndim >= 2]),
+            (0.0, [p for p in own if p.ndim < 2]),
+        ):
+            if parameters:
+                found.append({"params": parameters, "weight_decay": decay, "is_new": is_new})
+    return found
+
+
+def read_pooling(source: str) -> str:
+    """How a sentence-transformers folder pools: "mean", "cls" or "max"; "mean" for other sources."""
+    path = Path(source, "1_Pooling", "config.json")
+    if not path.is_file():
+        return "mean"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return next((how for how in ("mean", "cls", "max") if values.get(f"pooling_mode_{how}_tokens")), "mean")

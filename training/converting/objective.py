@@ -1,0 +1,189 @@
+"""The loss of a conversion: what the student computes, compared with its teacher on the same text.
+
+`attention`: what each layer's attention adds to the teacher's own states, relative squared error.
+`hidden`: the states after each layer, relative squared error.
+`pooled`: the embedding of a text, squared distance of the normalised vectors.
+`spans`: the embedding of each window of a text that is too long for the teacher, within the student's one pass.
+`mlm`, `kl`: masked words, and the divergence from the teacher's distribution of them.
+
+The teacher reads texts up to `teacher_longest` tokens as they are. For longer ones its embedding is the mean of the
+embeddings of successive windows, and it has no states to compare with.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from objectives.distill import divergence, hidden_errors, precise
+from objectives.transfer import make_lesson, mean_error, squared_errors
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from converting.texts import Frame
+
+
+def pool(states: Tensor, keep: Tensor, pooling: str) -> Tensor:
+    """The normalised embeddings (b, d) of rows of states (b, n, d), at least float32.
+
+    Args:
+        keep: (b, n), nonzero for tokens.
+        pooling: "mean", "cls" (the first token) or "max".
+    """
+    states, keep = precise(states), keep.bool().unsqueeze(-1)
+    if pooling == "cls":
+        pooled = states[:, 0]
+    elif pooling == "max":
+        pooled = states.masked_fill(~keep, -torch.inf).amax(1)
+    else:
+        pooled = states.masked_fill(~keep, 0.0).sum(1) / keep.sum(1)
+    return F.normalize(pooled, dim=-1)
+
+
+class Windows(NamedTuple):
+    """The windows of full rows.
+
+    Attributes:
+        ids: (b * k, w), with the row's ends around each window; the last window of a row may be shorter.
+        keep: (b * k, w).
+        spans: first and last token (excluded) of each of the k windows within the row.
+    """
+
+    ids: Tensor
+    keep: Tensor
+    spans: list[tuple[int, int]]
+
+
+def split_windows(ids: Tensor, size: int, frame: Frame) -> Windows:
+    """Full rows (b, n) cut into successive windows of at most `size` tokens, ends included."""
+    length, room = ids.shape[1], size - 2
+    spans = [(start, min(start + room, length - 1)) for start in range(1, length - 1, room)]
+    parts = [F.pad(ids[:, start:end], (0, room - (end - start)), value=frame.pad) for start, end in spans]
+    tokens = torch.stack(parts, 1).flatten(0, 1)
+    sizes = torch.tensor([end - start for start, end in spans], device=ids.device).repeat(len(ids))
+    rows = F.pad(F.pad(tokens, (1, 0), value=frame.first), (0, 1), value=frame.pad)
+    rows.scatter_(1, sizes.unsqueeze(1) + 1, frame.last)
+    keep = torch.arange(size, device=ids.device) < sizes.unsqueeze(1) + 2
+    return Windows(rows, keep, spans)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student and its teacher, the unmodified source in our own layers.
+
+    Attributes:
+        pooling: see `pool`.
+        reach: the longest text that the teacher reads as it is, in tokens.
+        window: tokens of the teacher's windows of longer texts.
+    """
+
+    student: PreTrainedModel
+    teacher: PreTrainedModel
+    pooling: str
+    reach: int
+    window: int
+    frame: Frame
+
+    @torch.no_grad()
+    def embed_windows(self, ids: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+        """The teacher's embeddings (b, k, d) of the windows of full rows (b, n), and the windows' spans."""
+        windows = split_windows(ids, self.window, self.frame)
+        found = []
+        for rows, keep in zip(windows.ids.split(32), windows.keep.split(32), strict=True):
+            states = self.teacher.base_model(rows, attention_mask=keep.long()).last_hidden_state
+            found.append(pool(states, keep, self.pooling))
+        return torch.cat(found).unflatten(0, (len(ids), -1)), windows.spans
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """The teacher's embeddings (b, d) of full rows (b, n): of the rows, or the means of their windows."""
+        if ids.shape[1] > self.reach:
+            return F.normalize(self.embed_windows(ids)[0].mean(1), dim=-1)
+        keep = torch.ones_like(ids)
+        return pool(self.teacher.base_model(ids, attention_mask=keep).last_hidden_state, keep, self.pooling)
+
+    def losses(self, batch: dict[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
+        """The parts of the loss on a batch that are `wanted` and defined for its rows, by objective."""
+        if "attention" in wanted:
+            return {"attention": self.attention_error(batch["input_ids"], batch["attention_mask"])}
+        if batch["input_ids"].shape[1] > self.reach:
+            return self.long_losses(batch, wanted)
+        return self.short_losses(batch, wanted)
+
+    def attention_error(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The relative squared error of the attention, mean over the layers; every layer reads the teacher's states."""
+        lesson = make_lesson(self.teacher.base_model, ids, mask)
+        student = self.student.base_model
+        return mean_error(squared_errors(student, lesson, student.tokens_to_keep(ids, mask)))
+
+    def short_losses(self, batch: dict[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
+        """The parts for rows that the teacher reads as they are."""
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        keep = batch["attention_mask"] != 0
+        with torch.no_grad():
+            goal = self.teacher.base_model(**inputs, output_hidden_states=True)
+        found = self.student.base_model(**inputs, output_hidden_states="hidden" in wanted)
+        states, own, parts = found.last_hidden_state, goal.last_hidden_state, {}
+        if "hidden" in wanted:
+            parts["hidden"] = hidden_errors(found.hidden_states[1:], goal.hidden_states[1:], keep).mean()
+        if "pooled" in wanted:
+            parts["pooled"] = distance(pool(states, keep, self.pooling), pool(own, keep, self.pooling)).mean()
+        return parts | self.word_losses(states, own, batch, wanted)
+
+    def long_losses(self, batch: dict[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
+        """The parts for rows beyond the teacher's reach; rows of unlike lengths are compared one by one."""
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        states = self.student.base_model(**inputs).last_hidden_state
+        pooled, spans = [], []
+        for row, ids, mask in zip(states, batch["input_ids"], batch["attention_mask"], strict=True):
+            length = int(mask.sum())
+            goals, borders = self.embed_windows(ids[None, :length])
+            mean = F.normalize(goals.mean(1), dim=-1)
+            pooled.append(distance(pool(row[None, :length], mask[None, :length], self.pooling), mean))
+            own = torch.stack([precise(row[start:end]).mean(0) for start, end in borders])
+            spans.append(distance(F.normalize(own, dim=-1), goals[0]).mean())
+        parts = {"pooled": torch.cat(pooled).mean(), "spans": torch.stack(spans).mean()}
+        return {name: part for name, part in parts.items() if name in wanted} | self.word_losses(
+            states, None, batch, wanted
+        )
+
+    def word_losses(
+        self, states: Tensor, own: Tensor | None, batch: dict[str, Tensor], wanted: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """The parts about masked words, from the student's states and the teacher's, if it has any."""
+        if not {"mlm", "kl"} & set(wanted):
+            return {}
+        labelled, parts = batch["labels"] != -100, {}
+        logits = self.student.lm_head(states[labelled])
+        if "mlm" in wanted:
+            parts["mlm"] = F.cross_entropy(precise(logits), batch["labels"][labelled])
+        if "kl" in wanted and own is not None:
+            with torch.no_grad():
+                expected = self.teacher.lm_head(own[labelled])
+            parts["kl"] = divergence(logits, expected)
+        return parts
+
+    @torch.no_grad()
+    def measure(self, ids: Tensor, goal: Tensor, **reads: Any) -> dict[str, Any]:
+        """Figures of full rows (b, n): mean `cosine` to the teacher's embeddings `goal` (b, d), and `hidden` errors.
+
+        `hidden` has the relative squared error of every layer, for rows that the teacher reads as they are. `reads` are
+        further inputs of the student.
+        """
+        keep = torch.ones_like(ids)
+        hidden = ids.shape[1] <= self.reach and not reads
+        inputs = {"attention_mask": keep, "output_hidden_states": hidden}
+        out = self.student.base_model(ids, **inputs, **reads)
+        found: dict[str, Any] = {
+            "cosine": (pool(out.last_hidden_state, keep, self.pooling) * goal).sum(-1).mean().item()
+        }
+        if hidden:
+            states = self.teacher.base_model(ids, **inputs).hidden_states
+            found["hidden"] = hidden_errors(out.hidden_states[1:], states[1:], keep.bool()).tolist()
+        return found
+
+
+def distance(own: Tensor, goal: Tensor) -> Tensor:
+    """Squared distances (b,) of vectors (b, d)."""
+    return (own - goal).square().sum(-1)

@@ -1,0 +1,176 @@
+"""The keys of the recipes of `convert.py`."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any, ClassVar, NamedTuple
+
+from common.options import did_you_mean
+from engine.recipe import Recipe
+
+from luna_hf import FAMILIES
+from luna_hf.scripting import UserError
+
+# Parts of the loss, see `objective.py`.
+OBJECTIVES = ("attention", "hidden", "pooled", "spans", "mlm", "kl")
+_STAGE_KEYS = ("name", "share", "lengths", "weights", "learning_rate", "new_learning_rate")
+
+
+class Lengths(NamedTuple):
+    """Rows of `low` to `high` tokens, the logarithm drawn evenly, and their share of a stage's passes."""
+
+    low: int
+    high: int
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of a run, with its own loss, lengths and schedule.
+
+    Attributes:
+        name: for the log.
+        share: of the run's updates.
+        lengths: of its rows.
+        weights: objective -> its weight in the loss.
+        learning_rate: peak rate of the source's parameters.
+        new_learning_rate: of the parameters that the source lacks.
+        first, last: its updates, `range(first, last)`.
+    """
+
+    name: str
+    share: float
+    lengths: tuple[Lengths, ...]
+    weights: dict[str, float]
+    learning_rate: float
+    new_learning_rate: float
+    first: int = 0
+    last: int = 0
+
+    def factor(self, step: int, warmup_fraction: float) -> float:
+        """The share of the peak rate at an update: linear warm-up and linear decay within the stage."""
+        own, steps = step - self.first, self.last - self.first
+        warmup = round(warmup_fraction * steps)
+        return (own + 1) / (warmup + 1) if own < warmup else (steps - own) / (steps - warmup)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertRecipe(Recipe):
+    """The keys of the recipes of `convert.py`.
+
+    Raises:
+        UserError: A value is out of range, or two values contradict each other.
+    """
+
+    # source
+    teacher: str
+    language: str
+    # text
+    data: str | list[Any]
+    sentences: str | list[Any]
+    sentence_share: float
+    text_column: str
+    validation: str
+    held_out_fraction: float
+    cache_dir: str
+    mask_probability: float
+    # optimisation
+    global_batch_tokens: int
+    pass_tokens: int
+    freeze_embeddings: bool
+    warmup_fraction: float
+    teacher_longest: int
+    teacher_window: int
+    stages: list[Any]
+    # reporting
+    eval_tokens: int
+
+    free_to_change: ClassVar[frozenset[str]] = Recipe.free_to_change | {"language", "cache_dir", "save_steps"}
+    # What the readers of text ask for beside the keys above.
+    streaming: ClassVar[bool] = False
+    eval_blocks: ClassVar[int] = 1
+    block_size: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(("teacher",), bool, "the folder or Hub name of the encoder to convert")
+        self.require(("data",), bool, "files, a folder, a name on the Hub, or a list of these")
+        family = self.model.get("model_type")
+        self.require(("model",), lambda _: family in FAMILIES, f"a section with `model_type`: {', '.join(FAMILIES)}")
+        self.require(("held_out_fraction",), lambda value: 0 < value < 1, "between 0 and 1, both excluded")
+        self.require(("sentence_share", "warmup_fraction"), lambda value: 0 <= value < 1, "at least 0 and below 1")
+        if self.sentence_share:
+            self.require(("sentences",), bool, "named if `sentence_share` is above 0")
+        self.require(("mask_probability",), lambda value: 0 < value < 1, "between 0 and 1, both excluded")
+        self.require(("pass_tokens", "eval_tokens"), lambda value: value >= 1, "at least 1")
+        self.require(("teacher_longest",), lambda value: value >= 8, "at least 8, for example 256")
+        self.require(("teacher_window",), lambda value: value >= 8, "at least 8, for example 128")
+        multiple = f"a multiple of `pass_tokens` ({self.pass_tokens})"
+        self.require(("global_batch_tokens",), lambda v: v >= 1 and v % self.pass_tokens == 0, multiple)
+        self.plan()
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run starts from a trained model."""
+        return True
+
+    def plan(self) -> list[Stage]:
+        """The stages, with the updates of each.
+
+        Raises:
+            UserError: A stage has an unknown key or a wrong value, or the shares do not add up to 1.
+        """
+        self.require(("stages",), bool, "a list of stages, see training/recipes/convert/tiny.yaml")
+        read = [_read_stage(stage) for stage in self.stages]
+        shares = [stage.share for stage in read]
+        if abs(sum(shares) - 1) > 1e-6:
+            raise UserError(f"`stages`: the sum of each `share` must be 1, but is {sum(shares):g}.")
+        ends = [round(total * self.max_steps) for total in itertools.accumulate(shares, initial=0.0)]
+        pairs = zip(read, itertools.pairwise(ends), strict=True)
+        return [dataclasses.replace(stage, first=first, last=last) for stage, (first, last) in pairs]
+
+    @property
+    def longest(self) -> int:
+        """The longest row of any stage, in tokens."""
+        return max(lengths.high for stage in self.plan() for lengths in stage.lengths)
+
+
+def stage_at(stages: list[Stage], step: int) -> Stage:
+    """The stage of an update; after the last update, the last stage."""
+    return next((stage for stage in stages if stage.first <= step < stage.last), stages[-1])
+
+
+def _read_stage(entry: Any) -> Stage:
+    if not isinstance(entry, dict) or set(_STAGE_KEYS) - set(entry):
+        raise UserError(f"`stages`: {entry!r} must be a section with {', '.join(_STAGE_KEYS)}.")
+    where = f"`stages`, {entry['name']}: "
+    for key in entry:
+        if key not in _STAGE_KEYS:
+            raise UserError(f"{where}unknown key `{key}`.{did_you_mean(key, _STAGE_KEYS)}")
+    for key in ("share", "learning_rate", "new_learning_rate"):
+        if not _is_positive(entry[key]):
+            raise UserError(f"{where}`{key}` is {entry[key]!r}, but must be a number above 0.")
+    weights = entry["weights"]
+    if not isinstance(weights, dict) or not weights or not all(map(_is_positive, weights.values())):
+        raise UserError(f"{where}`weights` must be a section of objectives and numbers above 0.")
+    for name in weights:
+        if name not in OBJECTIVES:
+            raise UserError(f"{where}unknown objective `{name}`.{did_you_mean(name, OBJECTIVES)}")
+    return Stage(**{**entry, "lengths": tuple(_read_lengths(entry["lengths"], where))})
+
+
+def _read_lengths(entries: Any, where: str) -> list[Lengths]:
+    try:
+        found = [Lengths(*entry) for entry in entries]
+        right = found and all(4 <= low <= high and _is_positive(share) for low, high, share in found)
+    except TypeError:
+        right = False
+    if not right:
+        raise UserError(
+            f"{where}`lengths` must be a list of [shortest, longest, share of the tokens], for example [[16, 512, 1]]."
+        )
+    return found
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf

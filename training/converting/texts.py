@@ -1,0 +1,138 @@
+"""Rows for a conversion: passages of documents in all lengths, and single sentences.
+
+A row depends on the seed, the update and the process alone, so resuming needs no state.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from data.masking import IGNORED, Targets
+from data.token_store import TokenStore
+from torch import Tensor
+
+from converting.recipe import Lengths
+
+# Documents that are looked at for one that fills a row.
+_TRIES = 16
+# Tokens that a sentence is taken to have, to know how many of them fill a pass.
+_SENTENCE = 32
+# The random streams of a run.
+TRAINING, HELD_OUT = range(2)
+
+
+class Frame(NamedTuple):
+    """The ids that begin and end a row, and padding's."""
+
+    first: int
+    last: int
+    pad: int
+
+
+class Documents:
+    """The documents of several stores, drawn in proportion to weights and tokens."""
+
+    def __init__(self, stores: Sequence[TokenStore], weights: Sequence[float], last: int) -> None:
+        self.stores, self.weights = list(stores), np.array(weights) / sum(weights)
+        self.borders = [self._borders(store, last) for store in stores]
+
+    @staticmethod
+    def _borders(store: TokenStore, last: int) -> np.ndarray:
+        ends = np.flatnonzero(np.asarray(store.tokens) == last)
+        return np.concatenate([[-1], ends, [len(store.tokens)]])
+
+    def document(self, generator: np.random.Generator, by_tokens: bool) -> np.ndarray:
+        """The tokens of a document, drawn by its number of tokens, or evenly."""
+        number = generator.choice(len(self.stores), p=self.weights)
+        tokens, borders = self.stores[number].tokens, self.borders[number]
+        if by_tokens:
+            place = np.searchsorted(borders, generator.integers(len(tokens)), side="right") - 1
+            place = min(place, len(borders) - 2)
+        else:
+            place = generator.integers(len(borders) - 1)
+        return tokens[borders[place] + 1 : borders[place + 1]]
+
+    def passage(self, generator: np.random.Generator, size: int) -> np.ndarray:
+        """At most `size` successive tokens of a document: from its start, or from anywhere.
+
+        Of documents that are all shorter, the longest of a few is taken whole.
+        """
+        best = np.empty(0, dtype=np.int64)
+        for _ in range(_TRIES):
+            found = self.document(generator, by_tokens=True)
+            if len(found) >= size:
+                start = generator.integers(len(found) - size + 1) if generator.random() < 0.5 else 0
+                return found[start : start + size]
+            best = max(best, found, key=len)
+        return best
+
+
+class Rows:
+    """The rows of a run.
+
+    Args:
+        documents: what passages are cut from.
+        sentences: documents that are rows of their own; `None` for none.
+        sentence_share: of the passes that hold sentences.
+        pass_tokens: tokens of a pass at most, unless one row has more.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        sentences: Documents | None,
+        sentence_share: float,
+        frame: Frame,
+        pass_tokens: int,
+        seed: int,
+        masking: Targets | None = None,
+    ) -> None:
+        self.documents, self.sentences, self.sentence_share = documents, sentences, sentence_share
+        self.frame, self.pass_tokens, self.seed, self.masking = frame, pass_tokens, seed, masking
+
+    def batch(self, lengths: Sequence[Lengths], *place: int, masked: bool = False) -> dict[str, Tensor]:
+        """The rows of a pass, `input_ids`, `attention_mask` and, if `masked`, `labels`, (b, n) long each.
+
+        Args:
+            lengths: to draw the rows' length from.
+            place: number of the update, of the pass in it, and of the process.
+        """
+        generator = np.random.default_rng((self.seed, TRAINING, *place))
+        shares = np.array([part.share for part in lengths])
+        part = lengths[generator.choice(len(lengths), p=shares / shares.sum())]
+        if self.sentences and generator.random() < self.sentence_share:
+            count, size = max(1, self.pass_tokens // _SENTENCE), part.high
+            found = [self.sentences.document(generator, by_tokens=False)[: size - 2] for _ in range(count)]
+        else:
+            size = round(np.exp(generator.uniform(np.log(part.low), np.log(part.high))))
+            count = max(1, self.pass_tokens // size)
+            found = [self.documents.passage(generator, size - 2) for _ in range(count)]
+        return pad([self.row(tokens) for tokens in found], self.frame.pad, generator, self.masking if masked else None)
+
+    def row(self, tokens: np.ndarray) -> np.ndarray:
+        """A row with its ends: int64 [n + 2]."""
+        return np.concatenate([[self.frame.first], tokens, [self.frame.last]]).astype(np.int64)
+
+    def held_out(self, length: int, count: int) -> Tensor | None:
+        """(count, length) full rows that depend on the seed alone; `None` if there are no documents of that length."""
+        generator = np.random.default_rng((self.seed, HELD_OUT, length))
+        found = [self.documents.passage(generator, length - 2) for _ in range(count)]
+        found = [self.row(tokens) for tokens in found if len(tokens) == length - 2]
+        return torch.from_numpy(np.stack(found)) if found else None
+
+
+def pad(
+    rows: list[np.ndarray], pad_token_id: int, generator: np.random.Generator, masking: Targets | None
+) -> dict[str, Tensor]:
+    """Rows as a batch, padded on the right; with `masking`, masked ids and their labels."""
+    shape = len(rows), max(map(len, rows))
+    ids, labels = np.full(shape, pad_token_id), np.full(shape, IGNORED)
+    mask = np.zeros(shape, dtype=np.int64)
+    for place, row in enumerate(rows):
+        mask[place, : len(row)] = 1
+        ids[place, : len(row)] = row
+        if masking:
+            ids[place, : len(row)], labels[place, : len(row)] = masking(row, generator)
+    batch = {"input_ids": ids, "attention_mask": mask, **({"labels": labels} if masking else {})}
+    return {name: torch.from_numpy(values) for name, values in batch.items()}
