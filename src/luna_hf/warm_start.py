@@ -1,4 +1,4 @@
-"""Warm start: a model of this package made from a trained encoder of RoBERTa's architecture.
+"""Warm start: a model of this package made from a trained encoder with softmax attention.
 
 Every weight of the encoder is kept unchanged, and so is a masked-LM head, in a masked-LM model. The rules of the
 target's family (`warm_start_<family>.py`) make the remaining parameters. A report lists them, and the weights of the
@@ -26,7 +26,7 @@ logger = logging.get_logger(__name__)
 _FIXED_FIELDS = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
     *("position_embedding_type", "type_vocab_size", "embedding_layer_norm", "norm_first", "layer_norm_eps"),
-    *("pad_token_id", "tie_word_embeddings"),
+    *("embedding_size", "pad_token_id", "tie_word_embeddings"),
 }
 # Keywords of every config that are not fields.
 _KEYWORDS = ("attn_implementation", "num_labels")
@@ -154,13 +154,12 @@ def _target_config(
     Raises:
         ValueError: A field is unknown, decided by the source, or has a wrong value; or positions would be lost.
     """
-    known = {item.name for item in fields(config_class)}
+    known, own = {item.name for item in fields(config_class)}, loaded.values
     for name, value in given.items():
         if name == "max_position_embeddings":
             raise ValueError("Pass `max_length` (in tokens) instead of `max_position_embeddings`.")
         if name in _FIXED_FIELDS:
-            own = getattr(loaded.config, name, None)
-            raise ValueError(f"The source decides `{name}` ({own!r}). Leave it out.")
+            raise ValueError(f"The source decides `{name}` ({own.get(name)!r}). Leave it out.")
         decided, reason = rules.decided.get(name, (value, ""))
         if value != decided:
             raise ValueError(f"`{name}={value!r}` is not possible in a warm start: {reason}. Leave it out.")
@@ -177,9 +176,9 @@ def _target_config(
             "model also takes shorter texts."
         )
     base = {item.name for item in fields(PreTrainedConfig)}
-    shared = known & {item.name for item in fields(loaded.config)} - base - {"tie_word_embeddings"}
+    shared = known & own.keys() - base - {"tie_word_embeddings"}
     values = {"position_embedding_type": "learned"}  # unless the source says otherwise
-    values |= {name: getattr(loaded.config, name) for name in shared}
+    values |= {name: own[name] for name in shared}
     values |= {name: value for name, (value, _) in rules.decided.items()}
     values |= {"max_position_embeddings": length, "tie_word_embeddings": _is_tied(loaded)}
     return config_class(**{**values, **given})
@@ -235,7 +234,7 @@ class _Maker:
         Raises:
             ValueError: Its activation differs from the layers'.
         """
-        layout, activation = self.loaded.layout, self.loaded.config.hidden_act
+        layout, activation = self.loaded.layout, self.loaded.values["hidden_act"]
         has_head = any(name in named and owns[0] in self.loaded.tensors for name, owns in layout.head.items())
         if has_head and layout.fixed_head_activation and activation not in ("gelu", "gelu_python"):
             raise ValueError(
@@ -352,9 +351,10 @@ def warm_start(
     seed: int = 0,
     dtype: torch.dtype | str | None = None,
     preset: str | None = None,
+    allow_pickle: bool = False,
     **given: Any,
 ) -> tuple[PreTrainedModel, WarmStart]:
-    """A model of this package that starts from a trained encoder of RoBERTa's architecture.
+    """A model of this package that starts from a trained encoder with softmax attention and learned positions.
 
     All weights of the encoder are kept, bitwise unless `dtype` is given. A masked-LM model also keeps the source's
     masked-LM head. No other head of the source is used: a classifier's starts as in a new model, and the source's is
@@ -363,14 +363,15 @@ def warm_start(
     Args:
         model_class: an encoder of this package, with any head or none.
         source: folder, Hub name, or a model in memory (which is not changed): RoBERTa, XLM-R, CamemBERT, data2vec-text,
-            BERT, or a model of a family with a `layout` in its rules, which keeps its fields unless others are given;
-            with any head or none.
+            BERT, DistilBERT, ELECTRA, the transformer of a sentence-transformers model, or a model of a family with a
+            `layout` in its rules, which keeps its fields unless others are given; with any head or none.
         max_length: longest input in tokens, if longer than the source's: its positions are then repeated, in the table
             (`positions.repeat_positions`) or, with a `position_period`, by their ids.
         seed: of everything drawn or initialised. Global random states are not affected.
         dtype: of the new model's parameters, such as `torch.bfloat16` or "bfloat16"; the source's if `None` or "auto".
         preset: name of an entry of the config's `presets`, whose fields are used unless others are given. With
             "selected", where a family has it, texts are read much as by the source, without any training.
+        allow_pickle: whether to read weights from a pickle, which can run code, where there are no safetensors.
         given: fields of the new model's config (size of the memory, `conv_kernel_size`, `num_labels`, dropouts,
             `attn_implementation`, ...), and options of the family's rules, documented in their class.
 
@@ -388,7 +389,7 @@ def warm_start(
     dtype = _find_dtype(given.pop("torch_dtype", dtype))  # the name before transformers 5
     options = {name: given.pop(name) for name in family.warm_start.options() if name in given}
     with torch.random.fork_rng(devices=[]):
-        loaded = load_source(source)
+        loaded = load_source(source, allow_pickle)
         config = _target_config(model_class.config_class, family.warm_start, loaded, max_length, given)
         rules = family.warm_start(loaded, config, seed, **options)
         rules.check()

@@ -18,6 +18,7 @@ from .warm_start_rules import (
     HEAD_NAMES,
     INITIALISED,
     POSITIONS,
+    PROJECTION,
     SEGMENTS,
     Layout,
     WarmStartRules,
@@ -137,12 +138,18 @@ class AbcRules(WarmStartRules):
         return (weight @ states.repeat(repeats, 1)[: config.max_position_embeddings].T).softmax(-1)
 
     def place_states(self) -> Tensor:
-        """(p, d) float32, the first layer's input at positions without a word: LayerNorm(position + first segment)."""
+        """(p, d) float32, the first layer's input at positions without a word.
+
+        That is LayerNorm(position + first segment), projected if the source projects its embeddings.
+        """
         tensors = self.loaded.tensors
         states = tensors[POSITIONS][self.loaded.first :].float()
         states = states + tensors[SEGMENTS][0].float() if SEGMENTS in tensors else states
         norm = (tensors[f"embeddings.LayerNorm.{kind}"].float() for kind in ("weight", "bias"))
-        return F.layer_norm(states, states.shape[-1:], *norm, self.config.layer_norm_eps)
+        states = F.layer_norm(states, states.shape[-1:], *norm, self.config.layer_norm_eps)
+        if f"{PROJECTION}.weight" not in tensors:
+            return states
+        return F.linear(states, *(tensors[f"{PROJECTION}.{kind}"].float() for kind in ("weight", "bias")))
 
     def finish(self, new: dict[str, str]) -> None:
         """Refuse `control_init` if the source's own control is kept."""

@@ -54,7 +54,8 @@ class LunaRules(WarmStartRules):
         """Refuse sources with another layout than RoBERTa's.
 
         Raises:
-            ValueError: The source is pre-norm, or lacks learned positions or a LayerNorm on the embeddings.
+            ValueError: The source is pre-norm, or lacks learned positions or a LayerNorm on the embeddings, or its
+                embeddings are projected.
         """
         needed = {"norm_first": False, "position_embedding_type": "learned", "embedding_layer_norm": True}
         for name, value in needed.items():
@@ -63,6 +64,12 @@ class LunaRules(WarmStartRules):
                     f"The source has `{name}` {getattr(self.config, name)!r}, but Luna only starts from encoders with "
                     f"{value!r}, such as RoBERTa."
                 )
+        width, embedded = self.config.hidden_size, self.config.embedding_width()
+        if embedded != width:
+            raise ValueError(
+                f"The source projects its embeddings from `embedding_size` {embedded} to `hidden_size` {width}, but "
+                "Luna's slots start as embeddings of that size: choose a source without a projection, or start ABC."
+            )
 
     def make(self, rule: str, layer: str | None, empty: Tensor) -> Tensor:
         """The values that a rule gives; the packed embeddings are tokens at evenly spread positions.

@@ -1,7 +1,7 @@
-"""What a warm start needs from a family: how its models start from a trained encoder of RoBERTa's architecture."""
+"""What a warm start needs from a family: how its models start from a trained encoder with softmax attention."""
 
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ ATTENTION = "encoder.layer.{}.attention"
 CONVOLUTION = f"{ATTENTION}.convolution.weight"
 POSITIONS = "embeddings.position_embeddings.weight"
 SEGMENTS = "embeddings.token_type_embeddings.weight"
+PROJECTION = "embeddings.embeddings_project"
 
 # The decoder's bias comes first: it can differ from the head's if the matrices are untied.
 HEAD_NAMES = {
@@ -30,10 +31,13 @@ HEAD_NAMES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model type stores what all encoders of RoBERTa's architecture have; only its encoder's names are ours.
+    """How a model type stores what all encoders of RoBERTa's architecture have.
 
     Args:
         head: for each parameter of our masked-LM head, the source's names for it; the first that exists is used.
+        names: what to replace in the names of the encoder's parameters, in this order, for ours.
+        fields: fields of our config that the source's has by another name -> that name.
+        constants: fields of our config that the source's has not -> what its code computes with.
         counts_pad_rows: whether `max_position_embeddings` includes the rows of the position table up to padding's.
         has_pad_rows: whether the table has those rows.
         fixed_head_activation: whether the head uses gelu regardless of `hidden_act`.
@@ -41,10 +45,19 @@ class Layout:
     """
 
     head: dict[str, tuple[str, ...]]
+    names: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, object] = field(default_factory=dict)
     counts_pad_rows: bool = True
     has_pad_rows: bool = True
     fixed_head_activation: bool = True
     ordered_vocabulary: bool = True
+
+    def rename(self, name: str) -> str:
+        """Our name of a parameter of the source's encoder."""
+        for theirs, ours in self.names.items():
+            name = name.replace(theirs, ours)
+        return name
 
 
 @dataclass
@@ -58,8 +71,15 @@ class LoadedSource:
     ignored: list[str]  # in the files, but in no masked-LM model
 
     @property
+    def values(self) -> dict[str, Any]:
+        """The fields of the source's config, by our names where it has ours."""
+        own = {item.name: getattr(self.config, item.name) for item in fields(self.config)}
+        renamed = {ours: getattr(self.config, theirs) for ours, theirs in self.layout.fields.items()}
+        return own | renamed | self.layout.constants
+
+    @property
     def embedding(self) -> Tensor:
-        """(vocabulary, d), the word embedding; its dtype is the source's."""
+        """(vocabulary, d or `embedding_size`), the word embedding; its dtype is the source's."""
         return self.tensors["embeddings.word_embeddings.weight"]
 
     @property

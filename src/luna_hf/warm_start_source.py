@@ -1,22 +1,29 @@
-"""Sources of a warm start: encoders of RoBERTa's architecture, as parameters with uniform names."""
+"""Sources of a warm start: encoders with softmax attention, as parameters with uniform names."""
 
 import os
 import pickle
+import posixpath
 import re
+from dataclasses import replace
 from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import has_file, logging
 
 from .families import FAMILIES
 from .scripting import reason
-from .warm_start_rules import HEAD_NAMES, Layout, LoadedSource
+from .sentence_folder import find_transformer
+from .warm_start_rules import HEAD_NAMES, PROJECTION, Layout, LoadedSource
 
 # Raised by files that are truncated, empty, or not weights (a web page, a Git LFS pointer).
 _LOADING_ERRORS = (OSError, SafetensorError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError)
+
+# Names of files with weights.
+_SAFE = ("model.safetensors", "model.safetensors.index.json")
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 Source = str | os.PathLike | PreTrainedModel
 
@@ -28,20 +35,61 @@ _BERT_HEAD = {
     "lm_head.decoder.weight": ("cls.predictions.decoder.weight",),
     "lm_head.bias": ("cls.predictions.decoder.bias", "cls.predictions.bias"),
 }
+_DISTILBERT_HEAD = {
+    "lm_head.dense.weight": ("vocab_transform.weight",),
+    "lm_head.dense.bias": ("vocab_transform.bias",),
+    "lm_head.layer_norm.weight": ("vocab_layer_norm.weight",),
+    "lm_head.layer_norm.bias": ("vocab_layer_norm.bias",),
+    "lm_head.decoder.weight": ("vocab_projector.weight",),
+    "lm_head.bias": ("vocab_projector.bias",),
+}
+_DISTILBERT_NAMES = {
+    "transformer.layer.": "encoder.layer.",
+    ".attention.q_lin.": ".attention.self.query.",
+    ".attention.k_lin.": ".attention.self.key.",
+    ".attention.v_lin.": ".attention.self.value.",
+    ".attention.out_lin.": ".attention.output.dense.",
+    ".sa_layer_norm.": ".attention.output.LayerNorm.",
+    ".ffn.lin1.": ".intermediate.dense.",
+    ".ffn.lin2.": ".output.dense.",
+    ".output_layer_norm.": ".output.LayerNorm.",
+}
+_DISTILBERT_FIELDS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+    "hidden_act": "activation",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
+_ELECTRA_HEAD = {
+    "lm_head.dense.weight": ("generator_predictions.dense.weight",),
+    "lm_head.dense.bias": ("generator_predictions.dense.bias",),
+    "lm_head.layer_norm.weight": ("generator_predictions.LayerNorm.weight",),
+    "lm_head.layer_norm.bias": ("generator_predictions.LayerNorm.bias",),
+    "lm_head.decoder.weight": ("generator_lm_head.weight",),
+    "lm_head.bias": ("generator_lm_head.bias",),
+}
 _ROBERTA = Layout(HEAD_NAMES)
+# Of BERT and the models that share its vocabulary and positions.
+_BERT = Layout(_BERT_HEAD, counts_pad_rows=False, has_pad_rows=False, ordered_vocabulary=False)
 # For transformers' models; a family's own is part of its rules.
 LAYOUTS = {
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
     "camembert": _ROBERTA,
     "data2vec-text": _ROBERTA,
-    "bert": Layout(
-        _BERT_HEAD,
-        counts_pad_rows=False,
-        has_pad_rows=False,
+    "bert": replace(_BERT, fixed_head_activation=False),
+    "distilbert": replace(
+        _BERT,
+        head=_DISTILBERT_HEAD,
+        names=_DISTILBERT_NAMES,
+        fields=_DISTILBERT_FIELDS,
+        constants={"layer_norm_eps": 1e-12, "type_vocab_size": 0},
         fixed_head_activation=False,
-        ordered_vocabulary=False,
     ),
+    "electra": replace(_BERT, head=_ELECTRA_HEAD, names={"embeddings_project": PROJECTION}),
 }
 
 
@@ -51,11 +99,15 @@ def layouts() -> dict[str, Layout]:
     return LAYOUTS | {model_type: layout for model_type, layout in own.items() if layout}
 
 
-def load_source(source: Source) -> LoadedSource:
+def load_source(source: Source, allow_pickle: bool = False) -> LoadedSource:
     """Read a source with transformers.
 
+    Args:
+        source: folder, Hub name or model in memory; of a sentence-transformers model, the transformer is read.
+        allow_pickle: whether to read weights from a pickle where there are no safetensors.
+
     Raises:
-        ValueError: It cannot be read or mapped.
+        ValueError: It cannot be read or mapped, or its weights are pickled and `allow_pickle` is false.
     """
     if isinstance(source, PreTrainedModel):
         name = type(source).__name__
@@ -66,14 +118,17 @@ def load_source(source: Source) -> LoadedSource:
             f"The source is a {type(source).__name__}, but must be a folder, a Hub name or a transformers model."
         )
     name = os.fspath(source)
-    config = read_config(name)
+    config, folder = read_config(name), find_transformer(name)
     config.dtype = None  # keep the weights' dtype, whatever the config says
+    if not allow_pickle:
+        _check_files(name, folder)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # we report missing weights ourselves
     try:
         # Wrong shapes are reported below, because transformers' error does not name the weights.
+        options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, info = AutoModelForMaskedLM.from_pretrained(
-            name, config=config, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
+            name, subfolder=folder, config=config, dtype="auto", **options
         )
     except _LOADING_ERRORS as error:
         # Torch's message suggests loading a damaged pickle without its safeguard.
@@ -92,23 +147,45 @@ def load_source(source: Source) -> LoadedSource:
     return _take_apart(model, name, set(info["missing_keys"]), sorted(info["unexpected_keys"]))
 
 
+def _check_files(name: str, folder: str) -> None:
+    """Refuse a source without safetensors.
+
+    Raises:
+        ValueError: There are none, or it cannot be told.
+    """
+    try:
+        safe, pickled = (
+            any(has_file(name, posixpath.join(folder, file)) for file in files) for files in (_SAFE, _PICKLED)
+        )
+    except OSError as error:
+        raise ValueError(f"The weights of {name} cannot be found ({reason(error)}).") from error
+    if not safe and pickled:
+        raise ValueError(
+            f"{name} holds its weights in a pickle, which can run code: pass `allow_pickle=True` if you trust it, or "
+            "choose a checkpoint with model.safetensors."
+        )
+    if not safe:
+        raise ValueError(f"{name} holds no weights (model.safetensors). Copy or download them again.")
+
+
 def read_config(name: str) -> PreTrainedConfig:
-    """The config of a source, a folder or a Hub name.
+    """The config of a source, a folder or a Hub name; of a sentence-transformers model, the transformer's.
 
     Raises:
         ValueError: It cannot be read, or its model cannot be mapped.
     """
-    _check_config(_read_values(name), name)
+    folder = find_transformer(name)
+    _check_config(_read_values(name, folder), name)
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, subfolder=folder)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"The config of {name} cannot be read ({reason(error)}).") from error
 
 
-def _read_values(name: str) -> dict[str, Any]:
+def _read_values(name: str, folder: str) -> dict[str, Any]:
     try:
-        if not os.path.isdir(name) or os.path.isfile(os.path.join(name, "config.json")):
-            values, _ = PreTrainedConfig.get_config_dict(name)
+        if not os.path.isdir(name) or os.path.isfile(os.path.join(name, folder, "config.json")):
+            values, _ = PreTrainedConfig.get_config_dict(name, subfolder=folder)
             if values:
                 return values
     except (OSError, ValueError, HFValidationError, HfHubHTTPError) as error:
@@ -124,12 +201,17 @@ def _check_config(config: dict[str, Any], name: str) -> None:
         ValueError: Such a model.
     """
     kind, known = config.get("model_type"), layouts()
-    wanted = f"A warm start needs an encoder of RoBERTa's architecture: {', '.join(known)}."
+    wanted = f"A warm start needs an encoder of one of these types: {', '.join(known)}."
     if kind in FAMILIES and kind not in known:
         raise ValueError(f"{name} is already a {kind} model: load it with `from_pretrained` to train it. {wanted}")
     for field in ("is_encoder_decoder", "is_decoder", "add_cross_attention"):
         if config.get(field):
             raise ValueError(f"{name} is no encoder: `{field}` is true in its config. {wanted}")
+    if kind == "mpnet":
+        raise ValueError(
+            f"{name} is an MPNet, whose attention adds a learned bias by relative position, which slots and means of "
+            "tokens cannot carry: choose a checkpoint with absolute positions."
+        )
     if kind not in known:
         raise ValueError(f"{name} is a model of the type {kind}. {wanted}")
     positions = config.get("position_embedding_type") or "absolute"
@@ -150,8 +232,9 @@ def _take_apart(model: PreTrainedModel, name: str, missing: set[str], ignored: l
     Raises:
         ValueError: Parts of the encoder or head are missing or not finite, or there are more layers than in the config.
     """
-    _check_layers(model.config.num_hidden_layers, [*dict(model.named_parameters()), *ignored], name)
     layout, prefix = layouts()[model.config.model_type], model.base_model_prefix + "."
+    renamed = [layout.rename(own) for own in (*dict(model.named_parameters()), *ignored)]
+    _check_layers(model.config.num_hidden_layers, renamed, name)
     tensors, names = {}, {}
     for own, tensor in model.named_parameters(remove_duplicate=False):
         if own in missing:
@@ -160,8 +243,8 @@ def _take_apart(model: PreTrainedModel, name: str, missing: set[str], ignored: l
             raise ValueError(f"{name}: {own} is not a floating-point tensor in memory. Load it without quantization.")
         if not tensor.isfinite().all():
             raise ValueError(f"{name}: {own} holds NaN or infinity. Use an earlier checkpoint.")
-        tensors[own.removeprefix(prefix)] = tensor.detach()
-        names[own.removeprefix(prefix)] = own
+        ours = layout.rename(own.removeprefix(prefix))
+        tensors[ours], names[ours] = tensor.detach(), own
     head = {own for owns in layout.head.values() for own in owns}
     has_head = layout.head["lm_head.dense.weight"][0] in tensors
     lacking = sorted(own for own in missing if own.startswith(prefix) or (has_head and own in head))
