@@ -13,13 +13,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 from huggingface_hub.errors import StrictDataclassError
-from shared import check_target, command, find, make_parser, save
+from shared import check_target, command, make_parser, save
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import FAMILIES
 from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.conversion_files import check_tokenizer, source_card
 from luna_hf.scripting import ROOT, UserError, fill_card, load_tokenizer, portable, run_script, writing
 from luna_hf.warm_start import WarmStart, template_of, warm_start
 from luna_hf.warm_start_rules import CONVOLUTION, ZERO
@@ -189,34 +190,7 @@ def next_steps(
     ]
 
 
-# ---- tokenizer and card ----
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, source: str) -> None:
-    """Refuse a tokenizer that does not fit the model.
-
-    Raises:
-        UserError: It has more tokens than the model has rows, or another padding token.
-    """
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"The tokenizer at {source} has {len(tokenizer):,} tokens, but its model only {config.vocab_size:,}. Save "
-            "the right tokenizer there."
-        )
-    if tokenizer.pad_token_id != config.pad_token_id:
-        raise UserError(
-            f"The tokenizer at {source} pads with token {tokenizer.pad_token_id}, but its model with token "
-            f"{config.pad_token_id}. Save the right tokenizer there."
-        )
-
-
-def source_card(source: str) -> ModelCardData:
-    """The metadata of the source's own card; empty if it has none."""
-    try:
-        path = find(source, "README.md")
-        return ModelCard.load(path, ignore_metadata_errors=True).data if path else ModelCardData()
-    except (OSError, ValueError):
-        return ModelCardData()
+# ---- the card ----
 
 
 def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, note: str, notes: list[str]) -> str:

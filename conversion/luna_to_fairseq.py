@@ -28,9 +28,10 @@ from fairseq_format.converted import load, read_config
 from fairseq_format.names import OUR_ALIASES, to_theirs
 from fairseq_format.tokenizer import export_tokenizer
 from safetensors import safe_open
-from shared import check_target, command, find, make_parser
+from shared import check_target, command, make_parser
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from luna_hf.conversion_files import find
 from luna_hf.scripting import UserError, fill_card, load_tokenizer, portable, run_script, writing
 
 SCRIPT = "luna_to_fairseq.py"

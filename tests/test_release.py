@@ -177,7 +177,8 @@ def test_what_the_packages_contain(packages):
         names = set(archive.namelist())
         (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
         metadata = message_from_bytes(archive.read(f"{info}/METADATA"))
-    assert {name for name in names if not name.startswith(info)} == modules | {"luna_hf/py.typed"}
+    data = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "luna_hf").glob("sample_texts/*.txt")}
+    assert {name for name in names if not name.startswith(info)} == modules | data | {"luna_hf/py.typed"}
     assert f"{info}/licenses/LICENSE" in names
     assert metadata["Version"] == luna_hf.__version__ and metadata["License-Expression"] == "Apache-2.0"
     classifiers = metadata.get_all("Classifier")

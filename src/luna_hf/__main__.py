@@ -70,10 +70,15 @@ def describe() -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the facts; see `run_script` for the exit status."""
+    """Print the facts, or run the command `convert`; see `run_script` for the exit status."""
+    if words[:1] == ["convert"]:
+        from .convert import main as convert  # slow to import
+
+        return convert(words[1:])
 
     def script() -> None:
-        Parser(prog="python -m luna_hf", description=__doc__).parse_args(words)
+        more = "`python -m luna_hf convert --help` describes the command that converts a trained encoder."
+        Parser(prog="python -m luna_hf", description=__doc__, epilog=more).parse_args(words)
         print(describe())
 
     return run_script(script)

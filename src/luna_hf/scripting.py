@@ -356,8 +356,13 @@ def _rounded(value: Any) -> Any:
 # ---- tokenizers ----
 
 
-def load_tokenizer(source: str, required: bool = False) -> "PreTrainedTokenizerBase | None":
+def load_tokenizer(source: str, required: bool = False, subfolder: str = "") -> "PreTrainedTokenizerBase | None":
     """The tokenizer of a folder or a Hub repository, or `None` if it has none.
+
+    Args:
+        source: folder or Hub name.
+        required: whether there must be one.
+        subfolder: where it is inside the source.
 
     Raises:
         UserError: Its files cannot be read or are incomplete; or, with `required`, there are none.
@@ -368,7 +373,7 @@ def load_tokenizer(source: str, required: bool = False) -> "PreTrainedTokenizerB
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        tokenizer, why = AutoTokenizer.from_pretrained(source), "its vocabulary is missing"
+        tokenizer, why = AutoTokenizer.from_pretrained(source, subfolder=subfolder), "its vocabulary is missing"
     except Exception as error:  # tokenizer files fail in many ways, all of them the user's to fix
         tokenizer, why = None, reason(error)
     finally:
@@ -379,7 +384,7 @@ def load_tokenizer(source: str, required: bool = False) -> "PreTrainedTokenizerB
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     present = []
     with suppress(OSError, ValueError):  # no such source
-        present = [name for name in TOKENIZER_FILES if cached_file(source, name, **quiet)]
+        present = [name for name in TOKENIZER_FILES if cached_file(source, name, subfolder=subfolder, **quiet)]
     if present:
         raise UserError(f"The tokenizer at {source} ({present[0]}) cannot be read: {why}.")
     if required:

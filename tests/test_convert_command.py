@@ -1,0 +1,415 @@
+"""`python -m luna_hf convert`: the folder it writes, the figures it prints, and what it refuses."""
+
+import json
+import re
+import string
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, run_python
+from torch.nn.functional import normalize
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    BertTokenizer,
+    GPT2Config,
+    GPT2Model,
+    T5Config,
+    T5Model,
+)
+
+from luna_hf import AbcConfig, __main__, convert
+from luna_hf.conversion_report import (
+    embed,
+    exact_length,
+    measured_lengths,
+    read_ids,
+    shipped_texts,
+    special_tokens,
+    spread_rows,
+    table_lines,
+)
+
+WORDS = ["every", "token", "reads", "the", "packed", "sequence", "in", "turn"]
+LONGEST, MAX_LENGTH = 40, 200
+# A memory that even the tiny source's texts exceed: texts of up to 8 tokens are exact.
+SMALL = ["--local_window", "8", "--num_selected_tokens", "8", "--memory_size", "4", "--max_length", str(MAX_LENGTH)]
+SHORT = ["the token", "turn in turn", "every sequence"]
+LONG = [" ".join(WORDS * count) for count in (1, 4, 18)]
+PROMPTS = {"query": "the query: ", "document": ""}
+ATOL = 1e-5
+
+
+# ---- tiny sources ----
+
+
+def write_tokenizer(folder):
+    """A WordPiece whose files truncate and pad to 16 tokens, as those of all-MiniLM-L6-v2 do to 128."""
+    letters = [*string.ascii_lowercase, *string.digits, *string.punctuation]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *letters, *(f"##{letter}" for letter in letters)]
+    tokenizer = BertTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, model_max_length=LONGEST)
+    tokenizer.backend_tokenizer.enable_truncation(16)
+    tokenizer.backend_tokenizer.enable_padding(length=16)
+    tokenizer.save_pretrained(folder)
+    return len(pieces)
+
+
+@torch.no_grad()
+def write_model(folder, model_class=BertModel, **fields):
+    """A tiny source with its tokenizer."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, **fields}
+    config = BertConfig(vocab_size=write_tokenizer(folder), max_position_embeddings=LONGEST, **shape)
+    model = model_class(config)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_json(path, content):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def write_sentences(folder, pooling=None, kinds=("Transformer", "Pooling", "Normalize"), path=""):
+    """A folder of sentence-transformers, as its early versions wrote them."""
+    write_model(folder / path)
+    paths = [path, *(f"{number}_{kind}" for number, kind in enumerate(kinds) if number)]
+    modules = [
+        {"idx": number, "name": str(number), "path": paths[number], "type": f"sentence_transformers.models.{kind}"}
+        for number, kind in enumerate(kinds)
+    ]
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "1_Pooling" / "config.json", pooling or {"pooling_mode_cls_token": True})
+    settings = json.loads((folder / "1_Pooling" / "config.json").read_text())
+    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 32, **settings})
+    write_json(folder / path / "sentence_bert_config.json", {"max_seq_length": 16, "do_lower_case": True})
+    write_json(folder / "config_sentence_transformers.json", {"prompts": PROMPTS, "similarity_fn_name": "dot"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Folders of tiny sources; tests must not change them."""
+    folder = tmp_path_factory.mktemp("sources")
+    write_model(folder / "plain")
+    write_model(folder / "mlm", BertForMaskedLM)
+    write_model(folder / "classifier", BertForSequenceClassification)
+    write_sentences(folder / "sentences")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(sources):
+    """A measured conversion of the folder of sentence-transformers."""
+    target = sources.parent / "converted"
+    assert __main__.main(["convert", str(sources / "sentences"), str(target), *SMALL]) == 0
+    return target
+
+
+def run(*words):
+    return convert.main([*map(str, words), *SMALL, "--no_measure"])
+
+
+def short_batch(folder):
+    return AutoTokenizer.from_pretrained(folder)(SHORT, padding=True, return_tensors="pt")
+
+
+# ---- the folder ----
+
+
+@pytest.mark.parametrize(
+    ("name", "auto", "own"),
+    [
+        ("plain", AutoModel, "AbcModel"),
+        ("mlm", AutoModelForMaskedLM, "AbcForMaskedLM"),
+        ("classifier", AutoModel, "AbcModel"),
+    ],
+)
+@torch.no_grad()
+def test_a_plain_source(name, auto, own, sources, tmp_path, capsys):
+    assert run(sources / name, tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    source, model = (auto.from_pretrained(folder).eval() for folder in (sources / name, tmp_path / "out"))
+    assert type(model).__name__ == own and ("classifier" in printed) == (name == "classifier")
+    batch = short_batch(sources / name)
+    ours, expected = (encoder(**batch)[0][batch["attention_mask"].bool()] for encoder in (model, source))
+    torch.testing.assert_close(ours, expected, atol=ATOL, rtol=0)
+    config = model.config
+    assert (config.max_position_embeddings, config.position_period) == (MAX_LENGTH, LONGEST)
+    assert (config.local_window, config.num_selected_tokens, config.memory_size) == (8, 8, 4)
+    assert config.memory_control == "compressive" and config.num_selection_queries == 32
+    assert not list((tmp_path / "out").glob("conver*.py"))
+    assert "Nothing has been measured" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_tokenizer_cuts_and_pads_only_when_asked(converted):
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    words = " ".join(WORDS * 40)
+    assert [len(ids) for ids in tokenizer(["the token", words]).input_ids] == [4, 322]
+    assert len(tokenizer(words, truncation=True).input_ids) == MAX_LENGTH == tokenizer.model_max_length
+    assert tokenizer(SHORT, padding=True, return_tensors="pt").input_ids.shape == (3, 5)
+    saved = json.loads((converted / "tokenizer.json").read_text())
+    assert saved["truncation"] is saved["padding"] is None
+    assert (
+        not {"max_length", "truncation_strategy"} & json.loads((converted / "tokenizer_config.json").read_text()).keys()
+    )
+
+
+_ENCODE = """
+import json, torch
+from sentence_transformers import SentenceTransformer
+
+own, source, place, texts, short = sys.argv[1:]
+model = SentenceTransformer(own, trust_remote_code=True, device="cpu")
+print(model.max_seq_length, model.prompts["query"], model.similarity_fn_name, [type(part).__name__ for part in model])
+theirs = SentenceTransformer(source, device="cpu").encode(json.loads(short))
+torch.save([torch.as_tensor(found) for found in (model.encode(json.loads(texts), batch_size=3), theirs)], place)
+"""
+
+
+@torch.no_grad()
+def own_embeddings(folder, texts, pooling):
+    """The embeddings of this package's model, without sentence-transformers."""
+    batch = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
+    return embed(AutoModel.from_pretrained(folder).eval(), batch["input_ids"], batch["attention_mask"], pooling)
+
+
+def test_sentence_transformers_without_the_package(converted, sources, tmp_path):
+    texts = [*SHORT, *LONG, LONG[1].upper()]
+    words = [converted, sources / "sentences", tmp_path / "found.pt", json.dumps(texts), json.dumps(SHORT)]
+    printed = run_python(_ENCODE, *words, env={"HF_HOME": str(tmp_path)}, blocked=True)
+    found, theirs = torch.load(tmp_path / "found.pt")
+    assert printed.strip() == f"{MAX_LENGTH} the query:  dot ['Transformer', 'Pooling', 'Normalize']"
+    expected = normalize(own_embeddings(converted, [text.lower() for text in texts], "cls"), dim=-1)
+    torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
+    torch.testing.assert_close(found[:3], theirs, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "name"),
+    [
+        ({"pooling_mode": "max"}, "max"),
+        ({"pooling_mode": ["mean"]}, "mean"),
+        ({"pooling_mode_mean_tokens": True}, "mean"),
+    ],
+)
+def test_other_layouts(pooling, name, tmp_path):
+    """A transformer in a subfolder, a Dense module, and both ways to name a pooling."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Dense
+
+    source = write_sentences(tmp_path / "in", pooling, ("Transformer", "Pooling", "Dense"), "0_Transformer")
+    torch.manual_seed(1)
+    dense = Dense(32, 8)
+    (source / "2_Dense").mkdir()
+    dense.save(str(source / "2_Dense"))
+    assert run(source, tmp_path / "out") == 0
+    found = torch.as_tensor(SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(LONG))
+    expected = own_embeddings(tmp_path / "out", LONG, name)
+    with torch.no_grad():
+        torch.testing.assert_close(found, dense.linear(expected).tanh(), atol=ATOL, rtol=0)
+
+
+def test_options_become_fields(sources, tmp_path):
+    words = ["--full_attention_layers", "1", "--position_period", "20", "--dtype", "bfloat16", "--texts", "text.txt"]
+    assert run(sources / "plain", tmp_path / "out", *words[:6]) == 0
+    model = AutoModel.from_pretrained(tmp_path / "out")
+    assert model.config.full_attention_layers == [1] and model.config.position_period == 20
+    assert model.dtype == torch.bfloat16
+    assert convert.parse(["a", "b", *words]).texts == Path("text.txt")
+    assert convert.parse(["a", "b", "--full_attention_layers", "all"]).full_attention_layers == "all"
+
+
+# ---- the figures ----
+
+
+def test_the_printed_table(converted, sources, tmp_path, capsys):
+    facts = json.loads((converted / "conversion.json").read_text())
+    figures = {figure["tokens"]: figure for figure in facts["figures"]}
+    assert list(figures) == [16, 64, 128, MAX_LENGTH] and facts["exact_length"] == 8
+    assert [figures[length]["short_windows"] is None for length in figures] == [True, False, False, False]
+    assert facts["command"].startswith("python -m luna_hf convert sentences converted --local_window 8")
+    card = (converted / "README.md").read_text()
+    assert facts["command"] in card and f"| 16 | {figures[16]['cosine']:.3f} |" in card
+    assert "library_name: sentence-transformers" in card and "base_model" not in card
+
+    # One cell of each kind, by sentence-transformers' own means: the texts, cut at the measured length.
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    first, last = special_tokens(tokenizer)
+    texts = read_ids(tokenizer, shipped_texts(), lower=True)
+    ours, theirs = (AutoModel.from_pretrained(folder).eval() for folder in (converted, sources / "sentences"))
+
+    def state(model, text):
+        with torch.no_grad():
+            ids = torch.cat([first, text, last])[None]
+            return normalize(model(ids).last_hidden_state[0, 0].double(), dim=0)
+
+    short = spread_rows(texts, 14, 6)
+    cosines = [float(state(ours, row) @ state(theirs, row)) for row in short]
+    assert len(cosines) == figures[16]["rows"] and sum(cosines) / 6 < 0.999
+    assert figures[16]["cosine"] == pytest.approx(sum(cosines) / 6, abs=2e-6)
+    long = spread_rows(texts, 62, 3)
+    goals = [torch.stack([state(theirs, part) for part in row.tensor_split(2)]).mean(0) for row in long]  # 38 fit
+    cosines = [float(state(ours, row) @ normalize(goal, dim=0)) for row, goal in zip(long, goals, strict=True)]
+    assert figures[64]["cosine"] == pytest.approx(sum(cosines) / 3, abs=2e-6)
+    assert figures[64]["short_windows"] == figures[64]["cosine"]  # the source's windows have 40 tokens, below 128
+
+
+def test_texts_of_the_user(sources, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(WORDS * 4))
+    words = [str(sources / "mlm"), str(tmp_path / "out"), *SMALL, "--texts", str(text)]
+    assert convert.main(words) == 0
+    output = capsys.readouterr()
+    assert re.search(r"^ *16 +\d\.\d{3} +\d+\.\d\d +\d+$", output.out, re.MULTILINE) and "\n 64" not in output.out
+    assert "measuring texts of 16 tokens" in output.err
+    facts = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert [(figure["tokens"], figure["rows"]) for figure in facts["figures"]] == [(16, 2)]
+    text.write_text("turn")
+    assert convert.main([*words, "--overwrite"]) == 2
+    assert "--texts" in capsys.readouterr().err
+    assert convert.main([*words[:-1], str(tmp_path / "none.txt"), "--overwrite"]) == 2
+
+
+def test_lengths():
+    assert measured_lengths(512, 8192) == [16, 64, 128, 256, 512, 1024, 2048, 4096]
+    assert measured_lengths(512, 3000) == [16, 64, 128, 256, 512, 1024, 2048, 3000]
+    assert measured_lengths(40, 40) == [16]
+    config = AbcConfig.preset("selected", max_position_embeddings=4096)
+    assert exact_length(config) == 128
+    config.num_selected_tokens = 0
+    assert exact_length(config) == 32
+    config.full_attention_layers = "all"
+    assert exact_length(config) == 4096
+    config.position_period = 256
+    assert exact_length(config) == 256
+
+
+def test_rows():
+    rows = spread_rows([torch.arange(10), torch.arange(3), torch.arange(100, 112)], 4, 4)
+    assert [row.tolist() for row in rows] == [[*range(n, n + 4)] for n in (0, 5, 100, 106)]
+    assert not spread_rows([torch.arange(3)], 4, 2)
+    assert all(len(text) > 19_000 and text.isascii() for text in shipped_texts()) and len(shipped_texts()) == 3
+    assert table_lines([])[0].split() == ["tokens", "cosine", "speed", "ms"]
+
+
+# ---- what is refused ----
+
+
+def spoil(folder, name):
+    """Change a copy of a folder of sentence-transformers into one that is refused."""
+    if name == "decoder":
+        GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50)).save_pretrained(folder)
+        (folder / "modules.json").unlink()
+    elif name == "t5":
+        T5Model(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=50)).save_pretrained(folder)
+        (folder / "modules.json").unlink()
+    elif name == "clip":
+        write_json(folder / "modules.json", [{"path": "0_CLIPModel", "type": "sentence_transformers.models.CLIPModel"}])
+    elif name == "no tokenizer":
+        for path in folder.glob("*token*"):
+            path.unlink()
+        (folder / "vocab.txt").unlink(missing_ok=True)
+    elif name == "no weights":
+        (folder / "model.safetensors").unlink()
+    elif name == "pickle":
+        torch.save({}, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    elif name == "last token":
+        write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "lasttoken"})
+    elif name == "two poolings":
+        two = {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}
+        write_json(folder / "1_Pooling" / "config.json", two)
+    else:
+        modules = json.loads((folder / "modules.json").read_text())
+        if name == "own module":
+            modules[2]["type"] = "custom.Whitening"
+        elif name == "outside":
+            modules[2]["path"] = "../2_Normalize"
+        elif name == "dense":
+            modules[2] |= {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
+        write_json(folder / "modules.json", modules)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("decoder", "gpt2"),
+        ("t5", "no encoder"),
+        ("clip", "CLIPModel"),
+        ("no tokenizer", "no tokenizer"),
+        ("no weights", "no weights"),
+        ("pickle", "--allow_pickle"),
+        ("last token", "lasttoken"),
+        ("two poolings", "cls and max"),
+        ("own module", "custom.Whitening"),
+        ("outside", "modules.json"),
+        ("dense", "2_Dense/model.safetensors"),
+    ],
+)
+def test_refused_sources(name, word, tmp_path, capsys):
+    spoil(write_sentences(tmp_path / "source"), name)
+    assert run(tmp_path / "source", tmp_path / "out") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and word in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nowhere/none", "out"],
+        ["plain", "out", "--max_length", "20"],
+        ["plain", "out", "--local_window", "-1"],
+        ["plain", "out", "--local_window", "wide"],
+        ["plain", "out", "--full_attention_layers", "first"],
+        ["plain", "out", "--full_attention_layers", "7"],
+        ["plain", "out", "--dtype", "int8"],
+        ["plain", "plain"],
+        ["plain", "foreign"],
+        ["converted", "out"],
+        ["plain"],
+    ],
+)
+def test_refused_command_lines(words, sources, converted, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain").symlink_to(sources / "plain")
+    (tmp_path / "converted").symlink_to(converted)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "work.txt").write_text("")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert convert.main([*words, "--no_measure"]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert error[-1].startswith("error: ") and len(error) <= 2
+    assert not (tmp_path / "out").exists() and (tmp_path / "foreign" / "work.txt").exists()
+
+
+def test_an_earlier_conversion_is_replaced_only_when_asked(sources, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    assert run(sources / "sentences", out) == 0
+    assert run(sources / "plain", out) == 2 and "--overwrite" in capsys.readouterr().err
+    assert (out / "modules.json").exists()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(convert, "describe", interrupt)
+        for target in (out, tmp_path / "new"):
+            assert run(sources / "plain", target, "--overwrite") == 130
+    assert (out / "modules.json").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert run(sources / "plain", out, "--overwrite") == 0
+    assert not (out / "modules.json").exists() and "--overwrite" not in (out / "README.md").read_text()
+
+
+def test_the_texts_name_their_authors():
+    heads = [path.read_text().splitlines()[0] for path in (ROOT / "src/luna_hf/sample_texts").glob("*.txt")]
+    assert all(re.fullmatch(r"[\w ]+, [\w ]+ \(1[89]\d\d\), an excerpt. In the public domain.", head) for head in heads)
