@@ -3,25 +3,49 @@
     python experiments/teacher_texts.py DATA outputs/texts
     python experiments/teacher.py run --source sentence-transformers/all-MiniLM-L6-v2 --texts outputs/texts
     python experiments/teacher.py judge --source sentence-transformers/all-MiniLM-L6-v2 --data DATA
+    python experiments/teacher.py distant --source sentence-transformers/all-MiniLM-L6-v2 --data DATA
     python experiments/teacher.py report
 
-`run` trains every cell with `training/convert.py` on the same rows in the same order, and keeps what is finished.
-`judge` scores each result, the untrained conversions and the source on sentences and long documents.
+`run` trains every cell with `training/convert.py` on the same rows in the same order. `judge` scores each result, each
+untrained conversion and the source on sentences and long documents (`teacher_scores.py`), `distant` finetunes them on
+what a window cannot do (`teacher_distant.py`). All keep what is finished. `report` writes the tables and the plot.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from running import KEPT, RESULTS, ROOT, launch, run_alone
+from running import KEPT, RESULTS, ROOT, launch, read_json, run_alone
+from teacher_distant import Distant, finetune, majority
+from teacher_report import plot, text
+from teacher_scores import Encoder, Tasks
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_hf.scripting import Parser, UserError, progress, write_text
+from luna_hf import FAMILIES
+from luna_hf.convert import make_plain
+from luna_hf.scripting import Parser, UserError, load_tokenizer, progress, write_json, write_text
+from luna_hf.warm_start import warm_start
 
 SCRIPT = "experiments/teacher.py"
 RECIPE = ROOT / "experiments" / "teacher.yaml"
+LONGEST = 4096
+# What `distant` finetunes: cell, whether its training comes first, and whether the first question is marked.
+FINETUNED = {
+    "source": ("source", False, False),
+    "window-64": ("window-64", False, False),
+    "means-128-64": ("means-128-64", False, False),
+    "means-128-64, marked": ("means-128-64", False, True),
+    "means-128-64, trained": ("means-128-64", True, False),
+    "luna-128-64, trained": ("luna-128-64", True, False),
+    "luna-128-64, trained, marked": ("luna-128-64", True, True),
+    "mlp-0-64, trained": ("mlp-0-64", True, False),
+    "window-64, trained": ("window-64", True, False),
+    "window-64, marked": ("window-64", False, True),
+}
 
 
 def cells() -> dict[str, dict[str, Any]]:
@@ -45,6 +69,12 @@ def cells() -> dict[str, dict[str, Any]]:
     return found
 
 
+def fields(name: str) -> dict[str, Any]:
+    """The fields of a cell's model, with what all cells share."""
+    period = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["teacher_longest"]
+    return {**cells()[name], "max_length": LONGEST, "position_period": period}
+
+
 def _selected(count: int) -> dict[str, int]:
     return {"num_selected_tokens": count, "num_selection_queries": 32 if count > 64 else 16}
 
@@ -57,8 +87,7 @@ def recipe(name: str, options: argparse.Namespace) -> dict[str, Any]:
     values["sentences"] = str(options.texts / "sentences")
     values["teacher"], values["output_dir"] = str(options.source), str(options.runs / name)
     values["cache_dir"], values["model_name"] = str(options.runs / "cache"), name
-    shared = {"max_length": 4096, "position_period": values["teacher_longest"]}
-    values["model"] = {**cells()[name], **shared}
+    values["model"] = fields(name)
     (distil,) = values["stages"]
     if name.startswith(("mlp", "luna")):  # first the new parameters, layer by layer
         fit = {**distil, "name": "fit", "share": 0.2, "lengths": [[64, 256, 1]], "weights": {"attention": 1.0}}
@@ -78,7 +107,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--cells", nargs="+", choices=list(cells()), default=list(cells()), help="default: all")
     add("--results", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
-    needed = {"run": ("source", "texts"), "judge": ("source", "data"), "report": ()}[options.what]
+    needed = {"run": ("source", "texts"), "report": ()}.get(options.what, ("source", "data"))
     for name in needed:
         if getattr(options, name) is None:
             raise UserError(f"`{options.what}` needs --{name}.")
@@ -97,7 +126,97 @@ def run(options: argparse.Namespace) -> None:
         launch("training/convert.py", [str(path)], threads=1)
 
 
-COMMANDS = {"run": run}
+# ---- scores ----
+
+
+def untrained(name: str, options: argparse.Namespace) -> PreTrainedModel:
+    """The conversion of a cell before any training."""
+    own = fields(name)
+    return warm_start(FAMILIES[own.pop("model_type")].base_model, options.source, **own)[0]
+
+
+def trained(name: str, options: argparse.Namespace) -> PreTrainedModel:
+    """The result of a cell."""
+    return AutoModel.from_pretrained(options.runs / name)
+
+
+def open_result(options: argparse.Namespace) -> tuple[Path, dict[str, Any], PreTrainedTokenizerBase]:
+    """The result so far, its path, and the source's tokenizer."""
+    path = options.results / "teacher.json"
+    result = read_json(path) if path.is_file() else {"commands": [], "scores": {}, "distant": {}, "runs": {}}
+    result = {**options.header, **{name: value for name, value in result.items() if name not in options.header}}
+    if options.header["command"] not in result["commands"]:
+        result["commands"].append(options.header["command"])
+    options.results.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(options.source, required=True)
+    make_plain(tokenizer, LONGEST)
+    return path, result, tokenizer
+
+
+def contenders(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], PreTrainedModel]]]:
+    """What `judge` scores in one pass: every cell, before its training and after."""
+    for name in options.cells:
+        yield f"{name}, untrained", partial(untrained, name, options)
+        if (options.runs / name / "metrics.json").is_file():
+            yield name, partial(trained, name, options)
+
+
+def judge(options: argparse.Namespace) -> None:
+    """Score what is not in the results, the source first."""
+    path, result, tokenizer = open_result(options)
+    tasks, scores = Tasks(options.data, tokenizer), result["scores"]
+    source = Encoder(AutoModel.from_pretrained(options.source), tokenizer)
+    ways = {"cut at 256": source.cut(256), **{f"windows of {size}": source.windows(size) for size in (128, 256)}}
+    for name, embed in ways.items():
+        if f"source, {name}" not in scores:
+            scores[f"source, {name}"] = tasks.score(embed, source.whole)
+            write_json(path, result)
+    for name, load in contenders(options):
+        if name not in scores:
+            encoder = Encoder(load(), tokenizer)
+            scores[name] = tasks.score(encoder.whole, encoder.whole)
+            write_json(path, result)
+        progress(f"{name}: {scores[name]}")
+
+
+def distant(options: argparse.Namespace) -> None:
+    """Finetune what is not in the results."""
+    path, result, tokenizer = open_result(options)
+    task = Distant(options.data, tokenizer)
+    result["majority"] = {str(distance): majority(task, distance) for distance in (256, 1024, 3000)}
+    for name, (cell, is_trained, marked) in FINETUNED.items():
+        if name in result["distant"] or (is_trained and not (options.runs / cell / "metrics.json").is_file()):
+            continue
+        progress(f"---- {name} ----")
+        model = AutoModel.from_pretrained(options.source) if cell == "source" else None
+        model = model or (trained if is_trained else untrained)(cell, options)
+        longest = model.config.max_position_embeddings
+        result["distant"][name] = finetune(model, marked, task, longest)
+        write_json(path, result)
+        progress(f"{name}: {result['distant'][name]}")
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write the tables and the plot.
+
+    Raises:
+        UserError: There are no results.
+    """
+    path = options.results / "teacher.json"
+    if not path.is_file():
+        raise UserError(f"{path} is missing. Run `python {SCRIPT} judge` first.")
+    result = read_json(path)
+    for name in cells():
+        if (found := options.runs / name / "metrics.json").is_file():
+            kept = ("cosine", "slots_off", "window_off", "hidden", "seen_tokens", "training_seconds")
+            figures = read_json(found)
+            result["runs"][name] = {key: figures[key] for key in kept if key in figures}
+    write_json(path, result)
+    write_text(path.with_suffix(".md"), text(result) + "\n")
+    plot(result, path.with_suffix(".png"))
+
+
+COMMANDS = {"run": run, "judge": judge, "distant": distant, "report": report}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,7 +1,5 @@
 """The pair of models of a conversion."""
 
-import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
@@ -88,12 +86,3 @@ def groups(model: PreTrainedModel, new: set[str], weight_decay: float, freeze_em
             if parameters:
                 found.append({"params": parameters, "weight_decay": decay, "is_new": is_new})
     return found
-
-
-def read_pooling(source: str) -> str:
-    """How a sentence-transformers folder pools: "mean", "cls" or "max"; "mean" for other sources."""
-    path = Path(source, "1_Pooling", "config.json")
-    if not path.is_file():
-        return "mean"
-    values = json.loads(path.read_text(encoding="utf-8"))
-    return next((how for how in ("mean", "cls", "max") if values.get(f"pooling_mode_{how}_tokens")), "mean")

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from common.hub import push_folder
 from common.machine import machine
-from common.models import load_tokenizer
 from data.corpus import Corpus, open_corpus
 from data.masking import make_masking
 from data.prepare import open_stores
@@ -37,12 +36,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedTokenizerBase
 
+from converting.card import make_card
 from converting.evaluation import HeldOut, plot, summary
-from converting.models import groups, make_pair, read_pooling
+from converting.models import groups, make_pair
 from converting.objective import Pair
 from converting.recipe import ConvertRecipe, Stage, stage_at
 from converting.texts import Documents, Frame, Rows
-from luna_hf.scripting import UserError, write_json, write_text
+from luna_hf.convert import make_plain
+from luna_hf.scripting import UserError, load_tokenizer, write_json, write_text
+from luna_hf.sentence_folder import SentenceFolder, find_transformer, read_sentence_folder
 
 PLOT = "conversion.png"
 
@@ -92,9 +94,10 @@ def convert(recipe: ConvertRecipe, command: str) -> dict[str, Any] | None:
         )
     with held(accelerator, folder):
         found = on_main(accelerator, lambda: find_checkpoint(recipe, print))
-        tokenizer = plain_tokenizer(recipe)
+        tokenizer, sentences = read_source(recipe)
         frame = Frame(*borders(tokenizer), tokenizer.pad_token_id)
-        made = make_pair(recipe, read_pooling(recipe.teacher), frame)
+        made = make_pair(recipe, sentences.pooling if sentences else "mean", frame)
+        make_plain(tokenizer, made.pair.student.config.max_position_embeddings)
         corpora = open_corpora(recipe)
         accelerator.print(f"Read {'; '.join(corpus.description for corpus in corpora)}.", *made.report, sep="\n")
         repository = on_main(accelerator, lambda: reserve(recipe))
@@ -108,7 +111,7 @@ def convert(recipe: ConvertRecipe, command: str) -> dict[str, Any] | None:
             accelerator.print(f"Stopped after step {counters.step:,}, saved in {last}. The same command resumes there.")
             close_trackers(accelerator)
             return None
-        figures = finish(run, tokenizer, counters, command)
+        figures = finish(run, sentences, corpora, counters, command)
         close_trackers(accelerator)
         if repository and accelerator.is_main_process:
             push_folder(folder, repository, "Converted model", ignore=["checkpoints/**", f"{recipe.model_name}/**"])
@@ -118,13 +121,17 @@ def convert(recipe: ConvertRecipe, command: str) -> dict[str, Any] | None:
 # ---- the parts ----
 
 
-def plain_tokenizer(recipe: ConvertRecipe) -> PreTrainedTokenizerBase:
-    """The source's tokenizer, without the truncation and padding that some sources store in its file."""
-    tokenizer = load_tokenizer(recipe.teacher)
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
-    tokenizer.model_max_length = max(recipe.longest, recipe.model.get("max_length") or 0)
-    return tokenizer
+def read_source(recipe: ConvertRecipe) -> tuple[PreTrainedTokenizerBase, SentenceFolder | None]:
+    """The source's tokenizer, and what sentence-transformers stores beside its transformer, if it is of that library.
+
+    Raises:
+        UserError: It has no tokenizer, or a pooling or module that cannot be kept.
+    """
+    try:
+        sentences, subfolder = read_sentence_folder(recipe.teacher), find_transformer(recipe.teacher)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return load_tokenizer(recipe.teacher, required=True, subfolder=subfolder), sentences
 
 
 def open_corpora(recipe: ConvertRecipe) -> list[Corpus]:
@@ -310,28 +317,37 @@ def evaluate(run: Run, counters: Counters, bar: tqdm) -> None:
     bar.write(f"step {counters.step:>6}, {counters.seen_tokens:,} tokens: cosine at {summary(figures)}")
 
 
-def finish(run: Run, tokenizer: PreTrainedTokenizerBase, counters: Counters, command: str) -> dict[str, Any]:
+def finish(
+    run: Run, sentences: SentenceFolder | None, corpora: list[Corpus], counters: Counters, command: str
+) -> dict[str, Any]:
     """Save the model, measure its files, write plot, card and figures, and remove the checkpoints."""
-    folder = run.folder
+    folder, has_head = run.folder, hasattr(run.pair.student, "lm_head")
     save_model(run.accelerator, run.pair.student, folder)
-    has_head = hasattr(run.pair.student, "lm_head")
     reloaded = (AutoModelForMaskedLM if has_head else AutoModel).from_pretrained(folder).eval()
+    longest = reloaded.config.max_position_embeddings
     pair = dataclasses.replace(run.pair, student=reloaded.to(run.accelerator.device))
     figures = {
         **run.held_out.measure(pair),
+        "rows": {str(length): len(ids) for length, ids in run.held_out.rows.items()},
+        "kind": "sentences" if sentences else "masked words" if has_head else "states",
+        "model_type": reloaded.config.model_type,
+        "parameters": reloaded.num_parameters(),
+        "longest_input": longest,
+        "corpus": "; ".join(corpus.description for corpus in corpora),
         "seen_tokens": counters.seen_tokens,
         "training_seconds": counters.seconds,
         "skipped_updates": counters.skipped,
-        "parameters": reloaded.num_parameters(),
-        "model_type": reloaded.config.model_type,
-        "rows": {str(length): len(ids) for length, ids in run.held_out.rows.items()},
         "command": command,
         **machine(),
     }
     if run.accelerator.is_main_process:
+        if sentences:
+            sentences.write(folder, longest)
         plot(run.log, folder / PLOT)
-        write_text(folder / "README.md", "")
-        write_json(folder / "metrics.json", figures)
-        remove_all(folder)
+        write_text(folder / "README.md", make_card(run.recipe, figures, PLOT))
+        write_json(folder / "metrics.json", figures)  # a run that has this file is finished
+        print(f"Written to {folder}: cosine to the source at {summary(figures)}")
     run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        remove_all(folder)
     return figures

@@ -1,0 +1,79 @@
+"""Tables and plot of the conversions of a real encoder."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from study_plots import panels, plain, save
+
+from luna_hf.scripting import markdown_table
+
+SCORES = {"stsb": "STS-B", "race_ndcg": "RACE, nDCG@10", "novels_r1": "novels, R@1", "novels_mrr": "novels, MRR"}
+
+
+def text(result: dict[str, Any]) -> str:
+    """All tables that have results, and the commands."""
+    tables = {"Cosine to the source after training": cosines(result), "Zero-shot scores x 100": scores(result)}
+    tables["Two questions far apart, accuracy x 100"] = distant(result)
+    found = [f"## {title}\n\n{table}" for title, table in tables.items() if table]
+    return "\n\n".join([*found, "\n".join(f"- Command: `{command}`" for command in result["commands"])])
+
+
+def by_length(values: dict[str, float]) -> list[str]:
+    """Values by length, shortest first."""
+    return [f"{value:.4f}" for _, value in sorted(values.items(), key=lambda item: int(item[0]))]
+
+
+def cosines(result: dict[str, Any]) -> str:
+    """Cosines by length, and those without the slots and without the window at the longest."""
+    runs = result["runs"]
+    if not runs:
+        return ""
+    lengths = sorted(map(int, next(iter(runs.values()))["cosine"]))
+    rows = []
+    for name, run in runs.items():
+        off = [run[part][str(lengths[-1])] if run.get(part) else None for part in ("slots_off", "window_off")]
+        rows.append([name, f"{run['seen_tokens']:,}", *by_length(run["cosine"]), *dashed(off)])
+    header = ["model", "tokens", *(f"{length:,}" for length in lengths), "slots off", "window off"]
+    return markdown_table(header, rows)
+
+
+def dashed(values: Iterable[float | None]) -> list[str]:
+    """Values, or dashes for those that there are not."""
+    return ["-" if value is None else f"{value:.4f}" for value in values]
+
+
+def scores(result: dict[str, Any]) -> str:
+    """Every score of every contender."""
+    rows = [[name, *(f"{own[key]:.1f}" for key in SCORES)] for name, own in result["scores"].items()]
+    return markdown_table(["model", *SCORES.values()], rows) if rows else ""
+
+
+def distant(result: dict[str, Any]) -> str:
+    """Accuracy by distance, beside that of the more frequent answer."""
+    if not result["distant"]:
+        return ""
+    distances = list(result["majority"])
+    rows = [["more frequent answer", *(f"{result['majority'][distance]:.1f}" for distance in distances), "-"]]
+    for name, own in result["distant"].items():
+        found = [own["accuracy"].get(distance) for distance in distances]
+        shown = ["-" if value is None else f"{value:.1f}" for value in found]
+        rows.append([name, *shown, f"{own['seconds']:,}"])
+    return markdown_table(["model", *(f"{int(distance):,} tokens" for distance in distances), "seconds"], rows)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw the distance to the source by length, after training."""
+    figure, axis = panels(1, 1, (7.5, 4.8))
+    for name, run in result["runs"].items():
+        lengths = sorted(map(int, run["cosine"]))
+        values = [max(1e-5, 1 - run["cosine"][str(length)]) for length in lengths]
+        axis.plot(lengths, values, marker="o", markersize=3, label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("1 - cosine to the source")
+    plain(axis)
+    if result["runs"]:
+        axis.legend(frameon=False, fontsize=8)
+    save(figure, path)

@@ -1,0 +1,106 @@
+"""The study of conversions of a real encoder: its rows, ranks and recipes are what its page says."""
+
+import argparse
+
+import convert
+import numpy as np
+import pytest
+import teacher
+import teacher_distant
+import teacher_scores
+import teacher_texts
+import torch
+import yaml
+from pyarrow import Table, parquet
+from test_convert_command import WORDS, write_model
+from transformers import AutoModel, AutoTokenizer
+
+from luna_hf.convert import make_plain
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("source"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    make_plain(tokenizer, 40)
+    return AutoModel.from_pretrained(folder).eval(), tokenizer
+
+
+def write(path, **columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(Table.from_pydict(columns), path)
+
+
+def test_ranks_count_ties_against_the_model():
+    queries = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    documents = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    assert teacher_scores.rank(queries, documents, torch.tensor([0, 1, 1])) == [2, 1, 3]
+
+
+def test_vectors_do_not_depend_on_the_batch(source):
+    model, tokenizer = source
+    encoder = teacher_scores.Encoder(model, tokenizer)
+    texts = [tokenizer(" ".join(WORDS[: 1 + n % 8] * 3), add_special_tokens=False)["input_ids"] for n in range(9)]
+    found = encoder.whole(texts)
+    for text, vector in zip(texts, found, strict=True):
+        torch.testing.assert_close(encoder.whole([text])[0], vector, rtol=1e-5, atol=1e-6)
+    text = texts[7]
+    parts = [encoder.whole([text[at : at + 8]])[0] for at in range(0, len(text), 8)]
+    expected = torch.nn.functional.normalize(torch.stack(parts).mean(0), dim=0)
+    torch.testing.assert_close(encoder.windows(10)([text])[0], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(encoder.cut(10)([text])[0], parts[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def task(source, tmp_path):
+    first, second = [f"{word} the" for word in WORDS], [f"in {word} turn" for word in WORDS]
+    for split in ("train", "validation"):
+        write(tmp_path / f"glue/qqp/{split}.parquet", question1=first, question2=second, label=[1, 0] * 4)
+    write(tmp_path / "enwiki/validation.parquet", text=[" ".join(WORDS * 60)] * 2)
+    return teacher_distant.Distant(tmp_path, source[1])
+
+
+def test_questions_stand_far_apart(task):
+    batch = task.batch(task.train[:3], [20, 31, 25], np.random.default_rng(0))
+    assert batch.labels.tolist() == [1, 0, 1]
+    for row, distance in enumerate((20, 31, 25)):
+        ids, pair = batch.ids[row][batch.mask[row].bool()].tolist(), task.train[row]
+        places = {name: getattr(batch, name)[row].nonzero().flatten().tolist() for name in ("first", "second")}
+        assert [ids[place] for place in places["first"]] == pair.first
+        assert [ids[place] for place in places["second"]] == pair.second
+        assert places["second"][0] - places["first"][-1] == distance + 2
+        assert [place for place, token in enumerate(ids) if token == 3] == [places["first"][-1] + 1, len(ids) - 1]
+
+
+def test_finetuning_and_its_figures(task, source, monkeypatch):
+    monkeypatch.setattr(teacher_distant, "NEAR", (4, 8))
+    monkeypatch.setattr(teacher_distant, "UPDATES", 3)
+    monkeypatch.setattr(teacher_distant, "WARMUP", 1)
+    monkeypatch.setattr(teacher_distant, "DISTANCES", (16, 400))
+    monkeypatch.setattr(teacher_distant, "TESTED", {16: 8, 400: 8})
+    found = teacher_distant.finetune(source[0], False, task, longest=120)
+    assert found["accuracy"].keys() == {"16"} and found["accuracy"]["16"] in [12.5 * hits for hits in range(9)]
+    assert teacher_distant.majority(task, 16) == 50.0
+
+
+def test_texts_are_without_scored_rows(tmp_path, capsys):
+    for files in (*teacher_texts.DOCUMENTS.values(), teacher_texts.SENTENCES):
+        for name, columns in files:
+            write(tmp_path / f"data/{name}.parquet", **{column: [f"{name} {column}", "twice"] for column in columns})
+    write(tmp_path / "data/medquad/corpus.parquet", _id=["a", "b"], text=["scored", "kept"])
+    write(tmp_path / "data/medquad/qrels_test.parquet", **{"corpus-id": ["a"]})
+    assert teacher_texts.main([str(tmp_path / "data"), str(tmp_path / "texts")]) == 0
+    assert "medquad: 1 texts" in capsys.readouterr().out
+    assert "kept" in (tmp_path / "texts/medquad/train.jsonl").read_text()
+    sentences = (tmp_path / "texts/sentences/train.jsonl").read_text().splitlines()
+    assert len(sentences) == len(set(sentences)) == 1 + sum(len(columns) for _, columns in teacher_texts.SENTENCES)
+
+
+@pytest.mark.parametrize("name", teacher.cells())
+def test_recipes_of_all_cells(name, tmp_path):
+    options = argparse.Namespace(texts=tmp_path, runs=tmp_path, source="source")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(teacher.recipe(name, options)))
+    recipe = convert.read_recipe(path)
+    assert recipe.plan()[-1].last == recipe.max_steps and recipe.longest <= teacher.LONGEST
+    assert {cell for cell, *_ in teacher.FINETUNED.values()} <= {"source", *teacher.cells()}

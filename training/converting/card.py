@@ -1,0 +1,65 @@
+"""The card of a trained conversion."""
+
+import dataclasses
+from typing import Any
+
+import yaml
+from common import cards
+
+from converting.recipe import ConvertRecipe
+from luna_hf.conversion_card import KINDS, usage
+from luna_hf.conversion_files import source_card
+from luna_hf.scripting import portable
+
+_COLUMNS = {"cosine": "cosine", "slots_off": "without slots", "window_off": "without window"}
+
+
+def make_card(recipe: ConvertRecipe, figures: dict[str, Any], plot: str) -> str:
+    """Fill `model_cards/trained_conversion.md` from what `metrics.json` holds."""
+    library, task, tags = KINDS[figures["kind"]]
+    known = source_card(recipe.teacher)
+    metadata = cards.metadata(
+        name=recipe.model_name,
+        model_type=figures["model_type"],
+        base_model=recipe.teacher,
+        tags=tags,
+        results=[],
+        library=library,
+        language=recipe.language or known.language,
+        license=recipe.license or known.license,
+        pipeline_tag=task,
+    )
+    columns = {name: title for name, title in _COLUMNS.items() if name in figures}
+    rows = [[f"{int(length):,}", *(f"{figures[name][length]:.4f}" for name in columns)] for length in figures["cosine"]]
+    return cards.fill(
+        "trained_conversion.md",
+        figures["model_type"],
+        metadata,
+        model_name=recipe.model_name,
+        source=portable(recipe.teacher),
+        longest=f"{figures['longest_input']:,}",
+        parameters=f"{figures['parameters']:,}",
+        usage=usage(figures["kind"], recipe.model_name),
+        rows=f"{min(figures['rows'].values())} to {max(figures['rows'].values())}",
+        reach=f"{recipe.teacher_longest:,}",
+        window=recipe.teacher_window,
+        table=cards.table(["tokens", *columns.values()], rows),
+        plot=plot,
+        seen=f"{figures['seen_tokens']:,}",
+        seconds=f"{figures['training_seconds']:,.0f}",
+        hardware=figures["hardware"],
+        steps=f"{recipe.max_steps:,}",
+        corpus=figures["corpus"],
+        command=figures["command"],
+        versions=figures["versions"],
+        recipe=yaml.safe_dump(_portable(dataclasses.asdict(recipe)), sort_keys=False, width=110).strip(),
+    )
+
+
+def _portable(value: Any) -> Any:
+    """A value without this machine's folders."""
+    if isinstance(value, str):
+        return portable(value)
+    if isinstance(value, dict):
+        return {key: _portable(each) for key, each in value.items()}
+    return [_portable(each) for each in value] if isinstance(value, list) else value
