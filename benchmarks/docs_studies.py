@@ -42,19 +42,6 @@ def learning() -> str:
     return with_source(f"{table}\n\n{note}", name)
 
 
-def swap(rate: str) -> str:
-    """Final losses at one learning rate: direct, with transfer, with a convolution, with both."""
-    runs = [run for run in load("swap-pretrain-cpu-bfloat16")["runs"] if run["rate"] == rate]
-    found = {(run["system"], run["convolution"], run["transfer"]): run for run in runs}
-    rows = []
-    for system in dict.fromkeys(run["system"] for run in runs):
-        ends = [found.get((system, *kind)) for kind in ((False, False), (False, True), (True, False), (True, True))]
-        losses = [f"{run['final_loss']:.3f}" if run else "-" for run in ends]
-        rows.append([f"`{system}`", f"{ends[0]['swapped_loss']:.3f}", *losses])
-    header = ["attention", "after the swap", "continued", "with transfer", "with a convolution", "with both"]
-    return markdown_table(header, rows)
-
-
 def zoo() -> str:
     """A row for every family: speed, causal models, recall and a checkpoint."""
     speeds = {row["length"]: row["models"] for row in load(FAMILIES)["lengths"]}
