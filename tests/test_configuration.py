@@ -39,6 +39,9 @@ FIELDS = {
     "attention_probs_dropout_prob": ConfigField((-0.1,), effect=(0.5, "trained_outputs")),
     "activation_dropout": ConfigField((2,), effect=(0.5, "trained_outputs")),
     "max_position_embeddings": ConfigField((0,), effect=(80, "parameters"), encoders_only=True),
+    "position_period": ConfigField(
+        (1,), effect=(9, "parameters"), together={"position_embedding_type": "learned"}, encoders_only=True
+    ),
     "position_embedding_type": ConfigField(
         ("rotary", "sinusoidal"),
         bad_in_decoder=("learned", "rotary", "sinusoidal"),
