@@ -10,6 +10,7 @@ import update_docs
 from accelerate.state import AcceleratorState
 from common import options
 from helpers import ROOT
+from test_convert_command import write_sentences
 from tiny_finetuning import SHORT, checkpoint, csqa_rows, glue_folder, race_rows, topics, write_rows, write_split
 from tiny_training import SHRINK, write_corpus
 from tiny_translation import SETTINGS, write_parallel
@@ -38,14 +39,17 @@ MINIATURE = {
     "evaluate_perplexity": {"tokens": 2048, "part": 128},
     "roberta_to_abc": {},
     "roberta_to_luna": {},
+    "luna_hf.convert": {"memory_size": 4},
 }
 # Options of accelerate and of pytest.
 FOREIGN = {"config-file", "num-processes"}
 
 
 def split(command):
-    """A command as (script, words), without a launcher in front of it."""
+    """A command as (script, words), without a launcher; for `python -m luna_hf NAME`, the script is the module."""
     words = shlex.split(command.replace("\\\n", " "), comments=True)
+    if words[1:3] == ["-m", "luna_hf"]:
+        return f"luna_hf.{words[3]}", words[4:]
     place = next(place for place, word in enumerate(words) if word.endswith(".py"))
     return words[place], words[place + 1 :]
 
@@ -72,6 +76,7 @@ def workplace(tmp_path_factory):
     for name in ("luna-demo", "luna-base-tied"):
         checkpoint(folder / "outputs" / name, max_position_embeddings=128)
     checkpoint(folder / "FacebookAI" / "roberta-base", "roberta")
+    write_sentences(folder / "sentence-transformers" / "all-MiniLM-L6-v2")
     write_corpus(folder / "texts")
     write_parallel(folder / "bentrevett" / "multi30k")
     glue_folder(folder / "glue")

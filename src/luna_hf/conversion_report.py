@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 # Rows of each length: up to the source's longest input, and beyond it.
-WITHIN, BEYOND = 6, 3
+WITHIN, BEYOND = 4, 2
+# Timed passes of a row that the source reads whole; passes of longer ones take seconds and vary less.
+REPEATS = 3
 # Beyond its longest input, a source may be read in short windows of so many tokens, which search documents well.
 REFERENCE_WINDOW = 128
 
@@ -108,7 +110,7 @@ def read_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], lower: 
 
 
 def spread_rows(texts: Sequence[Tensor], length: int, count: int) -> list[Tensor]:
-    """Cut rows that do not overlap from texts, as many from each that is long enough, spread over its whole length.
+    """Cut rows that do not overlap from texts, from each in turn, spread over its whole length.
 
     Args:
         texts: ids of each text.
@@ -119,11 +121,14 @@ def spread_rows(texts: Sequence[Tensor], length: int, count: int) -> list[Tensor
         Up to `count` rows; none if every text is too short.
     """
     texts = [text for text in texts if len(text) >= length]
-    rows = []
-    for text in texts:
-        number = min(math.ceil(count / len(texts)), len(text) // length)
-        step = len(text) // number
-        rows += [text[place * step : place * step + length] for place in range(number)]
+    most = math.ceil(count / max(1, len(texts)))
+    numbers = [min(most, len(text) // length) for text in texts]
+    rows = [
+        text[len(text) // number * place :][:length]
+        for place in range(most)
+        for text, number in zip(texts, numbers, strict=True)
+        if place < number
+    ]
     return rows[:count]
 
 
@@ -188,16 +193,17 @@ def measure_length(ours: Encoder, source: Encoder, rows: Sequence[Tensor], longe
     """
     tokens = len(rows[0]) + len(source.first) + len(source.last)
     beyond = tokens > longest
-    if not beyond:  # the first pass of a shape is slow; passes of long texts take seconds anyway
+    if not beyond:  # the first pass of a shape is slow
         source.read(rows[:1]), ours.read(rows[:1])
     goals, found, ratios, times = [], [], [], []
     for row in rows:
-        spent, goal = _timed(lambda row=row: source.read_in_windows(row, longest) if beyond else source.read([row]))
-        own, embedding = _timed(lambda row=row: ours.read([row]))
+        for _ in range(1 if beyond else REPEATS):
+            spent, goal = _timed(lambda row=row: source.read_in_windows(row, longest) if beyond else source.read([row]))
+            own, embedding = _timed(lambda row=row: ours.read([row]))
+            ratios.append(spent / own)
+            times.append(1000 * own)
         goals.append(goal)
         found.append(embedding)
-        ratios.append(spent / own)
-        times.append(1000 * own)
     cosine, speed = _mean_cosine(found, goals), statistics.median(ratios)
     figure = Figure(tokens, len(rows), cosine, speed, statistics.median(times))
     if not beyond:
@@ -228,29 +234,19 @@ def measure(ours: Encoder, source: Encoder, texts: Sequence[Tensor], longest: in
 
 def table(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
     """The header and the rows of the table, as text; a star marks texts longer than the source reads."""
-    beyond = any(figure.short_windows is not None for figure in figures)
-    header = ("tokens", "cosine", "to short windows", "speed", "ms")
-    rows = [header]
+    rows = [("tokens", "cosine", "speed", "short windows")]
     for one in figures:
-        is_long = one.short_windows is not None
-        short = f"{one.short_windows:.3f} ({one.source_short_windows:.3f})" if is_long else ""
-        rows.append(
-            (
-                f"{one.tokens:,}{'*' * is_long}",
-                f"{one.cosine:.3f}",
-                short,
-                f"{one.speed:.2f}",
-                f"{one.milliseconds:,.0f}",
-            )
-        )
-    return rows if beyond else [(*row[:2], *row[3:]) for row in rows]
+        windows = (one.short_windows, one.source_short_windows)
+        star, short = ("", "") if None in windows else ("*", "{:.3f} ({:.3f})".format(*windows))
+        rows.append((f"{one.tokens:,}{star}", f"{one.cosine:.3f}", f"{one.speed:.2f}", short))
+    return rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
 
 
 def table_lines(figures: Sequence[Figure]) -> list[str]:
     """The table for a terminal, in aligned columns."""
     rows = [(first if "*" in first else f"{first} ", *others) for first, *others in table(figures)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def table_markdown(figures: Sequence[Figure]) -> str:
@@ -279,7 +275,7 @@ def explain(figures: Sequence[Figure], exact: int, longest: int, dtype: str) -> 
     if any(figure.short_windows is not None for figure in figures):
         lines.append(
             f"With a star: the source reads at most {longest:,} tokens, so its embedding is the mean of its windows. "
-            f"to short windows: cosine to its windows of {min(REFERENCE_WINDOW, longest):,} tokens instead, and in "
+            f"short windows: cosine to the mean of its windows of {min(REFERENCE_WINDOW, longest):,} tokens, and in "
             "brackets that of its long windows."
         )
     return lines
