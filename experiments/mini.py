@@ -8,7 +8,8 @@
 `tokenizer` trains the byte-level BPE that all models share. `train` runs the stages of models that are not finished,
 after what they start from, unless that is in `checkpoints/`; without names, all models. `finetune` finetunes the models
 of the table on every task, with one setting for all. `report` writes losses and scores of the finished runs as JSON,
-tables and plots. After an interruption, run the same command again.
+tables and plots. After an interruption, run the same command again. `abc-mini-en` is trained at commit 8a742e4, which
+has the command that converted it.
 
 DATA has `enwiki` and `novels` (train.parquet, validation.parquet; column `text`), and the folders of the tasks. The
 recipes read `data/`. Options that are not listed here, `--key value`, override those of the training commands.
@@ -70,7 +71,6 @@ STAGES = {
     "luna-mini-en-4096": Stage(start="luna-mini-en", changes=_AT_4096),
     "roberta-mini-en-128": Stage(start="roberta-mini-en-start", changes={**_EAGER, "learning_rate": 1e-3}),
     "roberta-mini-en": Stage(start="roberta-mini-en-512-start", changes={**_AT_512, **_EAGER, "learning_rate": 5e-4}),
-    "abc-mini-en": Stage("convert_mlm/abc-mini-en", start="roberta-mini-en"),
     "leapformer-mini-en-128": Stage(changes={**_TINY, "model": f"{{{_LEAPFORMER}, {_SIZE_128}}}"}),
     "leapformer-mini-en": Stage(start="leapformer-mini-en-128", changes=_TINY_AT_512),
     "lavo-mini-en-128": Stage(changes={**_TINY, "model": f"{{{_LAVO}, {_SIZE_128}}}"}),
@@ -91,8 +91,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="of `finetune` (default: all)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of `finetune` (default: 0 1 2)")
     options, options.overrides = parser.parse_known_args(arguments)
-    if unknown := [name for name in options.models if name not in (*STAGES, *STARTS)]:
-        raise UserError(f"There is no model {unknown[0]}. Choose from {', '.join(STAGES)}.")
+    known = dict.fromkeys([*STAGES, *(SHIPPED if options.what == "finetune" else ())])
+    if unknown := [name for name in options.models if name not in (*known, *STARTS)]:
+        raise UserError(f"There is no model {unknown[0]} to {options.what}. Choose from {', '.join(known)}.")
     return options
 
 
@@ -152,9 +153,7 @@ def run_stage(options: argparse.Namespace, name: str) -> Path:
     stage = STAGES[name]
     command, _, recipe = stage.recipe.partition("/")
     values = {"model_name": name, "output_dir": folder, "cache_dir": options.runs / "cache", **stage.changes}
-    if command == "convert_mlm":
-        values["teacher"] = start_of(options, stage.start)
-    elif stage.start:
+    if stage.start:
         values = {"model": "{}", **values, "model_name_or_path": start_of(options, stage.start), "tokenizer": ""}
     else:
         values["tokenizer"] = options.runs / TOKENIZER

@@ -3,7 +3,6 @@
 A run is the output folder of
 
 - a pretraining command, whose card holds the recipe;
-- `convert_mlm.py`, which has left the folders of its earlier stages beside it;
 - `finetune_embeddings.py`, or
 - another finetuning command; of several models, `OUTPUT_DIR/best/MODEL`.
 """
@@ -13,7 +12,6 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +39,13 @@ def read_stages(run: Path) -> tuple[Path, list[Stage]]:
     if (run / "metrics.json").is_file() and (run / "modules.json").is_file():
         return run, [_embeddings(run)]
     if (run / "metrics.json").is_file():
-        last = _pretrained(run)
-        return run, list(_converted(run, last)) if "training/convert_mlm.py" in last.metrics["command"] else [last]
+        return run, [_pretrained(run)]
     if root := next((folder for folder in (run, run.parent.parent) if (folder / "results.json").is_file()), None):
         return _finetuned(run, root)
     raise UserError(f"{run} holds no finished run: it has neither metrics.json nor results.json.")
 
 
-# ---- pretraining and conversion ----
+# ---- pretraining ----
 
 
 def _pretrained(folder: Path) -> Stage:
@@ -56,17 +53,6 @@ def _pretrained(folder: Path) -> Stage:
     if not found:
         raise UserError(f"{folder / 'README.md'} holds no recipe: no pretraining command has written it.")
     return Stage(yaml.safe_load(found[1]), read_json(folder / "metrics.json"), read_log(folder / "log.jsonl"))
-
-
-def _converted(folder: Path, last: Stage) -> Iterator[Stage]:
-    """The parts of a conversion; the last one has the recipe of the whole."""
-    start = Path(f"{folder}-start") / "conversion.json"
-    if not start.is_file():
-        raise UserError(f"{folder} is a conversion, whose recipe is missing: there is no {start}.")
-    recipe = {key: _portable(value) for key, value in read_json(start).items()}
-    for stage in recipe["stages"][:-1]:
-        yield dataclasses.replace(_pretrained(Path(f"{folder}-{stage['name']}")), recipe={})
-    yield dataclasses.replace(last, recipe=recipe)
 
 
 def _portable(value: Any) -> Any:

@@ -111,25 +111,16 @@ def repeatable(stages: list[Stage], name: str, entry: Entry, zoo: Zoo) -> list[S
     """
     if entry.command:
         return stages
-    count = sum(bool(stage.recipe) for stage in stages)
-    folders = output_folders(name, count)
-    base = f"checkpoints/{entry.base}" if entry.base in zoo.entries else entry.base
-    before = base
+    before = f"checkpoints/{entry.base}" if entry.base in zoo.entries else entry.base
     changed = []
-    for stage in stages:
-        recipe = dict(stage.recipe)
-        if recipe:
-            recipe["output_dir"] = folders.pop(0)
-            for key, value in {
-                "model_name_or_path": before,
-                "teacher": base,
-                "tokenizer": f"checkpoints/{name}",
-            }.items():
-                if value and recipe.get(key):
-                    recipe[key] = [value] if isinstance(recipe[key], list) else value
-            fixed = {"model_name": Path(recipe["output_dir"]).name, "push_to_hub": False}
-            recipe |= {key: value for key, value in fixed.items() if key in recipe}
-            before = recipe["output_dir"]
+    for stage, folder in zip(stages, output_folders(name, len(stages)), strict=True):
+        recipe = {**stage.recipe, "output_dir": folder}
+        for key, value in {"model_name_or_path": before, "tokenizer": f"checkpoints/{name}"}.items():
+            if value and recipe.get(key):
+                recipe[key] = [value] if isinstance(recipe[key], list) else value
+        fixed = {"model_name": Path(folder).name, "push_to_hub": False}
+        recipe |= {key: value for key, value in fixed.items() if key in recipe}
+        before = folder
         changed.append(dataclasses.replace(stage, recipe=recipe))
     return changed
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers import SENTENCES, tiny_causal_model, tiny_tokenizer
+from helpers import ROOT, SENTENCES, tiny_causal_model, tiny_tokenizer
 from tiny_fairseq import write_tiny
 from tiny_finetuning import checkpoint, command, csqa_rows, glue_folder, race_rows, write_split
 from tiny_training import (
     CAUSAL,
-    CONVERSIONS,
     DEMO,
     DISTILLATIONS,
     TRANSFERS,
@@ -62,9 +61,13 @@ def _corpus(inputs: Path) -> None:
     write_corpus(inputs / "corpus")
 
 
-def _teacher_and_student(inputs: Path) -> None:
+def _teacher(inputs: Path) -> None:
     _corpus(inputs)
     checkpoint(inputs / "teacher", "roberta")
+
+
+def _teacher_and_student(inputs: Path) -> None:
+    _teacher(inputs)
     from luna_hf import AbcForMaskedLM
 
     write_student(inputs / "student", inputs / "teacher", AbcForMaskedLM, memory_size=4)
@@ -75,10 +78,16 @@ def _pretraining(module: str, make: Callable[[Path], object], words: list[str], 
     return Row(module, make, words, models, changes, "out/checkpoints/step-*", r"os.rename out/checkpoints/step-0+6")
 
 
+MINILM = ROOT / "training" / "recipes" / "convert" / "minilm.yaml"
 TINY, DISTIL = (next(path for path in paths if path.stem == "tiny") for paths in (TRANSFERS, DISTILLATIONS))
-HALVES = "[{name: fit, command: transfer_attention, share: 0.5}, {name: last, command: distill_mlm, share: 0.5}]"
-CONVERT = {"teacher": "inputs/teacher", "convert": "{model_type: abc_memory, memory_size: 4, local_window: 4}"}
-CONVERT |= {"stages": HALVES, "fill_mask": "['the <mask>']"}
+CONVERT = {
+    **{"teacher": "inputs/teacher", "data": "inputs/corpus", "output_dir": OUT, "cache_dir": OUT.parent / "cache"},
+    **{"model": "{model_type: abc_memory, memory_size: 4, local_window: 4}", "held_out_fraction": 0.2},
+    "stages": "[{name: all, share: 1, lengths: [[8, 32, 1]], weights: {hidden: 1.0, mlm: 1.0}, "
+    "learning_rate: 1e-3, new_learning_rate: 1e-2}]",
+    **{"max_steps": 6, "save_steps": 2, "eval_steps": 2, "log_steps": 1},
+    **{"pass_tokens": 64, "global_batch_tokens": 128, "teacher_longest": 32, "teacher_window": 16, "eval_tokens": 64},
+}
 SOURCES = {"teacher": "inputs/teacher", "model_name_or_path": "inputs/student", "fill_mask": "['the <mask>']"}
 PRETRAINING = {
     "pretrain_mlm": _pretraining("pretrain_mlm", _corpus, arguments(DEMO, OUT, **STEPS)),
@@ -98,10 +107,10 @@ PRETRAINING = {
         without_model_section(arguments(DISTIL, OUT, **STEPS, **SOURCES)),
         *("teacher", "student"),
     ),
-    "convert_mlm": _pretraining(
-        "convert_mlm",
-        _teacher_and_student,
-        without_model_section(arguments(CONVERSIONS[-1], OUT, **{**STEPS, "max_steps": 12}, **CONVERT)),
+    "convert": _pretraining(
+        "convert",
+        _teacher,
+        [str(MINILM), *(word for name, value in CONVERT.items() for word in (f"--{name}", str(value)))],
         "teacher",
     ),
 }

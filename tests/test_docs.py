@@ -31,7 +31,6 @@ MINIATURE = {
     "pretrain_clm": {**PRETRAIN, "sample_tokens": 2},
     "transfer_attention": {**PRETRAIN, "block_size": 32},
     "distill_mlm": {**PRETRAIN, "block_size": 32},
-    "convert_mlm": {**PRETRAIN, "block_size": 32, "max_steps": 10},
     "finetune_glue": {**SHORT, "num_train_epochs": 1, "seeds": 1, "sweep_batch_sizes": 16, "dataset_name": "glue"},
     "finetune_race": {**SHORT, "num_train_epochs": 1, "dataset_name": "race"},
     "finetune_csqa": {**SHORT, "num_train_epochs": 1, "dataset_name": "csqa"},

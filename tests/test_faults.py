@@ -270,7 +270,7 @@ def one_cache(on: Stage) -> Iterator[Case]:
         both = on.place.run_held(Moment(number), lambda other=other: on.place.run(words=other))
         left = on.place.left()
         for name in [name for name in left if name.startswith("other")]:
-            same, names_folders = name.replace("other", "out", 1), name.endswith(("metrics.json", "conversion.json"))
+            same, names_folders = name.replace("other", "out", 1), name.endswith("metrics.json")
             if left.pop(name) != left.get(same) and not names_folders:
                 left[name] = "different"
         different = differences(left, on.expected)

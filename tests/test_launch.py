@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 
-import convert_mlm
 import distill_mlm
 import pretrain_mlm
 import pytest
@@ -22,7 +21,6 @@ from engine import sharding
 from helpers import ROOT
 from processes import exit_code, run_pair, started
 from tiny_training import (
-    CONVERSIONS,
     DEMO,
     DISTILLATIONS,
     arguments,
@@ -101,15 +99,6 @@ def test_two_processes_distil_as_one_does(corpus, tmp_path):
     own = {"teacher": teacher, "model_name_or_path": begin, "window_dropout": "{windows: [0]}", **OPTIONS}
     both = (arguments(DISTILLATIONS[-1], tmp_path / name, data=corpus, **own) for name in ("one", "two"))
     compare(distill_mlm, *map(without_model_section, both), tmp_path)
-
-
-def test_two_processes_convert_as_one_does(corpus, tmp_path):
-    own = {"teacher": write_teacher(tmp_path / "teacher", corpus), **OPTIONS}
-    own |= {"convert": "{model_type: luna, projection_length: 4, local_window: 4}", "max_steps": 12}
-    stages = ("transfer_attention", "distill_mlm")
-    own["stages"] = str([{"name": name, "command": name, "share": 0.5} for name in stages])
-    both = (arguments(CONVERSIONS[-1], tmp_path / name, data=corpus, **own) for name in ("one", "two"))
-    compare(convert_mlm, *map(without_model_section, both), tmp_path)
 
 
 def compare(command, one, two, folder):

@@ -19,7 +19,8 @@ ALLOWED = {
     "objectives": {"common", "data", "engine"},
     "tasks": {"common"},
     "translation": {"common", "data", "engine"},
-    "commands": {"common", "data", "engine", "objectives", "tasks", "translation"},
+    "converting": {"common", "data", "engine", "objectives"},
+    "commands": {"common", "data", "engine", "objectives", "tasks", "translation", "converting"},
 }
 
 

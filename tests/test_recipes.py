@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 
-import convert_mlm
 import distill_mlm
 import pretrain_clm
 import pretrain_mlm
@@ -18,7 +17,6 @@ from engine.start import parameter_names
 from helpers import FAMILIES, code_name, slots_of
 from tiny_training import (
     CAUSAL,
-    CONVERSIONS,
     DEMO,
     DISTILLATIONS,
     RECIPES,
@@ -40,11 +38,11 @@ PATHS = {path.stem: path for path in RECIPES}
 CONTINUED = [name for name in PATHS if name.endswith("-continue")]
 # What any recipe needs beside SHRINK to run here: a tokenizer made for the text, and the precision of the other tests.
 LOCAL = {"train_tokenizer": "true", "mixed_precision": "no", "model.num_attention_heads": 4}
-COMMANDS = (pretrain_mlm, pretrain_clm, transfer_attention, distill_mlm, convert_mlm)
+COMMANDS = (pretrain_mlm, pretrain_clm, transfer_attention, distill_mlm)
 SCRIPTS = {command.__name__: command for command in COMMANDS}
 NEW_MODELS = [*(path for name, path in PATHS.items() if name not in CONTINUED), *CAUSAL]
 WITH_TEACHERS = [*TRANSFERS, *DISTILLATIONS]
-EVERY = [*RECIPES, *CAUSAL, *WITH_TEACHERS, *CONVERSIONS]
+EVERY = [*RECIPES, *CAUSAL, *WITH_TEACHERS]
 FROM_CHECKPOINTS = [*WITH_TEACHERS, *(PATHS[name] for name in CONTINUED)]
 
 

@@ -28,7 +28,6 @@ from luna_hf.warm_start import warm_start
 
 RECIPES = sorted((ROOT / "training" / "recipes" / "pretrain_mlm").glob("*.yaml"))
 CAUSAL = sorted((ROOT / "training" / "recipes" / "pretrain_clm").glob("*.yaml"))
-CONVERSIONS = sorted((ROOT / "training" / "recipes" / "convert_mlm").glob("*.yaml"))
 DISTILLATIONS = sorted((ROOT / "training" / "recipes" / "distill_mlm").glob("*.yaml"))
 TRANSFERS = sorted((ROOT / "training" / "recipes" / "transfer_attention").glob("*.yaml"))
 DEMO = ROOT / "training" / "recipes" / "pretrain_mlm" / "demo.yaml"

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import convert_mlm
 import finetune_csqa
 import finetune_embeddings
 import pretrain_clm
@@ -11,14 +10,13 @@ import tiny_finetuning
 import yaml
 from catalogue import Zoo
 from ship import ship
-from tiny_training import CAUSAL, CONVERSIONS, arguments, run, start, without_model_section, write_corpus
+from tiny_training import CAUSAL, arguments, run, start, write_corpus
 
 BASE = "checkpoints/tiny-luna"
 SHARED = {"summary": "A tiny model. It is a test.", "data": "words", "limits": ["It knows nothing."]}
 ENTRIES = {
     "tiny-luna": {"twin": "tiny-roberta"},
     "tiny-roberta": {"twin": "tiny-luna"},
-    "tiny-abc": {"base": "tiny-roberta"},
     "tiny-clm": {},
     "tiny-sst2": {"base": "tiny-luna", "twin": "tiny-roberta", "task": "sst2", "datasets": ["stanfordnlp/sst2"]},
     "tiny-csqa": {"base": "tiny-luna", "task": "csqa", "datasets": ["tau/commonsense_qa"]},
@@ -44,11 +42,6 @@ SCORES = [
     _row("most frequent class", "sst2", "accuracy", "stanfordnlp/sst2", 0.5, baseline=True),
     _row("tiny-luna", "csqa", "accuracy", "tau/commonsense_qa", 0.2, type="multiple-choice"),
 ]
-STAGES = [
-    {"name": "fit", "command": "transfer_attention", "share": 0.5, "parameter_groups": [], "window_dropout": {}},
-    {"name": "last", "command": "distill_mlm", "share": 0.5, "parameter_groups": [], "window_dropout": {}},
-]
-CONVERSION = {"model_type": "abc_memory", "memory_size": 4, "local_window": 4}
 FINETUNED = {"num_train_epochs": 1, "max_length": None}
 
 
@@ -69,8 +62,6 @@ def make_zoo(root: Path) -> Zoo:
     roberta = {"model__model_type": "roberta", "model__max_position_embeddings": 66}
     run(runs / "roberta", data="texts", tokenizer=BASE, train_tokenizer=False, **roberta, **heads)
     ship(zoo, "tiny-roberta", [runs / "roberta"])
-    _convert(runs / "abc")
-    ship(zoo, "tiny-abc", [runs / "abc"])
     causal = arguments(CAUSAL[0], runs / "clm", data="texts", prompts="['the token']", sample_tokens=2, **heads)
     assert start(pretrain_clm, causal) == 0
     ship(zoo, "tiny-clm", [runs / "clm"])
@@ -87,10 +78,3 @@ def make_zoo(root: Path) -> Zoo:
     assert finetune_embeddings.main([*words, "--num_train_epochs", "2", "--use_cpu", "--logging_steps", "1"]) == 0
     ship(zoo, "tiny-stsb", [runs / "stsb"])
     return zoo
-
-
-def _convert(folder: Path) -> None:
-    recipe = next(path for path in CONVERSIONS if path.stem == "tiny")
-    values = {"data": "texts", "teacher": "checkpoints/tiny-roberta", "max_steps": 4, "save_steps": 2}
-    values |= {"convert": json.dumps(CONVERSION), "stages": json.dumps(STAGES)}
-    assert start(convert_mlm, without_model_section(arguments(recipe, folder, **values))) == 0
