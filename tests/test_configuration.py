@@ -67,6 +67,12 @@ FIELDS = {
     ),
     "max_global_tokens": ConfigField((0,), effect=(2, "takes_three_marks"), encoders_only=True),
     "num_selected_tokens": ConfigField((-1,), effect=(3, "outputs"), together={"local_window": 4}, encoders_only=True),
+    "softmax_length": ConfigField(
+        (-1,),
+        effect=(64, "outputs"),
+        together={"local_window": 4, "num_selected_tokens": 3},
+        encoders_only=True,
+    ),
     "num_selection_queries": ConfigField(
         (0,),
         effect=(2, "outputs"),
@@ -108,7 +114,7 @@ SLOTS = ConfigField((0,), effect=(6, "outputs"))
 # Fields of what is read in one softmax with a window; without effect in families that have none.
 BESIDE_WINDOWS = (
     *("slot_count_bias", "slot_counts", "global_tokens", "global_tokens_read_all", "max_global_tokens"),
-    *("num_selected_tokens", "num_selection_queries", "sep_token_id"),
+    *("num_selected_tokens", "softmax_length", "num_selection_queries", "sep_token_id"),
 )
 
 

@@ -356,6 +356,8 @@ def test_wrong_marks_are_refused():
             model(random_ids(1, 30), global_attention_mask=(torch.arange(30)[None] < 4).long())
         with refused("global_attention_mask", (1, 30), (1, 29)):
             model(random_ids(1, 30), global_attention_mask=torch.zeros(1, 29))
+        with refused("softmax_length", "num_selected_tokens"):
+            tiny_config_for(family, softmax_length=4, local_window=4)
         with refused("num_selected_tokens", "local_window"):
             tiny_config_for(family, num_selected_tokens=4)
         with refused("num_selected_tokens", "decoder"):
@@ -417,6 +419,28 @@ def test_a_text_of_no_more_tokens_than_are_selected_is_read_by_softmax_attention
         in_blocks(monkeypatch)
     mixed, full = pair(write, num_selected_tokens=30)
     assert_same_states_and_gradients(mixed, full, **padded_batch([30, 21, 2]))
+
+
+@pytest.mark.parametrize("path", ["whole", "blocks"])
+@writes
+def test_texts_up_to_the_softmax_length_are_read_by_softmax_attention(write, path, monkeypatch):
+    """Also in a batch with longer texts, which are not."""
+    mixed, full = pair(write, num_selected_tokens=3, softmax_length=24)
+    if path == "blocks":
+        in_blocks(monkeypatch)
+        assert_same_states_and_gradients(mixed, full, **padded_batch([24, 21, 2]))
+        return
+    assert_same_states_and_gradients(mixed, full, **padded_batch([24, 21, 2]))
+    batch = padded_batch([40, 24, 25, 2])
+    for unpad in (False, True):
+        with torch.no_grad():
+            states, expected = mixed(**batch, unpad_inputs=unpad)[0], full(**batch)[0]
+        for row, (length, is_short) in enumerate([(40, False), (24, True), (25, False), (2, True)]):
+            distance = (states[row, :length] - expected[row, :length]).abs().max()
+            assert (distance < 1e-11) == is_short
+            alone = {name: value[row : row + 1, :length] for name, value in batch.items()}
+            with torch.no_grad():
+                torch.testing.assert_close(mixed(**alone)[0][0], states[row, :length], rtol=0, atol=1e-11)
 
 
 @writes

@@ -5,6 +5,7 @@ import torch
 from helpers import MIXING_FAMILIES, random_ids, tiny_model
 
 SELECTED = {"local_window": 6, "num_selected_tokens": 5, "num_selection_queries": 4, "max_global_tokens": 7}
+SELECTED["softmax_length"] = 12
 families = pytest.mark.parametrize("family", MIXING_FAMILIES)
 SHAPES = [(3, 30), (1, 9), (2, 3), (4, 41)]
 

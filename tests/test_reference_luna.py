@@ -24,6 +24,7 @@ VARIANTS = {
     },
     "mixed-all": {"local_window": 5, "slot_counts": "all"},
     "selected": {"local_window": 4, "num_selected_tokens": 3, "num_selection_queries": 5},
+    "softmax-length": {"local_window": 4, "num_selected_tokens": 3, "softmax_length": 6},
     "selected-untied-prenorm": {"local_window": 1, "num_selected_tokens": 6, "tie_kv": False, "norm_first": True},
     "mixed-without-bias": {"local_window": 3, "slot_count_bias": False},
     "mixed-full-layer": {"local_window": 5, "full_attention_layers": [0]},

@@ -114,6 +114,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
             Encoders with a `local_window` only: number of tokens `m` that each head of each layer selects from the
             whole text, to be read exactly by every query: those that `num_selection_queries` spaced queries attend to
             most outside their own windows. 0 for none.
+        softmax_length (`int`, defaults to 0):
+            With `num_selected_tokens` only: texts of up to so many tokens select all their tokens, so they are read by
+            softmax attention, exactly, and in its time. Compiled and exported models always have so many places.
         num_selection_queries (`int`, defaults to 16):
             With `num_selected_tokens` only: number of queries `r` that select.
         sep_token_id (`int`, *optional*):
@@ -216,6 +219,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     global_tokens_read_all: bool = True
     max_global_tokens: int = 128
     num_selected_tokens: int = 0
+    softmax_length: int = 0
     num_selection_queries: int = 16
     sep_token_id: int | None = None
     full_attention_layers: list[int] | str | None = None
@@ -317,6 +321,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
         for name in ("max_global_tokens", "num_selection_queries"):
             self._require(name, lambda value: value >= 1, "at least 1")
         self._require("num_selected_tokens", lambda value: value >= 0, "0 (none) or more, for example 64")
+        self._require("softmax_length", lambda value: value >= 0, "0 (none) or more, for example 256")
+        if not self.num_selected_tokens:
+            self._require("softmax_length", lambda value: value == 0, "0 without `num_selected_tokens`")
         if not self.reads_exact_tokens:
             none = f"0 in {self.model_type} models, which have no softmax over slots and window"
             self._require("num_selected_tokens", lambda value: value == 0, none)
@@ -416,13 +423,13 @@ class BoundedMemoryConfig(PreTrainedConfig):
         config = copy.deepcopy(self)
         config.is_decoder, config.scale_embedding = True, self.scales_embedding()
         config.num_hidden_layers, config.vocab_size = self.decoder_layers, self.decoder_vocab_size
-        config.full_attention_layers, config.num_selected_tokens = None, 0
+        config.full_attention_layers, config.num_selected_tokens, config.softmax_length = None, 0, 0
         return config
 
     def across(self) -> "BoundedMemoryConfig":
         """Return the config with which a decoder creates its cross-attention, which reads no window."""
         config = copy.deepcopy(self)
-        config.local_window = config.num_selected_tokens = 0
+        config.local_window = config.num_selected_tokens = config.softmax_length = 0
         return config
 
     def scales_embedding(self) -> bool:

@@ -33,6 +33,7 @@ class ForwardContext(NamedTuple):
     whole: bool = False  # encoders: whether every token reads every token, so that no slot is needed
     token_mask: KeyMask | None = None  # of all tokens, in the backend's form, where some or all of them are read
     marked: ExactTokens | None = None  # tokens that the caller marks
+    selected: int = 0  # number of places for the tokens that each head selects
     written: Tensor | None = None  # (b, 1 or h, n) tokens that the slots are written from; `None` for all
     left: Tensor | None = None  # (b, 1 or h, n) the same tokens in order, if counted; `None` for all
     outside: Tensor | None = None  # (b or 1, 1 or h, 1 or n) how many of them the query of each rank reads in slots
@@ -112,7 +113,14 @@ def whole_length(config: PreTrainedConfig, window: int) -> int:
     if not window or config.slot_counts != "outside" or not config.reads_exact_tokens:
         return 0
     # The first token's window reaches to the last token; that of the last one reaches as far back.
-    return max(window_reach(window)[1] + 1, config.num_selected_tokens)
+    return max(window_reach(window)[1] + 1, config.num_selected_tokens, config.softmax_length)
+
+
+def selected_places(config: PreTrainedConfig, lengths: Tensor) -> int:
+    """Return how many tokens a head selects from rows of these lengths (b or 1, 1), at most."""
+    number, all_of = config.num_selected_tokens, config.softmax_length
+    has_short = all_of > number and (is_tracing(lengths) or int(lengths.min()) <= all_of)
+    return all_of if has_short else number
 
 
 def make_encoder_context(
@@ -144,6 +152,8 @@ def make_encoder_context(
     counts_outside, left = config.slot_counts == "outside", None
     if not is_tracing(states):
         context = context._replace(whole=length <= whole_length(config, context.window))
+    if config.num_selected_tokens and not context.whole:
+        context = context._replace(selected=selected_places(config, context.lengths))
     if marked is not None and not context.whole:
         marked = marked if keep is None else marked & keep
         chosen = marked_tokens(marked, most)

@@ -28,12 +28,13 @@ class ExactTokens(NamedTuple):
     mask: Tensor  # (b, 1 or h, n) boolean, True for these tokens
 
 
-def first_tokens(scores: Tensor, number: int) -> ExactTokens:
+def first_tokens(scores: Tensor, number: int, limits: Tensor | None = None) -> ExactTokens:
     """Choose the tokens with the highest scores, the first ones among equals.
 
     Args:
         scores: (b, 1 or h, n), minus infinity for tokens that must not be chosen.
         number: g. A graph always has so many places, other calls as many as there are tokens.
+        limits: (b or 1, 1) long, the number of tokens to choose in each row; `None` for g.
     """
     length = scores.shape[-1]
     if is_tracing(scores):
@@ -42,6 +43,8 @@ def first_tokens(scores: Tensor, number: int) -> ExactTokens:
     order = {} if torch.onnx.is_in_onnx_export() else {"stable": True}
     best, places = scores.sort(dim=-1, descending=True, **order)
     valid = best[..., :number] > -torch.inf
+    if limits is not None:
+        valid = valid & (torch.arange(valid.shape[-1], device=scores.device) < limits.unsqueeze(1))
     places = torch.where(valid, places[..., :number], 0)
     chosen = torch.zeros_like(scores[..., :length], dtype=torch.long).scatter_add(-1, places, valid.long())
     return ExactTokens(places, valid, chosen > 0)

@@ -195,14 +195,14 @@ class MemoryAttention(nn.Module):
 
     def write_own(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Like `write`, with what the context's own tokens also read: the tokens around them, and the exact ones."""
-        mixes = context.window or context.marked is not None or self.config.num_selected_tokens
+        mixes = context.window or context.marked is not None or context.selected
         if not (self.has_slots and mixes):
             return self.write(states, carried, context)
         if context.whole:
             return self.write_whole(states, carried, context)
         key, value = self.key_and_value(states)
         context, marked = context._replace(projected=(key, value)), context.marked
-        selected = self.select_tokens(states, key, context) if self.config.num_selected_tokens else None
+        selected = self.select_tokens(states, key, context) if context.selected else None
         exact = [chosen for chosen in (marked, selected) if chosen is not None]
         elsewhere = reduce(torch.logical_or, (chosen.mask for chosen in exact)) if exact else None
         if selected is not None:
@@ -251,7 +251,10 @@ class MemoryAttention(nn.Module):
             scores = attention_asked(query, key, ranks, context.ranks, keep, context.window)
         may = context.slot_tokens()  # neither padding nor marked
         scores = scores if may is None else scores.masked_fill(~may, -torch.inf)
-        return first_tokens(scores, self.config.num_selected_tokens)
+        limits, number, all_of = None, self.config.num_selected_tokens, self.config.softmax_length
+        if context.selected > number:
+            limits = torch.where(context.lengths <= all_of, all_of, number)
+        return first_tokens(scores, context.selected, limits)
 
     def leave_to_slots(self, left: Tensor, context: ForwardContext) -> ForwardContext:
         """Write the slots from some tokens (b, h, n) only, and count those outside of each query's window."""

@@ -79,6 +79,7 @@ class Rule(NamedTuple):
         scale: of the logarithm of a slot's tokens; 0 for none.
         counts: "outside", the tokens that a query reads nowhere else; or "all", at least one.
         selected: number of selected tokens.
+        softmax_length: number of tokens of a row up to which it selects all.
         queries: number of queries that select.
         marked: the marked tokens.
         read_all: whether marked tokens read all tokens.
@@ -88,6 +89,7 @@ class Rule(NamedTuple):
     scale: Tensor | float
     counts: str = "outside"
     selected: int = 0
+    softmax_length: int = 0
     queries: int = 1
     marked: tuple[int, ...] = ()
     read_all: bool = True
@@ -100,6 +102,7 @@ class Rule(NamedTuple):
             scale,
             config.slot_counts,
             config.num_selected_tokens,
+            config.softmax_length,
             config.num_selection_queries,
             tuple(getattr(config, "marked", ())),
             config.global_tokens_read_all,
@@ -125,7 +128,7 @@ def select(query: Tensor, key: Tensor, rule: Rule) -> list[int]:
             if place not in rule.inside(t, n):
                 scores[place] = scores[place] + weights[place] / rule.queries
     order = sorted(range(n), key=lambda place: (-float(scores[place].float()), place))
-    return [place for place in order if place not in rule.marked][: rule.selected]
+    return [place for place in order if place not in rule.marked][: n if n <= rule.softmax_length else rule.selected]
 
 
 def masses(left: list[int], shares: Tensor, member: list[int] | None) -> Tensor:
