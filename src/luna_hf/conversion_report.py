@@ -168,7 +168,8 @@ def measured_lengths(longest: int, max_length: int) -> list[int]:
 def exact_length(config: PreTrainedConfig) -> int:
     """The longest text, in tokens, that a converted model reads by softmax attention alone, just as its source does."""
     full = len(config.full_attention_layers or ()) == config.num_hidden_layers
-    exact = config.max_position_embeddings if full else max(config.num_selected_tokens, config.local_window // 2)
+    short = max(config.num_selected_tokens, config.softmax_length, config.local_window // 2)
+    exact = config.max_position_embeddings if full else short
     return min(exact, config.position_rows())
 
 

@@ -58,12 +58,15 @@ if TYPE_CHECKING:
 
 COMMAND = "luna_hf convert"
 DEFAULT_LENGTH = 8192
+# Beyond, softmax attention takes longer than window and selected tokens do.
+MOST_SOFTMAX = 512
 # Fields of the config that are options, with their help.
 FIELDS = {
     "local_window": "tokens around each token that it reads",
     "num_selected_tokens": "tokens of the whole text that each head selects and reads",
     "memory_size": "means that stand for all other tokens",
-    "position_period": "positions after which they are used again (default: all that the source has)",
+    "softmax_length": "texts of up to so many tokens are read as the source reads them (default: all that it reads)",
+    "position_period": "positions after which they are used again (default: as many as the source reads)",
 }
 # Of a tokenizer: what the source's last call left in its files.
 _CALL_SETTINGS = ("max_length", "stride", "truncation", "truncation_strategy", "padding", "pad_to_multiple_of")
@@ -139,6 +142,12 @@ class Source:
         return self.sentences is None and self.loaded.layout.head["lm_head.dense.weight"][0] in self.loaded.tensors
 
     @property
+    def longest(self) -> int:
+        """How many tokens of a text it reads."""
+        longest = self.sentences and self.sentences.longest
+        return min(longest, self.loaded.longest) if longest else self.loaded.longest
+
+    @property
     def kind(self) -> str:
         """What the result is for, see `conversion_card`."""
         return "sentences" if self.sentences else "masked words" if self.has_head else "states"
@@ -181,7 +190,8 @@ def make_model(source: Source, options: argparse.Namespace) -> tuple[PreTrainedM
     """
     longest = source.loaded.longest
     given = {name: getattr(options, name) for name in (*FIELDS, "full_attention_layers")}
-    given["position_period"] = given["position_period"] or longest
+    own = {"position_period": source.longest, "softmax_length": min(source.longest, MOST_SOFTMAX)}
+    given |= {name: value for name, value in own.items() if given[name] is None}
     return warm_start(
         AbcForMaskedLM if source.has_head else AbcModel,
         options.source,
@@ -226,7 +236,7 @@ def compare(source: Source, model: PreTrainedModel, texts: list[str], options: a
         Encoder(encoder.eval(), pooling, *specials, padding) for encoder in (model.base_model.to(dtype), original)
     )
     ids = read_ids(source.tokenizer, texts, lower)
-    figures = list(measure(ours, theirs, ids, source.loaded.longest, model.config.max_position_embeddings))
+    figures = list(measure(ours, theirs, ids, source.longest, model.config.max_position_embeddings))
     if not figures:
         raise UserError(f"--texts {options.texts} is too short. Name a file with at least a page of text.")
     return figures
@@ -255,7 +265,7 @@ def save(folder: Path, source: Source, model: PreTrainedModel) -> None:
 def explanations(source: Source, model: PreTrainedModel, figures: list[Figure]) -> list[str]:
     """What to know about the result, in sentences."""
     dtype = str(measured_dtype(model)).removeprefix("torch.")
-    lines = explain(figures, exact_length(model.config), source.loaded.longest, dtype)
+    lines = explain(figures, exact_length(model.config), source.longest, dtype)
     if figures and source.sentences and source.sentences.has_dense:
         lines.append("The cosines are those of the pooled states, before the Dense module.")
     return lines

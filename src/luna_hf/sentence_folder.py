@@ -89,6 +89,7 @@ class SentenceFolder:
         modules: the entries of its modules.json, the transformer's first.
         pooling: how it pools states: one of `POOLINGS`.
         lower: whether it lowercases texts before its tokenizer.
+        longest: how many tokens of a text it reads; `None` for all that its transformer can.
         files: what is copied, by the path inside the folder.
         has_dense: whether it projects what it has pooled.
     """
@@ -96,6 +97,7 @@ class SentenceFolder:
     modules: list[dict[str, Any]]
     pooling: str
     lower: bool
+    longest: int | None
     files: dict[str, str]
     has_dense: bool
 
@@ -142,8 +144,8 @@ def read_sentence_folder(name: str) -> SentenceFolder | None:
         files |= _files_of(name, module["path"], kind)
     if path := find(name, SETTINGS):
         files[SETTINGS] = path
-    lower = bool(settings.get("do_lower_case"))
-    return SentenceFolder(modules, _pooling(name, modules[1]["path"]), lower, files, "Dense" in kinds)
+    own = bool(settings.get("do_lower_case")), settings.get("max_seq_length")
+    return SentenceFolder(modules, _pooling(name, modules[1]["path"]), *own, files, "Dense" in kinds)
 
 
 def _kind(module: dict[str, Any]) -> str:
