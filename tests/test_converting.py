@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 
 import convert as convert_command
 import numpy as np
@@ -13,8 +14,10 @@ from converting.recipe import Lengths, stage_at
 from converting.texts import Documents, Frame, Rows
 from data.token_store import TokenStore
 from helpers import ROOT
+from processes import run_pair
 from sentence_transformers import SentenceTransformer
 from test_convert_command import WORDS, write_model, write_sentences
+from test_launch import pretrain_as
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM
 
@@ -52,8 +55,8 @@ def test_passages_are_successive_tokens_of_one_document():
 def test_a_batch_depends_on_its_place_alone():
     rows = Rows(documents(list(range(10, 200))), documents([7, 8], [9]), 0.3, FRAME, 64, seed=1)
     lengths = [Lengths(8, 16, 1), Lengths(64, 128, 1)]
-    batches = [rows.batch(lengths, step, 0, 0) for step in range(40)]
-    again = [rows.batch(lengths, step, 0, 0) for step in reversed(range(40))][::-1]
+    batches = [rows.batch(lengths, step, 0) for step in range(40)]
+    again = [rows.batch(lengths, step, 0) for step in reversed(range(40))][::-1]
     for one, other in zip(batches, again, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     shapes = [tuple(batch["input_ids"].shape) for batch in batches]
@@ -63,7 +66,7 @@ def test_a_batch_depends_on_its_place_alone():
         assert (ids[:, 0] == FRAME.first).all() and (ids.gather(1, mask.sum(1, keepdim=True) - 1) == FRAME.last).all()
         assert (ids[~mask] == FRAME.pad).all()
         assert mask.sum() <= 64 or len(ids) == 1
-    assert not torch.equal(rows.batch(lengths, 0, 0, 0)["input_ids"], rows.batch(lengths, 0, 0, 1)["input_ids"])
+    assert not torch.equal(rows.batch(lengths, 0, 0)["input_ids"], rows.batch(lengths, 0, 1)["input_ids"])
 
 
 # ---- targets and losses ----
@@ -293,6 +296,24 @@ def test_a_killed_run_resumes_exactly(tmp_path, monkeypatch):
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     kept = [entry for entry in log_of(tmp_path / "killed") if entry["kind"] != "resumed"]
     assert kept == log_of(tmp_path / "whole")
+
+
+def test_two_processes_do_what_one_does(tmp_path):
+    """Also where a pass of only one process reaches a parameter."""
+    teacher = write_model(tmp_path / "teacher")
+    both = [
+        words_for(tmp_path, teacher, SELECTED, {"pooled": 1.0}, output_dir=tmp_path / name) for name in ("one", "two")
+    ]
+    assert convert_command.main(both[0]) == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_pair(pretrain_as, port, both[1], "convert")
+    one, two = (AutoModel.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two"))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)
+    counted = [json.loads((tmp_path / name / "metrics.json").read_text())["seen_tokens"] for name in ("one", "two")]
+    assert counted[0] == counted[1]
 
 
 def refusal(words, capsys):

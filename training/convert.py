@@ -1,6 +1,6 @@
 """Convert a trained encoder and train the result to compute what its source computes, from one recipe.
 
-    python training/convert.py training/recipes/convert/minilm.yaml --data texts/ --sentences sentences/ --output_dir outputs/minilm-4096
+    python training/convert.py training/recipes/convert/tiny.yaml
     python training/convert.py RECIPE.yaml --teacher FOLDER --data texts/ --output_dir outputs/mine
     accelerate launch --config_file training/accelerate/multi_gpu.yaml training/convert.py RECIPE.yaml
 

@@ -31,10 +31,11 @@ from engine.loop import make_accelerator
 from engine.output import changed_inputs, clear_output, find_checkpoint, fingerprint_inputs, held, on_main, save_model
 from engine.setup import Opened, close_trackers, make_optimizer, reserve, start_log
 from engine.sharding import is_sharded
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
-from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from converting.card import make_card
 from converting.evaluation import HeldOut, plot, summary
@@ -265,7 +266,8 @@ def update(run: Run, counters: Counters) -> tuple[dict[str, float], int, bool]:
     accelerator, stage, tokens = run.accelerator, stage_at(run.stages, counters.step), 0
     masked, sums = bool({"mlm", "kl"} & set(stage.weights)), {}
     for part in range(run.passes):
-        batch = run.rows.batch(stage.lengths, counters.step, part, accelerator.process_index, masked=masked)
+        number = part * accelerator.num_processes + accelerator.process_index
+        batch = run.rows.batch(stage.lengths, counters.step, number, masked=masked)
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         with accelerator.autocast():
             losses = run.pair.losses(batch, list(stage.weights))
@@ -274,10 +276,7 @@ def update(run: Run, counters: Counters) -> tuple[dict[str, float], int, bool]:
         for name, value in {**losses, "loss": loss}.items():
             sums.setdefault(name, []).append(float(value.detach()))
         tokens += int(batch["attention_mask"].sum())
-    parameters = [p for p in run.pair.student.parameters() if p.grad is not None]
-    if accelerator.num_processes > 1:
-        for parameter in parameters:
-            parameter.grad = accelerator.reduce(parameter.grad, "mean")
+    parameters = average_gradients(accelerator, run.pair.student)
     norm = float(accelerator.clip_grad_norm_(parameters, run.recipe.max_grad_norm))
     parts = {name: sum(values) / len(values) for name, values in sums.items()}
     if math.isfinite(parts["loss"]) and (math.isfinite(norm) or accelerator.scaler is not None):
@@ -294,6 +293,20 @@ def update(run: Run, counters: Counters) -> tuple[dict[str, float], int, bool]:
     own = torch.tensor([tokens, int(run.stop.name is not None)], device=accelerator.device)
     total = accelerator.reduce(own, "sum")
     return {**parts, "grad_norm": norm}, int(total[0]), bool(total[1])
+
+
+def average_gradients(accelerator: Accelerator, model: PreTrainedModel) -> list[nn.Parameter]:
+    """Average the gradients of all processes, in place; returns the parameters that have one in any process."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=accelerator.device)
+    found = [
+        parameter for parameter, any_has in zip(parameters, accelerator.reduce(has, "sum"), strict=True) if any_has
+    ]
+    if accelerator.num_processes > 1:
+        for parameter in found:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = accelerator.reduce(own, "mean")
+    return found
 
 
 def log_update(run: Run, counters: Counters, parts: dict[str, float], speed: float, bar: tqdm) -> None:

@@ -1,6 +1,7 @@
 """Rows for a conversion: passages of documents in all lengths, and single sentences.
 
-A row depends on the seed, the update and the process alone, so resuming needs no state.
+A row depends on the seed, the update and the pass alone: resuming needs no state, and any number of processes reads the
+same rows.
 """
 
 from collections.abc import Sequence
@@ -96,7 +97,7 @@ class Rows:
 
         Args:
             lengths: to draw the rows' length from.
-            place: number of the update, of the pass in it, and of the process.
+            place: number of the update, and of the pass among those of all processes.
         """
         generator = np.random.default_rng((self.seed, TRAINING, *place))
         shares = np.array([part.share for part in lengths])
