@@ -298,8 +298,8 @@ def test_a_killed_run_resumes_exactly(tmp_path, monkeypatch):
     assert kept == log_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_two_processes_do_what_one_does(tmp_path):
-    """Also where a pass of only one process reaches a parameter."""
     teacher = write_model(tmp_path / "teacher")
     both = [
         words_for(tmp_path, teacher, SELECTED, {"pooled": 1.0}, output_dir=tmp_path / name) for name in ("one", "two")
