@@ -281,6 +281,41 @@ def test_texts_of_the_user(sources, tmp_path, capsys):
     assert convert.main([*words[:-1], str(tmp_path / "none.txt"), "--overwrite"]) == 2
 
 
+@pytest.mark.parametrize("limit", [24, 10**30])
+def test_a_limit_that_the_tokenizer_has(limit, tmp_path):
+    """As recent versions of sentence-transformers store it; a huge number stands for none."""
+    folder = write_sentences(tmp_path / "source")
+    write_json(folder / "sentence_bert_config.json", {"do_lower_case": False})
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    write_json(folder / "tokenizer_config.json", {**settings, "model_max_length": limit})
+    assert run(folder, tmp_path / "out") == 0
+    config = AbcConfig.from_pretrained(tmp_path / "out")
+    assert config.softmax_length == config.position_period == min(limit, LONGEST)
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["exact_length"] == min(limit, LONGEST)
+
+
+def test_what_is_said_of_other_options(sources, tmp_path, capsys):
+    def said(name, *words):
+        assert convert.main([str(sources / "plain"), str(tmp_path / name), *SMALL, "--no_measure", *words]) == 0
+        card = (tmp_path / name / "README.md").read_text()
+        return AbcConfig.from_pretrained(tmp_path / name), capsys.readouterr().out, card
+
+    config, printed, card = said("full", "--full_attention_layers", "all")
+    assert "square of the length" in card and f"up to {LONGEST} tokens are read exactly as by the source." in printed
+    config, printed, card = said("rounded", "--dtype", "torch.bfloat16")
+    assert "source up to the rounding of bfloat16." in printed and "linearly" in card
+    config, *_ = said("unselected", "--num_selected_tokens", "0")
+    assert (config.num_selected_tokens, config.softmax_length, config.local_window) == (0, 0, 8)
+    config, *_ = said("without-window", "--local_window", "0")
+    assert (config.num_selected_tokens, config.softmax_length, config.local_window) == (0, 0, 0)
+    config, *_ = said("short", "--max_length", "30")
+    assert config.max_position_embeddings == 30
+
+
+def test_another_command_is_named(capsys):
+    assert __main__.main(["convertt"]) == 2 and "python -m luna_hf convert" in capsys.readouterr().err
+
+
 def test_lengths():
     assert measured_lengths(512, 8192) == [16, 64, 128, 256, 512, 1024, 2048, 4096]
     assert measured_lengths(512, 3000) == [16, 64, 128, 256, 512, 1024, 2048, 3000]
@@ -348,7 +383,7 @@ def spoil(folder, name):
     ("name", "word"),
     [
         ("decoder", "gpt2"),
-        ("t5", "no encoder"),
+        ("t5", "not an encoder"),
         ("clip", "CLIPModel"),
         ("no tokenizer", "no tokenizer"),
         ("no weights", "no weights"),
@@ -372,13 +407,14 @@ def test_refused_sources(name, word, tmp_path, capsys):
     "words",
     [
         ["nowhere/none", "out"],
-        ["plain", "out", "--max_length", "20"],
+        ["plain", "out", "--max_length", "0"],
         ["plain", "out", "--local_window", "-1"],
         ["plain", "out", "--local_window", "wide"],
         ["plain", "out", "--full_attention_layers", "first"],
         ["plain", "out", "--full_attention_layers", "7"],
         ["plain", "out", "--dtype", "int8"],
         ["plain", "plain"],
+        ["plain", "plain/inside"],
         ["plain", "foreign"],
         ["converted", "out"],
         ["plain"],

@@ -337,7 +337,9 @@ def test_bad_input_gets_a_line(tmp_path, capsys):
     assert "must be 1" in said(
         stages=json.dumps([{**STAGE, "share": 0.5, "lengths": [[8, 20, 1]], "weights": {"hidden": 1}}])
     )
-    assert "no tokenizer" in refusal(words_for(tmp_path, tmp_path, SELECTED, {"hidden": 1.0}), capsys)
+    assert "neither a folder" in refusal(words_for(tmp_path, tmp_path / "nowhere", SELECTED, {"hidden": 1.0}), capsys)
+    own = ROOT / "checkpoints" / "abc-mini-en"
+    assert "already" in refusal(words_for(tmp_path, own, SELECTED, {"hidden": 1.0}), capsys)
     assert not (tmp_path / "out").exists()
 
 

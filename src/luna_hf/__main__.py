@@ -10,7 +10,7 @@ from transformers.utils import is_flash_attn_2_available, is_torch_flex_attn_ava
 
 from . import FAMILIES, __version__
 from .dispatch import SLOW_CPU_DTYPES
-from .scripting import Parser, cpu_name, run_script
+from .scripting import Parser, UserError, cpu_name, run_script
 
 _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "datasets")
 # torch's queries for instructions on x86; on Arm only oneDNN knows.
@@ -77,6 +77,8 @@ def main(words: Sequence[str]) -> int:
         return convert(words[1:])
 
     def script() -> None:
+        if words and not words[0].startswith("-"):
+            raise UserError(f"There is no command {words[0]!r}. The command is `python -m luna_hf convert`.")
         more = "`python -m luna_hf convert --help` describes the command that converts a trained encoder."
         Parser(prog="python -m luna_hf", description=__doc__, epilog=more).parse_args(words)
         print(describe())

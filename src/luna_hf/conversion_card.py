@@ -13,8 +13,8 @@ $metadata
 
 # $name
 
-`$source`, converted to read texts of up to $longest tokens in linear time. It was not trained: the weights are those of
-its source. Each token reads its neighbours, some tokens that its head selects, and means of the rest.
+`$source`, converted to read texts of up to $longest tokens. It was not trained: the weights are those of its source.
+$attention
 
 $licence
 
@@ -43,6 +43,12 @@ $date, with $versions. `conversion.json` repeats the figures.
 The model inherits what its source has learned, including errors and biases. For texts that its source reads whole, the
 source is as good. Documents that are searched may as well be cut into windows for the source.
 """)
+
+_LINEAR = (
+    "Each token reads its neighbours, some tokens that its head selects, and means of the rest, in time that grows "
+    "linearly with the length."
+)
+_FULL = "All layers keep softmax attention, in time that grows with the square of the length."
 
 _SENTENCES = """from sentence_transformers import SentenceTransformer
 
@@ -81,6 +87,7 @@ class Card:
         base_model: its name on the Hub, or `None` for a folder.
         known: the metadata of the source's card, see `conversion_files.source_card`.
         longest: the longest input in tokens.
+        is_full: whether all layers keep softmax attention.
         results: the table and what it means, a paragraph each.
         facts: the content of `conversion.json`.
     """
@@ -91,6 +98,7 @@ class Card:
     base_model: str | None
     known: ModelCardData
     longest: int
+    is_full: bool
     results: Sequence[str]
     facts: dict[str, Any]
 
@@ -102,6 +110,7 @@ class Card:
             name=self.name,
             source=self.source,
             longest=f"{self.longest:,}",
+            attention=_FULL if self.is_full else _LINEAR,
             licence=self.licence(),
             usage=usage(self.kind, self.name),
             results="\n\n".join(self.results),

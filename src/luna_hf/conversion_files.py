@@ -63,8 +63,9 @@ def check_target(target: Path, source: str, overwrite: bool, mark: str, is_own: 
     """
     if target.exists() and not target.is_dir():
         raise UserError(f"TARGET {target} is a file. Name a folder.")
-    if Path(source).exists() and target.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
-        raise UserError(f"TARGET {target} is SOURCE or contains it. Name another folder.")
+    place, origin = target.resolve(), Path(source).resolve()
+    if Path(source).exists() and (place == origin or place in origin.parents or origin in place.parents):
+        raise UserError(f"TARGET {target} is SOURCE, or one contains the other. Name another folder.")
     if target.resolve() == Path.cwd():
         raise UserError(f"TARGET {target} is the current folder, which cannot be replaced. Name another folder.")
     present = sorted(target.iterdir()) if target.exists() else []

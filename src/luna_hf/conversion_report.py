@@ -256,7 +256,7 @@ def table_markdown(figures: Sequence[Figure]) -> str:
     return markdown_table(header, rows)
 
 
-def explain(figures: Sequence[Figure], exact: int, longest: int, dtype: str) -> list[str]:
+def explain(figures: Sequence[Figure], exact: int, longest: int, dtype: str, rounded: str = "") -> list[str]:
     """What the table means, a paragraph each.
 
     Args:
@@ -264,8 +264,9 @@ def explain(figures: Sequence[Figure], exact: int, longest: int, dtype: str) -> 
         exact: see `exact_length`.
         longest: the source's longest input in tokens.
         dtype: in which both models were measured.
+        rounded: words for the rounding of the weights, if they are not the source's.
     """
-    lines = [f"Texts of up to {exact:,} tokens are read exactly as by the source."]
+    lines = [f"Texts of up to {exact:,} tokens are read exactly as by the source{rounded}."]
     if not figures:
         return lines
     count, threads = max(figure.rows for figure in figures), torch.get_num_threads()

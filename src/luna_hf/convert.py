@@ -191,6 +191,10 @@ def make_model(source: Source, options: argparse.Namespace) -> tuple[PreTrainedM
     longest = source.loaded.longest
     given = {name: getattr(options, name) for name in (*FIELDS, "full_attention_layers")}
     own = {"position_period": source.longest, "softmax_length": min(source.longest, MOST_SOFTMAX)}
+    if given["local_window"] == 0:  # nothing is selected without a window, nor does a text select all its tokens
+        own["num_selected_tokens"] = 0
+    if 0 in (given["num_selected_tokens"], own.get("num_selected_tokens")):
+        own["softmax_length"] = 0
     given |= {name: value for name, value in own.items() if given[name] is None}
     return warm_start(
         AbcForMaskedLM if source.has_head else AbcModel,
@@ -265,13 +269,17 @@ def save(folder: Path, source: Source, model: PreTrainedModel) -> None:
 def explanations(source: Source, model: PreTrainedModel, figures: list[Figure]) -> list[str]:
     """What to know about the result, in sentences."""
     dtype = str(measured_dtype(model)).removeprefix("torch.")
-    lines = explain(figures, exact_length(model.config), source.longest, dtype)
+    rounded = "" if model.dtype == source.loaded.embedding.dtype else f" up to the rounding of {model.dtype}"
+    exact = min(exact_length(model.config), source.longest)
+    lines = explain(figures, exact, source.longest, dtype, rounded.replace("torch.", ""))
     if figures and source.sentences and source.sentences.has_dense:
         lines.append("The cosines are those of the pooled states, before the Dense module.")
     return lines
 
 
-def describe(model: PreTrainedModel, figures: list[Figure], options: argparse.Namespace) -> dict[str, Any]:
+def describe(
+    source: Source, model: PreTrainedModel, figures: list[Figure], options: argparse.Namespace
+) -> dict[str, Any]:
     """The content of `conversion.json`."""
     rounded = [
         {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(figure).items()}
@@ -280,7 +288,7 @@ def describe(model: PreTrainedModel, figures: list[Figure], options: argparse.Na
     return {
         **describe_run("-m", [*COMMAND.split(), *options.words], "cpu"),
         "texts": portable(options.texts) if options.texts else "English novels that luna_hf ships",
-        "exact_length": exact_length(model.config),
+        "exact_length": min(exact_length(model.config), source.longest),
         "figures": rounded,
     }
 
@@ -302,7 +310,7 @@ def convert(options: argparse.Namespace) -> None:
             raise UserError(_one_line(error)) from error
         save(folder, source, model)
         figures = compare(source, model, texts, options) if texts else []
-        lines, facts = explanations(source, model, figures), describe(model, figures, options)
+        lines, facts = explanations(source, model, figures), describe(source, model, figures, options)
         write_json(folder / "conversion.json", facts)
         card = Card(
             kind=source.kind,
@@ -311,6 +319,7 @@ def convert(options: argparse.Namespace) -> None:
             base_model=None if Path(options.source).exists() else options.source,
             known=source_card(options.source),
             longest=model.config.max_position_embeddings,
+            is_full=len(model.config.full_attention_layers or ()) == model.config.num_hidden_layers,
             results=[*([table_markdown(figures)] if figures else []), *lines],
             facts=facts,
         )

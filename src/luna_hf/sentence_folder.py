@@ -17,6 +17,7 @@ TRANSFORMER_CONFIGS = (
     *(f"sentence_{kind}_config.json" for kind in ("roberta", "distilbert", "camembert", "xlm-roberta")),
 )
 POOLINGS = ("mean", "cls", "max")
+_MOST_TOKENS = 10**9
 SETTINGS, WEIGHTS = "config_sentence_transformers.json", "model.safetensors"
 # Earlier names of the fields of a pooling's config, without `pooling_mode_` -> today's values of `pooling_mode`.
 OLD_POOLINGS = {
@@ -144,7 +145,11 @@ def read_sentence_folder(name: str) -> SentenceFolder | None:
         files |= _files_of(name, module["path"], kind)
     if path := find(name, SETTINGS):
         files[SETTINGS] = path
-    own = bool(settings.get("do_lower_case")), settings.get("max_seq_length")
+    longest = settings.get("max_seq_length")
+    if longest is None:  # recent versions store it with the tokenizer, where others store a huge number for none
+        stored = (_read_json(name, f"{subfolder}/tokenizer_config.json".lstrip("/")) or {}).get("model_max_length")
+        longest = int(stored) if stored and stored < _MOST_TOKENS else None
+    own = bool(settings.get("do_lower_case")), longest
     return SentenceFolder(modules, _pooling(name, modules[1]["path"]), *own, files, "Dense" in kinds)
 
 
@@ -172,7 +177,6 @@ def _pooling(name: str, path: str) -> str:
     chosen = [chosen] if isinstance(chosen, str) else [OLD_POOLINGS.get(mode, mode) for mode in chosen]
     if len(chosen) != 1 or chosen[0] not in POOLINGS:
         raise UserError(
-            f"{name} pools by {' and '.join(chosen) or 'an unknown rule'}. Name a model that pools by "
-            f"{', '.join(POOLINGS)}."
+            f"{name} pools by {' and '.join(chosen) or 'an unknown rule'}. Name a model that pools by mean, cls or max."
         )
     return chosen[0]

@@ -75,7 +75,9 @@ class WarmStart:
         """Log the new and unused parameters, as `from_pretrained` does."""
         kinds = [kind for kind in ("extended", "new", "unused") if getattr(self, kind)]
         if kinds:
-            title = "Warm-started. New parameters must be trained:" if self.new else "Warm-started:"
+            # A scale of 1 is right for slots that are means, and a good start for others.
+            untrained = [name for name in self.new if not name.endswith("slot_scale")]
+            title = "Warm-started. New parameters must be trained:" if untrained else "Warm-started:"
             logger.warning("\n".join([title, *self.lines(*kinds)]))
 
 
@@ -134,7 +136,7 @@ def _find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     Raises:
         ValueError: It is no floating-point type.
     """
-    found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    found = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
     if found in (None, "auto"):
         return None
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
@@ -170,7 +172,7 @@ def _target_config(
             hint = f"; it is an option of {', '.join(others)} models" if others else ""
             raise ValueError(f"{config_class.__name__} has no field `{name}`{hint}.")
     length = loaded.longest if max_length is None else max_length
-    if length < loaded.longest:
+    if length < loaded.longest and not given.get("position_period"):
         raise ValueError(
             f"`max_length` is {length}, but the source's {loaded.longest} positions are all kept. Leave it out; the "
             "model also takes shorter texts."

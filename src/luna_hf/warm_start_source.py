@@ -201,12 +201,12 @@ def _check_config(config: dict[str, Any], name: str) -> None:
         ValueError: Such a model.
     """
     kind, known = config.get("model_type"), layouts()
-    wanted = f"A warm start needs an encoder of one of these types: {', '.join(known)}."
+    wanted = f"Name an encoder of one of these types: {', '.join(known)}."
     if kind in FAMILIES and kind not in known:
         raise ValueError(f"{name} is already a {kind} model: load it with `from_pretrained` to train it. {wanted}")
     for field in ("is_encoder_decoder", "is_decoder", "add_cross_attention"):
         if config.get(field):
-            raise ValueError(f"{name} is no encoder: `{field}` is true in its config. {wanted}")
+            raise ValueError(f"{name} is not an encoder: `{field}` is true in its config. {wanted}")
     if kind == "mpnet":
         raise ValueError(
             f"{name} is an MPNet, whose attention adds a learned bias by relative position, which slots and means of "

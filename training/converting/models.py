@@ -35,11 +35,12 @@ def make_pair(recipe: ConvertRecipe, pooling: str, frame: Frame) -> Made:
     words = bool(objectives & {"mlm", "kl"})
     fields = dict(recipe.model)
     family = FAMILIES[fields.pop("model_type")]
+    student_class = family.masked_lm if words else family.base_model
+    teacher_class = AbcForMaskedLM if words else AbcModel
     try:
-        student, made = warm_start(
-            family.masked_lm if words else family.base_model, recipe.teacher, seed=recipe.seed, **fields
-        )
-        teacher, read = warm_start(AbcForMaskedLM if words else AbcModel, recipe.teacher, memory_control="full")
+        shared = {"allow_pickle": recipe.allow_pickle, "seed": recipe.seed}
+        student, made = warm_start(student_class, recipe.teacher, **shared, **fields)
+        teacher, read = warm_start(teacher_class, recipe.teacher, memory_control="full", **shared)
     except (ValueError, TypeError) as error:
         raise UserError(f"`model`: {error}") from error
     if words and any(name.startswith("lm_head") for name in read.new):

@@ -64,6 +64,7 @@ class ConvertRecipe(Recipe):
 
     # source
     teacher: str
+    allow_pickle: bool
     language: str
     # text
     data: str | list[Any]

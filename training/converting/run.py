@@ -43,9 +43,11 @@ from converting.models import groups, make_pair
 from converting.objective import Pair
 from converting.recipe import ConvertRecipe, Stage, stage_at
 from converting.texts import Documents, Frame, Rows
+from luna_hf import FAMILIES
 from luna_hf.convert import make_plain
 from luna_hf.scripting import UserError, load_tokenizer, write_json, write_text
 from luna_hf.sentence_folder import SentenceFolder, find_transformer, read_sentence_folder
+from luna_hf.warm_start_source import read_config
 
 PLOT = "conversion.png"
 
@@ -129,9 +131,12 @@ def read_source(recipe: ConvertRecipe) -> tuple[PreTrainedTokenizerBase, Sentenc
         UserError: It has no tokenizer, or a pooling or module that cannot be kept.
     """
     try:
-        sentences, subfolder = read_sentence_folder(recipe.teacher), find_transformer(recipe.teacher)
+        sentences, config = read_sentence_folder(recipe.teacher), read_config(recipe.teacher)
+        subfolder = find_transformer(recipe.teacher)
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"`teacher`: {error}") from error
+    if config.model_type in FAMILIES:
+        raise UserError(f"`teacher` {recipe.teacher} is a model of this package already. Name what it was made from.")
     return load_tokenizer(recipe.teacher, required=True, subfolder=subfolder), sentences
 
 
