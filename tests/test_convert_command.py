@@ -306,7 +306,8 @@ def test_what_is_said_of_other_options(sources, tmp_path, capsys):
     assert "source up to the rounding of bfloat16." in printed and "linearly" in card
     config, *_ = said("unselected", "--num_selected_tokens", "0")
     assert (config.num_selected_tokens, config.softmax_length, config.local_window) == (0, 0, 8)
-    config, *_ = said("without-window", "--local_window", "0")
+    assert convert.main([str(sources / "plain"), str(tmp_path / "alone"), "--local_window", "0", "--no_measure"]) == 0
+    config = AbcConfig.from_pretrained(tmp_path / "alone")
     assert (config.num_selected_tokens, config.softmax_length, config.local_window) == (0, 0, 0)
     config, *_ = said("short", "--max_length", "30")
     assert config.max_position_embeddings == 30
