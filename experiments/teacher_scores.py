@@ -7,7 +7,6 @@ the article (high school, test). Novels: the first half of a piece finds the sec
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from pyarrow import parquet
@@ -15,6 +14,9 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from luna_hf import conversion_report
+from luna_hf.conversion_report import special_tokens
 
 # From the ids of texts, without ends, to their normalised vectors.
 Embed = Callable[[list[list[int]]], Tensor]
@@ -25,11 +27,9 @@ _PASS_TOKENS = 4096
 class Encoder:
     """A model with mean pooling that embeds texts."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **reads: Any) -> None:
-        """`reads` are further inputs of the model."""
-        self.model, self.reads = model.eval(), reads
-        self.ends = tokenizer.cls_token_id, tokenizer.sep_token_id
-        self.pad = tokenizer.pad_token_id
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        first, last = special_tokens(tokenizer)
+        self.reader = conversion_report.Encoder(model.eval(), "mean", first, last, tokenizer.pad_token_id)
 
     def whole(self, texts: list[list[int]]) -> Tensor:
         """Vectors (texts, d) of whole texts, each in one pass."""
@@ -38,7 +38,8 @@ class Encoder:
         while order:
             longest = len(texts[order[-1]]) + 2
             places = [order.pop() for _ in range(min(len(order), max(1, _PASS_TOKENS // longest)))]
-            for place, vector in zip(places, self._embed([texts[place] for place in places]), strict=True):
+            vectors = self.reader.read([torch.tensor(texts[place], dtype=torch.long) for place in places]).float()
+            for place, vector in zip(places, vectors, strict=True):
                 found[place] = vector
         return torch.stack(found)
 
@@ -55,15 +56,6 @@ class Encoder:
             return F.normalize(torch.stack([vector.mean(0) for vector in vectors]), dim=-1)
 
         return embed
-
-    @torch.no_grad()
-    def _embed(self, texts: list[list[int]]) -> Tensor:
-        rows = [[self.ends[0], *text, self.ends[1]] for text in texts]
-        size = max(map(len, rows))
-        ids = torch.tensor([row + [self.pad] * (size - len(row)) for row in rows])
-        mask = torch.tensor([[1] * len(row) + [0] * (size - len(row)) for row in rows])
-        states = self.model(ids, attention_mask=mask, **self.reads).last_hidden_state
-        return F.normalize((states * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True), dim=-1)
 
 
 class Tasks:

@@ -65,7 +65,7 @@ def test_a_batch_depends_on_its_place_alone():
         ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         assert (ids[:, 0] == FRAME.first).all() and (ids.gather(1, mask.sum(1, keepdim=True) - 1) == FRAME.last).all()
         assert (ids[~mask] == FRAME.pad).all()
-        assert mask.sum() <= 64 or len(ids) == 1
+        assert ids.numel() <= 64 or len(ids) == 1
     assert not torch.equal(rows.batch(lengths, 0, 0)["input_ids"], rows.batch(lengths, 0, 1)["input_ids"])
 
 
@@ -326,20 +326,24 @@ def test_bad_input_gets_a_line(tmp_path, capsys):
     teacher = write_model(tmp_path / "teacher")
 
     def said(model=SELECTED, weights=None, **options):
-        return refusal(words_for(tmp_path, teacher, model, weights or {"hidden": 1.0}, **options), capsys)
+        return refusal(words_for(tmp_path, teacher, model, weights or {"pooled": 1.0}, **options), capsys)
 
     assert "masked-LM head" in said(weights={"mlm": 1.0})
     assert "`lengths`" in said(lengths=((3, 2, 1),))
     assert "unknown objective `poled`. Did you mean `pooled`?" in said(weights={"poled": 1.0})
-    assert "raise `max_length`" in said(lengths=((8, 300, 1),))
+    longer, both = ((8, 200, 1),), {"attention": 1.0, "hidden": 1.0}
+    assert "Add `pooled` or `spans`" in said(weights={"hidden": 1.0}, lengths=longer)
+    assert "have no `spans`" in said(weights={"spans": 1.0}, lengths=longer)
+    assert "the only objective" in said(weights=both, lengths=((8, 20, 1),))
+    assert "raise `max_length`" in said({**SELECTED, "max_length": 250}, {"pooled": 1.0}, lengths=((8, 300, 1),))
     assert "`attention` needs rows of at most 20 tokens" in said(weights={"attention": 1.0}, lengths=((8, 30, 1),))
     assert "at most 40" in said(teacher_longest=60)
     assert "must be 1" in said(
         stages=json.dumps([{**STAGE, "share": 0.5, "lengths": [[8, 20, 1]], "weights": {"hidden": 1}}])
     )
-    assert "neither a folder" in refusal(words_for(tmp_path, tmp_path / "nowhere", SELECTED, {"hidden": 1.0}), capsys)
+    assert "neither a folder" in refusal(words_for(tmp_path, tmp_path / "nowhere", SELECTED, {"pooled": 1.0}), capsys)
     own = ROOT / "checkpoints" / "abc-mini-en"
-    assert "already" in refusal(words_for(tmp_path, own, SELECTED, {"hidden": 1.0}), capsys)
+    assert "already" in refusal(words_for(tmp_path, own, SELECTED, {"pooled": 1.0}), capsys)
     assert not (tmp_path / "out").exists()
 
 

@@ -34,18 +34,18 @@ REFERENCE_WINDOW = 128
 
 
 def embed(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
-    """Embed texts as sentence-transformers does: pool their last hidden states.
+    """Embed texts (b, n) as sentence-transformers does: pool the last hidden states of an encoder without a head."""
+    states = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    return pool_states(states, attention_mask, pooling)
+
+
+def pool_states(states: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
+    """Pool states (b, n, d) to (b, d), which is not normalised.
 
     Args:
-        model: an encoder without a head.
-        input_ids: (b, n).
         attention_mask: (b, n), 1 for tokens and 0 for padding.
-        pooling: one of `sentence_folder.POOLINGS`.
-
-    Returns:
-        (b, d), not normalised.
+        pooling: one of `sentence_folder.POOLINGS`: the mean over the tokens, the first token, or the largest values.
     """
-    states = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     if pooling == "cls":
         return states[torch.arange(len(states)), attention_mask.argmax(1)]
     keep = attention_mask.unsqueeze(-1)

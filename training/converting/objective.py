@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from converting.texts import Frame
+from luna_hf.conversion_report import pool_states
 
 
 def pool(states: Tensor, keep: Tensor, pooling: str) -> Tensor:
@@ -29,16 +30,9 @@ def pool(states: Tensor, keep: Tensor, pooling: str) -> Tensor:
 
     Args:
         keep: (b, n), nonzero for tokens.
-        pooling: "mean", "cls" (the first token) or "max".
+        pooling: see `pool_states`.
     """
-    states, keep = precise(states), keep.bool().unsqueeze(-1)
-    if pooling == "cls":
-        pooled = states[:, 0]
-    elif pooling == "max":
-        pooled = states.masked_fill(~keep, -torch.inf).amax(1)
-    else:
-        pooled = states.masked_fill(~keep, 0.0).sum(1) / keep.sum(1)
-    return F.normalize(pooled, dim=-1)
+    return F.normalize(pool_states(precise(states), keep.long(), pooling), dim=-1)
 
 
 class Windows(NamedTuple):

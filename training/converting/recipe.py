@@ -13,6 +13,8 @@ from luna_hf.scripting import UserError
 
 # Parts of the loss, see `objective.py`.
 OBJECTIVES = ("attention", "hidden", "pooled", "spans", "mlm", "kl")
+# Those that rows beyond the teacher's reach have; all rows but these have the others.
+LONG_OBJECTIVES = ("pooled", "spans", "mlm")
 _STAGE_KEYS = ("name", "share", "lengths", "weights", "learning_rate", "new_learning_rate")
 
 
@@ -33,7 +35,7 @@ class Stage:
         share: of the run's updates.
         lengths: of its rows.
         weights: objective -> its weight in the loss.
-        learning_rate: peak rate of the source's parameters.
+        learning_rate: peak rate of the source's parameters; by default the recipe's.
         new_learning_rate: of the parameters that the source lacks.
         first, last: its updates, `range(first, last)`.
     """
@@ -108,7 +110,22 @@ class ConvertRecipe(Recipe):
         self.require(("teacher_window",), lambda value: value >= 8, "at least 8, for example 128")
         multiple = f"a multiple of `pass_tokens` ({self.pass_tokens})"
         self.require(("global_batch_tokens",), lambda v: v >= 1 and v % self.pass_tokens == 0, multiple)
-        self.plan()
+        for stage in self.plan():
+            self._check_objectives(stage)
+
+    def _check_objectives(self, stage: Stage) -> None:
+        """Refuse weights under which some rows have no loss, or that would be ignored."""
+        own, where = set(stage.weights), f"`stages`, {stage.name}: "
+        if "attention" in own and len(own) > 1:
+            raise UserError(f"{where}`attention` must be the only objective of its stage. Give the others a stage.")
+        if own == {"spans"}:
+            raise UserError(f"{where}rows of at most {self.teacher_longest} tokens have no `spans`. Add `pooled`.")
+        longest = max(lengths.high for lengths in stage.lengths)
+        if longest > self.teacher_longest and not own & {"attention", *LONG_OBJECTIVES}:
+            raise UserError(
+                f"{where}rows of over {self.teacher_longest} tokens (`teacher_longest`) have no {' or '.join(own)}. "
+                "Add `pooled` or `spans`, or lower `lengths`."
+            )
 
     @property
     def continues(self) -> bool:
@@ -122,7 +139,7 @@ class ConvertRecipe(Recipe):
             UserError: A stage has an unknown key or a wrong value, or the shares do not add up to 1.
         """
         self.require(("stages",), bool, "a list of stages, see training/recipes/convert/tiny.yaml")
-        read = [_read_stage(stage) for stage in self.stages]
+        read = [_read_stage(stage, self.learning_rate) for stage in self.stages]
         shares = [stage.share for stage in read]
         if abs(sum(shares) - 1) > 1e-6:
             raise UserError(f"`stages`: the sum of each `share` must be 1, but is {sum(shares):g}.")
@@ -141,9 +158,10 @@ def stage_at(stages: list[Stage], step: int) -> Stage:
     return next((stage for stage in stages if stage.first <= step < stage.last), stages[-1])
 
 
-def _read_stage(entry: Any) -> Stage:
-    if not isinstance(entry, dict) or set(_STAGE_KEYS) - set(entry):
+def _read_stage(entry: Any, learning_rate: float) -> Stage:
+    if not isinstance(entry, dict) or set(_STAGE_KEYS) - {"learning_rate"} - set(entry):
         raise UserError(f"`stages`: {entry!r} must be a section with {', '.join(_STAGE_KEYS)}.")
+    entry = {"learning_rate": learning_rate, **entry}
     where = f"`stages`, {entry['name']}: "
     for key in entry:
         if key not in _STAGE_KEYS:

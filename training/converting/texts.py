@@ -17,8 +17,6 @@ from converting.recipe import Lengths
 
 # Documents that are looked at for one that fills a row.
 _TRIES = 16
-# Tokens that a sentence is taken to have, to know how many of them fill a pass.
-_SENTENCE = 32
 # The random streams of a run.
 TRAINING, HELD_OUT = range(2)
 
@@ -103,13 +101,22 @@ class Rows:
         shares = np.array([part.share for part in lengths])
         part = lengths[generator.choice(len(lengths), p=shares / shares.sum())]
         if self.sentences and generator.random() < self.sentence_share:
-            count, size = max(1, self.pass_tokens // _SENTENCE), part.high
-            found = [self.sentences.document(generator, by_tokens=False)[: size - 2] for _ in range(count)]
+            found = self.draw_sentences(generator, part.high - 2)
         else:
             size = round(np.exp(generator.uniform(np.log(part.low), np.log(part.high))))
             count = max(1, self.pass_tokens // size)
             found = [self.documents.passage(generator, size - 2) for _ in range(count)]
         return pad([self.row(tokens) for tokens in found], self.frame.pad, generator, self.masking if masked else None)
+
+    def draw_sentences(self, generator: np.random.Generator, size: int) -> list[np.ndarray]:
+        """Sentences of at most `size` tokens, as many as fit into a pass with their padding, and one at least."""
+        found, longest = [], 0
+        while True:
+            sentence = self.sentences.document(generator, by_tokens=False)[:size]
+            longest = max(longest, len(sentence) + 2)
+            if found and longest * (len(found) + 1) > self.pass_tokens:
+                return found
+            found.append(sentence)
 
     def row(self, tokens: np.ndarray) -> np.ndarray:
         """A row with its ends: int64 [n + 2]."""
