@@ -21,7 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from luna_hf import FAMILIES
 from luna_hf.configuration_base import BoundedMemoryConfig
 from luna_hf.conversion_files import check_tokenizer, source_card
+from luna_hf.convert import make_plain
 from luna_hf.scripting import ROOT, UserError, fill_card, load_tokenizer, portable, run_script, writing
+from luna_hf.sentence_folder import find_transformer
 from luna_hf.warm_start import WarmStart, template_of, warm_start
 from luna_hf.warm_start_rules import CONVOLUTION, ZERO
 from luna_hf.warm_start_source import read_config
@@ -65,7 +67,7 @@ class Conversion:
         Raises:
             UserError: An unknown option, or a value of the wrong type.
         """
-        source = "folder or Hub name of a RoBERTa, XLM-R, CamemBERT, data2vec-text, BERT or ABC"
+        source = "folder or Hub name of a RoBERTa, XLM-R, CamemBERT, data2vec-text, BERT, DistilBERT, ELECTRA or ABC"
         parser = make_parser(self.script, self.description, source)
         add = parser.add_argument
         for name, kind in self.fields.items():
@@ -93,6 +95,7 @@ class Conversion:
             help="longest input, if longer than the source's: its positions are repeated (default: the source's)",
         )
         add("--seed", type=int, metavar="N", default=0, help="seed of everything new (default: 0)")
+        add("--allow-pickle", action="store_true", help="read weights from a pickle, which can run code")
         options = parser.parse_args(words)
         options.command = command(self.script, words)
         return options
@@ -256,19 +259,18 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
     with writing(options.target) as folder:  # first, because only one process may
         try:
             source_config = read_config(options.source)
-            tokenizer = load_tokenizer(options.source)
+            tokenizer = load_tokenizer(options.source, subfolder=find_transformer(options.source))
             given = conversion.given(options, tokenizer)
-            model, made = warm_start(
-                conversion.model_class, options.source, max_length=options.max_length, seed=options.seed, **given
-            )
+            own = {name: getattr(options, name) for name in ("max_length", "seed", "allow_pickle")}
+            model, made = warm_start(conversion.model_class, options.source, **own, **given)
         except (ValueError, StrictDataclassError) as error:
-            raise UserError(str(error)) from error
+            raise UserError(str(error).replace("`allow_pickle=True`", "--allow-pickle")) from error
         for name in given:
             if users := conversion.rules.without_effect(name, model.config):
                 raise UserError(f"{conversion.flag(name)} only applies to {users}. Leave it out.")
         if tokenizer is not None:
             check_tokenizer(tokenizer, model.config, options.source)
-            tokenizer.model_max_length = model.config.max_position_embeddings
+            make_plain(tokenizer, model.config.max_position_embeddings)
         alike, notes = conversion.is_alike(source_config, model, made), make_notes(conversion, model, made, tokenizer)
         note = describe(source_config, model.config, f"`{portable(options.source)}`", alike)
         card = make_card(options, model, made, note, notes)

@@ -1,4 +1,4 @@
-"""Turn a trained RoBERTa (or XLM-R, CamemBERT, data2vec-text, BERT) into an ABC model, for further training.
+"""Turn a trained encoder (RoBERTa, XLM-R, BERT, DistilBERT, ELECTRA, ...) into an ABC model, for further training.
 
     python conversion/roberta_to_abc.py FacebookAI/roberta-base outputs/abc-base-start --max-length 4096
 

@@ -1,4 +1,4 @@
-"""Turn a trained RoBERTa (or XLM-R, CamemBERT, data2vec-text, BERT) into a Luna model, for further training.
+"""Turn a trained encoder (RoBERTa, XLM-R, BERT, DistilBERT, ELECTRA, ...) into a Luna model, for further training.
 
     python conversion/roberta_to_luna.py FacebookAI/roberta-base outputs/luna-base-start --projection-length 128
 

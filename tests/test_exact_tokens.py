@@ -11,6 +11,7 @@ import torch
 from helpers import (
     FAMILIES,
     MIXING_FAMILIES,
+    TINY,
     model_class,
     normal_states,
     padded_batch,
@@ -508,3 +509,8 @@ def test_marked_tokens_are_counted():
     assert found.places.tolist() == [[[0, 2]], [[2, 0]]] and found.valid.tolist() == [[[True, True]], [[True, False]]]
     with refused(2, 1):
         marked_tokens(marks, 1)
+
+
+def test_a_model_on_the_meta_device_computes_shapes():
+    model = tiny_model("abc_memory", local_window=4, num_selected_tokens=3, softmax_length=12).to("meta")
+    assert model(torch.zeros(2, 40, dtype=torch.long, device="meta"))[0].shape == (2, 40, TINY["hidden_size"])

@@ -3,14 +3,17 @@
 import json
 
 import pytest
+import roberta_to_abc
 import torch
 from helpers import refused
 from hub_stub import HubStub
+from test_convert_command import write_model, write_sentences
 from test_warm_start import SMALL, batch_for, logits
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
+    AutoTokenizer,
     ElectraForPreTraining,
 )
 
@@ -253,3 +256,20 @@ def test_the_transformer_of_a_hub_name(path, tmp_path, monkeypatch):
         with refused("tester/pickled", "`allow_pickle=True`"):
             warm_start(AbcModel, "tester/pickled")
     assert not hub.unknown
+
+
+def test_a_command_drops_what_a_tokenizer_file_stores(tmp_path):
+    """A sentence-transformers folder, whose tokenizer truncates and pads to 16 tokens."""
+    source = write_sentences(tmp_path / "source", path="0_Transformer")
+    assert roberta_to_abc.main([str(source), str(tmp_path / "out"), "--memory-size", "4"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(tokenizer("turn " * 30).input_ids) == 32 and len(tokenizer("turn").input_ids) == 3
+
+
+def test_a_command_reads_a_pickle_only_when_asked(tmp_path, capsys):
+    source = write_model(tmp_path / "source")
+    torch.save(AutoModel.from_pretrained(source).state_dict(), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    words = [str(source), str(tmp_path / "out"), "--memory-size", "4"]
+    assert roberta_to_abc.main(words) == 2 and "--allow-pickle" in capsys.readouterr().err
+    assert roberta_to_abc.main([*words, "--allow-pickle"]) == 0

@@ -119,7 +119,8 @@ def whole_length(config: PreTrainedConfig, window: int) -> int:
 def selected_places(config: PreTrainedConfig, lengths: Tensor) -> int:
     """Return how many tokens a head selects from rows of these lengths (b or 1, 1), at most."""
     number, all_of = config.num_selected_tokens, config.softmax_length
-    has_short = all_of > number and (is_tracing(lengths) or int(lengths.min()) <= all_of)
+    is_unknown = is_tracing(lengths) or lengths.is_meta
+    has_short = all_of > number and (is_unknown or int(lengths.min()) <= all_of)
     return all_of if has_short else number
 
 
