@@ -7,8 +7,9 @@
     python experiments/teacher.py report
 
 `run` trains every cell with `training/convert.py` on the same rows in the same order. `judge` scores each result, each
-untrained conversion and the source on sentences and long documents (`teacher_scores.py`), `distant` finetunes them on
-what a window cannot do (`teacher_distant.py`). All keep what is finished. `report` writes the tables and the plot.
+untrained conversion and the source on sentences and long documents (`teacher_scores.py`), `distant` finetunes untrained
+conversions on what a window cannot do (`teacher_distant.py`). All keep what is finished. `report` writes the tables and
+the plot.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 
 import yaml
 from running import KEPT, RESULTS, ROOT, launch, read_json, run_alone
-from teacher_distant import Distant, finetune, majority
+from teacher_distant import Distant, finetune
 from teacher_report import plot, text
 from teacher_scores import Encoder, Tasks
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
@@ -33,18 +34,17 @@ from luna_hf.warm_start import warm_start
 SCRIPT = "experiments/teacher.py"
 RECIPE = ROOT / "experiments" / "teacher.yaml"
 LONGEST = 4096
-# What `distant` finetunes: cell, whether its training comes first, and whether the first question is marked.
+# What `distant` finetunes: cell, and whether the question is marked.
 FINETUNED = {
-    "source": ("source", False, False),
-    "window-64": ("window-64", False, False),
-    "means-128-64": ("means-128-64", False, False),
-    "means-128-64, marked": ("means-128-64", False, True),
-    "means-128-64, trained": ("means-128-64", True, False),
-    "luna-128-64, trained": ("luna-128-64", True, False),
-    "luna-128-64, trained, marked": ("luna-128-64", True, True),
-    "mlp-0-64, trained": ("mlp-0-64", True, False),
-    "window-64, trained": ("window-64", True, False),
-    "window-64, marked": ("window-64", False, True),
+    "source": ("source", False),
+    "window-64": ("window-64", False),
+    "means-128-64": ("means-128-64", False),
+    "luna-128-64": ("luna-128-64", False),
+    "window-64, marked": ("window-64", True),
+    "mlp-128-64": ("mlp-128-64", False),
+    "luna-0-64": ("luna-0-64", False),
+    "mlp-0-64": ("mlp-0-64", False),
+    "means-128-64, marked": ("means-128-64", True),
 }
 
 
@@ -183,15 +183,12 @@ def distant(options: argparse.Namespace) -> None:
     """Finetune what is not in the results."""
     path, result, tokenizer = open_result(options)
     task = Distant(options.data, tokenizer)
-    result["majority"] = {str(distance): majority(task, distance) for distance in (256, 1024, 3000)}
-    for name, (cell, is_trained, marked) in FINETUNED.items():
-        if name in result["distant"] or (is_trained and not (options.runs / cell / "metrics.json").is_file()):
+    for name, (cell, marked) in FINETUNED.items():
+        if name in result["distant"]:
             continue
         progress(f"---- {name} ----")
-        model = AutoModel.from_pretrained(options.source) if cell == "source" else None
-        model = model or (trained if is_trained else untrained)(cell, options)
-        longest = model.config.max_position_embeddings
-        result["distant"][name] = finetune(model, marked, task, longest)
+        model = AutoModel.from_pretrained(options.source) if cell == "source" else untrained(cell, options)
+        result["distant"][name] = finetune(model, marked, task, model.config.max_position_embeddings)
         write_json(path, result)
         progress(f"{name}: {result['distant'][name]}")
 

@@ -1,8 +1,9 @@
-"""What a window cannot do: two questions far apart, finetuned on short distances and tested on long ones.
+"""What a window cannot do: facts and a question far apart, finetuned on short distances and tested on long ones.
 
-A row is a question, encyclopaedia, and another question; the head reads the states of the second question alone, and
-tells whether both ask the same (QQP). Training rows have 200 to 400 tokens between the questions, test rows also more
-than any training row. `marked` marks the first question's tokens.
+A row is who lives where, encyclopaedia, and the question where one of them lives; the head reads the states of the
+question alone. One fact is a needle, four are associative recall. Training rows have 200 to 300 tokens between the
+facts and the question, test rows also more than any training row. `marked` marks the
+question.
 """
 
 import time
@@ -19,28 +20,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf.scripting import progress
 
-NEAR, DISTANCES = (200, 400), (256, 1024, 3000)
-# Test pairs of each distance.
-TESTED = {256: 400, 1024: 300, 3000: 100}
-UPDATES, BATCH, WARMUP = 300, 8, 30
+# fmt: off
+NAMES = [
+    "Anna", "Peter", "Mary", "David", "Sarah", "Paul", "Lisa", "Mark", "Emma", "Henry", "Julia", "Frank", "Alice",
+    "George", "Laura", "Simon",
+]
+CITIES = [
+    "Paris", "London", "Rome", "Berlin", "Madrid", "Vienna", "Moscow", "Tokyo", "Boston", "Chicago", "Dublin", "Cairo",
+    "Delhi", "Oslo", "Sydney", "Toronto",
+]
+# fmt: on
+TASKS = {"needle": 1, "recall": 4}  # facts of a test row
+NEAR, DISTANCES = (200, 300), (256, 1024, 3000)
+# Test rows of each distance and task.
+TESTED = {256: 200, 1024: 150, 3000: 60}
+UPDATES, BATCH, WARMUP = 200, 8, 20
 BODY_RATE, HEAD_RATE = 1e-4, 1e-3
 
 
-class Pair(NamedTuple):
-    """Token ids of two questions, and whether they ask the same."""
-
-    first: list[int]
-    second: list[int]
-    label: int
-
-
 class Batch(NamedTuple):
-    """Rows (b, n), the first question's tokens, the second's, and the labels (b,)."""
+    """Rows (b, n), the tokens of the facts, those of the question, and the answers (b,)."""
 
     ids: Tensor
     mask: Tensor
-    first: Tensor
-    second: Tensor
+    facts: Tensor
+    question: Tensor
     labels: Tensor
 
 
@@ -48,75 +52,73 @@ class Distant:
     """The rows of the task."""
 
     def __init__(self, data: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Read pairs and filler."""
+        """Tokenize the filler."""
         self.ends, self.pad = (tokenizer.cls_token_id, tokenizer.sep_token_id), tokenizer.pad_token_id
-        plain = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
-
-        def pairs(split: str) -> list[Pair]:
-            rows = parquet.read_table(data / f"glue/qqp/{split}.parquet").to_pylist()
-            found = [
-                tokenizer([row[name] for row in rows], **plain)["input_ids"] for name in ("question1", "question2")
-            ]
-            return [Pair(*each, row["label"]) for *each, row in zip(*found, rows, strict=True)]
-
-        self.train, self.test = pairs("train"), pairs("validation")
+        self.tokenizer = tokenizer
         texts = parquet.read_table(data / "enwiki/validation.parquet").column("text").to_pylist()
-        self.filler = np.array([token for ids in tokenizer(texts, **plain)["input_ids"] for token in ids])
+        self.filler = np.array([token for text in self.ids(texts) for token in text])
 
-    def batch(self, pairs: Sequence[Pair], distances: Sequence[int], generator: np.random.Generator) -> Batch:
-        """Rows of pairs, each with its number of filler tokens."""
-        rows, firsts, seconds = [], [], []
-        for pair, distance in zip(pairs, distances, strict=True):
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts, without ends."""
+        plain = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
+        return self.tokenizer(list(texts), **plain)["input_ids"]
+
+    def batch(self, counts: Sequence[int], distances: Sequence[int], generator: np.random.Generator) -> Batch:
+        """Rows, each with its number of facts and of filler tokens."""
+        rows, spans, labels = [], [], []
+        for count, distance in zip(counts, distances, strict=True):
+            names, cities = (generator.choice(len(words), count, replace=False) for words in (NAMES, CITIES))
+            stated = " ".join(
+                f"{NAMES[name]} lives in {CITIES[city]}." for name, city in zip(names, cities, strict=True)
+            )
+            facts, question = self.ids([stated, f"Where does {NAMES[names[0]]} live?"])
             start = generator.integers(len(self.filler) - distance)
-            before = [self.ends[0], *pair.first, self.ends[1], *self.filler[start : start + distance].tolist()]
-            rows.append([*before, *pair.second, self.ends[1]])
-            firsts.append(range(1, 1 + len(pair.first)))
-            seconds.append(range(len(before), len(before) + len(pair.second)))
+            before = [self.ends[0], *facts, self.ends[1], *self.filler[start : start + distance].tolist()]
+            rows.append([*before, *question, self.ends[1]])
+            spans.append((slice(1, 1 + len(facts)), slice(len(before), len(before) + len(question))))
+            labels.append(int(cities[0]))
         ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=self.pad)
-        mask, first, second = (torch.zeros_like(ids) for _ in range(3))
-        for place, row in enumerate(rows):
-            mask[place, : len(row)] = 1
-            first[place, list(firsts[place])] = 1
-            second[place, list(seconds[place])] = 1
-        return Batch(ids, mask, first, second, torch.tensor([pair.label for pair in pairs]))
+        mask, facts, question = (torch.zeros_like(ids) for _ in range(3))
+        for place, (row, (stated, asked)) in enumerate(zip(rows, spans, strict=True)):
+            mask[place, : len(row)], facts[place, stated], question[place, asked] = 1, 1, 1
+        return Batch(ids, mask, facts, question, torch.tensor(labels))
 
     def updates(self, seed: int) -> Iterator[Batch]:
         """Training batches."""
         generator = np.random.default_rng((seed, 0))
         while True:
-            chosen = generator.choice(len(self.train), BATCH, replace=False)
-            distances = generator.integers(*NEAR, size=BATCH)
-            yield self.batch([self.train[place] for place in chosen], distances.tolist(), generator)
+            counts = generator.integers(1, 1 + max(TASKS.values()), size=BATCH)
+            yield self.batch(counts.tolist(), generator.integers(*NEAR, size=BATCH).tolist(), generator)
 
-    def tests(self, distance: int) -> Iterator[Batch]:
-        """Test batches of a distance, the same for every model."""
-        generator, size = np.random.default_rng((1, distance)), max(1, 4096 // distance)
+    def tests(self, count: int, distance: int) -> Iterator[Batch]:
+        """Test batches of a number of facts and a distance, the same for every model."""
+        generator, size = np.random.default_rng((1, count, distance)), max(1, 4096 // distance)
         for place in range(0, TESTED[distance], size):
-            chosen = self.test[place : min(place + size, TESTED[distance])]
-            yield self.batch(chosen, [distance] * len(chosen), generator)
+            rows = min(size, TESTED[distance] - place)
+            yield self.batch([count] * rows, [distance] * rows, generator)
 
 
-class Matcher(nn.Module):
-    """An encoder and a head on the mean state of the second question."""
+class Reader(nn.Module):
+    """An encoder and a head on the mean state of the question."""
 
     def __init__(self, encoder: PreTrainedModel, marked: bool) -> None:
         super().__init__()
         self.encoder, self.marked = encoder.eval(), marked  # no dropout: few updates
         self.encoder.embeddings.requires_grad_(False)
-        self.head = nn.Sequential(nn.Linear(encoder.config.hidden_size, 128), nn.GELU(), nn.Linear(128, 2))
+        self.head = nn.Linear(encoder.config.hidden_size, len(CITIES))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits (b, 2)."""
-        own = {"global_attention_mask": batch.first} if self.marked else {}
+        """Logits (b, cities)."""
+        own = {"global_attention_mask": batch.question} if self.marked else {}
         states = self.encoder(batch.ids, attention_mask=batch.mask, **own).last_hidden_state
-        second = batch.second.unsqueeze(-1)
-        return self.head((states * second).sum(1) / second.sum(1))
+        question = batch.question.unsqueeze(-1)
+        return self.head((states * question).sum(1) / question.sum(1))
 
 
 def finetune(encoder: PreTrainedModel, marked: bool, task: Distant, longest: int, seed: int = 0) -> dict[str, Any]:
-    """Finetune, and return the accuracy x 100 by distance, as far as rows of `longest` tokens reach."""
+    """Finetune, and return the accuracy x 100 by task and distance, as far as rows of `longest` tokens reach."""
     torch.manual_seed(seed)
-    model, started = Matcher(encoder, marked), time.perf_counter()
+    model, started = Reader(encoder, marked), time.perf_counter()
     body = [p for p in model.encoder.parameters() if p.requires_grad]
     groups = [{"params": body, "lr": BODY_RATE}, {"params": model.head.parameters(), "lr": HEAD_RATE}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
@@ -134,22 +136,17 @@ def finetune(encoder: PreTrainedModel, marked: bool, task: Distant, longest: int
         losses.append(loss.item())
         if step % 25 == 0:
             progress(f"update {step}: loss {sum(losses[-25:]) / 25:.3f}, {time.perf_counter() - started:.0f} s")
-    found = {str(distance): accuracy(model, task, distance) for distance in DISTANCES if distance + 100 <= longest}
-    return {
-        "accuracy": found,
-        "loss": round(sum(losses[-50:]) / 50, 4),
-        "seconds": round(time.perf_counter() - started),
+    seconds = round(time.perf_counter() - started)
+    reached = [distance for distance in DISTANCES if distance + 100 <= longest]
+    found = {
+        name: {str(distance): accuracy(model, task, count, distance) for distance in reached}
+        for name, count in TASKS.items()
     }
+    return {"accuracy": found, "loss": round(sum(losses[-50:]) / 50, 4), "seconds": seconds}
 
 
 @torch.no_grad()
-def accuracy(model: Matcher, task: Distant, distance: int) -> float:
-    """Right answers x 100 at a distance."""
-    hits = [(model(batch).argmax(-1) == batch.labels).float() for batch in task.tests(distance)]
+def accuracy(model: Reader, task: Distant, count: int, distance: int) -> float:
+    """Right answers x 100 of rows of a number of facts at a distance."""
+    hits = [(model(batch).argmax(-1) == batch.labels).float() for batch in task.tests(count, distance)]
     return round(100 * torch.cat(hits).mean().item(), 2)
-
-
-def majority(task: Distant, distance: int) -> float:
-    """The share x 100 of the most frequent label among the test pairs of a distance."""
-    labels = [pair.label for pair in task.test[: TESTED[distance]]]
-    return round(100 * max(labels.count(label) for label in (0, 1)) / len(labels), 2)

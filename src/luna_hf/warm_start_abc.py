@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig
 from .configuration_abc import CONTROLS
 from .warm_start_rules import (
     ATTENTION,
+    BLUR,
+    BLURRED,
     HEAD_NAMES,
     INITIALISED,
     POSITIONS,
@@ -111,18 +113,19 @@ class AbcRules(WarmStartRules):
     def rule(self, template: str) -> str:
         """The rule for a parameter, by its name in `table`."""
         rule = super().rule(template)
-        at_random = rule == OWN_ATTENTION and (self.control_init == "random" or not self.can_attend())
-        return INITIALISED if at_random else rule
+        if rule == OWN_ATTENTION and (self.control_init == "random" or not self.can_attend()):
+            return INITIALISED
+        return rule + BLURRED if rule == OWN_ATTENTION and self.blurs else rule
 
     def make(self, rule: str, layer: str | None, empty: Tensor) -> Tensor:
         """The values that a rule gives, in any floating-point dtype.
 
         A learned control (h * m, d) is W of equation 7, such that `W x` are the logits of the source's attention,
         `(W_q s + b_q) . W_k x / sqrt(c)`, where s is the state of a position without a word. The bias of the keys adds
-        the same to all tokens of a slot, so the softmax cancels it. Linformer's control (h * m, N) is the softmax of
-        these logits over all positions.
+        the same to all tokens of a slot, so the softmax cancels it. Beside a window W starts at a tenth. Linformer's
+        control (h * m, N) is the softmax of these logits over all positions.
         """
-        if rule != OWN_ATTENTION:
+        if rule.removesuffix(BLURRED) != OWN_ATTENTION:
             return super().make(rule, layer, empty)
         config, longest, heads = self.config, self.loaded.longest, self.config.num_attention_heads
         attention = f"{ATTENTION}.self".replace("{}", layer or "0")
@@ -131,7 +134,8 @@ class AbcRules(WarmStartRules):
         states = self.place_states()
         asked = F.linear(states[spread_places(config.memory_size, longest)], query, bias).unflatten(-1, (heads, -1))
         logits = torch.einsum("mhc,hcd->hmd", asked, key.unflatten(0, (heads, -1)))
-        weight = (logits * asked.shape[-1] ** -0.5).flatten(0, 1)
+        sharpness = BLUR if rule.endswith(BLURRED) else 1.0
+        weight = (logits * (sharpness * asked.shape[-1] ** -0.5)).flatten(0, 1)
         if config.memory_control == "mlp":
             return weight
         repeats = -(-config.max_position_embeddings // longest)

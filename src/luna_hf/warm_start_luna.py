@@ -1,8 +1,8 @@
 """How Luna starts from a trained encoder.
 
-The pack attention reads with the source's queries and keys and passes token states on unchanged. The unpack attention
-is the source's own: because attention weights sum to one, projecting a slot (bias included) equals projecting the
-tokens that it was packed from.
+The pack attention reads with the source's queries (beside a window, a tenth of them) and keys, and passes token states
+on unchanged. The unpack attention is the source's own: because attention weights sum to one, projecting a slot (bias
+included) equals projecting the tokens that it was packed from.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .warm_start_rules import ATTENTION, IDENTITY, POSITIONS, SEGMENTS, ZERO, WarmStartRules, spread_places
+from .warm_start_rules import (
+    ATTENTION,
+    BLUR,
+    BLURRED,
+    IDENTITY,
+    POSITIONS,
+    SEGMENTS,
+    ZERO,
+    WarmStartRules,
+    spread_places,
+)
 
+PACK_QUERY = f"{ATTENTION}.self.pack.query"
 TEXT_TOKENS = "embeddings of text tokens at evenly spread positions, before their LayerNorm"
 
 _COPIES = {
     "packed_embeddings.LayerNorm": "embeddings.LayerNorm",
-    f"{ATTENTION}.self.pack.query": f"{ATTENTION}.self.query",
+    PACK_QUERY: f"{ATTENTION}.self.query",
     f"{ATTENTION}.self.pack.key": f"{ATTENTION}.self.key",
     f"{ATTENTION}.self.packed_layer_norm": f"{ATTENTION}.output.LayerNorm",
 }
@@ -71,12 +82,19 @@ class LunaRules(WarmStartRules):
                 "Luna's slots start as embeddings of that size: choose a source without a projection, or start ABC."
             )
 
+    def rule(self, template: str) -> str:
+        """The rule for a parameter, by its name in `table`."""
+        rule = super().rule(template)
+        return rule + BLURRED if self.blurs and template.startswith(PACK_QUERY) else rule
+
     def make(self, rule: str, layer: str | None, empty: Tensor) -> Tensor:
         """The values that a rule gives; the packed embeddings are tokens at evenly spread positions.
 
         Raises:
             ValueError: See `draw_tokens`.
         """
+        if rule.endswith(BLURRED):
+            return BLUR * super().make(rule.removesuffix(BLURRED), layer, empty)
         if rule != TEXT_TOKENS:
             return super().make(rule, layer, empty)
         loaded, tokens = self.loaded, self.draw_tokens(len(empty))

@@ -12,6 +12,10 @@ INITIALISED = "initialised as in a new model"
 ZERO = "zero"
 IDENTITY = "the identity"
 
+# Trained attention rests on a few tokens, such as the separators, wherever it has nothing to look for. Slots written
+# with it all hold these. Beside a window, their logits therefore start at a tenth: near means of the text, yet unlike.
+BLUR, BLURRED = 0.1, ", its logits times 0.1"
+
 ATTENTION = "encoder.layer.{}.attention"
 CONVOLUTION = f"{ATTENTION}.convolution.weight"
 POSITIONS = "embeddings.position_embeddings.weight"
@@ -135,6 +139,11 @@ class WarmStartRules:
     def slots_field(config: PreTrainedConfig) -> str | None:
         """The field with the number of slots of a model's memory; `None` if it has no slots."""
         return getattr(config, "slots_field", None)
+
+    @property
+    def blurs(self) -> bool:
+        """Whether the slots start near means of the text."""
+        return bool(getattr(self.config, "local_window", 0))
 
     @staticmethod
     def kind(name: str, config: PreTrainedConfig) -> str:
