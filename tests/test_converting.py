@@ -1,5 +1,6 @@
 """`training/convert.py`: rows and losses are the literal ones, runs resume exactly, the result is a whole folder."""
 
+import dataclasses
 import json
 import math
 import socket
@@ -94,7 +95,7 @@ def pair(tmp_path):
         AbcForMaskedLM, source, memory_control="compressive", max_length=200, position_period=40, **MODEL
     )
     teacher, _ = warm_start(AbcForMaskedLM, source, memory_control="full")
-    return Pair(student.double(), teacher.double(), "mean", 20, 10, FRAME)
+    return Pair(student.double(), teacher.double(), "mean", 20, (10,), FRAME)
 
 
 def text_ids(length, seed=0):
@@ -167,6 +168,23 @@ def test_losses_of_long_rows_are_literal(pair):
     torch.testing.assert_close(found["spans"], sum(spans) / 2, rtol=1e-9, atol=1e-12)
 
 
+def test_goals_of_windows_of_several_sizes(pair):
+    sizes, batch = (10, 16), batch_of(50, 47)
+    both = dataclasses.replace(pair, windows=sizes)
+    alone = {size: dataclasses.replace(pair, windows=(size,)) for size in sizes}
+    embedded = both.embed(batch["input_ids"][:1])
+    expected = F.normalize(sum(each.embed(batch["input_ids"][:1]) for each in alone.values()), dim=-1)
+    torch.testing.assert_close(embedded, expected)
+    found = both.losses(batch, ["pooled", "spans"])
+    chosen = [sizes[int(text_ids(length, seed).sum()) % 2] for seed, length in enumerate((50, 47))]
+    assert set(chosen) == set(sizes)
+    rows = [{"input_ids": text_ids(length, seed)[None]} for seed, length in enumerate((50, 47))]
+    rows = [row | {"attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
+    own = [alone[size].losses(row, ["pooled", "spans"]) for size, row in zip(chosen, rows, strict=True)]
+    for name, value in found.items():
+        torch.testing.assert_close(value, (own[0][name] + own[1][name]) / 2, rtol=1e-9, atol=1e-12)
+
+
 def test_pooling():
     states, keep = torch.randn(2, 4, 3), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     for row, length in enumerate((4, 2)):
@@ -202,7 +220,7 @@ def words_for(tmp_path, teacher, model, weights, lengths=((8, 20, 1), (50, 200, 
         "pass_tokens": 256,
         "global_batch_tokens": 512,
         "teacher_longest": 20,
-        "teacher_window": 10,
+        "teacher_windows": [10],
         "eval_tokens": 64,
         "eval_steps": 2,
         "save_steps": 1,

@@ -42,7 +42,7 @@ def make_card(recipe: ConvertRecipe, figures: dict[str, Any], plot: str) -> str:
         usage=usage(figures["kind"], recipe.model_name),
         rows=f"{min(figures['rows'].values())} to {max(figures['rows'].values())}",
         reach=f"{recipe.teacher_longest:,}",
-        window=recipe.teacher_window,
+        windows=", ".join(map(str, recipe.teacher_windows)),
         table=cards.table(["tokens", *columns.values()], rows),
         plot=plot,
         seen=f"{figures['seen_tokens']:,}",

@@ -52,11 +52,11 @@ def make_pair(recipe: ConvertRecipe, pooling: str, frame: Frame) -> Made:
             f"`stages` have rows of {recipe.longest:,} tokens, but the model takes {longest:,}: raise `max_length`."
         )
     longest = teacher.config.max_position_embeddings
-    if max(recipe.teacher_longest, recipe.teacher_window) > longest:
+    if max(recipe.teacher_longest, *recipe.teacher_windows) > longest:
         raise UserError(
-            f"`teacher_longest` and `teacher_window` may be at most {longest}, which {recipe.teacher} takes."
+            f"`teacher_longest` and `teacher_windows` may be at most {longest}, which {recipe.teacher} takes."
         )
-    reads = {"reach": recipe.teacher_longest, "window": recipe.teacher_window}
+    reads = {"reach": recipe.teacher_longest, "windows": tuple(recipe.teacher_windows)}
     pair = Pair(student.eval(), teacher.requires_grad_(False), pooling, frame=frame, **reads)
     if _longest(recipe, "attention") > pair.reach:
         raise UserError(

@@ -7,7 +7,7 @@
 `mlm`, `kl`: masked words, and the divergence from the teacher's distribution of them.
 
 The teacher reads texts up to `teacher_longest` tokens as they are. For longer ones its embedding is the mean of the
-embeddings of successive windows, and it has no states to compare with.
+embeddings of successive windows, of every size in `teacher_windows`, and it has no states to compare with.
 """
 
 from collections.abc import Sequence
@@ -69,20 +69,20 @@ class Pair:
     Attributes:
         pooling: see `pool`.
         reach: the longest text that the teacher reads as it is, in tokens.
-        window: tokens of the teacher's windows of longer texts.
+        windows: sizes of the teacher's windows of longer texts, in tokens.
     """
 
     student: PreTrainedModel
     teacher: PreTrainedModel
     pooling: str
     reach: int
-    window: int
+    windows: tuple[int, ...]
     frame: Frame
 
     @torch.no_grad()
-    def embed_windows(self, ids: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    def embed_windows(self, ids: Tensor, size: int) -> tuple[Tensor, list[tuple[int, int]]]:
         """The teacher's embeddings (b, k, d) of the windows of full rows (b, n), and the windows' spans."""
-        windows = split_windows(ids, self.window, self.frame)
+        windows = split_windows(ids, size, self.frame)
         found = []
         for rows, keep in zip(windows.ids.split(32), windows.keep.split(32), strict=True):
             states = self.teacher.base_model(rows, attention_mask=keep.long()).last_hidden_state
@@ -91,9 +91,10 @@ class Pair:
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
-        """The teacher's embeddings (b, d) of full rows (b, n): of the rows, or the means of their windows."""
+        """The teacher's embeddings (b, d) of full rows (b, n): of the rows, or means of their windows of all sizes."""
         if ids.shape[1] > self.reach:
-            return F.normalize(self.embed_windows(ids)[0].mean(1), dim=-1)
+            means = [F.normalize(self.embed_windows(ids, size)[0].mean(1), dim=-1) for size in self.windows]
+            return F.normalize(torch.stack(means).sum(0), dim=-1)
         keep = torch.ones_like(ids)
         return pool(self.teacher.base_model(ids, attention_mask=keep).last_hidden_state, keep, self.pooling)
 
@@ -126,13 +127,18 @@ class Pair:
         return parts | self.word_losses(states, own, batch, wanted)
 
     def long_losses(self, batch: dict[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
-        """The parts for rows beyond the teacher's reach; rows of unlike lengths are compared one by one."""
+        """The parts for rows beyond the teacher's reach; rows of unlike lengths are compared one by one.
+
+        The teacher reads each row with windows of one size, which the row's tokens choose: the mean over many rows is
+        that over all sizes, in a fraction of the time.
+        """
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         states = self.student.base_model(**inputs).last_hidden_state
         pooled, spans = [], []
         for row, ids, mask in zip(states, batch["input_ids"], batch["attention_mask"], strict=True):
             length = int(mask.sum())
-            goals, borders = self.embed_windows(ids[None, :length])
+            size = self.windows[int(ids[:length].sum()) % len(self.windows)]
+            goals, borders = self.embed_windows(ids[None, :length], size)
             mean = F.normalize(goals.mean(1), dim=-1)
             pooled.append(distance(pool(row[None, :length], mask[None, :length], self.pooling), mean))
             own = torch.stack([precise(row[start:end]).mean(0) for start, end in borders])

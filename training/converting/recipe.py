@@ -83,7 +83,7 @@ class ConvertRecipe(Recipe):
     freeze_embeddings: bool
     warmup_fraction: float
     teacher_longest: int
-    teacher_window: int
+    teacher_windows: list[Any]
     stages: list[Any]
     # reporting
     eval_tokens: int
@@ -107,7 +107,7 @@ class ConvertRecipe(Recipe):
         self.require(("mask_probability",), lambda value: 0 < value < 1, "between 0 and 1, both excluded")
         self.require(("pass_tokens", "eval_tokens"), lambda value: value >= 1, "at least 1")
         self.require(("teacher_longest",), lambda value: value >= 8, "at least 8, for example 256")
-        self.require(("teacher_window",), lambda value: value >= 8, "at least 8, for example 128")
+        self.require(("teacher_windows",), _are_sizes, "a list of sizes of at least 8 tokens, for example [64, 128]")
         multiple = f"a multiple of `pass_tokens` ({self.pass_tokens})"
         self.require(("global_batch_tokens",), lambda v: v >= 1 and v % self.pass_tokens == 0, multiple)
         for stage in self.plan():
@@ -156,6 +156,11 @@ class ConvertRecipe(Recipe):
 def stage_at(stages: list[Stage], step: int) -> Stage:
     """The stage of an update; after the last update, the last stage."""
     return next((stage for stage in stages if stage.first <= step < stage.last), stages[-1])
+
+
+def _are_sizes(value: list[Any]) -> bool:
+    """Whether a key lists sizes of windows."""
+    return bool(value) and all(isinstance(size, int) and size >= 8 for size in value)
 
 
 def _read_stage(entry: Any, learning_rate: float) -> Stage:
