@@ -86,7 +86,13 @@ CONVERT = {
     "stages": "[{name: all, share: 1, lengths: [[8, 32, 1]], weights: {hidden: 1.0, mlm: 1.0}, "
     "learning_rate: 1e-3, new_learning_rate: 1e-2}]",
     **{"max_steps": 6, "save_steps": 2, "eval_steps": 2, "log_steps": 1},
-    **{"pass_tokens": 64, "global_batch_tokens": 128, "teacher_longest": 32, "teacher_windows": [16], "eval_tokens": 64},
+    **{
+        "pass_tokens": 64,
+        "global_batch_tokens": 128,
+        "teacher_longest": 32,
+        "teacher_windows": [16],
+        "eval_tokens": 64,
+    },
 }
 SOURCES = {"teacher": "inputs/teacher", "model_name_or_path": "inputs/student", "fill_mask": "['the <mask>']"}
 PRETRAINING = {

@@ -294,6 +294,19 @@ def test_luna_reads_with_the_sources_weights(luna):
     assert all(map(torch.equal, *(norm.parameters() for norm in norms)))
 
 
+def test_beside_a_window_luna_packs_with_a_tenth_of_the_logits():
+    source = make_source()
+    model, made = warm_start(LunaForMaskedLM, source, projection_length=8, local_window=4)
+    for number, (old, new) in enumerate(zip(source.roberta.encoder.layer, model.luna.encoder.layer, strict=True)):
+        own, pack = old.attention.self, new.attention.self.pack
+        assert torch.equal(pack.query.weight, 0.1 * own.query.weight)
+        assert torch.equal(pack.query.bias, 0.1 * own.query.bias)
+        assert torch.equal(pack.key.weight, own.key.weight)
+        name = f"encoder.layer.{number}.attention.self"
+        expected = f"a copy of the source's roberta.{name}.query.weight, its logits times 0.1"
+        assert made.new[f"luna.{name}.pack.query.weight"] == expected
+
+
 def test_luna_is_untied_and_its_rules_cover_everything_new(luna):
     source, model, made = luna
     assert model.config.tie_kv is False

@@ -124,3 +124,16 @@ def test_trained_parts_that_do_not_fit_are_named(own, fields, said):
     _, report = warm_start(AbcForMaskedLM, abc, **fields)
     assert f"  {said}" in report.lines("new")
     assert report.unused
+
+
+@pytest.mark.parametrize("control", ["mlp", "linformer"])
+@torch.no_grad()
+def test_beside_a_window_a_control_starts_with_a_tenth_of_the_logits(control):
+    model, fields = source(), {"memory_control": control, "memory_size": SIZE}
+    alone, _ = warm_start(AbcForMaskedLM, model, **fields)
+    beside, report = warm_start(AbcForMaskedLM, model, local_window=4, **fields)
+    assert report.new["abc.control.weight"] == f"{OWN_ATTENTION}, its logits times 0.1"
+    sharp, found = alone.abc.control.weight, beside.abc.control.weight
+    expected = 0.1 * sharp if control == "mlp" else (0.1 * sharp.log()).softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert sharp.std() > 1e-3

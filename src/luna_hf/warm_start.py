@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from .families import FAMILIES, Family
 from .positions import repeat_positions
-from .warm_start_rules import INITIALISED, POSITIONS, LoadedSource, WarmStartRules
+from .warm_start_rules import BLURRED, INITIALISED, POSITIONS, LoadedSource, WarmStartRules
 from .warm_start_source import Source, load_source
 
 logger = logging.get_logger(__name__)
@@ -315,8 +315,10 @@ class _Maker:
         """The values that a parameter's rule gives, in the source's dtype; `but` is a remark for the report."""
         template, layer = template_of(name.removeprefix(self.prefix))
         rule = INITIALISED if self.is_head(name) else self.rules.rule(template).replace("{}", layer or "")
-        copied = self.loaded.names.get(rule)
-        self.report.new[name] = (f"a copy of the source's {copied}" if copied else rule) + but
+        source = rule.removesuffix(BLURRED)
+        copied = self.loaded.names.get(source)
+        made = f"a copy of the source's {copied}" if copied else source
+        self.report.new[name] = made + rule.removeprefix(source) + but
         if rule == INITIALISED:
             self.initialise(name.rpartition(".")[0])
             values = empty.detach().clone()
