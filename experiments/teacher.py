@@ -34,6 +34,8 @@ from luna_hf.warm_start import warm_start
 SCRIPT = "experiments/teacher.py"
 RECIPE = ROOT / "experiments" / "teacher.yaml"
 LONGEST = 4096
+# The source's windows that `judge` scores; the mean of several sizes is what training aims at.
+WINDOWS = [(64,), (128,), (256,), (64, 128, 256)]
 # What `distant` finetunes: cell, and whether the question is marked.
 FINETUNED = {
     "source": ("source", False),
@@ -71,8 +73,9 @@ def cells() -> dict[str, dict[str, Any]]:
 
 def fields(name: str) -> dict[str, Any]:
     """The fields of a cell's model, with what all cells share."""
-    period = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["teacher_longest"]
-    return {**cells()[name], "max_length": LONGEST, "position_period": period}
+    own, known = cells()[name], yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["teacher_longest"]
+    exact = {"softmax_length": known} if own.get("num_selected_tokens") else {}
+    return {**own, **exact, "max_length": LONGEST, "position_period": known}
 
 
 def _selected(count: int) -> dict[str, int]:
@@ -88,10 +91,6 @@ def recipe(name: str, options: argparse.Namespace) -> dict[str, Any]:
     values["teacher"], values["output_dir"] = str(options.source), str(options.runs / name)
     values["cache_dir"], values["model_name"] = str(options.runs / "cache"), name
     values["model"] = fields(name)
-    (distil,) = values["stages"]
-    if name.startswith(("mlp", "luna")):  # first the new parameters, layer by layer
-        fit = {**distil, "name": "fit", "share": 0.2, "lengths": [[64, 256, 1]], "weights": {"attention": 1.0}}
-        values["stages"] = [fit | {"new_learning_rate": 2e-3}, distil | {"share": 0.8}]
     return values
 
 
@@ -166,7 +165,8 @@ def judge(options: argparse.Namespace) -> None:
     path, result, tokenizer = open_result(options)
     tasks, scores = Tasks(options.data, tokenizer), result["scores"]
     source = Encoder(AutoModel.from_pretrained(options.source), tokenizer)
-    ways = {"cut at 256": source.cut(256), **{f"windows of {size}": source.windows(size) for size in (128, 256)}}
+    ways = {"cut at 256": source.cut(256)}
+    ways |= {f"windows of {' and '.join(map(str, sizes))}": source.windows(*sizes) for sizes in WINDOWS}
     for name, embed in ways.items():
         if f"source, {name}" not in scores:
             scores[f"source, {name}"] = tasks.score(embed, source.whole)

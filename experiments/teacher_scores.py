@@ -47,15 +47,15 @@ class Encoder:
         """Vectors of texts cut to `size` tokens, ends included."""
         return lambda texts: self.whole([text[: size - 2] for text in texts])
 
-    def windows(self, size: int) -> Embed:
-        """Normalised means of the vectors of successive windows of `size` tokens."""
+    def windows(self, *sizes: int) -> Embed:
+        """Normalised means of the vectors of successive windows of each size, and the normalised mean of these."""
 
-        def embed(texts: list[list[int]]) -> Tensor:
+        def means(texts: list[list[int]], size: int) -> Tensor:
             parts = [[text[at : at + size - 2] for at in range(0, max(1, len(text)), size - 2)] for text in texts]
             vectors = self.whole([part for each in parts for part in each]).split([len(each) for each in parts])
             return F.normalize(torch.stack([vector.mean(0) for vector in vectors]), dim=-1)
 
-        return embed
+        return lambda texts: F.normalize(sum(means(texts, size) for size in sizes), dim=-1)
 
 
 class Tasks:
