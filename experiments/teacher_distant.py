@@ -1,9 +1,8 @@
 """What a window cannot do: facts and a question far apart, finetuned on short distances and tested on long ones.
 
 A row is who lives where, encyclopaedia, and the question where one of them lives; the head reads the states of the
-question alone. One fact is a needle, four are associative recall. Training rows have 200 to 300 tokens between the
-facts and the question, test rows also more than any training row. `marked` marks the
-question.
+question alone. One fact is a needle, four are associative recall. Training rows have up to 300 tokens between the facts
+and the question, test rows also more than any of them. `marked` marks the question.
 """
 
 import time
@@ -31,10 +30,10 @@ CITIES = [
 ]
 # fmt: on
 TASKS = {"needle": 1, "recall": 4}  # facts of a test row
-NEAR, DISTANCES = (200, 300), (256, 1024, 3000)
+NEAR, DISTANCES = (0, 300), (20, 256, 1024, 3000)
 # Test rows of each distance and task.
-TESTED = {256: 200, 1024: 150, 3000: 60}
-UPDATES, BATCH, WARMUP = 200, 8, 20
+TESTED = {20: 200, 256: 200, 1024: 150, 3000: 60}
+UPDATES, BATCH, WARMUP = 300, 8, 30
 BODY_RATE, HEAD_RATE = 1e-4, 1e-3
 
 
