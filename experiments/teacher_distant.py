@@ -87,7 +87,7 @@ class Distant:
         generator = np.random.default_rng((seed, 0))
         while True:
             counts = generator.integers(1, 1 + max(TASKS.values()), size=BATCH)
-            yield self.batch(counts.tolist(), generator.integers(*NEAR, size=BATCH).tolist(), generator)
+            yield self.batch(counts.tolist(), [int(generator.integers(*NEAR))] * BATCH, generator)
 
     def tests(self, count: int, distance: int) -> Iterator[Batch]:
         """Test batches of a number of facts and a distance, the same for every model."""
