@@ -425,6 +425,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "selection-lsg": lambda: studies.selection_table("Best cosine at 512 tokens"),
     "selection-variants": lambda: studies.selection_table("Variants"),
     "selection-times": studies.selection_times,
+    "teacher": lambda: report("teacher"),
     "segments": lambda: report(SEGMENTS),
     "segment-loss": lambda: report(SEGMENT_LOSS),
     "segment-slots": lambda: report(SEGMENT_SLOTS),

@@ -13,6 +13,7 @@ the plot.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -36,6 +37,8 @@ RECIPE = ROOT / "experiments" / "teacher.yaml"
 LONGEST = 4096
 # The source's windows that `judge` scores; the mean of several sizes is what training aims at.
 WINDOWS = [(64,), (128,), (256,), (64, 128, 256)]
+# What `report` keeps of a run.
+FIGURES = ("cosine", "slots_off", "window_off", "hidden", "seen_tokens", "training_seconds")
 # What `distant` finetunes: cell, and whether the question is marked.
 FINETUNED = {
     "source": ("source", False),
@@ -204,13 +207,21 @@ def report(options: argparse.Namespace) -> None:
         raise UserError(f"{path} is missing. Run `python {SCRIPT} judge` first.")
     result = read_json(path)
     for name in cells():
-        if (found := options.runs / name / "metrics.json").is_file():
-            kept = ("cosine", "slots_off", "window_off", "hidden", "seen_tokens", "training_seconds")
-            figures = read_json(found)
-            result["runs"][name] = {key: figures[key] for key in kept if key in figures}
+        folder = options.runs / name
+        if (folder / "metrics.json").is_file():
+            figures = {"untrained": first_figures(folder / "log.jsonl"), "trained": read_json(folder / "metrics.json")}
+            result["runs"][name] = {
+                when: {key: own[key] for key in FIGURES if key in own} for when, own in figures.items()
+            }
     write_json(path, result)
     write_text(path.with_suffix(".md"), text(result) + "\n")
     plot(result, path.with_suffix(".png"))
+
+
+def first_figures(path: Path) -> dict[str, Any]:
+    """The held-out figures of a log before the first update."""
+    entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return next(entry for entry in entries if entry["kind"] == "held_out")
 
 
 COMMANDS = {"run": run, "judge": judge, "distant": distant, "report": report}

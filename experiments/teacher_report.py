@@ -8,15 +8,15 @@ from study_plots import panels, plain, save
 
 from luna_hf.scripting import markdown_table
 
+TASKS = ("needle", "recall")
 SCORES = {"stsb": "STS-B", "race_ndcg": "RACE, nDCG@10", "novels_r1": "novels, R@1", "novels_mrr": "novels, MRR"}
 
 
 def text(result: dict[str, Any]) -> str:
-    """All tables that have results, and the commands."""
-    tables = {"Cosine to the source after training": cosines(result), "Zero-shot scores x 100": scores(result)}
-    tables["Two questions far apart, accuracy x 100"] = distant(result)
-    found = [f"## {title}\n\n{table}" for title, table in tables.items() if table]
-    return "\n\n".join([*found, "\n".join(f"- Command: `{command}`" for command in result["commands"])])
+    """All tables that have results."""
+    tables = {"Cosine to the source's embedding by tokens": cosines(result), "Zero-shot scores x 100": scores(result)}
+    tables["Facts far from the question, right answers x 100 by tokens between them"] = distant(result)
+    return "\n\n".join(f"{title}:\n\n{table}" for title, table in tables.items() if table)
 
 
 def by_length(values: dict[str, float]) -> list[str]:
@@ -26,15 +26,15 @@ def by_length(values: dict[str, float]) -> list[str]:
 
 def cosines(result: dict[str, Any]) -> str:
     """Cosines by length, and those without the slots and without the window at the longest."""
-    runs = result["runs"]
-    if not runs:
+    if not result["runs"]:
         return ""
-    lengths = sorted(map(int, next(iter(runs.values()))["cosine"]))
+    figures = {(name, when): own for name, run in result["runs"].items() for when, own in run.items()}
+    lengths = sorted(map(int, next(iter(figures.values()))["cosine"]))
     rows = []
-    for name, run in runs.items():
-        off = [run[part][str(lengths[-1])] if run.get(part) else None for part in ("slots_off", "window_off")]
-        rows.append([name, f"{run['seen_tokens']:,}", *by_length(run["cosine"]), *dashed(off)])
-    header = ["model", "tokens", *(f"{length:,}" for length in lengths), "slots off", "window off"]
+    for (name, when), own in figures.items():
+        off = [own[part][str(lengths[-1])] if own.get(part) else None for part in ("slots_off", "window_off")]
+        rows.append([name, when, *by_length(own["cosine"]), *dashed(off)])
+    header = ["model", "", *(f"{length:,}" for length in lengths), "slots off", "window off"]
     return markdown_table(header, rows)
 
 
@@ -50,24 +50,24 @@ def scores(result: dict[str, Any]) -> str:
 
 
 def distant(result: dict[str, Any]) -> str:
-    """Accuracy by distance, beside that of the more frequent answer."""
+    """Accuracy by task and distance."""
     if not result["distant"]:
         return ""
-    distances = list(result["majority"])
-    rows = [["more frequent answer", *(f"{result['majority'][distance]:.1f}" for distance in distances), "-"]]
+    distances = sorted({int(each) for own in result["distant"].values() for each in own["accuracy"]["needle"]})
+    rows = []
     for name, own in result["distant"].items():
-        found = [own["accuracy"].get(distance) for distance in distances]
-        shown = ["-" if value is None else f"{value:.1f}" for value in found]
-        rows.append([name, *shown, f"{own['seconds']:,}"])
-    return markdown_table(["model", *(f"{int(distance):,} tokens" for distance in distances), "seconds"], rows)
+        found = [own["accuracy"][task].get(str(distance)) for task in TASKS for distance in distances]
+        rows.append([name, *("-" if value is None else f"{value:.1f}" for value in found)])
+    return markdown_table(["model", *(f"{task}, {distance:,}" for task in TASKS for distance in distances)], rows)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draw the distance to the source by length, after training."""
     figure, axis = panels(1, 1, (7.5, 4.8))
     for name, run in result["runs"].items():
-        lengths = sorted(map(int, run["cosine"]))
-        values = [max(1e-5, 1 - run["cosine"][str(length)]) for length in lengths]
+        cosine = run["trained"]["cosine"]
+        lengths = sorted(map(int, cosine))
+        values = [max(1e-5, 1 - cosine[str(length)]) for length in lengths]
         axis.plot(lengths, values, marker="o", markersize=3, label=name)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")

@@ -1,6 +1,7 @@
 """The study of conversions of a real encoder: its rows, ranks and recipes are what its page says."""
 
 import argparse
+import json
 
 import convert
 import numpy as np
@@ -118,3 +119,27 @@ def test_recipes_of_all_cells(name, tmp_path):
     recipe = convert.read_recipe(path)
     assert recipe.plan()[-1].last == recipe.max_steps and recipe.longest <= teacher.LONGEST
     assert {cell for cell, _ in teacher.FINETUNED.values()} <= {"source", *teacher.cells()}
+
+
+def test_report(tmp_path):
+    folder, results = tmp_path / "runs/window-64", tmp_path / "results"
+    folder.mkdir(parents=True), results.mkdir()
+    start, end = ({"cosine": {"16": 1.0, "512": value}, "slots_off": {}} for value in (0.5, 0.75))
+    entries = [{"kind": "held_out", "step": 0, **start}, {"kind": "held_out", "step": 5, **end}]
+    (folder / "log.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    (folder / "metrics.json").write_text(json.dumps(end | {"seen_tokens": 1000, "command": "none of the report's"}))
+    scores = {"stsb": 80.0, "race_ndcg": 70.0, "novels_r1": 60.0, "novels_mrr": 65.04}
+    found = {"needle": {"20": 100.0, "256": 6.0}, "recall": {"20": 99.0}}
+    result = {"scores": {"source": scores}, "distant": {"source": {"accuracy": found}}, "runs": {}}
+    (results / "teacher.json").write_text(json.dumps(result))
+    assert teacher.main(["report", "--runs", str(tmp_path / "runs"), "--results", str(results)]) == 0
+    text = (results / "teacher.md").read_text()
+    for row in (
+        "| window-64 | untrained | 1.0000 | 0.5000 | - | - |",
+        "| window-64 | trained | 1.0000 | 0.7500 | - | - |",
+        "| source | 80.0 | 70.0 | 60.0 | 65.0 |",
+        "| source | 100.0 | 6.0 | 99.0 | - |",
+    ):
+        assert row in text
+    assert (results / "teacher.png").stat().st_size > 1000
+    assert "command" not in json.loads((results / "teacher.json").read_text())["runs"]["window-64"]["trained"]
