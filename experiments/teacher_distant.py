@@ -2,7 +2,7 @@
 
 A row is who lives where, encyclopaedia, and the question where one of them lives; the head reads the states of the
 question alone. One fact is a needle, four are associative recall. Training rows have up to 300 tokens between the facts
-and the question, test rows also more than any of them. `marked` marks the question.
+and the question, half of them at most 40, which a window reads; test rows also have more than any of them. `marked` marks the question.
 """
 
 import time
@@ -30,7 +30,8 @@ CITIES = [
 ]
 # fmt: on
 TASKS = {"needle": 1, "recall": 4}  # facts of a test row
-NEAR, DISTANCES = (0, 300), (20, 256, 1024, 3000)
+# Tokens between facts and question: of half of the training batches, of the others, and of test rows.
+NEAR, FAR, DISTANCES = (0, 40), (40, 300), (20, 256, 1024, 3000)
 # Test rows of each distance and task.
 TESTED = {20: 200, 256: 200, 1024: 150, 3000: 60}
 UPDATES, BATCH, WARMUP = 300, 8, 30
@@ -86,8 +87,9 @@ class Distant:
         """Training batches."""
         generator = np.random.default_rng((seed, 0))
         while True:
+            distances = NEAR if generator.random() < 0.5 else FAR
             counts = generator.integers(1, 1 + max(TASKS.values()), size=BATCH)
-            yield self.batch(counts.tolist(), [int(generator.integers(*NEAR))] * BATCH, generator)
+            yield self.batch(counts.tolist(), [int(generator.integers(*distances))] * BATCH, generator)
 
     def tests(self, count: int, distance: int) -> Iterator[Batch]:
         """Test batches of a number of facts and a distance, the same for every model."""

@@ -90,6 +90,7 @@ def test_rows_do_not_depend_on_the_model(task):
 
 def test_finetuning_and_its_figures(task, source, monkeypatch):
     monkeypatch.setattr(teacher_distant, "NEAR", (4, 8))
+    monkeypatch.setattr(teacher_distant, "FAR", (4, 8))
     monkeypatch.setattr(teacher_distant, "UPDATES", 3)
     monkeypatch.setattr(teacher_distant, "WARMUP", 1)
     monkeypatch.setattr(teacher_distant, "DISTANCES", (8, 400))
