@@ -2,7 +2,8 @@
 
 A row is who lives where, encyclopaedia, and the question where one of them lives; the head reads the states of the
 question alone. One fact is a needle, four are associative recall. Training rows have up to 300 tokens between the facts
-and the question, half of them at most 40, which a window reads; test rows also have more than any of them. `marked` marks the question.
+and the question, half of them at most 40, which a window reads; test rows also have more than any of them. `marked`
+marks the question.
 """
 
 import time
