@@ -20,7 +20,7 @@ from luna_hf.conversion_report import special_tokens
 
 # From the ids of texts, without ends, to their normalised vectors.
 Embed = Callable[[list[list[int]]], Tensor]
-ARTICLES, QUESTIONS, PIECES, HALF = 350, 400, 40, 1390
+ARTICLES, QUESTIONS, PIECES, HALF = 350, 1200, 100, 1390
 _PASS_TOKENS = 4096
 
 
