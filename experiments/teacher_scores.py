@@ -30,6 +30,7 @@ class Encoder:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         first, last = special_tokens(tokenizer)
         self.reader = conversion_report.Encoder(model.eval(), "mean", first, last, tokenizer.pad_token_id)
+        self.found: list[tuple[list[list[int]], int, Tensor]] = []
 
     def whole(self, texts: list[list[int]]) -> Tensor:
         """Vectors (texts, d) of whole texts, each in one pass."""
@@ -49,13 +50,18 @@ class Encoder:
 
     def windows(self, *sizes: int) -> Embed:
         """Normalised means of the vectors of successive windows of each size, and the normalised mean of these."""
+        return lambda texts: F.normalize(sum(self.window_means(texts, size) for size in sizes), dim=-1)
 
-        def means(texts: list[list[int]], size: int) -> Tensor:
-            parts = [[text[at : at + size - 2] for at in range(0, max(1, len(text)), size - 2)] for text in texts]
-            vectors = self.whole([part for each in parts for part in each]).split([len(each) for each in parts])
-            return F.normalize(torch.stack([vector.mean(0) for vector in vectors]), dim=-1)
-
-        return lambda texts: F.normalize(sum(means(texts, size) for size in sizes), dim=-1)
+    def window_means(self, texts: list[list[int]], size: int) -> Tensor:
+        """Normalised means of the vectors of windows of one size, computed once for a list of texts."""
+        for known, own, vectors in self.found:
+            if known is texts and own == size:
+                return vectors
+        parts = [[text[at : at + size - 2] for at in range(0, max(1, len(text)), size - 2)] for text in texts]
+        vectors = self.whole([part for each in parts for part in each]).split([len(each) for each in parts])
+        means = F.normalize(torch.stack([vector.mean(0) for vector in vectors]), dim=-1)
+        self.found.append((texts, size, means))
+        return means
 
 
 class Tasks:
@@ -82,14 +88,14 @@ class Tasks:
         texts = parquet.read_table(data / "novels/validation.parquet").column("text").to_pylist()
         pieces = [piece for piece in ids(texts) if len(piece) >= 2 * HALF]
         step = len(pieces) / PIECES
-        self.pieces = [pieces[int(place * step)] for place in range(PIECES)]
+        chosen = [pieces[int(place * step)] for place in range(PIECES)]
+        self.halves = [[piece[start : start + HALF] for piece in chosen] for start in (0, HALF)]
 
     def score(self, embed: Embed, short: Embed) -> dict[str, float]:
         """Scores x 100 of a way to embed documents, with another for sentences and questions."""
         first, second = (short(texts) for texts in self.pairs)
         ranks = rank(short(self.questions), embed(self.articles), self.answers)
-        halves = [[piece[start : start + HALF] for piece in self.pieces] for start in (0, HALF)]
-        found = rank(*(embed(half) for half in halves), torch.arange(len(self.pieces)))
+        found = rank(*map(embed, self.halves), torch.arange(PIECES))
         figures = {
             "stsb": spearmanr((first * second).sum(-1).numpy(), self.labels).statistic,
             "race_ndcg": sum(1 / math.log2(place + 1) for place in ranks if place <= 10) / len(ranks),
