@@ -4,11 +4,13 @@
     python experiments/teacher.py run --source sentence-transformers/all-MiniLM-L6-v2 --texts outputs/texts
     python experiments/teacher.py judge --source sentence-transformers/all-MiniLM-L6-v2 --data DATA
     python experiments/teacher.py distant --source sentence-transformers/all-MiniLM-L6-v2 --data DATA
+    python experiments/teacher.py slots --source sentence-transformers/all-MiniLM-L6-v2 --data DATA
     python experiments/teacher.py report
 
 `run` trains every cell with `training/convert.py` on the same rows in the same order. `judge` scores each result, each
 untrained conversion and the source on sentences and long documents (`teacher_scores.py`), `distant` finetunes untrained
-conversions on what a window cannot do (`teacher_distant.py`). All keep what is finished. `report` writes the tables and
+conversions on what a window cannot do (`teacher_distant.py`), `slots` looks into untrained slots
+(`teacher_slots.py`). All keep what is finished. `report` writes the tables and
 the plot.
 """
 
@@ -25,6 +27,7 @@ from running import KEPT, RESULTS, ROOT, launch, read_json, run_alone
 from teacher_distant import Distant, finetune
 from teacher_report import plot, text
 from teacher_scores import Encoder, Tasks
+from teacher_slots import measure
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import FAMILIES
@@ -51,6 +54,8 @@ FINETUNED = {
     "mlp-0-64": ("mlp-0-64", False),
     "means-128-64, marked": ("means-128-64", True),
 }
+# What `slots` measures.
+SHARPENED = ("luna-128-64", "luna-0-64", "mlp-128-64", "mlp-0-64")
 
 
 def cells() -> dict[str, dict[str, Any]]:
@@ -145,7 +150,9 @@ def trained(name: str, options: argparse.Namespace) -> PreTrainedModel:
 def open_result(options: argparse.Namespace) -> tuple[Path, dict[str, Any], PreTrainedTokenizerBase]:
     """The result so far, its path, and the source's tokenizer."""
     path = options.results / "teacher.json"
-    result = read_json(path) if path.is_file() else {"commands": [], "scores": {}, "distant": {}, "runs": {}}
+    result = (
+        read_json(path) if path.is_file() else {"commands": [], "scores": {}, "distant": {}, "slots": {}, "runs": {}}
+    )
     result = {**options.header, **{name: value for name, value in result.items() if name not in options.header}}
     if options.header["command"] not in result["commands"]:
         result["commands"].append(options.header["command"])
@@ -196,6 +203,17 @@ def distant(options: argparse.Namespace) -> None:
         progress(f"{name}: {result['distant'][name]}")
 
 
+def slots(options: argparse.Namespace) -> None:
+    """Measure what the slots of untrained conversions hold."""
+    path, result, tokenizer = open_result(options)
+    tasks = Tasks(options.data, tokenizer)
+    source = Encoder(AutoModel.from_pretrained(options.source), tokenizer)
+    for name in SHARPENED:
+        progress(f"---- {name} ----")
+        result["slots"][name] = measure(untrained(name, options), source, tasks, tokenizer)
+        write_json(path, result)
+
+
 def report(options: argparse.Namespace) -> None:
     """Write the tables and the plot.
 
@@ -224,7 +242,7 @@ def first_figures(path: Path) -> dict[str, Any]:
     return next(entry for entry in entries if entry["kind"] == "held_out")
 
 
-COMMANDS = {"run": run, "judge": judge, "distant": distant, "report": report}
+COMMANDS = {"run": run, "judge": judge, "distant": distant, "slots": slots, "report": report}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ def text(result: dict[str, Any]) -> str:
     """All tables that have results."""
     tables = {"Cosine to the source's embedding by tokens": cosines(result), "Zero-shot scores x 100": scores(result)}
     tables["Facts far from the question, right answers x 100 by tokens between them"] = distant(result)
+    tables["Slots before any training, by the factor of the logits that write them"] = slots(result)
     return "\n\n".join(f"{title}:\n\n{table}" for title, table in tables.items() if table)
 
 
@@ -59,6 +60,18 @@ def distant(result: dict[str, Any]) -> str:
         found = [own["accuracy"][task].get(str(distance)) for task in TASKS for distance in distances]
         rows.append([name, *("-" if value is None else f"{value:.1f}" for value in found)])
     return markdown_table(["model", *(f"{task}, {distance:,}" for task in TASKS for distance in distances)], rows)
+
+
+def slots(result: dict[str, Any]) -> str:
+    """Cosine and the share of the ends by factor."""
+    rows = [
+        [name, f"{own['factor']:g}", f"{own['ends']:.1%}", *by_length(own["cosine"])]
+        for name, found in result["slots"].items()
+        for own in found
+    ]
+    lengths = sorted(map(int, next(iter(result["slots"].values()))[0]["cosine"])) if rows else []
+    header = ["model", "factor", "held by [CLS] and [SEP]", *(f"cosine, {length:,} tokens" for length in lengths)]
+    return markdown_table(header, rows) if rows else ""
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import teacher
 import teacher_distant
 import teacher_scores
+import teacher_slots
 import teacher_texts
 import torch
 import yaml
@@ -16,7 +17,9 @@ from pyarrow import Table, parquet
 from test_convert_command import WORDS, write_model
 from transformers import AutoModel, AutoTokenizer
 
+from luna_hf import FAMILIES
 from luna_hf.convert import make_plain
+from luna_hf.warm_start import warm_start
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +125,25 @@ def test_recipes_of_all_cells(name, tmp_path):
     assert {cell for cell, _ in teacher.FINETUNED.values()} <= {"source", *teacher.cells()}
 
 
+@pytest.mark.parametrize("family", ["luna", "abc_memory"])
+@torch.no_grad()
+def test_sharpened_slots(family, tmp_path):
+    own = {"luna": {"projection_length": 8, "tie_kv": False}, "abc_memory": {"memory_size": 8, "share_control": False}}
+    folder = write_model(tmp_path)
+    model, _ = warm_start(FAMILIES[family].base_model, folder, local_window=4, position_period=40, **own[family])
+    ids = torch.randint(5, 12, (2, 30))
+    found = {}
+    for factor in (1.0, teacher_slots.BLUR, 0.0):
+        changed = teacher_slots.sharpened(model.eval(), factor)
+        with teacher_slots.watch_ends(changed) as shares:
+            found[factor] = changed(ids).last_hidden_state
+        assert len(shares) == 2
+        if factor == 0:  # all tokens weigh the same
+            torch.testing.assert_close(torch.stack(shares), torch.full((2,), 2 / 30))
+    torch.testing.assert_close(found[teacher_slots.BLUR], model(ids).last_hidden_state)
+    assert (found[1.0] - found[0.0]).abs().max() > 1e-3
+
+
 def test_report(tmp_path):
     folder, results = tmp_path / "runs/window-64", tmp_path / "results"
     folder.mkdir(parents=True), results.mkdir()
@@ -131,7 +153,8 @@ def test_report(tmp_path):
     (folder / "metrics.json").write_text(json.dumps(end | {"seen_tokens": 1000, "command": "none of the report's"}))
     scores = {"stsb": 80.0, "race_ndcg": 70.0, "novels_r1": 60.0, "novels_mrr": 65.04}
     found = {"needle": {"20": 100.0, "256": 6.0}, "recall": {"20": 99.0}}
-    result = {"scores": {"source": scores}, "distant": {"source": {"accuracy": found}}, "runs": {}}
+    slots = {"luna-0-64": [{"factor": 0.5, "ends": 0.25, "cosine": {"512": 0.9, "1024": 0.8}}]}
+    result = {"scores": {"source": scores}, "distant": {"source": {"accuracy": found}}, "runs": {}, "slots": slots}
     (results / "teacher.json").write_text(json.dumps(result))
     assert teacher.main(["report", "--runs", str(tmp_path / "runs"), "--results", str(results)]) == 0
     text = (results / "teacher.md").read_text()
@@ -140,6 +163,7 @@ def test_report(tmp_path):
         "| window-64 | trained | 1.0000 | 0.7500 | - | - |",
         "| source | 80.0 | 70.0 | 60.0 | 65.0 |",
         "| source | 100.0 | 6.0 | 99.0 | - |",
+        "| luna-0-64 | 0.5 | 25.0% | 0.9000 | 0.8000 |",
     ):
         assert row in text
     assert (results / "teacher.png").stat().st_size > 1000
