@@ -76,6 +76,7 @@ def cells() -> dict[str, dict[str, Any]]:
         found |= {f"{name}-0-{window}": slots[name] | own for name in ("mlp", "luna")}
         found[f"mlp-128-{window}"] = learned | own | _selected(128)
     found["means-128-64-last"] = found["means-128-64"] | {"full_attention_layers": [5]}
+    found["means-128-64-rows"] = found["means-128-64"] | {"position_period": 0}
     return found
 
 
@@ -83,7 +84,7 @@ def fields(name: str) -> dict[str, Any]:
     """The fields of a cell's model, with what all cells share."""
     own, known = cells()[name], yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["teacher_longest"]
     exact = {"softmax_length": known} if own.get("num_selected_tokens") else {}
-    return {**own, **exact, "max_length": LONGEST, "position_period": known}
+    return {"max_length": LONGEST, "position_period": known, **exact, **own}
 
 
 def _selected(count: int) -> dict[str, int]:

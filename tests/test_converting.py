@@ -70,6 +70,21 @@ def test_a_batch_depends_on_its_place_alone():
     assert not torch.equal(rows.batch(lengths, 0, 0)["input_ids"], rows.batch(lengths, 0, 1)["input_ids"])
 
 
+def test_rows_are_placed_among_new_positions():
+    rows = Rows(documents(list(range(10, 60)), list(range(60, 75))), None, 0.0, FRAME, 64, seed=1, positions=100)
+    firsts = set()
+    for step in range(60):
+        batch = rows.batch([Lengths(8, 40, 1)], step, 0)
+        places, mask = batch["position_ids"], batch["attention_mask"].bool()
+        assert torch.equal(places, rows.batch([Lengths(8, 40, 1)], step, 0)["position_ids"])
+        assert (places[:, 0] == FRAME.pad + 1).all() and (places[~mask] == FRAME.pad).all()
+        for row, keep in zip(places, mask, strict=True):
+            own = row[keep][1:]
+            assert (own.diff() == 1).all() and FRAME.pad + 1 < own[0] and own[-1] <= FRAME.pad + 100
+            firsts.add(int(own[0]))
+    assert min(firsts) < 20 and max(firsts) > 60
+
+
 # ---- targets and losses ----
 
 
@@ -270,6 +285,19 @@ def test_a_sentence_folder_becomes_one_again(tmp_path):
     assert (out / "conversion.png").is_file() and not (out / "checkpoints").exists()
     frozen = AutoModel.from_pretrained(teacher).embeddings.word_embeddings.weight
     assert torch.equal(model.embeddings.word_embeddings.weight, frozen)
+
+
+def test_new_positions_are_trained_and_the_sources_stay(tmp_path):
+    teacher = write_model(tmp_path / "teacher")
+    model = {name: value for name, value in SELECTED.items() if name != "position_period"}
+    assert convert_command.main(words_for(tmp_path, teacher, model, {"pooled": 5.0, "spans": 5.0})) == 0
+    table = AutoModel.from_pretrained(tmp_path / "out").embeddings.position_embeddings.weight
+    source = AutoModel.from_pretrained(teacher).embeddings.position_embeddings.weight
+    trained = len(source)
+    assert table.shape == (201, source.shape[1]) and torch.equal(table[1 : trained + 1], source)
+    repeated = source.repeat(5, 1)[trained:200]
+    changed = (table[trained + 1 :] != repeated).any(1)
+    assert changed.float().mean() > 0.9
 
 
 @pytest.mark.parametrize("family", ["abc_memory", "luna"])

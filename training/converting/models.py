@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from converting.objective import Pair
@@ -17,11 +18,13 @@ class Made(NamedTuple):
 
     Attributes:
         new: names of the student's parameters that the source lacks.
+        kept_positions: leading rows of the student's position table that are the source's, if others are new; else 0.
         report: of the warm start, in lines.
     """
 
     pair: Pair
     new: set[str]
+    kept_positions: int
     report: list[str]
 
 
@@ -62,7 +65,10 @@ def make_pair(recipe: ConvertRecipe, pooling: str, frame: Frame) -> Made:
         raise UserError(
             f"`attention` needs rows of at most {pair.reach} tokens, which the teacher reads. Lower `lengths`."
         )
-    return Made(pair, set(made.new), made.lines("extended", "new", "unused"))
+    config = student.config
+    has_new = config.position_embedding_type == "learned" and config.position_rows() > longest
+    kept = config.pad_token_id + 1 + longest if has_new else 0
+    return Made(pair, set(made.new), kept, made.lines("extended", "new", "unused"))
 
 
 def _longest(recipe: ConvertRecipe, objective: str) -> int:
@@ -70,19 +76,28 @@ def _longest(recipe: ConvertRecipe, objective: str) -> int:
     return max((part.high for stage in stages for part in stage.lengths), default=0)
 
 
-def groups(model: PreTrainedModel, new: set[str], weight_decay: float, freeze_embeddings: bool) -> list[dict[str, Any]]:
+def groups(
+    model: PreTrainedModel, new: set[str], weight_decay: float, freeze_embeddings: bool, kept_positions: int = 0
+) -> list[dict[str, Any]]:
     """Groups of an optimizer: the source's parameters and the `new` ones, matrices (which decay) and vectors.
 
-    Frozen embeddings stop needing a gradient. Each group has the key `is_new`.
+    Frozen embeddings stop needing a gradient, but for rows of the position table beyond `kept_positions`, if that is
+    not 0. Each group has the key `is_new`.
     """
-    found = []
+    found, positions = [], None
     if freeze_embeddings:
         model.base_model.embeddings.requires_grad_(False)
+    if freeze_embeddings and kept_positions:
+        positions = model.base_model.get_position_embeddings().weight
+        positions.requires_grad_(True).register_hook(
+            lambda grad: F.pad(grad[kept_positions:], (0, 0, kept_positions, 0))
+        )
+        new = new | {name for name, parameter in model.named_parameters() if parameter is positions}
     for is_new in (False, True):
         own = [p for name, p in model.named_parameters() if p.requires_grad and (name in new) == is_new]
         for decay, parameters in (
-            (weight_decay, [p for p in own if p.ndim >= 2]),
-            (0.0, [p for p in own if p.ndim < 2]),
+            (weight_decay, [p for p in own if p.ndim >= 2 and p is not positions]),
+            (0.0, [p for p in own if p.ndim < 2 or p is positions]),
         ):
             if parameters:
                 found.append({"params": parameters, "weight_decay": decay, "is_new": is_new})

@@ -118,7 +118,7 @@ class Pair:
         keep = batch["attention_mask"] != 0
         with torch.no_grad():
             goal = self.teacher.base_model(**inputs, output_hidden_states=True)
-        found = self.student.base_model(**inputs, output_hidden_states="hidden" in wanted)
+        found = self.student.base_model(**student_inputs(batch), output_hidden_states="hidden" in wanted)
         states, own, parts = found.last_hidden_state, goal.last_hidden_state, {}
         if "hidden" in wanted:
             parts["hidden"] = hidden_errors(found.hidden_states[1:], goal.hidden_states[1:], keep).mean()
@@ -132,8 +132,7 @@ class Pair:
         The teacher reads each row with windows of one size, which the row's tokens choose: the mean over many rows is
         that over all sizes, in a fraction of the time.
         """
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        states = self.student.base_model(**inputs).last_hidden_state
+        states = self.student.base_model(**student_inputs(batch)).last_hidden_state
         pooled, spans = [], []
         for row, ids, mask in zip(states, batch["input_ids"], batch["attention_mask"], strict=True):
             length = int(mask.sum())
@@ -182,6 +181,11 @@ class Pair:
             states = self.teacher.base_model(ids, **inputs).hidden_states
             found["hidden"] = hidden_errors(out.hidden_states[1:], states[1:], keep.bool()).tolist()
         return found
+
+
+def student_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the student reads of a batch: the teacher keeps its own positions."""
+    return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
 def distance(own: Tensor, goal: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTr
 
 from converting.card import make_card
 from converting.evaluation import HeldOut, plot, summary
-from converting.models import groups, make_pair
+from converting.models import Made, groups, make_pair
 from converting.objective import Pair
 from converting.recipe import ConvertRecipe, Stage, stage_at
 from converting.texts import Documents, Frame, Rows
@@ -105,8 +105,9 @@ def convert(recipe: ConvertRecipe, command: str) -> dict[str, Any] | None:
         accelerator.print(f"Read {'; '.join(corpus.description for corpus in corpora)}.", *made.report, sep="\n")
         repository = on_main(accelerator, lambda: reserve(recipe))
         opened = on_main(accelerator, lambda: open_folder(recipe, tokenizer, corpora, found))
-        rows, held_out = open_rows(recipe, corpora, tokenizer, accelerator, frame)
-        run, counters = prepare(recipe, accelerator, made.pair, made.new, rows, held_out, opened)
+        positions = made.pair.student.config.max_position_embeddings if made.kept_positions else 0
+        rows, held_out = open_rows(recipe, corpora, tokenizer, accelerator, frame, positions)
+        run, counters = prepare(recipe, accelerator, made, rows, held_out, opened)
         with run.stop:
             ended = train(run, counters)
         if not ended:
@@ -170,6 +171,7 @@ def open_rows(
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
     frame: Frame,
+    positions: int,
 ) -> tuple[Rows, Rows]:
     """Rows to train on, and held-out ones."""
     stores = [open_stores(recipe, corpus, tokenizer, accelerator) for corpus in corpora]
@@ -178,26 +180,25 @@ def open_rows(
     masking = make_masking(tokenizer, recipe.mask_probability, False) if tokenizer.mask_token_id is not None else None
     shared = {"frame": frame, "pass_tokens": recipe.pass_tokens, "seed": recipe.seed}
     held_out = Documents(stores[0][1], corpora[0].evaluation_shares, frame.last)
-    rows = Rows(training[0], sentences, recipe.sentence_share, masking=masking, **shared)
+    rows = Rows(training[0], sentences, recipe.sentence_share, masking=masking, positions=positions, **shared)
     return rows, Rows(held_out, None, 0.0, **shared)
 
 
 def prepare(
     recipe: ConvertRecipe,
     accelerator: Accelerator,
-    pair: Pair,
-    new: set[str],
+    made: Made,
     rows: Rows,
     held_out: Rows,
     opened: Opened,
 ) -> tuple[Run, Counters]:
     """Optimizer and schedule, new or from a checkpoint, and the run's progress."""
-    stages = recipe.plan()
-    made = groups(pair.student, new, recipe.weight_decay, recipe.freeze_embeddings)
-    optimizer = make_optimizer(recipe, made, accelerator.device)
+    stages, pair = recipe.plan(), made.pair
+    found = groups(pair.student, made.new, recipe.weight_decay, recipe.freeze_embeddings, made.kept_positions)
+    optimizer = make_optimizer(recipe, found, accelerator.device)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] = 1.0  # the schedule gives the rates themselves
-    scheduler = LambdaLR(optimizer, [rate(recipe, stages, group["is_new"]) for group in made])
+    scheduler = LambdaLR(optimizer, [rate(recipe, stages, group["is_new"]) for group in found])
     accelerator.register_for_checkpointing(scheduler)
     # Not wrapped for several processes: what has a gradient changes with the stage, so the loop sums gradients itself.
     pair = dataclasses.replace(

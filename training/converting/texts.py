@@ -75,6 +75,7 @@ class Rows:
         sentences: documents that are rows of their own; `None` for none.
         sentence_share: of the passes that hold sentences.
         pass_tokens: tokens of a pass at most, unless one row has more.
+        positions: of the model, if some are new: rows are then placed anywhere among them, see `place`.
     """
 
     def __init__(
@@ -86,12 +87,14 @@ class Rows:
         pass_tokens: int,
         seed: int,
         masking: Targets | None = None,
+        positions: int = 0,
     ) -> None:
         self.documents, self.sentences, self.sentence_share = documents, sentences, sentence_share
         self.frame, self.pass_tokens, self.seed, self.masking = frame, pass_tokens, seed, masking
+        self.positions = positions
 
     def batch(self, lengths: Sequence[Lengths], *place: int, masked: bool = False) -> dict[str, Tensor]:
-        """The rows of a pass, `input_ids`, `attention_mask` and, if `masked`, `labels`, (b, n) long each.
+        """The rows of a pass, (b, n) long each: `input_ids` and `attention_mask`, and perhaps `labels`, `position_ids`.
 
         Args:
             lengths: to draw the rows' length from.
@@ -106,7 +109,20 @@ class Rows:
             size = round(np.exp(generator.uniform(np.log(part.low), np.log(part.high))))
             count = max(1, self.pass_tokens // size)
             found = [self.documents.passage(generator, size - 2) for _ in range(count)]
-        return pad([self.row(tokens) for tokens in found], self.frame.pad, generator, self.masking if masked else None)
+        rows = [self.row(tokens) for tokens in found]
+        batch = pad(rows, self.frame.pad, generator, self.masking if masked else None)
+        return batch | self.place(batch["attention_mask"], generator) if self.positions else batch
+
+    def place(self, mask: Tensor, generator: np.random.Generator) -> dict[str, Tensor]:
+        """Positions (b, n) of the rows of a pass: the first token keeps its own, the others start at a random offset.
+
+        So short rows train late positions, too.
+        """
+        length = mask.shape[1]
+        offset = int(generator.integers(self.positions - length + 1))
+        places = torch.arange(length) + offset
+        places[0] = 0
+        return {"position_ids": (places + self.frame.pad + 1).where(mask.bool(), self.frame.pad)}
 
     def draw_sentences(self, generator: np.random.Generator, size: int) -> list[np.ndarray]:
         """Sentences of at most `size` tokens, as many as fit into a pass with their padding, and one at least."""
