@@ -76,7 +76,7 @@ def cells() -> dict[str, dict[str, Any]]:
         found |= {f"{name}-0-{window}": slots[name] | own for name in ("mlp", "luna")}
         found[f"mlp-128-{window}"] = learned | own | _selected(128)
     found["means-128-64-last"] = found["means-128-64"] | {"full_attention_layers": [5]}
-    found["means-128-64-rows"] = found["means-128-64"] | {"position_period": 0}
+    found["means-128-64-rows"] = found["means-128-64"] | {"position_period": None}
     return found
 
 
