@@ -13,8 +13,8 @@ ZERO = "zero"
 IDENTITY = "the identity"
 
 # Slots stand for all tokens of a text that are read nowhere else, but written with trained attention they hold few of
-# them: Luna's mostly the separators, on which such attention rests if it finds nothing. Beside a window, the logits
-# that write slots therefore start at a tenth: the slots are near means of the text, yet unlike.
+# them, often only the separators, on which such attention rests if it finds nothing. Beside a window, the logits that
+# write slots therefore start at a tenth: the slots are near means of the text, yet unlike.
 BLUR, BLURRED = 0.1, ", its logits times 0.1"
 
 ATTENTION = "encoder.layer.{}.attention"
