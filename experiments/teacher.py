@@ -9,9 +9,8 @@
 
 `run` trains every cell with `training/convert.py` on the same rows in the same order. `judge` scores each result, each
 untrained conversion and the source on sentences and long documents (`teacher_scores.py`), `distant` finetunes untrained
-conversions on what a window cannot do (`teacher_distant.py`), `slots` looks into untrained slots
-(`teacher_slots.py`). All keep what is finished. `report` writes the tables and
-the plot.
+conversions on what a window cannot do (`teacher_distant.py`), `slots` looks into untrained slots (`teacher_slots.py`).
+`run`, `judge` and `distant` keep what is finished. `report` writes the tables and the plot.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """What the slots of an untrained conversion hold, by the sharpness of the attention that writes them.
 
-Slots are written with the source's own attention, its logits times a factor. At 1, they are what this attention reads:
-few tokens, and in Luna mostly the ends of the text ([CLS] and [SEP]). At 0, all are the mean of the text.
+Slots are written with the source's own attention, its logits times a factor. At 1, they are what this attention reads,
+which may be the ends of the text ([CLS] and [SEP]). At 0, all are the mean of the text.
 """
 
 import copy

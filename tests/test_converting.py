@@ -300,6 +300,15 @@ def test_new_positions_are_trained_and_the_sources_stay(tmp_path):
     assert changed.float().mean() > 0.9
 
 
+def test_a_period_beyond_the_sources_positions_places_no_rows(tmp_path):
+    teacher = write_model(tmp_path / "teacher")
+    model = SELECTED | {"position_period": 80}
+    assert convert_command.main(words_for(tmp_path, teacher, model, {"pooled": 5.0, "spans": 5.0})) == 0
+    table = AutoModel.from_pretrained(tmp_path / "out").embeddings.position_embeddings.weight
+    source = AutoModel.from_pretrained(teacher).embeddings.position_embeddings.weight
+    assert torch.equal(table[1:], source.repeat(2, 1))
+
+
 @pytest.mark.parametrize("family", ["abc_memory", "luna"])
 def test_stages_and_a_masked_lm_head(family, tmp_path):
     teacher = write_model(tmp_path / "teacher", BertForMaskedLM)

@@ -12,9 +12,9 @@ INITIALISED = "initialised as in a new model"
 ZERO = "zero"
 IDENTITY = "the identity"
 
-# Slots stand for all tokens of a text that are read nowhere else, but written with trained attention they hold few of
-# them, often only the separators, on which such attention rests if it finds nothing. Beside a window, the logits that
-# write slots therefore start at a tenth: the slots are near means of the text, yet unlike.
+# Slots stand for all tokens of a text that are read nowhere else, and badly if trained attention writes them
+# (docs/results/teacher.md). Beside a window, the logits that write them therefore start at a tenth: the slots are near
+# means of the text, yet unlike.
 BLUR, BLURRED = 0.1, ", its logits times 0.1"
 
 ATTENTION = "encoder.layer.{}.attention"

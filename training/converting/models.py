@@ -66,7 +66,8 @@ def make_pair(recipe: ConvertRecipe, pooling: str, frame: Frame) -> Made:
             f"`attention` needs rows of at most {pair.reach} tokens, which the teacher reads. Lower `lengths`."
         )
     config = student.config
-    has_new = config.position_embedding_type == "learned" and config.position_rows() > longest
+    is_table = config.position_embedding_type == "learned" and not config.position_period
+    has_new = is_table and config.position_rows() > longest
     kept = config.pad_token_id + 1 + longest if has_new else 0
     return Made(pair, set(made.new), kept, made.lines("extended", "new", "unused"))
 
