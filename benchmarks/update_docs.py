@@ -68,9 +68,7 @@ RANGE = "encoder-forward-1-layer-chosen-cpu-float32"
 SEQ2SEQ = "seq2seq_generation-4-layer-cpu-float32"
 CAUSAL = "causal-attention-cpu-float32"
 CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
-SEGMENTS, MULTI30K = "segments-cpu-float32", "translation-multi30k-cpu-float32"
-SEGMENT_LOSS, SEGMENT_REVIEWS = "segment-loss-cpu-float32", "segment-reviews-cpu-bfloat16"
-SEGMENT_SLOTS, SEGMENT_NORMS = "segment-slots-cpu-float32", "segment-norms-cpu-float32"
+MULTI30K = "translation-multi30k-cpu-float32"
 LRA, LRA_COST, LRA_COST_LUNA = "lra-short-cpu-bfloat16", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
 PEERS = ("roberta", "modernbert")
 
@@ -426,11 +424,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "selection-variants": lambda: studies.selection_table("Variants"),
     "selection-times": studies.selection_times,
     "teacher": lambda: report("teacher"),
-    "segments": lambda: report(SEGMENTS),
-    "segment-loss": lambda: report(SEGMENT_LOSS),
-    "segment-slots": lambda: report(SEGMENT_SLOTS),
-    "segment-norms": lambda: report(SEGMENT_NORMS),
-    "segment-reviews": lambda: report(SEGMENT_REVIEWS),
     "multi30k": lambda: report(MULTI30K),
     "long-reviews": lambda: report("long-reviews-cpu-bfloat16"),
     "lra": lambda: report(LRA),

@@ -158,7 +158,6 @@ MODELS = {
     "luna-tied": ("luna", {}),
     "luna-untied-heads-prenorm": ("luna", {"tie_kv": False, "num_projected_attention_heads": 2, "norm_first": True}),
     "luna-fixed-convolution": ("luna", {"dynamic_projection": False, "conv_kernel_size": 3}),
-    "luna-segments": ("luna", {"segment_length": 10}),
     "luna-tokens-per-slot": ("luna", {"tokens_per_slot": 3}),
     "luna-mixed": ("luna", {"local_window": 4}),
     "luna-full-layer": ("luna", {"full_attention_layers": [1]}),

@@ -264,6 +264,25 @@ def test_unknown_names_while_loading(model_type, tmp_path, caplog):
         AutoModel.from_pretrained(tmp_path, n_heads=2)
 
 
+@pytest.mark.parametrize(("length", "attends"), [(None, False), (16, True)])
+def test_fields_of_earlier_versions(length, attends, tmp_path, caplog):
+    """Saved models with removed fields load, with a warning if these were set; a call that sets one is refused."""
+    model, fields = tiny_model(), {"segment_length": length, "packed_self_attention": attends}
+    model.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, **fields}))
+    config, loaded = LunaConfig.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path).eval()
+    assert not fields.keys() & config.to_dict().keys()
+    assert all((f"`{name}`" in caplog.text) == bool(value) for name, value in fields.items())
+    ids = random_ids(2, 20)
+    assert torch.equal(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
+    LunaConfig(segment_length=None, packed_self_attention=False)
+    for name, value in fields.items():
+        if value:
+            with refused(f"`{name}`"):
+                LunaConfig(**{name: value})
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("other", ["roberta", "gpt2", "llama", "family"])
 def test_a_checkpoint_of_another_architecture_is_refused_in_one_line(model_type, other, tmp_path, caplog):

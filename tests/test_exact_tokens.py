@@ -363,9 +363,6 @@ def test_wrong_marks_are_refused():
             tiny_config_for(family, num_selected_tokens=4)
         with refused("num_selected_tokens", "decoder"):
             tiny_config_for(family, num_selected_tokens=4, local_window=4, is_decoder=True)
-    segments = tiny_model("luna", segment_length=9)
-    with refused("global_attention_mask"):
-        segments(random_ids(1, 30), global_attention_mask=torch.ones(1, 30))
 
 
 def marks_of(kind, family="abc_memory", ids=None, types=None, **fields):

@@ -107,3 +107,45 @@ def test_attention_maps_are_probabilities():
         torch.testing.assert_close(pack.sum(-1), torch.ones(2, 2, 8))
         assert not pack[1, :, :, 3:].any(), "a pad was packed"
         assert not unpack[1, :, :, 3:].any(), "an unused slot was unpacked"
+
+
+# ---- packed states that pass from one call to the next; values and gradients: `test_reference_luna.py` ----
+
+
+@pytest.mark.parametrize("kind", ["mlm", "sequence", "token", "span"])
+def test_every_head_passes_packed_states_on(kind):
+    model, ids = tiny_model(kind=kind), random_ids(2, 12)
+    first = model(ids, output_packed_states=True)
+    assert first.packed_states.shape == (2, 8, 48) and model(ids).packed_states is None
+    second = model(ids, packed_states=first.packed_states)
+    assert not torch.allclose(first[0], second[0], atol=1e-4)
+
+
+def test_with_packed_states_all_slots_are_in_use():
+    model, ids = tiny_model(), random_ids(1, 15)
+    packed = model(ids, output_packed_states=True).packed_states
+    assert model(ids[:, :3], packed_states=packed).packed_attention_mask.tolist() == [[1] * 8]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_rows_without_a_token_keep_their_packed_states(norm_first):
+    model, ids = tiny_model(norm_first=norm_first), random_ids(2, 10)
+    packed = model(ids, output_packed_states=True).packed_states
+    mask = torch.tensor([[1], [0]]).expand(2, 10)
+    after = model(ids, mask, packed_states=packed, output_packed_states=True).packed_states
+    assert torch.equal(after[1], packed[1]) and (after[0] - packed[0]).abs().max() > 1e-3
+
+
+def test_packed_states_of_another_dtype_are_converted():
+    model, ids = tiny_model().double(), random_ids(2, 16)
+    packed = model(ids, output_packed_states=True).packed_states.bfloat16()
+    states = [model(ids, packed_states=given).last_hidden_state for given in (packed, packed.float())]
+    assert torch.equal(*states)
+
+
+def test_packed_states_of_another_shape_are_refused():
+    with refused("packed_states", "(1, 8, 48)", "(1, 3, 48)"):
+        tiny_model()(random_ids(1, 12), packed_states=torch.zeros(1, 3, 48))
+    with refused("packed_states", "(1, 8, 48)", "24 tokens"):
+        tiny_model(tokens_per_slot=3)(random_ids(1, 12), packed_states=torch.zeros(1, 4, 48))

@@ -257,7 +257,6 @@ def test_an_earlier_conversion_with_labels_is_replaced_and_nothing_else(tmp_path
     [
         ("conv_kernel_size", 3),
         ("tokens_per_slot", 2),
-        ("segment_length", 16),
         ("local_window", 4),
         ("full_attention_layers", [0]),
         ("scale_embedding", True),

@@ -345,12 +345,12 @@ def test_wrong_marks_are_refused():
     assert model(random_ids(1, 70), cu_seq_lens_q=torch.tensor([0, 30, 70])).last_hidden_state.shape == (1, 70, 48)
 
 
-@pytest.mark.parametrize("given", [{"segment_length": 16}, {}])
-def test_segments_and_packed_texts_exclude_each_other(given):
-    model, packed = tiny_model("luna", **given), flat(texts([20, 20]))
-    states = {} if given else {"packed_states": torch.zeros(1, 8, 48)}
-    with refused("cu_seq_lens_q", "DataCollatorWithPadding"):
-        model(**packed, **states)
+def test_several_texts_cannot_start_from_packed_states():
+    model, given = tiny_model("luna"), {"packed_states": torch.zeros(1, 8, 48)}
+    with refused("packed_states", "DataCollatorWithPadding"):
+        model(**flat(texts([20, 20])), **given)
+    with refused("packed_states", "DataCollatorWithPadding"):
+        model(random_ids(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), **given)
 
 
 def test_starts_by_positions():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import padded_batch, random_ids, tiny_model, weighted_sum
-from reference.luna import encode_document, encode_row, slots_in_use
+from reference.luna import encode_row, slots_in_use
 
 SLOTS = 8
 VARIANTS = {
@@ -28,24 +28,21 @@ VARIANTS = {
     "selected-untied-prenorm": {"local_window": 1, "num_selected_tokens": 6, "tie_kv": False, "norm_first": True},
     "mixed-without-bias": {"local_window": 3, "slot_count_bias": False},
     "mixed-full-layer": {"local_window": 5, "full_attention_layers": [0]},
-    "segment-memory": {"segment_length": SLOTS},
-    "segment-memory-tokens-per-slot": {"segment_length": 2 * SLOTS, "tokens_per_slot": 2},
-    "segment-memory-mixed-prenorm": {"segment_length": 10, "local_window": 4, "norm_first": True},
-    "segment-memory-self": {"segment_length": 10, "packed_self_attention": True, "tie_kv": False},
-    "segment-memory-self-prenorm": {
-        **{"segment_length": SLOTS, "packed_self_attention": True, "norm_first": True, "local_window": 4},
-    },
-    "segment-memory-fixed-convolution": {"segment_length": 9, "dynamic_projection": False, "conv_kernel_size": 3},
+}
+PACKED = {
+    "default": {},
+    "tokens-per-slot": {"tokens_per_slot": 2},
+    "mixed-prenorm": {"local_window": 4, "norm_first": True},
+    "fixed-convolution": {"dynamic_projection": False, "conv_kernel_size": 3},
 }
 
 
-def reference(model, rows):
-    """Weights that take gradients, and the reference states of every row."""
+def reference(model):
+    """Weights that take gradients, and the config of the reference."""
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     config = SimpleNamespace(**model.config.to_dict())
     config.packed_heads = config.num_projected_attention_heads or config.num_attention_heads
-    encode = encode_document if config.segment_length else encode_row
-    return weights, [encode(weights, row, config) for row in rows]
+    return weights, config
 
 
 def check(model, rows, side="right"):
@@ -57,14 +54,20 @@ def check(model, rows, side="right"):
     inputs["input_ids"][mask] = torch.cat(rows)
     inputs["input_ids"][~mask] = 7
     outputs = model(**inputs)
-    weights, references = reference(model, [row.tolist() for row in rows])
+    weights, config = reference(model)
     loss = loss_ref = 0.0
-    for i, (x_ref, p_ref) in enumerate(references):
-        used = slots_in_use(len(rows[i]), SimpleNamespace(**model.config.to_dict()))
+    for i, row in enumerate(rows):
+        x_ref, p_ref = encode_row(weights, row.tolist(), config)
+        used = slots_in_use(len(row), config)
         x, packed = outputs.last_hidden_state[i][mask[i]], outputs.packed_last_hidden_state[i][:used]
         torch.testing.assert_close((x, packed), (x_ref, p_ref[:used]), rtol=0, atol=1e-10)
         loss = loss + weighted_sum(x) + weighted_sum(packed)
         loss_ref = loss_ref + weighted_sum(x_ref) + weighted_sum(p_ref[:used])
+    check_gradients(model, weights, loss, loss_ref)
+
+
+def check_gradients(model, weights, loss, loss_ref):
+    """Compare the gradient of every parameter."""
     loss.backward()
     loss_ref.backward()
     for name, parameter in model.named_parameters():
@@ -89,3 +92,17 @@ def test_padded_rows(variant, side):
     """Some rows are shorter than P."""
     rows = [random_ids(1, length, seed=length)[0] for length in (3, 13, SLOTS)]
     check(tiny_model(num_hidden_layers=2, **VARIANTS[variant]).double(), rows, side)
+
+
+@pytest.mark.parametrize("variant", PACKED)
+def test_packed_states_of_an_earlier_call(variant):
+    model = tiny_model(num_hidden_layers=2, **PACKED[variant]).double()
+    first, second = random_ids(1, 2 * SLOTS + 1, seed=1), random_ids(1, 5, seed=2)
+    packed = model(first, output_packed_states=True).packed_states
+    output = model(second, packed_states=packed)
+    weights, config = reference(model)
+    _, memory = encode_row(weights, first[0].tolist(), config)
+    x_ref, p_ref = encode_row(weights, second[0].tolist(), config, memory)
+    x, packed = output.last_hidden_state[0], output.packed_last_hidden_state[0]
+    torch.testing.assert_close((x, packed), (x_ref, p_ref), rtol=0, atol=1e-10)
+    check_gradients(model, weights, weighted_sum(x) + weighted_sum(packed), weighted_sum(x_ref) + weighted_sum(p_ref))

@@ -311,7 +311,6 @@ CONSTANT_ERRORS = {
     "norm_first": (True, False),
     "conv_kernel_size": (3, 0),
     "tokens_per_slot": (2, 1),
-    "segment_length": (16, None),
     "local_window": (4, 0),
     "full_attention_layers": ([0], None),
 }

@@ -193,12 +193,6 @@ LUNA = Variants(
         "tie_kv": ConfigField(effect=(False, "parameters")),
         "dynamic_projection": ConfigField(effect=(False, "outputs"), encoders_only=True),
         "tokens_per_slot": ConfigField((0,), effect=(3, "outputs"), encoders_only=True),
-        "segment_length": ConfigField(
-            (3, "projection_length"), bad_in_decoder=(16,), effect=(9, "outputs"), encoders_only=True
-        ),
-        "packed_self_attention": ConfigField(
-            (True, "segment_length"), effect=(True, "outputs"), together={"segment_length": 9}, encoders_only=True
-        ),
         "pack_activation": ConfigField(
             ("softmax", "softplus", "elu", "exp"), effect=("exp", "causal_outputs"), together={"is_decoder": True}
         ),

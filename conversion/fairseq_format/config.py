@@ -38,7 +38,6 @@ FIXED = {
     "layer_norm_eps": EPSILON,
     "type_vocab_size": 0,
     "tokens_per_slot": 1,
-    "segment_length": None,
     "local_window": 0,
     "full_attention_layers": None,
     "conv_kernel_size": 0,

@@ -1,7 +1,7 @@
 """A training loop for the recall study: small models, a few minutes at most, one thread."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,19 +94,8 @@ def evaluate(model: nn.Module, task: Task) -> float:
     return (logits.argmax(-1) == labels).float().mean().item()
 
 
-def train(
-    system: str,
-    task: Task,
-    recipe: Recipe,
-    tests: dict[str, Task] | None = None,
-    stages: Sequence[tuple[Task, Task]] = (),
-) -> dict[str, Any]:
-    """Train a system on a task; return its curve, its accuracy at every size and on `tests`, and its costs.
-
-    With `stages`, pairs of a task to train on and one to evaluate, the next stage begins once the system is right in
-    90 % of the answers, and training ends once the last is solved.
-    """
-    stages, stage = stages or [(task, task)], 0
+def train(system: str, task: Task, recipe: Recipe) -> dict[str, Any]:
+    """Train a system on a task; return its curve, its accuracy at every size, and its costs."""
     torch.manual_seed(recipe.seed)
     model = make_model(system, task, recipe.positions).train()
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -115,7 +104,7 @@ def train(
     curve: dict[str, list[float]] = {"step": [], "size": [], "accuracy": []}
 
     def accuracy(size: int) -> float:
-        found = evaluate(model, replace(stages[stage][1], items=size))
+        found = evaluate(model, replace(task, items=size))
         for name, value in zip(curve, (step + 1, size, found), strict=True):
             curve[name].append(value)
         return found
@@ -124,22 +113,17 @@ def train(
     for step in range(recipe.steps):
         level = curriculum.draw(step)
         rows = recipe.rows * (2 if level < 2 or not task.causal else 1)
-        logits, labels = answers(model, *replace(stages[stage][0], items=curriculum.sizes[level]).draw(rows, generator))
+        logits, labels = answers(model, *replace(task, items=curriculum.sizes[level]).draw(rows, generator))
         optimizer.param_groups[0]["lr"] = scheduled(recipe, step)
         F.cross_entropy(logits, labels).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % recipe.eval_steps == 0:
-            solved = curriculum.advance(accuracy)
-            if stage + 1 < len(stages):
-                stage += curve["accuracy"][-1] >= ADVANCES
-            elif solved:
-                break
+        if (step + 1) % recipe.eval_steps == 0 and curriculum.advance(accuracy):
+            break
     return {
         "curve": curve,
         "accuracy": {str(size): evaluate(model, replace(task, items=size)) for size in curriculum.sizes},
-        **({"tests": {name: evaluate(model, test) for name, test in tests.items()}} if tests else {}),
         "steps": step + 1,
         "seconds": time.process_time() - started,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

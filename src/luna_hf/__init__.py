@@ -10,14 +10,13 @@ Importing the package registers every model family with the Auto classes:
 from . import families
 from .families import *
 from .memory_attention import Memory
-from .segments import stream_document
 from .state import MemoryCache
 from .tokenization_fairseq import FairseqBpeTokenizer
 from .write_read import read_memory, write_memory
 
 __version__ = "0.1.0"
 
-__all__ = ["FairseqBpeTokenizer", "Memory", "MemoryCache", "read_memory", "stream_document", "write_memory"]
+__all__ = ["FairseqBpeTokenizer", "Memory", "MemoryCache", "read_memory", "write_memory"]
 __all__ += families.__all__
 
 families.register()

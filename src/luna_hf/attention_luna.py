@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .absorbed import may_absorb, pays
 from .absorbed import pack as pack_absorbed
@@ -27,7 +26,7 @@ from .memory_read import AttentionMap, Slots, Views
 class LunaMasks(NamedTuple):
     """Padding masks of the two attentions; `None` where every key may be read."""
 
-    tokens: KeyMask | None  # with `packed_self_attention`, also of the slots behind the tokens
+    tokens: KeyMask | None
     slots: KeyMask | None
 
 
@@ -83,21 +82,14 @@ class LunaPackAttention(LunaProjections, nn.Module):
         self.add_projections(config)
 
     def forward(self, packed_query: Tensor, states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
-        """Compute Y_P (b, l, d) from P (b, l, d) and (b, n, d) states; if eager, also the weights (b, h_p, l, n).
-
-        With `packed_self_attention` the slots also attend to P; the weights of P are not returned.
-        """
+        """Compute Y_P (b, l, d) from P (b, l, d) and (b, n, d) states; if eager, also the weights (b, h_p, l, n)."""
         query = split_heads(linear(self.query, packed_query), self.num_heads)
-        length = states.shape[1]
-        if self.config.packed_self_attention:
-            states = torch.cat([states, packed_query], dim=1)
         layers, mask = self.key_and_value_layers(), context.masks.tokens
         sizes = states.shape[1], query.shape[2], states.shape[2], self.num_heads
         if may_absorb(self, states, *layers) and pays(*sizes, matrices=len(set(layers)), training=self.training):
             dropout = self.attention_dropout if self.training else 0.0
             return pack_absorbed(query, states, *layers, None if mask is None else mask.keep, dropout), None
-        output, weights = attend_heads(self, query, *self.key_and_value(states), mask, **context.options)
-        return output, None if weights is None else weights[..., :length]
+        return attend_heads(self, query, *self.key_and_value(states), mask, **context.options)
 
 
 class LunaAttention(LunaProjections, MemoryAttention):
@@ -135,15 +127,8 @@ class LunaAttention(LunaProjections, MemoryAttention):
             if context.keep is not None or count > config.slots_for(states.shape[1]):
                 slots = valid_slots(config, context.lengths, count).expand(batch, -1)
         slots = None if slots is None else drop_if_full(slots)
-        tokens, keys = context.keep, states
-        if config.packed_self_attention:
-            if tokens is not None or slots is not None:
-                parts = ((tokens, states), (slots, carried))
-                parts = (torch.ones_like(at[..., 0], dtype=torch.bool) if own is None else own for own, at in parts)
-                tokens = torch.cat(list(parts), dim=1)
-            keys = F.pad(states[..., :1], (0, 0, 0, carried.shape[1]))  # its length is what counts
         masks = LunaMasks(
-            tokens=make_key_mask(config, tokens, queries=carried, keys=keys),
+            tokens=make_key_mask(config, context.keep, queries=carried, keys=states),
             slots=make_key_mask(config, slots, queries=states, keys=carried),
         )
         return context._replace(carried_keep=slots, masks=masks)

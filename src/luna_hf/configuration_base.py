@@ -190,6 +190,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
     slots_field: ClassVar[str | None] = None
     # Whether queries read marked and selected tokens in one softmax with the slots or the window.
     reads_exact_tokens: ClassVar[bool] = True
+    # Fields of earlier versions. Saved files may have them; nothing reads them any more.
+    removed_fields: ClassVar[tuple[str, ...]] = ()
     presets: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
 
     vocab_size: int = 50265
@@ -518,9 +520,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Like `PreTrainedConfig.from_dict`, but warn of misspelt names, and drop them; other unknown names are kept.
+        """Like `PreTrainedConfig.from_dict`, but drop misspelt names and removed fields; other unknown names are kept.
 
-        Transformers saves every attribute ever set on a config, and the saved file must load again.
+        Warns of what is dropped, except for removed fields that were not set. Transformers saves every attribute ever
+        set on a config, and the saved file must load again.
         """
         misspelt = cls._misspelt(config_dict)
         if "slot_counts" not in config_dict and config_dict.get("local_window"):
@@ -528,7 +531,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
             config_dict = {**config_dict, "slot_counts": "all", "global_tokens": "none"}
         for name, field in {**misspelt, **cls._misspelt(kwargs), **cls._foreign(kwargs)}.items():
             logger.warning(f"{cls.__name__} has no field `{name}`: its value is ignored. Did you mean `{field}`?")
-        kept = {name: value for name, value in config_dict.items() if name not in misspelt}
+        for name in cls._removed({**config_dict, **kwargs}):
+            logger.warning(f"{cls.__name__} has no field `{name}` any more: its value is ignored.")
+        dropped = {*misspelt, *cls.removed_fields}
+        kept = {name: value for name, value in config_dict.items() if name not in dropped}
         return super().from_dict({**kept, "_from_file": True}, **kwargs)
 
     @classmethod
@@ -536,9 +542,16 @@ class BoundedMemoryConfig(PreTrainedConfig):
         """Raise for a keyword that resembles or means a field; transformers would silently keep it as an attribute."""
         for name, field in {**cls._misspelt(keywords), **cls._foreign(keywords)}.items():
             raise ValueError(f"{cls.__name__} has no field `{name}`. Did you mean `{field}`?")
+        for name in cls._removed(keywords):
+            raise ValueError(f"{cls.__name__} has no field `{name}` any more. Leave it out.")
         for sibling in BoundedMemoryConfig.__subclasses__():
             for name in cls._unknown(keywords) & sibling.__dataclass_fields__.keys():
                 raise ValueError(f"{cls.__name__} has no field `{name}`: it is one of {sibling.__name__}.")
+
+    @classmethod
+    def _removed(cls, keywords: dict[str, Any]) -> list[str]:
+        """Return the removed fields that are set; their defaults were None or False."""
+        return [name for name in cls.removed_fields if keywords.get(name)]
 
     @classmethod
     def _misspelt(cls, keywords: dict[str, Any]) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Configuration of Luna (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021)."""
 
-import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -32,14 +31,6 @@ class LunaConfig(BoundedMemoryConfig):
             With `dynamic_projection` only: a row uses one slot for so many tokens, rounded up, as long as there are
             slots. With 4 and 128 slots, a row of 128 tokens uses 32 slots, and one of 512 tokens or more all of them.
             Not in the paper; short texts take less time.
-        segment_length (`int`, *optional*):
-            Encoders only: longer inputs are read in segments of so many tokens, from `projection_length` times
-            `tokens_per_slot` to `max_position_embeddings`. Positions start anew in each, and the packed states of a
-            segment are what the next one starts from, so there is no longest input. By default an input is read as a
-            whole.
-        packed_self_attention (`bool`, defaults to `False`):
-            With `segment_length` only: slots attend to P beside the tokens, like the latents of Flamingo's resampler.
-            In the paper P is a query only, so tokens read nothing of what it holds: a memory needs this field.
         pack_activation (`str`, defaults to `"softplus"`):
             Decoders only: activation of the pack attention, `"softplus"` (log2(1 + 2^x), as in the authors' code) or
             `"elu"` (elu(x) + 1), divided by the number of tokens so far; or, not in the paper, `"exp"`, divided by its
@@ -65,6 +56,7 @@ class LunaConfig(BoundedMemoryConfig):
     model_type = "luna"
     state_fields = (*BoundedMemoryConfig.state_fields, "projection_length", "pack_activation")
     slots_field = "projection_length"
+    removed_fields = ("segment_length", "packed_self_attention")
     # `base` is the model of the paper's section 4.3; the authors' release added the others.
     presets = {
         "base": {},
@@ -82,13 +74,7 @@ class LunaConfig(BoundedMemoryConfig):
     tie_kv: bool = True
     dynamic_projection: bool = True
     tokens_per_slot: int = 1
-    segment_length: int | None = None
-    packed_self_attention: bool = False
     pack_activation: str = "softplus"
-
-    def longest_input(self) -> int | None:
-        """Return the maximum input length in tokens, or `None` if there is none."""
-        return None if self.segment_length else super().longest_input()
 
     def slots_for(self, tokens: Any) -> Any:
         """Return how many slots a row of so many tokens uses with dynamic projection, if there are as many.
@@ -97,20 +83,6 @@ class LunaConfig(BoundedMemoryConfig):
             tokens: a number, or a tensor of integers.
         """
         return (tokens + self.tokens_per_slot - 1) // self.tokens_per_slot
-
-    def check_segment_length(self, length: int) -> None:
-        """Check the number of tokens of a segment.
-
-        Raises:
-            ValueError: It is smaller than the number of tokens that use all slots, or larger than that of positions.
-        """
-        longest, least = super().longest_input() or math.inf, self.projection_length * self.tokens_per_slot
-        if not least <= length <= longest:
-            factor = "" if self.tokens_per_slot == 1 else " times `tokens_per_slot`"
-            raise ValueError(
-                f"`segment_length` is {length}, but must be from `projection_length`{factor} ({least}) to "
-                f"`max_position_embeddings` ({longest})."
-            )
 
     @classmethod
     def classifier_poolings(cls) -> tuple[str, ...]:
@@ -130,13 +102,6 @@ class LunaConfig(BoundedMemoryConfig):
             self._require_divides("num_projected_attention_heads")
         activations = ("softplus", "elu", "exp")
         self._require("pack_activation", lambda value: value in activations, f"one of {', '.join(activations)}")
-        if self.segment_length is not None:
-            alone = not (self.is_decoder or self.is_encoder_decoder)
-            self._require("segment_length", lambda value: alone, "None except in an encoder alone")
-            self.check_segment_length(self.segment_length)
-        self._require(
-            "packed_self_attention", lambda value: not value or self.segment_length, "False without `segment_length`"
-        )
         if self.is_decoder and not self.is_encoder_decoder:
             heads, allowed = self.num_attention_heads, "None in a decoder, which packs and unpacks with the same heads"
             self._require("num_projected_attention_heads", lambda value: value in (None, heads), allowed)

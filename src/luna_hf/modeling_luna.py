@@ -6,7 +6,6 @@ Two streams pass through every layer: the tokens X and a packed sequence P of fi
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,8 +41,7 @@ from .modeling_encoder import (
 )
 from .modeling_layers import SinusoidalPositions, TransformerLayer
 from .positions import EncoderPreTrainedModel
-from .segments import read_segments
-from .unpadding import BOUNDARIES, Stream, StreamContext
+from .unpadding import Stream, StreamContext
 
 
 @dataclass
@@ -55,7 +53,7 @@ class PackedStreamOutput(ModelOutput):
             `output_packed_hidden_states=True`.
         pack_attentions: pack weights (b, h_p, l, n) of each layer, with `output_pack_attentions=True` and eager
             attention. The usual `attentions` are the unpack weights (b, h, n, l).
-        packed_states: what the next segment starts from (b, l, d), with `output_packed_states=True`.
+        packed_states: what a later call can start from (b, l, d), with `output_packed_states=True`.
     """
 
     packed_hidden_states: tuple[Tensor, ...] | None = None
@@ -135,7 +133,7 @@ class LunaPackedEmbeddings(nn.Module):
     def forward(self, batch: int, num_slots: int, keep: Tensor | None, packed_states: Tensor | None = None) -> Tensor:
         """Return P_0, (b, l, d) with l = `num_slots`; slots masked by `keep` (b, l) are zero.
 
-        If an earlier segment has left its `packed_states` (b, l, d), P_0 is these.
+        If an earlier call has left its `packed_states` (b, l, d), P_0 is these.
         """
         if packed_states is not None:
             return packed_states
@@ -187,65 +185,31 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         """Like `EncoderModelMixin.forward`, with `output_packed_hidden_states` and `output_pack_attentions`.
 
         Args:
-            packed_states: (b, l, d) the `packed_states` of an earlier segment of the same texts, from which P starts
-                instead of the learned P_0. All slots are in use then.
-            output_packed_states: keyword only; returns `packed_states` for the next segment.
+            packed_states: (b, l, d) the `packed_states` of an earlier call, from which P starts instead of the learned
+                P_0. All slots are in use then, and a row without a token keeps what it is given.
+            output_packed_states: keyword only; returns `packed_states` for a later call.
             reads_packed_states: keyword only; `False` if nothing reads the packed states that are returned, which may
                 then be those of an earlier layer.
 
-        Inputs of more than `config.segment_length` tokens are read segment by segment (`segments.read_segments`).
-
         Raises:
-            ValueError: As in `EncoderModelMixin.forward`; also if `packed_states` have another shape, or `position_ids`
-                are given for more than one segment.
+            ValueError: As in `EncoderModelMixin.forward`; also if `packed_states` have another shape, or a row holds
+                several texts.
         """
-        wanted, segment = kwargs.pop("output_packed_states", False), self.config.segment_length
-        if wanted or packed_states is not None or segment is not None:
+        wanted = kwargs.pop("output_packed_states", False)
+        if wanted or packed_states is not None:
             kwargs["reads_packed_states"] = True
-        read = partial(self.read_segment, return_dict=True, **kwargs)
-        first = input_ids if inputs_embeds is None else inputs_embeds
-        if packed_states is not None or segment is not None:
-            given = [name for name in BOUNDARIES if kwargs.get(name) is not None]
-            if given:
-                raise ValueError(
-                    f"`{given[0]}` marks several texts in a row, which cannot be read in segments: pad them instead "
-                    "(DataCollatorWithPadding)."
-                )
-        if segment is None or first is None or first.dim() < 2 or first.shape[1] <= segment:
-            inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-            output = read(*inputs, packed_states=packed_states, global_attention_mask=global_attention_mask)
-        else:
-            if global_attention_mask is not None:
-                raise ValueError("Marked tokens cannot be read from other segments: leave out `global_attention_mask`.")
-            if position_ids is not None:
-                raise ValueError("Every segment counts its positions from the start: leave out `position_ids`.")
-            self.check_shapes(input_ids, inputs_embeds, attention_mask)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
+        output = super().forward(*inputs, packed_states=packed_states, return_dict=True, **kwargs)
+        if packed_states is not None:
+            if output.packed_attention_mask is not None:
+                output.packed_attention_mask = torch.ones_like(output.packed_attention_mask)
             keep = self.tokens_to_keep(input_ids, attention_mask)
-            inputs = {"input_ids": input_ids, "token_type_ids": token_type_ids, "inputs_embeds": inputs_embeds}
-            output = read_segments(read, inputs, keep, segment, packed_states)
+            if keep is not None:
+                packed = output.packed_last_hidden_state
+                has_tokens = keep.any(-1)[:, None, None]
+                output.packed_last_hidden_state = torch.where(has_tokens, packed, packed_states.to(packed.dtype))
         if wanted:
             output.packed_states = output.packed_last_hidden_state
-        return output
-
-    def read_segment(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *inputs: Tensor | None,
-        packed_states: Tensor | None = None,
-        **kwargs: Any,
-    ) -> LunaModelOutput:
-        """Do what `forward` does for a single segment. Rows without a token keep the packed states they are given."""
-        output = super().forward(input_ids, attention_mask, *inputs, packed_states=packed_states, **kwargs)
-        if packed_states is None:
-            return output
-        if output.packed_attention_mask is not None:
-            output.packed_attention_mask = torch.ones_like(output.packed_attention_mask)
-        keep = self.tokens_to_keep(input_ids, attention_mask)
-        if keep is not None:
-            tokens = keep.any(-1)[:, None, None]
-            packed = output.packed_last_hidden_state
-            output.packed_last_hidden_state = torch.where(tokens, packed, packed_states.to(packed.dtype))
         return output
 
     def check_keywords(self, keywords: dict[str, Any]) -> None:
@@ -273,7 +237,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
             if given.shape != (batch, num_slots, width):
                 raise ValueError(
                     f"`packed_states` must have shape {(batch, num_slots, width)}, but have {tuple(given.shape)}. Take "
-                    f"them from a segment of at least {num_slots * self.config.tokens_per_slot} tokens."
+                    f"them from a call with at least {num_slots * self.config.tokens_per_slot} tokens."
                 )
             given = given.to(hidden_states.dtype)
             context = context._replace(carried_keep=torch.ones(given.shape[:2], dtype=torch.bool, device=given.device))
@@ -341,11 +305,6 @@ class LunaPooling(nn.Module):
         super().__init__()
         self.config = config
         self.kind = config.classifier_pooling
-        if self.kind == "cls" and config.segment_length:
-            raise ValueError(
-                '`classifier_pooling="cls"` reads the first segment alone. Choose "packed_mean", "packed_max", '
-                '"packed_attention" or "mean", or leave `segment_length` out.'
-            )
         width = config.hidden_size
         if self.kind in ("cls", "mean"):
             self.tokens = TokenPooling(config)

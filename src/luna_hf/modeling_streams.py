@@ -72,17 +72,20 @@ class StreamMixin:
             options: keyword arguments of `forward`.
 
         Raises:
-            ValueError: Several texts in a row, and an output that only padded rows have.
+            ValueError: Several texts in a row, and an input or output that only padded rows have.
         """
         asked = [f"output_{name}" for name in self._can_record_outputs]
         asked = [name for name in asked if options.get(name, getattr(self.config, name, False))]
+        given = [] if options.get("packed_states") is None else ["packed_states"]
         if starts is None:
-            is_possible = keep is not None and is_readable(keep) and options.get("packed_states") is None
+            is_possible = keep is not None and is_readable(keep) and not given
             # Eager attention is for looking at attention, row by row.
             automatic = unpad is None and self.config._attn_implementation != "eager"
             if asked or not is_possible or not (unpad or automatic):
                 return None
-        elif wrong := [name for name in asked if name != "output_hidden_states" or len(inputs) > 1 or keep is not None]:
+        elif wrong := given + [
+            name for name in asked if name != "output_hidden_states" or len(inputs) > 1 or keep is not None
+        ]:
             raise ValueError(f"`{wrong[0]}` needs one text per row: pad the texts (DataCollatorWithPadding).")
         shape, width = inputs.shape[:2], self.config.hidden_size
         window = options.get("local_window")

@@ -82,9 +82,8 @@ def pack_and_unpack(
     In a mixed layer, the tokens read those in their window together with the slots.
     """
     heads, window = config.num_attention_heads, config.local_window
-    context = torch.cat([x, p[:used]]) if config.packed_self_attention else x
     packed = attention(
-        linear(weights, f"{own}.pack.query", p), *key_value(weights, f"{own}.pack", context), config.packed_heads
+        linear(weights, f"{own}.pack.query", p), *key_value(weights, f"{own}.pack", x), config.packed_heads
     )
     query = linear(weights, f"{own}.query", x)
     slots = [states[:used] for states in key_value(weights, own, packed)]
@@ -154,7 +153,7 @@ def encode_row(
 ) -> tuple[Tensor, Tensor]:
     """Token states (n, d) and packed states (l, d) of the whole encoder for one row without padding.
 
-    P starts from `memory`, the packed states of an earlier segment, if it is given.
+    P starts from `memory`, the packed states of an earlier call, if it is given.
     """
     n, slots = len(token_ids), config.projection_length
     used = slots_in_use(n, config) if memory is None else slots
@@ -177,12 +176,3 @@ def encode_row(
         x, p = layer(weights, i, x, p, used, config)
     x = layer_norm(weights, "encoder.final_layer_norm", x, config.layer_norm_eps)
     return x, layer_norm(weights, "packed_layer_norm", p, config.layer_norm_eps)
-
-
-def encode_document(weights: dict, token_ids: list[int], config: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """The same for a row of several segments: token states of all of them, and packed states of the last one."""
-    states, memory = [], None
-    for start in range(0, len(token_ids), config.segment_length):
-        x, memory = encode_row(weights, token_ids[start : start + config.segment_length], config, memory)
-        states.append(x)
-    return torch.cat(states), memory

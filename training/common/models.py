@@ -140,12 +140,12 @@ def _check_backend(fields: dict[str, Any]) -> None:
 
 
 def longest_input(config: PreTrainedConfig) -> int | float:
-    """The number of positions of a model, `math.inf` for luna_hf's decoders and encoders that read in segments.
+    """The number of positions of a model, `math.inf` for the decoders of luna_hf.
 
     Raises:
         UserError: The config has no such number.
     """
-    if isinstance(config, BoundedMemoryConfig) and (config.is_decoder or getattr(config, "segment_length", None)):
+    if isinstance(config, BoundedMemoryConfig) and config.is_decoder:
         return math.inf
     if not hasattr(config, "max_position_embeddings"):
         raise UserError(f"A {config.model_type} config has no `max_position_embeddings` to limit its input by.")

@@ -145,5 +145,5 @@ class MaskedObjective(PretrainingObjective):
             example=json.dumps(figures["fill_mask"][0]["sentence"]),
             mask_probability=f"{recipe.mask_probability:.0%}",
             masked_unit="words, with all their tokens," if recipe.whole_word_masking else "tokens",
-            longest=f"at most {figures['longest_input']}" if figures["longest_input"] else "any number of",
+            longest=figures["longest_input"],
         )

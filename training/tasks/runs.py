@@ -16,7 +16,6 @@ most one epoch is lost. To save more often: `--save_strategy steps --save_steps 
 """
 
 import dataclasses
-import math
 import shutil
 import sys
 import time
@@ -35,7 +34,6 @@ from common.models import load_config, load_encoder, load_tokenizer, longest_inp
 from common.options import parse
 from datasets import Dataset, disable_progress_bars
 from transformers import PreTrainedTokenizerBase, set_seed
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from luna_hf.scripting import UserError, locked, run_script, write_json
 from tasks.arguments import REFUSED, FinetuneArguments, FinetuneTrainingArguments
@@ -201,9 +199,8 @@ def open_model(job: Job, name: str) -> Prepared:
     model, found = load_model(job, name, extended, job.arguments.dropout)
     job.training.check_with(model)
     if job.arguments.max_length is None:
-        most = "any number" if math.isinf(longest) else f"{longest:,}"
-        notes.append(f"Inputs have at most {max_length:,} tokens (--max_length); the model takes {most}.")
-    tokenizer.model_max_length = VERY_LARGE_INTEGER if math.isinf(longest) else max(max_length, longest)
+        notes.append(f"Inputs have at most {max_length:,} tokens (--max_length); the model takes {longest:,}.")
+    tokenizer.model_max_length = max(max_length, longest)
     return Prepared(tokenizer, max_length, extended, [*found, *notes])
 
 
