@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 import luna_hf
 from luna_hf import FAMILIES
-from luna_hf.configuration_abc import CONTROLS
+from luna_hf.families.abc.configuration import CONTROLS
 from luna_hf.scripting import Parser, describe_run, run_script, write_json
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from luna_hf import LavoConfig, LeapformerConfig
-from luna_hf.attention_lavo import LavoAttention, mean_of_parts
-from luna_hf.attention_leapformer import LeapformerAttention
-from luna_hf.context import make_context
-from luna_hf.functional import softmax_attention
+from luna_hf.families.lavo.attention import LavoAttention, mean_of_parts
+from luna_hf.families.leapformer.attention import LeapformerAttention
+from luna_hf.ops.attention import softmax_attention
+from luna_hf.ops.context import make_context
 from luna_hf.scripting import describe_run, markdown_table, progress, run_script
 
 PROTOCOL = (

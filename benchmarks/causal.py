@@ -26,13 +26,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from luna_hf import LavoConfig, LeapformerConfig
-from luna_hf.attention_lavo import mean_of_parts
-from luna_hf.attention_lavo_causal import LavoCausalAttention
-from luna_hf.attention_leapformer import FLOOR
-from luna_hf.attention_leapformer_causal import LeapformerCausalAttention
-from luna_hf.causal_memory import attend_causal_memory
-from luna_hf.context import make_context
-from luna_hf.functional import causal_scan
+from luna_hf.families.lavo.attention import LavoCausalAttention, mean_of_parts
+from luna_hf.families.leapformer.attention import FLOOR, LeapformerCausalAttention
+from luna_hf.ops.causal_memory import attend_causal_memory
+from luna_hf.ops.context import make_context
+from luna_hf.ops.scan import causal_scan
 from luna_hf.scripting import describe_run, markdown_table, progress, run_script
 
 PROTOCOL = (

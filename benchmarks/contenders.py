@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_hf import FAMILIES
-from luna_hf.configuration_abc import CONTROLS
+from luna_hf.families.abc.configuration import CONTROLS
 
 # The peers: a model, and its attention backend if that is not sdpa. roberta-eager computes its softmax step by step, as
 # models did before fused kernels. modernbert-flash skips what lies outside its windows, which sdpa computes and masks.

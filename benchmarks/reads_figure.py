@@ -12,7 +12,7 @@ import matplotlib
 import torch
 
 from luna_hf import AbcConfig, AbcModel
-from luna_hf.windows import window_reach
+from luna_hf.ops.window import window_reach
 
 TOKENS, WINDOW, MARKED, SELECTED, SLOTS = 64, 16, 4, 6, 6
 # Part, colour, and what the legend says.

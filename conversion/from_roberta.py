@@ -19,14 +19,15 @@ from shared import check_target, command, make_parser, save
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import FAMILIES
-from luna_hf.configuration_base import BoundedMemoryConfig
-from luna_hf.conversion_files import check_tokenizer, source_card
-from luna_hf.convert import make_plain
+from luna_hf.configuration import BoundedMemoryConfig
+from luna_hf.convert.command import make_plain
+from luna_hf.convert.files import check_tokenizer, source_card
+from luna_hf.families.warm_start_rules import CONVOLUTION, ZERO
 from luna_hf.scripting import ROOT, UserError, fill_card, load_tokenizer, portable, run_script, writing
-from luna_hf.sentence_folder import find_transformer
-from luna_hf.warm_start import WarmStart, template_of, warm_start
-from luna_hf.warm_start_rules import CONVOLUTION, ZERO
-from luna_hf.warm_start_source import read_config
+from luna_hf.warm_start import WarmStart, warm_start
+from luna_hf.warm_start.sentence_folder import find_transformer
+from luna_hf.warm_start.source import read_config
+from luna_hf.warm_start.transfer import template_of
 
 TEXT_CHARACTERS = 1_000_000  # read from --text: far more tokens than there are slots
 
@@ -44,7 +45,7 @@ class Conversion:
         family = FAMILIES[model_type]
         self.model_class, self.config_class, self.rules = family.masked_lm, family.config, family.warm_start
         self.description, self.renamed = description, flags or {}
-        self.name = self.config_class.__module__.rpartition("configuration_")[2]
+        self.name = self.config_class.__module__.split(".")[-2]
         self.script = f"roberta_to_{self.name}.py"
 
     @cached_property

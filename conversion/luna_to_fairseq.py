@@ -31,7 +31,7 @@ from safetensors import safe_open
 from shared import check_target, command, make_parser
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_hf.conversion_files import find
+from luna_hf.convert.files import find
 from luna_hf.scripting import UserError, fill_card, load_tokenizer, portable, run_script, writing
 
 SCRIPT = "luna_to_fairseq.py"

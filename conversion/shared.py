@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_hf import conversion_files
+from luna_hf.convert import files as conversion_files
 from luna_hf.scripting import Parser, portable_command
 
 # Identifies the card of an earlier conversion.

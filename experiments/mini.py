@@ -30,7 +30,7 @@ from running import ROOT, launch, make_parser, option_words, run_study
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
 
-from luna_hf.functional import sinusoids
+from luna_hf.ops.positions import sinusoids
 from luna_hf.scripting import UserError, progress
 
 SCRIPT = "experiments/mini.py"

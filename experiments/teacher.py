@@ -30,7 +30,7 @@ from teacher_slots import measure
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import FAMILIES
-from luna_hf.convert import make_plain
+from luna_hf.convert.command import make_plain
 from luna_hf.scripting import Parser, UserError, load_tokenizer, progress, write_json, write_text
 from luna_hf.warm_start import warm_start
 

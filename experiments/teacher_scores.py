@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_hf import conversion_report
-from luna_hf.conversion_report import special_tokens
+from luna_hf.convert import report as conversion_report
+from luna_hf.convert.report import special_tokens
 
 # From the ids of texts, without ends, to their normalised vectors.
 Embed = Callable[[list[list[int]]], Tensor]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_hf.warm_start_rules import BLUR
+from luna_hf.families.warm_start_rules import BLUR
 
 FACTORS = (1.0, 0.5, 0.25, BLUR, 0.0)
 LENGTHS, TEXTS = (512, 1024), 8

@@ -104,8 +104,8 @@ def causal_variants_of(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def code_name(model_type: str) -> str:
-    """The name in a family's modules: `configuration_<name>.py`, `modeling_<name>.py`."""
-    return FAMILIES[model_type].config.__module__.rpartition("configuration_")[2]
+    """The name of a family's folder, and in the names of its files in a checkpoint."""
+    return FAMILIES[model_type].config.__module__.split(".")[-2]
 
 
 def model_class(model_type: str, kind: str) -> type[PreTrainedModel]:

@@ -6,7 +6,7 @@ from helpers import padded_batch, random_ids, randomise, refused, run_python, ti
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from luna_hf import AbcConfig, AbcForMaskedLM, AbcModel
-from luna_hf.configuration_abc import CONTROLS
+from luna_hf.families.abc.configuration import CONTROLS
 
 # ---- full attention ----
 

@@ -8,8 +8,11 @@ from helpers import padded_batch, tiny_model
 from reference import abc, luna
 from torch import nn
 
-from luna_hf import absorbed, attention_abc, attention_luna, memory_attention
-from luna_hf.functional import split_heads
+from luna_hf.families.abc import attention as attention_abc
+from luna_hf.families.luna import attention as attention_luna
+from luna_hf.layers import memory_attention
+from luna_hf.ops import absorbed
+from luna_hf.ops.attention import split_heads
 
 ROWS, LENGTH, SLOTS, WIDTH, HEADS = 3, 9, 4, 12, 3
 EXACT = {"rtol": 0, "atol": 1e-12}

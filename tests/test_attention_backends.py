@@ -26,10 +26,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import DataCollatorWithFlattening
 from variants import ROWS
 
-from luna_hf import dispatch
-from luna_hf.attention_base import attend, linear, make_key_mask
-from luna_hf.context import whole_length
-from luna_hf.functional import masked_softmax
+from luna_hf.ops import dispatch
+from luna_hf.ops.attention import attend, linear, make_key_mask, masked_softmax
+from luna_hf.ops.context import whole_length
 
 
 class Caller(nn.Module):

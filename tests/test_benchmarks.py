@@ -30,9 +30,9 @@ from measuring import growth_exponent, ratios, summary, win_length
 from transformers import ModernBertConfig, RobertaConfig
 
 from luna_hf import LunaConfig
-from luna_hf.configuration_abc import CONTROLS
-from luna_hf.context import make_context
-from luna_hf.functional import split_heads
+from luna_hf.families.abc.configuration import CONTROLS
+from luna_hf.ops.attention import split_heads
+from luna_hf.ops.context import make_context
 from luna_hf.scripting import UserError
 
 BENCHMARKS = ROOT / "benchmarks"

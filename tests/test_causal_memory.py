@@ -7,8 +7,8 @@ import torch
 from helpers import gradients, relative_rms, rms
 from reference import causal as reference
 
-from luna_hf import causal_memory, dispatch
-from luna_hf.causal_memory import CausalMemory, attend_causal_memory
+from luna_hf.ops import causal_memory, dispatch
+from luna_hf.ops.causal_memory import CausalMemory, attend_causal_memory
 
 SLOTS, SIZE = 6, 4
 # Each mechanism with its normaliser.

@@ -8,8 +8,8 @@ import torch
 from helpers import gradients, relative_rms
 from reference import causal as reference
 
-from luna_hf import dispatch
-from luna_hf.functional import causal_scan
+from luna_hf.ops import dispatch
+from luna_hf.ops.scan import causal_scan
 
 SIZES = (5, 3)  # p and r
 

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 from variants import ROWS
 
 from luna_hf import FAMILIES, MemoryCache
-from luna_hf.causal_memory import NORMALISERS, attend_causal_memory
+from luna_hf.ops.causal_memory import NORMALISERS, attend_causal_memory
 
 IDS = random_ids(2, 24)
 FAMILY = pytest.mark.parametrize("family", FAMILIES)

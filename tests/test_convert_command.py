@@ -26,8 +26,9 @@ from transformers import (
     T5Model,
 )
 
-from luna_hf import AbcConfig, __main__, convert
-from luna_hf.conversion_report import (
+from luna_hf import AbcConfig, __main__
+from luna_hf.convert import command as convert
+from luna_hf.convert.report import (
     embed,
     exact_length,
     measured_lengths,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from luna_hf.dispatch import IMPLEMENTATIONS, choose
-from luna_hf.functional import causal_scan
+from luna_hf.ops.dispatch import IMPLEMENTATIONS, choose
+from luna_hf.ops.scan import causal_scan
 
 CPU, ACCELERATOR = torch.zeros(1), torch.zeros(1, device="meta")
 

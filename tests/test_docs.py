@@ -38,7 +38,7 @@ MINIATURE = {
     "evaluate_perplexity": {"tokens": 2048, "part": 128},
     "roberta_to_abc": {},
     "roberta_to_luna": {},
-    "luna_hf.convert": {"memory_size": 4},
+    "luna_hf.convert.command": {"memory_size": 4},
 }
 # Options of accelerate and of pytest.
 FOREIGN = {"config-file", "num-processes"}
@@ -48,7 +48,7 @@ def split(command):
     """A command as (script, words), without a launcher; for `python -m luna_hf NAME`, the script is the module."""
     words = shlex.split(command.replace("\\\n", " "), comments=True)
     if words[1:3] == ["-m", "luna_hf"]:
-        return f"luna_hf.{words[3]}", words[4:]
+        return f"luna_hf.{words[3]}.command", words[4:]
     place = next(place for place, word in enumerate(words) if word.endswith(".py"))
     return words[place], words[place + 1 :]
 

@@ -29,9 +29,9 @@ from test_warm_start import batch_for, make_source
 from test_warm_start import states as states_of
 from transformers import AutoConfig
 
-from luna_hf.configuration_abc import CONTROLS, WITHOUT_SLOTS
-from luna_hf.exact_tokens import first_tokens, marked_tokens, tokens_outside
-from luna_hf.windows import window_reach
+from luna_hf.families.abc.configuration import CONTROLS, WITHOUT_SLOTS
+from luna_hf.ops.exact_tokens import first_tokens, marked_tokens, tokens_outside
+from luna_hf.ops.window import window_reach
 
 backends = pytest.mark.parametrize("backend", ["eager", "sdpa"])
 families = pytest.mark.parametrize("family", MIXING_FAMILIES)

@@ -5,6 +5,8 @@ folder and saves it again; all tests here read its results.
 """
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -28,9 +30,13 @@ from transformers import (
     AutoModelForTextEncoding,
     AutoTokenizer,
 )
-from variants import ROWS
 
 from luna_hf import FAMILIES
+from luna_hf.hub import defined, gather
+
+# Lines of code in a folder.
+MOST_LINES = {"base": 5200, "mlm": 5200, "sequence": 5200, "causal": 5100}
+KINDS_OF_CODE = ("masked_lm", "causal_lm", "seq2seq_lm")
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 
@@ -203,25 +209,55 @@ def test_a_tokenizer_without_its_class_name_is_found_by_the_model_type(saved, fa
 
 @families
 @pytest.mark.parametrize("kind", [*KINDS, "causal"])
-def test_a_folder_carries_only_what_its_model_needs(saved, family, kind):
-    """Its own family, no decoder beside an encoder and no task heads beside a decoder, no warm start, few lines."""
-    own, others = code_name(family), [code_name(name) for name in FAMILIES if name != family]
-    for source in ("saved", "again"):
-        files = {
-            path.stem: len(path.read_text().splitlines()) for path in (saved[0] / family / source / kind).glob("*.py")
-        }
-        causal = "_causal" if kind == "causal" else ""
-        assert {f"configuration_{own}", f"attention_{own}{causal}", f"modeling_{own}{causal}"} <= files.keys()
-        assert not [name for name in files if name.removesuffix("_causal").endswith(tuple(f"_{o}" for o in others))]
-        assert {"modeling_encoder", "positions", "modeling_decoder", "state"} & files.keys() == (
-            {"modeling_decoder", "state"} if kind == "causal" else {"modeling_encoder", "positions"}
-        )
-        assert not [name for name in files if "causal" in name and kind != "causal"]
-        assert "families" not in files
-        assert not [name for name in files if name.startswith("warm_start")]
-        assert sum(files.values()) <= 5600
-        if kind != "causal":
-            assert files.keys() & {name for row in ROWS.values() for name in row.modules} == set(ROWS[family].modules)
+def test_a_folder_carries_two_files_of_code(saved, family, kind):
+    """The same with the package and without it, in the repository's format, and never more than a number of lines."""
+    files = {f"{name}_{code_name(family)}.py" for name in ("configuration", "modeling")}
+    first, second = (saved[0] / family / source / kind for source in ("saved", "again"))
+    assert {path.name for path in first.glob("*.py")} == {path.name for path in second.glob("*.py")} == files
+    assert all((first / name).read_text() == (second / name).read_text() for name in files)
+    assert sum(len((first / name).read_text().splitlines()) for name in files) <= MOST_LINES[kind]
+    for command in (["check", "--select", "E,F,I,W"], ["format", "--check"]):
+        subprocess.run([sys.executable, "-m", "ruff", *command, "--isolated", "--line-length=120", first], check=True)
+
+
+@families
+@pytest.mark.parametrize("kind", KINDS_OF_CODE)
+def test_no_name_means_two_things_in_a_file(family, kind):
+    """What is joined from several modules defines and imports each name once, or alike."""
+    model_class = getattr(FAMILIES[family], kind)
+    room = tuple(model_class.__module__.split(".")[1:-1])
+    modules, configuration = gather((*room, "modeling")), gather((*room, "configuration"))
+    meanings = {name: {"configuration"} for module in configuration for name in defined(module)}
+    for module in modules:
+        if module in configuration:
+            continue
+        for name in defined(module):
+            meanings.setdefault(name, set()).add(module.path)
+        for name, imported in module.externals.items():
+            meanings.setdefault(name, set()).add(imported)
+    assert not {name: meant for name, meant in meanings.items() if len(meant) > 1}
+
+
+@families
+def test_code_that_no_model_of_a_file_runs_is_left_out(saved, family):
+    encoder, causal = (
+        (saved[0] / family / "saved" / kind / f"modeling_{code_name(family)}.py").read_text()
+        for kind in ("mlm", "causal")
+    )
+    assert "class MaskedLMHead" in encoder and "class MaskedLMHead" not in causal
+    assert "class MemoryCache(" in causal and "class MemoryCache(" not in encoder
+    for name in FAMILIES:
+        other = FAMILIES[name].config.__name__
+        assert (f"{other}\n" in encoder or f"{other}," in encoder) == (name == family)
+
+
+@families
+def test_a_loaded_configuration_is_saved_with_the_code_of_its_models(saved, family, tmp_path):
+    folder = saved[0] / family / "saved" / "mlm"
+    AutoConfig.from_pretrained(folder).save_pretrained(tmp_path)
+    for name in ("configuration", "modeling"):
+        file = f"{name}_{code_name(family)}.py"
+        assert (tmp_path / file).read_text() == (folder / file).read_text()
 
 
 @families

@@ -13,10 +13,10 @@ from helpers import (
     tiny_model,
 )
 
-from luna_hf import LavoConfig, LavoForMaskedLM, LavoModel, MemoryCache, memory_attention, read_memory, write_memory
-from luna_hf.attention_lavo import compress
-from luna_hf.attention_lavo_causal import running_sums
-from luna_hf.context import make_context
+from luna_hf import LavoConfig, LavoForMaskedLM, LavoModel, MemoryCache, read_memory, write_memory
+from luna_hf.families.lavo.attention import compress, running_sums
+from luna_hf.layers import memory_attention
+from luna_hf.ops.context import make_context
 
 MAKE = {"encoder": tiny_model, "causal": tiny_causal_model}
 kinds = pytest.mark.parametrize("kind", MAKE)

@@ -1,10 +1,20 @@
-"""The packages of `training/` depend on each other in one direction, and no two modules import each other."""
+"""The packages of `src/luna_hf` and of `training/` depend on each other in one direction; no modules in a circle."""
 
 import ast
 from graphlib import TopologicalSorter
 
 import pytest
 from helpers import ROOT
+
+SOURCE = ROOT / "src" / "luna_hf"
+SOURCES = {path.relative_to(SOURCE).with_suffix("").as_posix(): path for path in SOURCE.rglob("*.py")}
+# What the modules of a room may import besides each other; all may import the shared configuration.
+ROOMS = {
+    "ops": set(),
+    "layers": {"ops"},
+    "models": {"ops", "layers"},
+    "families": {"ops", "layers", "models"},
+}
 
 TRAINING = ROOT / "training"
 MODULES = {
@@ -22,6 +32,42 @@ ALLOWED = {
     "converting": {"common", "data", "engine", "objectives"},
     "commands": {"common", "data", "engine", "objectives", "tasks", "translation", "converting"},
 }
+
+
+def room_imports(module):
+    """The modules of the package that a module imports, as paths, also inside functions."""
+    found, parents = set(), module.split("/")
+    for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*parents[: -node.level], *(node.module or "").split(".")]
+            path = "/".join(filter(None, base))
+            names = {"/".join(filter(None, (path, alias.name))) for alias in node.names}
+            found |= {name for name in names if name in SOURCES} or {path if path in SOURCES else f"{path}/__init__"}
+    return found
+
+
+@pytest.mark.parametrize("module", [module for module in SOURCES if module.partition("/")[0] in ROOMS])
+def test_rooms_follow_the_direction(module):
+    room = module.partition("/")[0]
+    wrong = {
+        name for name in room_imports(module) if name.partition("/")[0] not in {room, "configuration", *ROOMS[room]}
+    }
+    assert not wrong
+
+
+def test_the_package_has_no_circle():
+    graph = {module: room_imports(module) for module in SOURCES}
+    assert sum(map(len, graph.values())) > 200
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("module", [module for module in SOURCES if module.partition("/")[0] in ROOMS])
+def test_rooms_import_at_module_level_only(module):
+    body = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+    inner = [node for node in ast.walk(body) if isinstance(node, ast.ImportFrom) and node.col_offset]
+    inner = [node for node in inner if node.level or node.module.partition(".")[0] == "luna_hf"]
+    # A model needs the installed package for a warm start only.
+    assert [node.module for node in inner] == (["luna_hf.warm_start"] if module == "models/base" else [])
 
 
 def package_of(module):

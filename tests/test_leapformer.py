@@ -5,10 +5,18 @@ import torch
 from helpers import normal_states, padded_batch, random_ids, refused, relative_rms, tiny_causal_model, tiny_model
 from variants import ROWS
 
-from luna_hf import LeapformerConfig, memory_attention
-from luna_hf.attention_leapformer import FLOOR, Features, implied_weights, map_features, read_sums, write_sums
-from luna_hf.attention_leapformer_causal import attend_causally
-from luna_hf.context import make_context
+from luna_hf import LeapformerConfig
+from luna_hf.families.leapformer.attention import (
+    FLOOR,
+    Features,
+    attend_causally,
+    implied_weights,
+    map_features,
+    read_sums,
+    write_sums,
+)
+from luna_hf.layers import memory_attention
+from luna_hf.ops.context import make_context
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 VARIANTS = {"default": {}, **ROWS["leapformer"].encoder}

@@ -8,19 +8,12 @@ from helpers import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from luna_hf import memory_control
-from luna_hf.abc_control import random_slots
-from luna_hf.attention_abc import _WRITERS
-from luna_hf.configuration_abc import ACTIVATIONS, CONTROLS
-from luna_hf.functional import move_to_ranks, row_lengths, token_ranks, write_to_slots
-from luna_hf.memory_control import (
-    cluster_slots,
-    compressive_slots,
-    control_weights,
-    global_slots,
-    slot_counts,
-)
-from luna_hf.windows import (
+from luna_hf.families.abc.attention import _WRITERS, random_slots
+from luna_hf.families.abc.configuration import ACTIVATIONS, CONTROLS
+from luna_hf.ops import memory_control
+from luna_hf.ops.memory_control import cluster_slots, compressive_slots, control_weights, global_slots, tokens_per_slot
+from luna_hf.ops.tokens import move_to_ranks, row_lengths, token_ranks, write_to_slots
+from luna_hf.ops.window import (
     interleave,
     join_blocks,
     key_blocks,
@@ -174,7 +167,7 @@ def k_means(key: torch.Tensor, m: int, iterations: int, keep: torch.Tensor | Non
 
 
 def centroids_of(key: torch.Tensor, slots: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = slot_counts(slots, m)
+    counts = tokens_per_slot(slots, m)
     return write_to_slots(key, slots, m) / counts.clamp(min=1).unsqueeze(-1), counts > 0
 
 

@@ -12,7 +12,7 @@ from helpers import ROOT, tiny_tokenizer
 from pretrain_mlm import read_recipe
 from transformers import RobertaForMaskedLM
 
-from luna_hf.functional import sinusoids
+from luna_hf.ops.positions import sinusoids
 
 RECIPE = ROOT / "training" / "recipes" / "pretrain_mlm" / "luna-mini-en.yaml"
 

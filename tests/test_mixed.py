@@ -33,9 +33,9 @@ from test_write_read import by_heads, make_attention
 from variants import ROWS
 
 from luna_hf import MemoryCache
-from luna_hf.configuration_abc import CAUSAL_CONTROLS, WITHOUT_SLOTS
-from luna_hf.context import make_context
-from luna_hf.memory_read import SlotMemory, WindowMemory, read_memories
+from luna_hf.families.abc.configuration import CAUSAL_CONTROLS, WITHOUT_SLOTS
+from luna_hf.ops.context import make_context
+from luna_hf.ops.memory_read import SlotMemory, WindowMemory, read_memories
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 families = pytest.mark.parametrize("family", MIXING_FAMILIES)

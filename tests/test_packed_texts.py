@@ -20,8 +20,8 @@ from helpers import (
 )
 from transformers import DataCollatorForTokenClassification, DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from luna_hf import unpadding
-from luna_hf.unpadding import find_starts, plan_buckets
+from luna_hf.ops import unpadding
+from luna_hf.ops.unpadding import find_starts, plan_buckets
 
 # In float64 only the order of summation differs.
 TOLERANCE = {"rtol": 0, "atol": 1e-12}

@@ -13,11 +13,10 @@ from test_parity_abc import PRECISIONS, assert_near, projections
 from torch.nn import functional as F
 
 from luna_hf import LeapformerConfig, LeapformerModel
-from luna_hf.attention_leapformer import FLOOR, map_features
-from luna_hf.attention_leapformer_causal import attend_causally
-from luna_hf.context import ForwardContext, make_context
-from luna_hf.functional import split_heads
-from luna_hf.memory_attention import Memory
+from luna_hf.families.leapformer.attention import FLOOR, attend_causally, map_features
+from luna_hf.layers.memory_attention import Memory
+from luna_hf.ops.attention import split_heads
+from luna_hf.ops.context import ForwardContext, make_context
 
 SIZES = {"vocab_size": 40, "num_hidden_layers": 1, "intermediate_size": 40, "max_position_embeddings": 24}
 precisions = pytest.mark.parametrize("dtype", PRECISIONS)

@@ -23,7 +23,7 @@ from test_parity_abc import PRECISIONS, assert_near, projections
 from test_parity_leapformer import KINDS, layer_weights
 from torch.nn import functional as F
 
-from luna_hf.functional import sinusoids_at
+from luna_hf.ops.positions import sinusoids_at
 
 LUNA = [
     *("release_encoder_post_lnemb_cls", "release_encoder_pre_tiedlayers_mp", "release_encoder_pre_untied_cls"),

@@ -28,7 +28,7 @@ from luna_hf import (
     read_memory,
     write_memory,
 )
-from luna_hf.attention_luna import LunaAttention
+from luna_hf.families.luna.attention import LunaAttention
 
 MLM = ["tied_dynamic", "tied_fixed", "untied_dynamic", "untied_fixed"]
 SENTENCE = [

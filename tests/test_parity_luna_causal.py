@@ -10,10 +10,10 @@ import torch
 from official_luna import Fixture, part
 
 from luna_hf import LunaConfig, MemoryCache
-from luna_hf.attention_luna_causal import LunaCausalAttention, pack_weights
-from luna_hf.causal_memory import attend_causal_memory
-from luna_hf.context import make_context
-from luna_hf.functional import split_heads
+from luna_hf.families.luna.attention import LunaCausalAttention, pack_weights
+from luna_hf.ops.attention import split_heads
+from luna_hf.ops.causal_memory import attend_causal_memory
+from luna_hf.ops.context import make_context
 
 NAMES = ["tied_softplus", "untied_softplus", "tied_elu", "untied_elu"]
 CASES = ["plain", "masked_px", "key_mask_ignored", "large"]

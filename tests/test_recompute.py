@@ -5,9 +5,10 @@ import torch
 from helpers import MIXING_FAMILIES, tiny_causal_model, tiny_model, window_of
 from torch.autograd.graph import saved_tensors_hooks
 
-from luna_hf import FAMILIES, recompute
-from luna_hf.causal_memory import attend_causal_memory
-from luna_hf.functional import causal_scan
+from luna_hf import FAMILIES
+from luna_hf.ops import recompute
+from luna_hf.ops.causal_memory import attend_causal_memory
+from luna_hf.ops.scan import causal_scan
 
 # The same operations in the same order; only the parts in which weights' gradients are summed may differ.
 NEAR = {"rtol": 1e-9, "atol": 1e-12}

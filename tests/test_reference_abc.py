@@ -8,8 +8,8 @@ from helpers import normal_states, random_ids, tiny_model, weighted_sum
 from reference import abc as reference
 from torch import nn
 
-from luna_hf.abc_control import random_slots
-from luna_hf.configuration_abc import CONTROLS
+from luna_hf.families.abc.attention import random_slots
+from luna_hf.families.abc.configuration import CONTROLS
 
 SLOTS = 8
 WIDTH, HEADS = 24, 2

@@ -9,7 +9,7 @@ from reference import leapformer as reference
 from test_reference_abc import assert_near, padded_rows
 
 from luna_hf import read_memory, write_memory
-from luna_hf.context import make_context
+from luna_hf.ops.context import make_context
 
 WIDTH, HEADS = 16, 2
 REWEIGHTINGS = {

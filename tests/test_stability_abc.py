@@ -12,10 +12,10 @@ import torch
 from helpers import tiny_model
 from torch import nn
 
-from luna_hf.attention_abc import _WRITERS
-from luna_hf.configuration_abc import ACTIVATIONS, CONTROLS
-from luna_hf.functional import split_heads
-from luna_hf.memory_control import control_weights
+from luna_hf.families.abc.attention import _WRITERS
+from luna_hf.families.abc.configuration import ACTIVATIONS, CONTROLS
+from luna_hf.ops.attention import split_heads
+from luna_hf.ops.memory_control import control_weights
 
 LARGE = 1000.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -18,7 +18,7 @@ from test_convert_command import WORDS, write_model
 from transformers import AutoModel, AutoTokenizer
 
 from luna_hf import FAMILIES
-from luna_hf.convert import make_plain
+from luna_hf.convert.command import make_plain
 from luna_hf.warm_start import warm_start
 
 

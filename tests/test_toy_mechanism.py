@@ -18,22 +18,16 @@ from helpers import FAMILIES, ROOT, code_name, run_python
 TOY = ROOT / "tests" / "toy"
 FILES = sorted(str(path.relative_to(TOY)) for path in TOY.rglob("*.py"))
 # Pure functions do not count as lines of the frame.
-MATHS = ("src/luna_hf/attention_toy.py", "tests/reference/toy.py")
+MATHS = ("src/luna_hf/families/toy/attention.py", "tests/reference/toy.py")
 MOST_LINES = 240
 
 # Additions to existing files, each inserted before the given text.
 ROWS = {
-    "src/luna_hf/families.py": [
-        ("    modeling_abc,\n", "    configuration_toy,\n"),
-        (")\nfrom .configuration_abc", "    modeling_toy,\n    modeling_toy_causal,\n    modeling_toy_seq2seq,\n"),
-        ("from .modeling_abc import *", "from .configuration_toy import *\n"),
-        ("from .tokenization_fairseq", "from .modeling_toy import *\nfrom .modeling_toy_causal import *\n"),
-        ("from .tokenization_fairseq", "from .modeling_toy_seq2seq import *\n"),
-        ("    )\n}\n", "        Family(ToyConfig, modeling_toy, modeling_toy_causal, modeling_toy_seq2seq),\n"),
-        ("__all__ += modeling_abc.__all__", "__all__ += configuration_toy.__all__\n"),
-        ("__all__ += modeling_abc.__all__", "__all__ += modeling_toy.__all__\n"),
-        ("__all__ += modeling_abc.__all__", "__all__ += modeling_toy_causal.__all__\n"),
-        ("__all__ += modeling_abc.__all__", "__all__ += modeling_toy_seq2seq.__all__\n"),
+    "src/luna_hf/registry.py": [
+        ("from .families.warm_start_rules", "from .families.toy import modeling as toy\n"),
+        ("from .families.warm_start_rules", "from .families.toy.configuration import *\n"),
+        ("from .families.warm_start_rules", "from .families.toy.modeling import *\n"),
+        ("    )\n}\n", "        Family(ToyConfig, toy),\n"),
     ],
     "tests/variants.py": [
         ("from transformers import", "from reference import toy\n"),
@@ -112,7 +106,7 @@ def repository(tmp_path_factory):
     # The cache of transformers' own tests.
     (ROOT / ".cache").mkdir(exist_ok=True)
     (root / ".cache").symlink_to(ROOT / ".cache")
-    shutil.copytree(TOY, root, ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(TOY, root, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     for name, additions in ROWS.items():
         insert(root / name, additions)
     return root
@@ -135,8 +129,8 @@ def modules(root):
 
 def test_the_files_are_those_that_contributing_lists(repository):
     section = (ROOT / "CONTRIBUTING.md").read_text().split("## Adding a mechanism")[1].split("\n## ")[0]
-    listed = {name.replace("<name>", "toy") for name in re.findall(r"`([\w/]*<name>\w*\.py)`", section)}
-    optional = {"warm_start_toy.py"}
+    listed = {name.replace("<name>", "toy") for name in re.findall(r"`([\w/]*<name>[\w/]*\.py)`", section)}
+    optional = {"families/toy/warm_start.py"}
     assert {name.removeprefix("src/luna_hf/") for name in FILES} == listed - optional
     before, after = modules(ROOT), modules(repository)
     assert after.keys() - before.keys() == set(FILES)
@@ -178,14 +172,9 @@ def test_it_loads_without_the_package(folders, tmp_path):
     assert printed.split() == ["ToyForMaskedLM", "ToyForCausalLM"]
 
 
-def test_a_folder_carries_what_its_model_needs(folders):
-    encoder, causal = ({path.stem for path in (folders / kind).glob("*.py")} for kind in ("encoder", "causal"))
-    assert {"configuration_toy", "attention_toy", "modeling_toy"} <= encoder
-    assert {"configuration_toy", "attention_toy_causal", "modeling_toy_causal"} <= causal
-    assert not [name for name in encoder if "causal" in name or name == "state"]
-    assert not causal & {"modeling_toy", "modeling_encoder"}
-    others = tuple(f"_{code_name(family)}" for family in FAMILIES)
-    assert not [name for name in encoder | causal if name.startswith("warm_start") or name.endswith(others)]
+def test_a_folder_carries_two_files(folders):
+    for kind in ("encoder", "causal"):
+        assert {path.name for path in (folders / kind).glob("*.py")} == {"configuration_toy.py", "modeling_toy.py"}
 
 
 @pytest.mark.slow

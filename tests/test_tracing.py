@@ -22,7 +22,7 @@ from test_compile_export import SHAPES, dynamic_shapes, slow_unless, uneven
 from torch import nn
 
 from luna_hf import FAMILIES
-from luna_hf.functional import SCAN_CHUNK
+from luna_hf.ops.scan import SCAN_CHUNK
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 

@@ -28,7 +28,8 @@ from helpers import (
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, default_data_collator
 from variants import ROWS
 
-from luna_hf import FAMILIES, modeling_layers
+from luna_hf import FAMILIES
+from luna_hf.layers import block as modeling_layers
 
 
 def arguments(folder, **overrides):

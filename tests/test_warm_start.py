@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from luna_hf import AbcForMaskedLM, LunaForMaskedLM
-from luna_hf.positions import repeat_positions
+from luna_hf.families.luna.warm_start import LunaRules
+from luna_hf.families.warm_start_rules import CONVOLUTION
+from luna_hf.ops.positions import repeat_positions
 from luna_hf.warm_start import WarmStart, warm_start
-from luna_hf.warm_start_luna import LunaRules
-from luna_hf.warm_start_rules import CONVOLUTION
-from luna_hf.warm_start_source import layouts
+from luna_hf.warm_start.source import layouts
 
 KINDS = ["roberta", "xlm-roberta", "camembert", "data2vec-text", "bert"]
 HEADS = {

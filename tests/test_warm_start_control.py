@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
 from luna_hf import AbcForMaskedLM
+from luna_hf.families.abc.warm_start import OWN_ATTENTION
 from luna_hf.warm_start import warm_start
-from luna_hf.warm_start_abc import OWN_ATTENTION
 
 HEADS, SIZE = TINY["num_attention_heads"], 8
 

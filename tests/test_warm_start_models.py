@@ -12,11 +12,13 @@ from huggingface_hub.dataclasses import strict
 from test_warm_start import body, make_source
 from transformers.dynamic_module_utils import get_imports
 
-from luna_hf import FAMILIES, warm_start_rules, warm_start_source
-from luna_hf import warm_start as warm_start_module
-from luna_hf.families import Family
+from luna_hf import FAMILIES
+from luna_hf.families import warm_start_rules
+from luna_hf.families.warm_start_rules import INITIALISED, ZERO
+from luna_hf.registry import Family
+from luna_hf.warm_start import source as warm_start_source
+from luna_hf.warm_start import transfer as warm_start_module
 from luna_hf.warm_start import warm_start
-from luna_hf.warm_start_rules import INITIALISED, ZERO
 
 families = pytest.mark.parametrize("family", FAMILIES)
 kinds = pytest.mark.parametrize("kind", MODELS)

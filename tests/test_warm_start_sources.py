@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from luna_hf import AbcConfig, AbcForMaskedLM, AbcModel, LunaForMaskedLM
-from luna_hf.sentence_folder import find_transformer
 from luna_hf.warm_start import warm_start
+from luna_hf.warm_start.sentence_folder import find_transformer
 
 DISTILBERT = {
     "dim": 48,

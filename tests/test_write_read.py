@@ -21,10 +21,11 @@ from helpers import (
 from test_reference_abc import HEADS, WIDTH, Literal, assert_near, assert_same_gradients, control_of, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from luna_hf import FAMILIES, AbcConfig, memory_read, read_memory, write_memory
-from luna_hf.attention_abc import AbcAttention
-from luna_hf.configuration_abc import CONTROLS
-from luna_hf.memory_read import SlotMemory, WindowMemory, read_memories
+from luna_hf import FAMILIES, AbcConfig, read_memory, write_memory
+from luna_hf.families.abc.attention import AbcAttention
+from luna_hf.families.abc.configuration import CONTROLS
+from luna_hf.ops import memory_read
+from luna_hf.ops.memory_read import SlotMemory, WindowMemory, read_memories
 
 WINDOWS = ("sliding_window", "dilated")
 SLOT_CONTROLS = [control for control in CONTROLS if control not in WINDOWS]

@@ -17,10 +17,10 @@ from reference import lavo as lavo_reference
 from reference import leapformer as leapformer_reference
 from transformers import PreTrainedConfig
 
-from luna_hf.abc_control import random_slots
-from luna_hf.configuration_abc import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS
-from luna_hf.configuration_lavo import PARTS
-from luna_hf.configuration_leapformer import CAUSAL_REWEIGHTINGS, FEATURE_MAPS, REWEIGHTINGS
+from luna_hf.families.abc.attention import random_slots
+from luna_hf.families.abc.configuration import ACTIVATIONS, CAUSAL_CONTROLS, CONTROLS
+from luna_hf.families.lavo.configuration import PARTS
+from luna_hf.families.leapformer.configuration import CAUSAL_REWEIGHTINGS, FEATURE_MAPS, REWEIGHTINGS
 
 Options = dict[str, Any]  # fields of a config
 
@@ -108,7 +108,6 @@ class Variants:
         state_options: field values that lead to a decoding state incompatible with the default model's.
         unused: whether a parameter (by name, with the config) has a zero gradient by construction.
         lora: LoRA configurations, by name.
-        modules: extra files in its checkpoints.
     """
 
     encoder: dict[str, Options] = field(default_factory=dict)
@@ -134,7 +133,6 @@ class Variants:
     state_options: Options = field(default_factory=dict)
     unused: Callable[[str, PreTrainedConfig], bool] = lambda name, config: False
     lora: dict[str, Lora] = field(default_factory=lambda: {"query-value": Lora(["query", "value"], {"query", "value"})})
-    modules: tuple[str, ...] = ()
 
 
 def _unused_in_luna(name: str, config: PreTrainedConfig) -> bool:
@@ -292,7 +290,6 @@ ABC = Variants(
         "query-value": Lora(["query", "value"], {"query", "value"}),
         "all-linear": Lora("all-linear", {"query", "key", "value", "dense"}, {"share_control": False}),
     },
-    modules=("memory_control",),
 )
 
 LEAPFORMER = Variants(

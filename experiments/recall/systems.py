@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from luna_hf import FAMILIES, MemoryCache
-from luna_hf.attention_luna_causal import LunaCausalAttention
+from luna_hf.families.luna.attention import LunaCausalAttention
 
 from .tasks import FILLER, PAD, QUESTION, Task
 

@@ -7,16 +7,18 @@ Importing the package registers every model family with the Auto classes:
     >>> model = AutoModelForMaskedLM.from_config(luna_hf.LunaConfig())
 """
 
-from . import families
-from .families import *
-from .memory_attention import Memory
-from .state import MemoryCache
+from . import hub, registry
+from .configuration import BoundedMemoryConfig
+from .layers.cache import MemoryCache
+from .layers.memory_attention import Memory
+from .layers.write_read import read_memory, write_memory
+from .registry import *
 from .tokenization_fairseq import FairseqBpeTokenizer
-from .write_read import read_memory, write_memory
 
 __version__ = "0.1.0"
 
 __all__ = ["FairseqBpeTokenizer", "Memory", "MemoryCache", "read_memory", "write_memory"]
-__all__ += families.__all__
+__all__ += registry.__all__
 
-families.register()
+registry.register()
+BoundedMemoryConfig.write_code = hub.write_code

@@ -9,7 +9,7 @@ import torch
 from transformers.utils import is_flash_attn_2_available, is_torch_flex_attn_available
 
 from . import FAMILIES, __version__
-from .dispatch import SLOW_CPU_DTYPES
+from .ops.dispatch import SLOW_CPU_DTYPES
 from .scripting import Parser, UserError, cpu_name, run_script
 
 _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "datasets")
@@ -72,7 +72,7 @@ def describe() -> str:
 def main(words: Sequence[str]) -> int:
     """Print the facts, or run the command `convert`; see `run_script` for the exit status."""
     if words[:1] == ["convert"]:
-        from .convert import main as convert  # slow to import
+        from .convert.command import main as convert  # slow to import
 
         return convert(words[1:])
 

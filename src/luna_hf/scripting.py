@@ -1,4 +1,5 @@
-"""What the commands of this repository share: errors for the user, exit codes, atomic writes, portable paths, results.
+"""What the commands of this repository share: errors for the user, exit codes, atomic writes, portable paths,
+results.
 
 Nothing heavy is imported here; transformers is loaded by the functions that need it.
 """
@@ -27,8 +28,10 @@ from filelock import FileLock, Timeout
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 # The checkout, when the package is installed from one (`pip install -e .`).
 ROOT = Path(__file__).resolve().parents[2]
+
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "sentencepiece.bpe.model"),
     *("spiece.model", "special_tokens_map.json"),
@@ -105,6 +108,7 @@ def run_script(
 
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 # Writers in Rust and C++ report a full disk in words only.
 _DISK_FULL_WORDS = re.compile(
     rf"\(os error ({'|'.join(map(str, _DISK_FULL))})\)|PytorchStreamWriter|unexpected pos|iostream error"

@@ -30,7 +30,7 @@ from transformers.testing_utils import torch_device
 from variants import ROWS, LibraryVariant
 
 from luna_hf import FAMILIES
-from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.configuration import BoundedMemoryConfig
 
 transformers_suite.load()
 

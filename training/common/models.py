@@ -28,8 +28,8 @@ from transformers.utils import logging
 
 from common.options import did_you_mean
 from luna_hf import FAMILIES, scripting
-from luna_hf.configuration_base import BoundedMemoryConfig
-from luna_hf.positions import repeat_positions
+from luna_hf.configuration import BoundedMemoryConfig
+from luna_hf.ops.positions import repeat_positions
 from luna_hf.scripting import UserError
 
 # Fields of a config that follow from the tokenizer, and their values in the tokenizers that a run trains.

@@ -7,8 +7,8 @@ import yaml
 from common import cards
 
 from converting.recipe import ConvertRecipe
-from luna_hf.conversion_card import KINDS, usage
-from luna_hf.conversion_files import source_card
+from luna_hf.convert.card import KINDS, usage
+from luna_hf.convert.files import source_card
 from luna_hf.scripting import portable
 
 _COLUMNS = {"cosine": "cosine", "slots_off": "without slots", "window_off": "without window"}

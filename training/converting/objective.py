@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from converting.texts import Frame
-from luna_hf.conversion_report import pool_states
+from luna_hf.convert.report import pool_states
 
 
 def pool(states: Tensor, keep: Tensor, pooling: str) -> Tensor:

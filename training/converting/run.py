@@ -44,10 +44,10 @@ from converting.objective import Pair
 from converting.recipe import ConvertRecipe, Stage, stage_at
 from converting.texts import Documents, Frame, Rows
 from luna_hf import FAMILIES
-from luna_hf.convert import make_plain
+from luna_hf.convert.command import make_plain
 from luna_hf.scripting import UserError, load_tokenizer, write_json, write_text
-from luna_hf.sentence_folder import SentenceFolder, find_transformer, read_sentence_folder
-from luna_hf.warm_start_source import read_config
+from luna_hf.warm_start.sentence_folder import SentenceFolder, find_transformer, read_sentence_folder
+from luna_hf.warm_start.source import read_config
 
 PLOT = "conversion.png"
 

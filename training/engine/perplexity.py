@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from engine.loop import perplexity
 from luna_hf import MemoryCache
-from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.scripting import UserError, progress
 
 # Characters of the documents that are tokenized together.

@@ -13,7 +13,7 @@ from common.options import did_you_mean
 from data.rows import WINDOWS
 from transformers import PreTrainedConfig
 
-from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.scripting import UserError
 
 # What a pass of a mixed model reads instead of both, by the name of its held-out loss in the log.

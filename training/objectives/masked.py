@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.models.roberta.modeling_roberta import RobertaLMHead
 
-from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.scripting import UserError
 
 

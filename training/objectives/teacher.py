@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
 from luna_hf import FAMILIES
-from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.scripting import UserError
 from objectives.masked import MaskedObjective, PretrainRecipe
 

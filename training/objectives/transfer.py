@@ -19,7 +19,7 @@ from engine.throughput import forward_flops
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from luna_hf.configuration_base import BoundedMemoryConfig
+from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.scripting import UserError, portable
 from objectives.teacher import TEACHERS, StudentAndTeacher, TeacherObjective, TeacherRecipe
 

@@ -1,0 +1,606 @@
+"""Configuration fields and their validation, shared by all model families."""
+
+import copy
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+# Keywords that transformers passes to a config without declaring them as fields, besides those that begin with `_`.
+_LIBRARY_KEYWORDS = {
+    *("attn_implementation", "auto_map", "experts_implementation", "model_type", "name_or_path", "num_labels"),
+    *("output_attentions", "per_layer_config", "quantization_config", "torch_dtype", "trust_remote_code"),
+}
+
+SLOT_COUNTS = ("outside", "all")
+
+GLOBAL_TOKENS = ("auto", "none", "first", "question")
+
+# What other libraries call our fields.
+_OTHER_NAMES = {
+    "hidden_size": "d_model dim embed_dim embedding_dim model_dim n_embd width",
+    "decoder_layers": "num_decoder_layers",
+    "num_hidden_layers": "depth encoder_layers n_layer n_layers num_layers",
+    "num_attention_heads": "encoder_attention_heads heads n_head n_heads num_heads",
+    "intermediate_size": "d_ff d_inner dim_feedforward encoder_ffn_dim ffn_dim n_inner",
+    "hidden_act": "activation activation_function hidden_activation",
+    "hidden_dropout_prob": "dropout dropout_prob hidden_dropout resid_pdrop",
+    "attention_probs_dropout_prob": "attention_dropout attn_dropout attn_pdrop",
+    "local_window": "attention_window local_attention sliding_window window window_size",
+    "max_position_embeddings": "context_length max_len max_length max_seq_len max_seq_length n_ctx n_positions",
+}
+
+
+def is_ours(cls: type) -> bool:
+    """Whether a class is the package's own: not a user's, and not one from the code of a checkpoint."""
+    return cls.__module__.startswith("luna_hf.")
+
+
+def saved_file(cls: type) -> str:
+    """Name, without `.py`, of the file in a saved folder that holds the class; see `hub.py` for the package's own."""
+    *rooms, name = cls.__module__.split(".")
+    return f"{name}_{rooms[-1]}" if is_ours(cls) else name
+
+
+@strict
+class BoundedMemoryConfig(PreTrainedConfig):
+    r"""
+    Configuration fields shared by all model families. Use a family's own class, such as `LunaConfig`.
+
+    Args:
+        vocab_size (`int`, defaults to 50265):
+            Vocabulary size: number of rows of the token embedding and of the output layer.
+        hidden_size (`int`, defaults to 768):
+            Width `d` of the token states and, where the family has one, of the memory.
+        num_hidden_layers (`int`, defaults to 12):
+            Number of layers.
+        num_attention_heads (`int`, defaults to 12):
+            Number of attention heads; must divide `hidden_size`.
+        intermediate_size (`int`, defaults to 3072):
+            Inner width of the feed-forward network.
+        hidden_act (`str`, defaults to `"gelu"`):
+            Activation of the feed-forward network and the masked-LM head: a key of `transformers.activations.ACT2FN`.
+        hidden_dropout_prob (`float`, defaults to 0.1):
+            Dropout probability of the embeddings and of each sub-layer's output.
+        attention_probs_dropout_prob (`float`, defaults to 0.1):
+            Dropout probability of the attention weights.
+        activation_dropout (`float`, defaults to 0.0):
+            Dropout probability after the activation of the feed-forward network.
+        max_position_embeddings (`int`, defaults to 512):
+            Maximum input length of an encoder, in tokens. As in RoBERTa, positions start at `pad_token_id + 1`, so the
+            position table has `max_position_embeddings + pad_token_id + 1` rows. (RoBERTa's field of this name includes
+            the extra rows.) Decoders, and encoders without positions, have no table and accept inputs of any length.
+        position_period (`int`, *optional*):
+            Encoders with learned positions only: number of rows of the position table that are used again and again.
+            The first token has row 0, the others have rows 1 to `position_period - 1` in turn. Inputs may then be as
+            long as `max_position_embeddings` says, without a row for each position.
+        position_embedding_type (`str`, *optional*):
+            `"learned"` (encoders and encoder-decoders only, and their default); `"sinusoidal"` (fixed positions, added
+            to token embeddings scaled by `sqrt(hidden_size)`); or `"rotary"` (decoders alone only, and the default of
+            most; queries and keys are rotated by angles proportional to the position).
+        type_vocab_size (`int`, defaults to 0):
+            Number of segment (token type) embeddings; 0 for none.
+        embedding_size (`int`, *optional*):
+            Encoders alone only: width of the token, position and segment embeddings and their LayerNorm, whose states
+            are then projected to `hidden_size`, as in small ELECTRAs; defaults to `hidden_size`, without a projection.
+        embedding_layer_norm (`bool`, defaults to `True`):
+            Whether to apply LayerNorm to the embeddings.
+        norm_first (`bool`, defaults to `False`):
+            Whether layers are pre-norm, with a final LayerNorm, instead of post-norm.
+        layer_norm_eps (`float`, defaults to 1e-5):
+            Epsilon of all LayerNorms.
+        initializer_range (`float`, defaults to 0.02):
+            Standard deviation of the normal initialisation of matrices and embeddings.
+        conv_kernel_size (`int`, defaults to 0):
+            Kernel size of an optional depthwise convolution over the token states, added to the attention output of
+            each layer: 0 for none, as in the papers, or an odd number. In a decoder it is causal.
+        conv_initializer_range (`float`, *optional*):
+            Standard deviation of the convolution's initial filters; defaults to `initializer_range`, with which a token
+            hardly sees its neighbours at first. `conv_kernel_size ** -0.5` keeps the scale of the states; encoders
+            that learn to recall need it.
+        local_window (`int`, defaults to 0):
+            Number of tokens, itself included, that each token reads in one softmax with the slots: the tokens around
+            it, or in a decoder the latest ones. 0 for none, as in the papers. Needs a mechanism that reads slots.
+        slot_count_bias (`bool`, defaults to `True`):
+            With `local_window` only: whether the logarithm of the number of tokens that a slot stands for is added to
+            its logit, with a learned scale per head. Without it, a slot weighs as much as a single token.
+        slot_counts (`str`, defaults to `"outside"`):
+            With `local_window` only: which tokens the slots of a query stand for. `"outside"`: those that it reads
+            nowhere else, so a text that every window holds is read by softmax attention, exactly. `"all"`: all tokens
+            of the text, and each slot for at least one, as in models saved by versions that lack this field.
+        global_tokens (`str`, defaults to `"auto"`):
+            With `local_window` only: which tokens a task head marks if it gets no `global_attention_mask`: `"first"`
+            (the first token), `"question"` (the tokens before the first separator, if a second text follows and they
+            are at most `max_global_tokens`; otherwise the first token), `"none"`, or `"auto"` (`"first"` for sequence
+            classification, `"question"` for question answering and multiple choice, `"none"` for other heads).
+        global_tokens_read_all (`bool`, defaults to `True`):
+            Whether marked tokens also read all tokens, instead of what every token reads.
+        max_global_tokens (`int`, defaults to 128):
+            Maximum number of marked tokens in a row. Compiled and exported models always have so many places.
+        num_selected_tokens (`int`, defaults to 0):
+            Encoders with a `local_window` only: number of tokens `m` that each head of each layer selects from the
+            whole text, to be read exactly by every query: those that `num_selection_queries` spaced queries attend to
+            most outside their own windows. 0 for none.
+        softmax_length (`int`, defaults to 0):
+            With `num_selected_tokens` only: texts of up to so many tokens select all their tokens, so they are read by
+            softmax attention, exactly, and in its time. Compiled and exported models always have so many places.
+        num_selection_queries (`int`, defaults to 16):
+            With `num_selected_tokens` only: number of queries `r` that select.
+        sep_token_id (`int`, *optional*):
+            The token between two texts, for `global_tokens`; defaults to `eos_token_id`, as in RoBERTa. Without
+            either, `token_type_ids` tell the texts apart.
+        full_attention_layers (`list[int]` or `str`, *optional*):
+            Encoders only: indices (from 0) of the layers that keep RoBERTa's softmax attention, in quadratic time.
+            `"all"` becomes the list of all layers.
+        sparse_prediction (`bool`, defaults to `False`):
+            Whether to apply the masked-LM head only to labelled positions in training. Loss and gradients stay the
+            same, but `logits` then has the shape `(number of labels, vocab_size)`.
+        unpad_inputs (`bool`, *optional*):
+            Encoders only: whether padding is left out of the computation. By default where that is faster, but not with
+            eager attention, nor where hidden states or attentions are returned; `False` computes every row as it is.
+            Outputs are padded either way and the same at real tokens, and padding has states of zero if left out.
+        classifier_pooling (`str`, defaults to `"cls"`):
+            Input of the classification heads: `"cls"` (the first token's state) or `"mean"` (the mean over all tokens).
+            A family may add others.
+        classifier_dropout (`float`, *optional*):
+            Dropout probability of the classification heads; defaults to `hidden_dropout_prob`.
+        classifier_hidden_size (`int`, *optional*):
+            Inner width of the sequence-classification and multiple-choice heads; defaults to `hidden_size`.
+        classifier_activation (`str`, defaults to `"tanh"`):
+            Activation of the sequence-classification and multiple-choice heads.
+        pad_token_id (`int`, defaults to 1), bos_token_id (`int`, defaults to 0), eos_token_id (`int`, defaults to 2):
+            Special tokens, as in RoBERTa.
+        tie_word_embeddings (`bool`, defaults to `True`):
+            Whether the language modelling head shares its output matrix with the token embedding.
+        scale_embedding (`bool`, *optional*):
+            Whether token embeddings are multiplied by `sqrt(hidden_size)`; by default, if positions are sinusoidal, and
+            in an encoder-decoder.
+        is_decoder (`bool`, defaults to `False`):
+            Whether the model is causal. Set automatically by the `...ForCausalLM` classes, see `as_decoder`.
+        is_encoder_decoder (`bool`, defaults to `False`):
+            Whether the model has an encoder and a decoder. Set automatically by the `...ForConditionalGeneration`
+            classes, see `as_encoder_decoder`. The fields above hold for both parts, except `full_attention_layers`.
+        decoder_layers (`int`, *optional*):
+            Encoder-decoders only: number of layers of the decoder; defaults to `num_hidden_layers`.
+        decoder_vocab_size (`int`, *optional*):
+            Encoder-decoders only: vocabulary size of the target; defaults to `vocab_size`.
+        share_encoder_decoder_embeddings (`bool`, defaults to `True`):
+            Encoder-decoders only: whether source and target share one token embedding, which needs one vocabulary.
+        decoder_start_token_id (`int`, *optional*):
+            Encoder-decoders only: the target's first input; defaults to `eos_token_id`, as in fairseq.
+        use_cache (`bool`, defaults to `True`):
+            Decoders only: whether a forward pass outside training returns the decoding state.
+        chunk_size_feed_forward (`int`, defaults to 0):
+            Number of tokens that the feed-forward network processes at a time. By default (0), all at once in training,
+            and in inference in blocks small enough to save memory.
+
+    Raises:
+        ValueError: A value is out of range, or a keyword resembles a field, is the name of one in another library, or
+            belongs to another family. Other keywords become attributes, as in every config of Transformers.
+    """
+
+    model_type = "bounded_memory"
+    keys_to_ignore_at_inference = ["cache"]  # the Trainer gathers all other outputs
+    base_model_fsdp_plan = {"embeddings": "free_full_weight", "encoder.layer.*": "free_full_weight"}
+    # Fields that a decoding state depends on: models that differ in one cannot share a state. Families add theirs.
+    state_fields = (
+        *("num_hidden_layers", "hidden_size", "num_attention_heads", "conv_kernel_size", "position_embedding_type"),
+        *("local_window", "slot_count_bias", "is_encoder_decoder"),
+    )
+    # Values of `position_embedding_type`, in an encoder or encoder-decoder, and in a decoder alone; the first is the
+    # default.
+    positions: ClassVar[dict[bool, tuple[str, ...]]] = {
+        False: ("learned", "sinusoidal"),
+        True: ("rotary", "sinusoidal"),
+    }
+    # Name of the field that holds the family's number of slots, if it has any.
+    slots_field: ClassVar[str | None] = None
+    # Whether queries read marked and selected tokens in one softmax with the slots or the window.
+    reads_exact_tokens: ClassVar[bool] = True
+    # Fields of earlier versions. Saved files may have them; nothing reads them any more.
+    removed_fields: ClassVar[tuple[str, ...]] = ()
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
+    # `hub.write_code` while the package is imported; transformers copies the code that came with a checkpoint.
+    write_code: ClassVar[Callable[..., None] | None] = None
+
+    vocab_size: int = 50265
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float | int = 0.1
+    attention_probs_dropout_prob: float | int = 0.1
+    activation_dropout: float | int = 0.0
+    max_position_embeddings: int = 512
+    position_period: int | None = None
+    position_embedding_type: str | None = None
+    type_vocab_size: int = 0
+    embedding_size: int | None = None
+    embedding_layer_norm: bool = True
+    norm_first: bool = False
+    layer_norm_eps: float | int = 1e-5
+    initializer_range: float | int = 0.02
+    conv_kernel_size: int = 0
+    conv_initializer_range: float | int | None = None
+    local_window: int = 0
+    slot_count_bias: bool = True
+    slot_counts: str = "outside"
+    global_tokens: str = "auto"
+    global_tokens_read_all: bool = True
+    max_global_tokens: int = 128
+    num_selected_tokens: int = 0
+    softmax_length: int = 0
+    num_selection_queries: int = 16
+    sep_token_id: int | None = None
+    full_attention_layers: list[int] | str | None = None
+    sparse_prediction: bool = False
+    unpad_inputs: bool | None = None
+    classifier_pooling: str = "cls"
+    classifier_dropout: float | int | None = None
+    classifier_hidden_size: int | None = None
+    classifier_activation: str = "tanh"
+    pad_token_id: int = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = True
+    scale_embedding: bool | None = None
+    is_decoder: bool = False
+    decoder_layers: int | None = None
+    decoder_vocab_size: int | None = None
+    share_encoder_decoder_embeddings: bool = True
+    decoder_start_token_id: int | None = None
+    use_cache: bool = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._auto_class = None if is_ours(cls) else "AutoConfig"  # transformers copies the file of a class that has one
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if not kwargs.pop("_from_file", False):
+            self._refuse_foreign(kwargs)
+        if self.position_embedding_type is None:
+            self.position_embedding_type = self.positions[self.is_decoder][0]
+        if self.is_encoder_decoder:
+            self._complete_encoder_decoder()
+        self.validate_values()
+        super().__post_init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Here, because transformers sets the keywords of `from_pretrained` after the config is complete.
+        if name == "full_attention_layers" and value == "all":
+            value = list(range(self.num_hidden_layers))
+        super().__setattr__(name, value)
+
+    @classmethod
+    def classifier_poolings(cls) -> tuple[str, ...]:
+        """Return the values of `classifier_pooling` that the family accepts."""
+        return ("cls", "mean")
+
+    def validate_values(self) -> None:
+        """Validate every field, at construction and again when the config is saved."""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+            self._require(name, lambda value: value >= 1, "at least 1")
+        self._require("max_position_embeddings", lambda value: value >= 1, "at least 1")
+        self._require("type_vocab_size", lambda value: value >= 0, "0 (no token types) or more")
+        self._require("embedding_size", lambda value: value is None or value >= 1, "None or at least 1")
+        if self.is_decoder or self.is_encoder_decoder:
+            alone = "None in a model other than an encoder"
+            self._require("embedding_size", lambda value: value is None, alone)
+        self._validate_period()
+        self._require("layer_norm_eps", lambda value: value > 0, "above 0, for example 1e-5")
+        self._require("initializer_range", lambda value: value > 0, "above 0, for example 0.02")
+        self._require("conv_initializer_range", lambda v: v is None or v > 0, "None or above 0, for example 0.5")
+        self._require("chunk_size_feed_forward", lambda value: value >= 0, "0 (automatic) or more")
+        self._require("classifier_hidden_size", lambda value: value is None or value >= 1, "None or at least 1")
+        self._require("conv_kernel_size", lambda k: k == 0 or (k > 0 and k % 2 == 1), "0 (none) or odd, for example 5")
+        self._require("local_window", lambda value: value >= 0, "0 (none) or more, for example 32")
+        self._validate_exact_tokens()
+        layers = range(self.num_hidden_layers)
+        allowed = f"None, 'all' or a list of different indices below num_hidden_layers={len(layers)}"
+        full = self.full_attention_layers
+        fits = isinstance(full, list) and sorted({*full} & {*layers}) == sorted(full)
+        self._require("full_attention_layers", lambda v: v is None or fits, allowed)
+        if self.is_decoder:
+            constant = "None in a decoder, whose state has constant size"
+            self._require("full_attention_layers", lambda value: not value, constant)
+        alone = self.is_decoder and not self.is_encoder_decoder
+        positions, kind = self.positions[alone], "a decoder" if alone else "an encoder"
+        self._require("position_embedding_type", lambda v: v in positions, f"{' or '.join(positions)} in {kind}")
+        self._require_divides("num_attention_heads")
+        if self.position_embedding_type == "rotary":
+            self._require_even_heads()
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"):
+            self._require(name, lambda p: 0 <= p < 1, "a probability in [0, 1)")
+        self._require("classifier_dropout", lambda p: p is None or 0 <= p < 1, "None or a probability in [0, 1)")
+        for name in ("hidden_act", "classifier_activation"):
+            self._require(name, lambda act: act in ACT2FN, f"one of {', '.join(sorted(ACT2FN))}")
+        poolings = self.classifier_poolings()
+        self._require("classifier_pooling", lambda v: v in poolings, f"one of {', '.join(poolings)}")
+        self._require("pad_token_id", lambda v: 0 <= v < self.vocab_size, f"in [0, vocab_size={self.vocab_size})")
+        for name in ("decoder_layers", "decoder_vocab_size"):
+            self._require(name, lambda value: value is None or value >= 1, "None or at least 1")
+        self._require("decoder_start_token_id", lambda value: value is None or value >= 0, "None or a token's id")
+        if self.is_encoder_decoder and not self.is_decoder:
+            self._validate_encoder_decoder()
+
+    def _validate_period(self) -> None:
+        self._require("position_period", lambda value: value is None or value >= 2, "None or at least 2")
+        if self.is_decoder or self.is_encoder_decoder or self.position_embedding_type != "learned":
+            none = "None in a model other than an encoder with learned positions"
+            self._require("position_period", lambda value: value is None, none)
+
+    def _validate_exact_tokens(self) -> None:
+        self._require("slot_counts", lambda value: value in SLOT_COUNTS, f"one of {', '.join(SLOT_COUNTS)}")
+        self._require("global_tokens", lambda value: value in GLOBAL_TOKENS, f"one of {', '.join(GLOBAL_TOKENS)}")
+        for name in ("max_global_tokens", "num_selection_queries"):
+            self._require(name, lambda value: value >= 1, "at least 1")
+        self._require("num_selected_tokens", lambda value: value >= 0, "0 (none) or more, for example 64")
+        self._require("softmax_length", lambda value: value >= 0, "0 (none) or more, for example 256")
+        if not self.num_selected_tokens:
+            self._require("softmax_length", lambda value: value == 0, "0 without `num_selected_tokens`")
+        if not self.reads_exact_tokens:
+            none = f"0 in {self.model_type} models, which have no softmax over slots and window"
+            self._require("num_selected_tokens", lambda value: value == 0, none)
+        elif self.is_decoder:
+            none = "0 in a decoder, whose state would have to keep every token to select from"
+            self._require("num_selected_tokens", lambda value: value == 0, none)
+        elif not self.local_window:
+            self._require("num_selected_tokens", lambda value: value == 0, "0 without `local_window`")
+
+    def _validate_encoder_decoder(self) -> None:
+        if self.share_encoder_decoder_embeddings:
+            same = f"vocab_size={self.vocab_size}, or share_encoder_decoder_embeddings=False"
+            self._require("decoder_vocab_size", lambda value: value == self.vocab_size, same)
+        tokens = range(self.decoder_vocab_size)
+        self._require("decoder_start_token_id", lambda v: v in tokens, f"in [0, decoder_vocab_size={len(tokens)})")
+        self.decoder_part().validate_values()
+
+    def _complete_encoder_decoder(self) -> None:
+        """Set the fields of an encoder-decoder that follow from others."""
+        if self.decoder_layers is None:
+            self.decoder_layers = self.num_hidden_layers
+        if self.decoder_vocab_size is None:
+            self.decoder_vocab_size = self.vocab_size
+        if self.decoder_start_token_id is None:
+            ends = self.eos_token_id
+            self.decoder_start_token_id = ends[0] if isinstance(ends, list) else ends
+
+    def fixed_length(self) -> str | None:
+        """Return the reason why the model cannot take longer inputs even with more positions, or `None` if it can."""
+        return None
+
+    def longest_input(self) -> int | None:
+        """Return the maximum input length in tokens, or `None` if there is none."""
+        limited = self.position_embedding_type == "learned" if self.is_decoder else True
+        endless = not limited or self.position_embedding_type == "none"
+        return None if endless else self.max_position_embeddings
+
+    def embedding_width(self) -> int:
+        """Return the width of the embeddings, which is the states' unless `embedding_size` says otherwise."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
+
+    def position_rows(self) -> int:
+        """Return the number of positions in the position table."""
+        longest, period = self.max_position_embeddings, self.position_period
+        return longest if period is None else min(longest, period)
+
+    def mixed_window(self) -> int:
+        """Return the window that a pass may narrow or leave out, and beside which it may leave out the slots, or 0."""
+        return self.local_window
+
+    def as_decoder(self) -> "BoundedMemoryConfig":
+        """Return the config of the causal model of the same size: `self`, or a copy with `is_decoder=True`.
+
+        Learned positions, which would limit the length, become a decoder's default.
+
+        Raises:
+            ValueError: The family's causal model does not support a field's value, or the config is an
+                encoder-decoder's.
+        """
+        self.refuse_encoder_decoder("A causal model")
+        if self.is_decoder:
+            return self
+        config = copy.deepcopy(self)
+        config.is_decoder = True
+        if config.position_embedding_type == "learned":
+            config.position_embedding_type = config.positions[True][0]
+        config.validate_values()
+        return config
+
+    def as_encoder_decoder(self) -> "BoundedMemoryConfig":
+        """Return the config of the encoder-decoder of the same size: `self`, or a copy with `is_encoder_decoder=True`.
+
+        Raises:
+            ValueError: The config is a causal model's, or the family's decoder does not support a field's value.
+        """
+        if self.is_decoder:
+            raise ValueError(
+                "An encoder-decoder needs an encoder's config or its own, but this is a causal model's "
+                "(`is_decoder=True`)."
+            )
+        if self.is_encoder_decoder:
+            return self
+        config = copy.deepcopy(self)
+        config.is_encoder_decoder = True
+        config._complete_encoder_decoder()
+        config.validate_values()
+        return config
+
+    def encoder_part(self) -> "BoundedMemoryConfig":
+        """Return the config of an encoder-decoder's encoder."""
+        config = copy.deepcopy(self)
+        config.is_encoder_decoder, config.scale_embedding = False, self.scales_embedding()
+        return config
+
+    def decoder_part(self) -> "BoundedMemoryConfig":
+        """Return the config of an encoder-decoder's decoder, with both `is_decoder` and `is_encoder_decoder`."""
+        config = copy.deepcopy(self)
+        config.is_decoder, config.scale_embedding = True, self.scales_embedding()
+        config.num_hidden_layers, config.vocab_size = self.decoder_layers, self.decoder_vocab_size
+        config.full_attention_layers, config.num_selected_tokens, config.softmax_length = None, 0, 0
+        return config
+
+    def across(self) -> "BoundedMemoryConfig":
+        """Return the config with which a decoder creates its cross-attention, which reads no window."""
+        config = copy.deepcopy(self)
+        config.local_window = config.num_selected_tokens = config.softmax_length = 0
+        return config
+
+    def scales_embedding(self) -> bool:
+        """Return whether token embeddings are multiplied by the root of the width."""
+        if self.scale_embedding is not None:
+            return self.scale_embedding
+        return self.position_embedding_type == "sinusoidal" or self.is_encoder_decoder
+
+    def refuse_encoder_decoder(self, kind: str) -> None:
+        """Raise a `ValueError` if the config is an encoder-decoder's, which `kind` of model cannot have."""
+        if self.is_encoder_decoder:
+            raise ValueError(
+                f"{kind} cannot have the config of an encoder-decoder (`is_encoder_decoder=True`). Load it with "
+                "AutoModelForSeq2SeqLM, or without its head with AutoModel."
+            )
+
+    def _require(self, name: str, accepts: Callable[[Any], bool], allowed: str) -> None:
+        value = getattr(self, name)
+        if not accepts(value):
+            raise ValueError(f"{type(self).__name__}: `{name}` is {value!r}, but must be {allowed}.")
+
+    def _require_divides(self, name: str) -> None:
+        heads = getattr(self, name)
+        if self.hidden_size % heads:
+            divisors = [str(h) for h in range(1, self.hidden_size + 1) if self.hidden_size % h == 0]
+            raise ValueError(
+                f"{type(self).__name__}: `hidden_size` ({self.hidden_size}) is not a multiple of `{name}` ({heads}). "
+                f"Choose one of {', '.join(divisors)} heads, or change `hidden_size`."
+            )
+
+    def _require_even_heads(self) -> None:
+        head_size = self.hidden_size // self.num_attention_heads
+        even = "chosen so that the head size is even, as rotary positions require"
+        self._require("num_attention_heads", lambda _: head_size % 2 == 0, even)
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> "BoundedMemoryConfig":
+        """Return a config of the family's authors, one of `presets`, with fields overridden by keyword.
+
+        Raises:
+            ValueError: `name` is unknown.
+        """
+        return cls(**{**cls.preset_fields(name), **overrides})
+
+    @classmethod
+    def preset_fields(cls, name: str) -> dict[str, Any]:
+        """Return the fields of one of `presets`.
+
+        Raises:
+            ValueError: `name` is unknown.
+        """
+        if name not in cls.presets:
+            raise ValueError(f"{cls.__name__} has no preset {name!r}. Choose one of {', '.join(cls.presets)}.")
+        return cls.presets[name]
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Like `PreTrainedConfig.save_pretrained`, plus the code that lets the Auto classes load without luna_hf."""
+        if is_ours(type(self)):
+            self.write_code(save_directory)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def _get_files_timestamps(self, working_dir: str | os.PathLike) -> dict[str, float]:
+        """Like transformers', which uploads what is newer; the code was written before."""
+        times = super()._get_files_timestamps(working_dir)
+        return {name: time for name, time in times.items() if not name.endswith(".py")}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Like `PreTrainedConfig.to_dict`. PEFT calls it right before it looks up what its methods adapt by default.
+
+        Each method has a table by `model_type`. Ours gets RoBERTa's entry; `value` may be a matrix shared with keys.
+        """
+        constants = sys.modules.get("peft.utils.constants")
+        for table in vars(constants).values() if constants else ():
+            if isinstance(table, dict) and "roberta" in table:
+                names = table["roberta"]
+                table.setdefault(self.model_type, [*names, *("key_value" for name in names if name == "value")])
+        return super().to_dict()
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Like `PreTrainedConfig.get_config_dict`, but refuse a checkpoint with weights that would not load.
+
+        Raises:
+            ValueError: Its `model_type` is neither this class's nor a parent's.
+        """
+        values, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        found = values.get("model_type", cls.model_type)
+        types = {found, *(part.get("model_type") for part in values.values() if isinstance(part, dict))}
+        if not types & {parent.model_type for parent in cls.__mro__ if hasattr(parent, "model_type")}:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} holds a model of type {found}, not {cls.model_type}: "
+                "`from_pretrained` cannot use its weights. `from_pretrained_encoder` starts from a trained encoder."
+            )
+        return values, kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Like `PreTrainedConfig.from_dict`, but drop misspelt names and removed fields; other unknown names are kept.
+
+        Warns of what is dropped, except for removed fields that were not set. Transformers saves every attribute ever
+        set on a config, and the saved file must load again.
+        """
+        misspelt = cls._misspelt(config_dict)
+        if "slot_counts" not in config_dict and config_dict.get("local_window"):
+            # From a version whose slots stood for all tokens, and whose heads marked none.
+            config_dict = {**config_dict, "slot_counts": "all", "global_tokens": "none"}
+        for name, field in {**misspelt, **cls._misspelt(kwargs), **cls._foreign(kwargs)}.items():
+            logger.warning(f"{cls.__name__} has no field `{name}`: its value is ignored. Did you mean `{field}`?")
+        for name in cls._removed({**config_dict, **kwargs}):
+            logger.warning(f"{cls.__name__} has no field `{name}` any more: its value is ignored.")
+        dropped = {*misspelt, *cls.removed_fields}
+        kept = {name: value for name, value in config_dict.items() if name not in dropped}
+        return super().from_dict({**kept, "_from_file": True}, **kwargs)
+
+    @classmethod
+    def _refuse_foreign(cls, keywords: dict[str, Any]) -> None:
+        """Raise for a keyword that resembles or means a field; transformers would silently keep it as an attribute."""
+        for name, field in {**cls._misspelt(keywords), **cls._foreign(keywords)}.items():
+            raise ValueError(f"{cls.__name__} has no field `{name}`. Did you mean `{field}`?")
+        for name in cls._removed(keywords):
+            raise ValueError(f"{cls.__name__} has no field `{name}` any more. Leave it out.")
+        for sibling in BoundedMemoryConfig.__subclasses__():
+            for name in cls._unknown(keywords) & sibling.__dataclass_fields__.keys():
+                raise ValueError(f"{cls.__name__} has no field `{name}`: it is one of {sibling.__name__}.")
+
+    @classmethod
+    def _removed(cls, keywords: dict[str, Any]) -> list[str]:
+        """Return the removed fields that are set; their defaults were None or False."""
+        return [name for name in cls.removed_fields if keywords.get(name)]
+
+    @classmethod
+    def _misspelt(cls, keywords: dict[str, Any]) -> dict[str, str]:
+        """Map each unknown name that closely resembles a field to that field."""
+        known = [*cls.__dataclass_fields__, "num_labels"]
+        close = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in cls._unknown(keywords)}
+        return {name: match[0] for name, match in sorted(close.items()) if match}
+
+    @classmethod
+    def _foreign(cls, keywords: dict[str, Any]) -> dict[str, str]:
+        """Map each name that another library or family gives to a field to that field."""
+        elsewhere = {name: field for field, names in _OTHER_NAMES.items() for name in names.split()}
+        elsewhere |= {sibling.slots_field: cls.slots_field for sibling in BoundedMemoryConfig.__subclasses__()}
+        return {name: elsewhere[name] for name in sorted(cls._unknown(keywords)) if elsewhere.get(name)}
+
+    @classmethod
+    def _unknown(cls, keywords: dict[str, Any]) -> set[str]:
+        unknown = keywords.keys() - _LIBRARY_KEYWORDS - cls.__dataclass_fields__.keys()
+        return {name for name in unknown if not name.startswith("_")}

@@ -1,0 +1,360 @@
+"""Convert a trained encoder so that it reads long texts in linear time, without any training.
+
+    python -m luna_hf convert sentence-transformers/all-MiniLM-L6-v2 outputs/minilm-8192
+
+SOURCE is a folder or Hub name of a BERT, RoBERTa, XLM-R, DistilBERT or ELECTRA, or of a sentence-transformers model
+of one. TARGET becomes the same kind of folder, which loads without this package. The table shows how close the result
+is to its source, and how fast.
+"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModel, PreTrainedModel
+from transformers.utils import logging
+
+from ..families.abc.modeling import AbcForMaskedLM, AbcModel
+from ..families.warm_start_rules import LoadedSource
+from ..ops.dispatch import SLOW_CPU_DTYPES
+from ..registry import FAMILIES
+from ..scripting import (
+    Parser,
+    UserError,
+    describe_run,
+    load_tokenizer,
+    portable,
+    progress,
+    run_script,
+    write_json,
+    writing,
+)
+from ..warm_start.sentence_folder import SentenceFolder, find_transformer, read_sentence_folder
+from ..warm_start.source import load_source, read_config
+from ..warm_start.transfer import WarmStart, warm_start
+from .card import Card
+from .files import check_target, check_tokenizer, source_card
+from .report import (
+    Encoder,
+    Figure,
+    exact_length,
+    explain,
+    measure,
+    read_ids,
+    shipped_texts,
+    special_tokens,
+    table_lines,
+    table_markdown,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+COMMAND = "luna_hf convert"
+
+DEFAULT_LENGTH = 8192
+
+# Beyond, softmax attention takes longer than window and selected tokens do.
+MOST_SOFTMAX = 512
+
+# Fields of the config that are options, with their help.
+FIELDS = {
+    "local_window": "tokens around each token that it reads",
+    "num_selected_tokens": "tokens of the whole text that each head selects and reads",
+    "memory_size": "means that stand for all other tokens",
+    "softmax_length": "texts of up to so many tokens are read as the source reads them (default: all that it reads)",
+    "position_period": "positions after which they are used again (default: as many as the source reads)",
+}
+
+# Of a tokenizer: what the source's last call left in its files.
+_CALL_SETTINGS = ("max_length", "stride", "truncation", "truncation_strategy", "padding", "pad_to_multiple_of")
+
+
+# ---- the command line ----
+
+
+def full_layers(text: str) -> list[int] | str:
+    """The value of `--full_attention_layers`.
+
+    Raises:
+        argparse.ArgumentTypeError: It is neither `all` nor numbers.
+    """
+    try:
+        return text if text == "all" else [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not `all` or numbers such as 0,5") from error
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UserError: An unknown option, or a value of the wrong type.
+    """
+    parser = Parser(
+        prog=f"python -m {COMMAND}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, preset = parser.add_argument, AbcModel.config_class.presets["selected"]
+    add("source", metavar="SOURCE", help="folder or Hub name of a trained encoder")
+    add("target", metavar="TARGET", type=Path, help="folder to write; must be new or empty")
+    add("--max_length", type=int, metavar="TOKENS", help=f"longest input (default: {DEFAULT_LENGTH})")
+    for name, about in FIELDS.items():
+        default = f" (default: {preset[name]})" if name in preset else ""
+        add(f"--{name}", type=int, metavar="N", help=about + default)
+    add(
+        "--full_attention_layers",
+        type=full_layers,
+        metavar="LAYERS",
+        help="layers that keep softmax attention, in quadratic time: `all`, or numbers from 0, such as 0,5",
+    )
+    add("--dtype", metavar="NAME", help="of the weights, such as bfloat16 (default: the source's)")
+    add("--texts", type=Path, metavar="FILE", help="UTF-8 text to measure on (default: English novels)")
+    add("--no_measure", action="store_true", help="convert only")
+    add("--allow_pickle", action="store_true", help="read weights from a pickle, which can run code")
+    add("--overwrite", action="store_true", help="replace TARGET if an earlier conversion wrote it")
+    options = parser.parse_args(words)
+    options.words = [word for word in words if word != "--overwrite"]
+    return options
+
+
+# ---- the source ----
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is converted.
+
+    Args:
+        loaded: its weights.
+        tokenizer: its tokenizer, see `make_plain`.
+        sentences: what sentence-transformers stores beside them, or `None` for a plain model.
+    """
+
+    loaded: LoadedSource
+    tokenizer: "PreTrainedTokenizerBase"
+    sentences: SentenceFolder | None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether its masked-LM head is converted."""
+        return self.sentences is None and self.loaded.layout.head["lm_head.dense.weight"][0] in self.loaded.tensors
+
+    @property
+    def longest(self) -> int:
+        """How many tokens of a text it reads."""
+        longest = self.sentences and self.sentences.longest
+        return min(longest, self.loaded.longest) if longest else self.loaded.longest
+
+    @property
+    def kind(self) -> str:
+        """What the result is for, see `conversion_card`."""
+        return "sentences" if self.sentences else "masked words" if self.has_head else "states"
+
+
+def read_source(options: argparse.Namespace) -> Source:
+    """Read everything, before anything is converted.
+
+    Raises:
+        UserError: A part is missing, or cannot be converted.
+        ValueError: The weights or their config cannot be read or mapped.
+    """
+    name = options.source
+    sentences, config = read_sentence_folder(name), read_config(name)
+    if config.model_type in FAMILIES:
+        raise UserError(f"{name} is a model of this package already. Name the encoder that it was made from.")
+    tokenizer = load_tokenizer(name, required=True, subfolder=find_transformer(name))
+    check_tokenizer(tokenizer, config, name)
+    return Source(load_source(name, options.allow_pickle), tokenizer, sentences)
+
+
+def make_plain(tokenizer: "PreTrainedTokenizerBase", max_length: int) -> None:
+    """Let a tokenizer cut and pad only when asked, whatever its files say; and cut at `max_length`."""
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    for name in _CALL_SETTINGS:
+        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.model_max_length = max_length
+
+
+# ---- converting and measuring ----
+
+
+def make_model(source: Source, options: argparse.Namespace) -> tuple[PreTrainedModel, WarmStart]:
+    """The converted model, and what became of every parameter.
+
+    Raises:
+        ValueError: An option has a wrong value, or the source cannot be converted.
+    """
+    longest = source.loaded.longest
+    given = {name: getattr(options, name) for name in (*FIELDS, "full_attention_layers")}
+    own = {"position_period": source.longest, "softmax_length": min(source.longest, MOST_SOFTMAX)}
+    if given["local_window"] == 0:  # nothing is selected without a window, nor does a text select all its tokens
+        own["num_selected_tokens"] = 0
+    if 0 in (given["num_selected_tokens"], own.get("num_selected_tokens")):
+        own["softmax_length"] = 0
+    given |= {name: value for name, value in own.items() if given[name] is None}
+    return warm_start(
+        AbcForMaskedLM if source.has_head else AbcModel,
+        options.source,
+        preset="selected",
+        max_length=max(DEFAULT_LENGTH, longest) if options.max_length is None else options.max_length,
+        dtype=options.dtype,
+        allow_pickle=options.allow_pickle,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def read_texts(path: Path | None) -> list[str]:
+    """The texts to measure on.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    if path is None:
+        return shipped_texts()
+    try:
+        return [path.read_text(encoding="utf-8")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--texts {path} cannot be read as UTF-8 text ({error}).") from error
+
+
+def compare(source: Source, model: PreTrainedModel, texts: list[str], options: argparse.Namespace) -> list[Figure]:
+    """Compare a converted model with its source, in the same dtype, on the CPU.
+
+    Raises:
+        UserError: The texts are too short.
+    """
+    dtype = measured_dtype(model)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the source's head is not loaded
+    try:
+        original = AutoModel.from_pretrained(options.source, subfolder=find_transformer(options.source), dtype=dtype)
+    finally:
+        logging.set_verbosity(verbosity)
+    pooling, lower = (source.sentences.pooling, source.sentences.lower) if source.sentences else ("mean", False)
+    specials, padding = special_tokens(source.tokenizer), source.tokenizer.pad_token_id
+    ours, theirs = (
+        Encoder(encoder.eval(), pooling, *specials, padding) for encoder in (model.base_model.to(dtype), original)
+    )
+    ids = read_ids(source.tokenizer, texts, lower)
+    figures = list(measure(ours, theirs, ids, source.longest, model.config.max_position_embeddings))
+    if not figures:
+        raise UserError(f"--texts {options.texts} is too short. Name a file with at least a page of text.")
+    return figures
+
+
+def measured_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of both models while they are compared: float32 where this CPU only emulates the result's."""
+    return torch.float32 if model.dtype in {*SLOW_CPU_DTYPES, torch.float16} else model.dtype
+
+
+# ---- writing ----
+
+
+def save(folder: Path, source: Source, model: PreTrainedModel) -> None:
+    """Write weights, config, code and tokenizer, and what sentence-transformers needs."""
+    longest = model.config.max_position_embeddings
+    make_plain(source.tokenizer, longest)
+    model.save_pretrained(folder)
+    source.tokenizer.save_pretrained(folder)
+    if source.sentences:
+        source.sentences.write(folder, longest)
+    for path in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", path)  # safetensors makes its files readable to their owner only
+
+
+def explanations(source: Source, model: PreTrainedModel, figures: list[Figure]) -> list[str]:
+    """What to know about the result, in sentences."""
+    dtype = str(measured_dtype(model)).removeprefix("torch.")
+    rounded = "" if model.dtype == source.loaded.embedding.dtype else f" up to the rounding of {model.dtype}"
+    exact = min(exact_length(model.config), source.longest)
+    lines = explain(figures, exact, source.longest, dtype, rounded.replace("torch.", ""))
+    if figures and source.sentences and source.sentences.has_dense:
+        lines.append("The cosines are those of the pooled states, before the Dense module.")
+    return lines
+
+
+def describe(
+    source: Source, model: PreTrainedModel, figures: list[Figure], options: argparse.Namespace
+) -> dict[str, Any]:
+    """The content of `conversion.json`."""
+    rounded = [
+        {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(figure).items()}
+        for figure in figures
+    ]
+    return {
+        **describe_run("-m", [*COMMAND.split(), *options.words], "cpu"),
+        "texts": portable(options.texts) if options.texts else "English novels that luna_hf ships",
+        "exact_length": min(exact_length(model.config), source.longest),
+        "figures": rounded,
+    }
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Convert, measure, write, and print the table.
+
+    Raises:
+        UserError: The user can fix the options, the source or the target.
+    """
+    texts = [] if options.no_measure else read_texts(options.texts)
+    check_target(options.target, options.source, options.overwrite, f"python -m {COMMAND}", is_module)
+    with writing(options.target) as folder:
+        progress(f"reading {options.source} ...")
+        try:
+            source = read_source(options)
+            model, made = make_model(source, options)
+        except (ValueError, StrictDataclassError) as error:
+            raise UserError(_one_line(error)) from error
+        save(folder, source, model)
+        figures = compare(source, model, texts, options) if texts else []
+        lines, facts = explanations(source, model, figures), describe(source, model, figures, options)
+        write_json(folder / "conversion.json", facts)
+        card = Card(
+            kind=source.kind,
+            name=options.target.resolve().name,
+            source=portable(options.source),
+            base_model=None if Path(options.source).exists() else options.source,
+            known=source_card(options.source),
+            longest=model.config.max_position_embeddings,
+            is_full=len(model.config.full_attention_layers or ()) == model.config.num_hidden_layers,
+            results=[*([table_markdown(figures)] if figures else []), *lines],
+            facts=facts,
+        )
+        (folder / "README.md").write_text(card.text(), encoding="utf-8")
+    print_result(options.target, model, made, figures, lines)
+
+
+def print_result(
+    target: Path, model: PreTrainedModel, made: WarmStart, figures: list[Figure], explained: list[str]
+) -> None:
+    """Print the table, what it means, what was written, and what was not converted."""
+    parameters, longest = model.num_parameters(), model.config.max_position_embeddings
+    lines = [*explained]
+    if made.unused:
+        names = ", ".join(line.strip() for line in made.lines("unused")[1:])
+        lines.append(f"Not converted, because only heads of the source use it: {names}.")
+    lines.append(f"Written to {target}: {parameters:,} parameters, inputs of up to {longest:,} tokens.")
+    print("\n".join([*table_lines(figures), ""] * bool(figures) + [fill(line, 100) for line in lines]))
+
+
+def is_module(folder: Path) -> bool:
+    """Whether a folder is one that sentence-transformers makes for a module."""
+    return folder.name.partition("_")[0].isdecimal()
+
+
+def _one_line(error: Exception) -> str:
+    """An error's message, with the spelling of this command's options."""
+    return " ".join(str(error).split()).replace("`allow_pickle=True`", "--allow_pickle")
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; see `run_script` for the exit status."""
+    return run_script(lambda: convert(parse(words)))

@@ -1,0 +1,80 @@
+"""Files of a conversion: what a source has beside its weights, and a target that may be replaced."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub import ModelCard, ModelCardData
+from transformers import PreTrainedConfig
+from transformers.utils import cached_file
+
+from ..scripting import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def find(source: str, name: str) -> str | None:
+    """The path of a file of a folder or Hub repository, or `None` if there is no such file."""
+    return cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+
+
+def source_card(source: str) -> ModelCardData:
+    """The metadata of the source's own card; empty if it has none."""
+    try:
+        path = find(source, "README.md")
+        return ModelCard.load(path, ignore_metadata_errors=True).data if path else ModelCardData()
+    except (OSError, ValueError):
+        return ModelCardData()
+
+
+def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", config: PreTrainedConfig, source: str) -> None:
+    """Refuse a tokenizer that does not fit the model.
+
+    Raises:
+        UserError: It has more tokens than the model has rows, or another padding token.
+    """
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"The tokenizer at {source} has {len(tokenizer):,} tokens, but its model only {config.vocab_size:,}. Save "
+            "the right tokenizer there."
+        )
+    if tokenizer.pad_token_id != config.pad_token_id:
+        raise UserError(
+            f"The tokenizer at {source} pads with token {tokenizer.pad_token_id}, but its model with token "
+            f"{config.pad_token_id}. Save the right tokenizer there."
+        )
+
+
+def check_target(target: Path, source: str, overwrite: bool, mark: str, is_own: Callable[[Path], bool]) -> None:
+    """Refuse a target that holds anything but an earlier conversion, or that cannot be replaced.
+
+    Args:
+        target: the folder to write.
+        source: folder or Hub name.
+        overwrite: whether an earlier conversion may be replaced.
+        mark: what the card of an earlier conversion contains.
+        is_own: whether a conversion writes such a subfolder.
+
+    Raises:
+        UserError: Such a target.
+    """
+    if target.exists() and not target.is_dir():
+        raise UserError(f"TARGET {target} is a file. Name a folder.")
+    place, origin = target.resolve(), Path(source).resolve()
+    if Path(source).exists() and (place == origin or place in origin.parents or origin in place.parents):
+        raise UserError(f"TARGET {target} is SOURCE, or one contains the other. Name another folder.")
+    if target.resolve() == Path.cwd():
+        raise UserError(f"TARGET {target} is the current folder, which cannot be replaced. Name another folder.")
+    present = sorted(target.iterdir()) if target.exists() else []
+    if not present:
+        return
+    card = target / "README.md"
+    converted = card.is_file() and mark in card.read_text(encoding="utf-8", errors="replace")
+    foreign = [path for path in present if path.is_dir() and not is_own(path)] if converted else present
+    if foreign:
+        raise UserError(f"TARGET {target} holds {foreign[0].name}, which no conversion wrote. Name another folder.")
+    if not overwrite:
+        raise UserError(f"TARGET {target} holds an earlier conversion. Name another folder or add --overwrite.")

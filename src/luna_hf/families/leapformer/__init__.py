@@ -1,0 +1,1 @@
+"""LeaPformer (Agostinelli et al. 2024), cosFormer and linear attention."""

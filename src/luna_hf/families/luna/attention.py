@@ -1,0 +1,291 @@
+"""Luna's nested attention (Ma et al. 2021, section 3.1): pack the tokens into l slots, then unpack them again.
+
+    pack      Y_P = Attn(P, C, C)                 l queries over the tokens of the context C (C = X in an encoder)
+    unpack    Y_X = Attn(X, Y_P, Y_P) W_o         n queries over the l slots
+
+Packing writes the memory, unpacking reads it. Both are ordinary multi-head softmax attention, so both go through
+transformers' attention interface. The packed context has no output projection; W_o belongs to the layer
+(`attention.output.dense`, as in RoBERTa).
+
+Causal form (section 3.3): P does not depend on the tokens. It is a parameter of each layer, or in an encoder-decoder
+the packed states of the source (section 3.4), which change from layer to layer. With
+f(x, y, z)_t = x_t sum_{j<=t} y_j^T z_j / t,
+
+    A_pack   = omega(P W_pq (X W_pc)^T / sqrt(c))             omega: softplus or elu + 1, no softmax
+    A_unpack = softmax(f(X W_q / sqrt(c), X W_k, A_pack))     over the slots
+    Y        = f(A_unpack, A_pack, X W_v) W_o
+
+This is a causal memory (`ops/causal_memory.py`) written with weights A_pack and divided by the number of steps.
+
+With `pack_activation="exp"`, which is not in the paper, omega is exp and the sums are divided by the running sum of
+A_pack instead: a slot is then a softmax over the tokens so far, as in Luna's encoder. A slot can hold a single token,
+which a mean over all steps cannot.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.utils import is_torchdynamo_compiling
+
+from ...layers.cache import SOURCE, MemoryCacheLayer
+from ...layers.causal_attention import CausalMemoryAttention
+from ...layers.memory_attention import Memory, MemoryAttention
+from ...ops.absorbed import may_absorb, pack_absorbed, pays
+from ...ops.attention import KeyMask, attend_heads, linear, make_key_mask, product, split_heads
+from ...ops.context import ForwardContext, drop_if_full
+from ...ops.memory_read import AttentionMap, Slots, Views
+from ...ops.recompute import recomputed
+from .configuration import LunaConfig
+
+
+class LunaMasks(NamedTuple):
+    """Padding masks of the two attentions; `None` where every key may be read."""
+
+    tokens: KeyMask | None
+    slots: KeyMask | None
+
+
+def valid_slots(config: LunaConfig, lengths: Tensor, num_slots: int) -> Tensor:
+    """Dynamic projection: a row of t tokens uses only its first `config.slots_for(t)` slots.
+
+    Args:
+        config: the model's configuration.
+        lengths: (b, 1) number of tokens of each row.
+        num_slots: number of slots l.
+
+    Returns:
+        (b, l) boolean, True for the slots in use.
+    """
+    return torch.arange(num_slots, device=lengths.device) < config.slots_for(lengths)
+
+
+class LunaProjections:
+    """Query, key and value projections; with `tie_kv`, keys and values share one matrix."""
+
+    def add_projections(self, config: LunaConfig) -> None:
+        """Create the query, key and value projections."""
+        width = config.hidden_size
+        self.query = nn.Linear(width, width)
+        if config.tie_kv:
+            self.key_value = nn.Linear(width, width)
+        else:
+            self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
+
+    def key_and_value_layers(self) -> tuple[nn.Module, nn.Module]:
+        """Return the projections of keys and values, which may be the same."""
+        return (self.key_value, self.key_value) if self.config.tie_kv else (self.key, self.value)
+
+    def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
+        if self.config.tie_kv:
+            both = split_heads(linear(self.key_value, states), self.num_heads)
+            return both, both
+        key, value = linear(self.key, states), linear(self.value, states)
+        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
+
+
+class LunaPackAttention(LunaProjections, nn.Module):
+    """Pack attention: the slots attend to the tokens of the context."""
+
+    is_causal = False
+
+    def __init__(self, config: LunaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads = config.num_projected_attention_heads or config.num_attention_heads
+        self.attention_dropout = config.attention_probs_dropout_prob
+        self.add_projections(config)
+
+    def forward(self, packed_query: Tensor, states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+        """Compute Y_P (b, l, d) from P (b, l, d) and (b, n, d) states; if eager, also the weights (b, h_p, l, n)."""
+        query = split_heads(linear(self.query, packed_query), self.num_heads)
+        layers, mask = self.key_and_value_layers(), context.masks.tokens
+        sizes = states.shape[1], query.shape[2], states.shape[2], self.num_heads
+        if may_absorb(self, states, *layers) and pays(*sizes, matrices=len(set(layers)), training=self.training):
+            dropout = self.attention_dropout if self.training else 0.0
+            return pack_absorbed(query, states, *layers, None if mask is None else mask.keep, dropout), None
+        return attend_heads(self, query, *self.key_and_value(states), mask, **context.options)
+
+
+class LunaAttention(LunaProjections, MemoryAttention):
+    """A layer's pack and unpack attention, with the residual connection and LayerNorm of the packed stream.
+
+    The unpack projections belong to this module, under RoBERTa's names; the pack projections are in `pack`.
+    """
+
+    def __init__(self, config: LunaConfig, layer_idx: int = 0) -> None:
+        super().__init__(config, layer_idx)
+        self.pack = LunaPackAttention(config)
+        self.packed_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    @staticmethod
+    def prepare(config: LunaConfig, states: Tensor, carried: Tensor, context: ForwardContext) -> ForwardContext:
+        """Add the masks of tokens and slots to the context.
+
+        The slot mask is `context.carried_keep` if given; otherwise dynamic projection derives it from the tokens.
+
+        Args:
+            config: the model's configuration.
+            states: (b, n, d) input of the first layer.
+            carried: (b, l, d) packed states.
+            context: context of the forward pass.
+
+        Raises:
+            ValueError: `carried` is `None`.
+        """
+        if carried is None:
+            raise ValueError("Luna needs packed states to write a memory: pass `carried`, (batch, slots, width).")
+        slots = context.carried_keep
+        if slots is None and config.dynamic_projection:
+            batch, count = carried.shape[:2]
+            if context.keep is not None or count > config.slots_for(states.shape[1]):
+                slots = valid_slots(config, context.lengths, count).expand(batch, -1)
+        slots = None if slots is None else drop_if_full(slots)
+        masks = LunaMasks(
+            tokens=make_key_mask(config, context.keep, queries=carried, keys=states),
+            slots=make_key_mask(config, slots, queries=states, keys=carried),
+        )
+        return context._replace(carried_keep=slots, masks=masks)
+
+    def write(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Memory:
+        """Pack (b, n, d) states into slots with the packed states (b, l, d), and update these for the next layer."""
+        packed_context, carried = self.update_packed(states, carried, context)
+        return Memory([self.slot_memory(*self.key_and_value(packed_context), context, context.masks.slots)], carried)
+
+    def write_whole(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Memory:
+        """Like `MemoryAttention.write_whole`; the packed states are updated where something reads them."""
+        memory = super().write_whole(states, carried, context)
+        if not context.carries:
+            return memory
+        return memory._replace(carried=self.update_packed(states, carried, context)[1])
+
+    def update_packed(self, states: Tensor, carried: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Return the packed context Y_P and the packed states for the next layer, (b, l, d) each."""
+        packed_context, _ = self.pack_context(states, carried, context)
+        carried = carried + self.dropout(packed_context)
+        return packed_context, carried if self.config.norm_first else self.packed_layer_norm(carried)
+
+    def pack_context(self, states: Tensor, carried: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+        """Compute Y_P (b, l, d) and, with eager attention, the pack weights (b, h_p, l, n)."""
+        return self.pack(self.packed_layer_norm(carried) if self.config.norm_first else carried, states, context)
+
+    def views(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Views:
+        """Return the weights of both attentions, and the packed context that the tokens read."""
+        packed_context, pack_weights = self.pack_context(states, carried, context)
+        views = super().views(states, carried, context)
+        tokens, slots = context.tokens(states), context.carried_keep
+        slots = torch.ones_like(packed_context[..., 0], dtype=torch.bool) if slots is None else slots
+        views["pack_entropy"] = AttentionMap(pack_weights, slots, tokens)
+        if "read_entropy" in views:
+            views["unpack_entropy"] = views.pop("read_entropy")._replace(keys=slots)
+        return views | {"slot_similarity": Slots(packed_context, slots)}
+
+
+# Names in a decoding state.
+_SOURCE_QUERY, _SOURCE_SLOTS = f"{SOURCE}pack_query", f"{SOURCE}pack_slots"
+
+
+def pack_weights(pack_query: Tensor, pack_key: Tensor, activation: str) -> Tensor:
+    """Compute A_pack = omega(pq . pc / sqrt(c)), in float32 or wider.
+
+    Args:
+        pack_query: (b or 1, h, l, c), P W_pq.
+        pack_key: (b, h, n, c), X W_pc.
+        activation: "softplus", log2(1 + 2^x) (the authors' beta = ln 2); "elu", elu(x) + 1; or "exp".
+
+    Returns:
+        (b, h, n, l), non-negative; for "exp" their logarithm, because the sums are normalised in log space.
+    """
+    logits = product(pack_key, (pack_query * pack_query.shape[-1] ** -0.5).transpose(-1, -2))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if activation == "exp":
+        return logits
+    if activation == "elu":
+        return F.elu(logits) + 1.0
+    # Above the threshold PyTorch returns x itself; 40 makes that exact in float64, too.
+    return F.softplus(logits, beta=math.log(2.0), threshold=40.0)
+
+
+class LunaCausalPack(nn.Module):
+    """A layer's P, unless it comes from a source, its query projection, and the key projection of the tokens."""
+
+    def __init__(self, config: LunaConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        own = not config.is_encoder_decoder
+        self.slots = nn.Parameter(torch.empty(config.projection_length, width)) if own else None
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+
+    def initialise(self, config: LunaConfig) -> None:
+        """Initialise P at the scale of normed token states: it has no LayerNorm, and near zero all slots coincide."""
+        if self.slots is not None:
+            init.normal_(self.slots, mean=0.0, std=1.0)
+
+
+class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
+    """Causal pack and unpack attention; the projections have the names of `LunaAttention`."""
+
+    def __init__(self, config: LunaConfig, layer_idx: int = 0) -> None:
+        super().__init__(config, layer_idx)
+        self.pack = LunaCausalPack(config)
+
+    def write_weights(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, str]:
+        """Return A_pack (b, h, n, l), or its logarithm with "exp", and how the sums are normalised."""
+        pack_key = split_heads(linear(self.pack.key, hidden_states), self.num_heads)
+        cache = context.layer_cache(self.layer_idx)
+        if self.pack.slots is None:
+            pack_query = cache.states[_SOURCE_QUERY] if carried is None else self.source_query(carried)
+        else:
+            pack_query = self.pack_query(cache)
+        activation = self.config.pack_activation
+        weights = recomputed(lambda key, query: pack_weights(query, key, activation), pack_key, pack_query)
+        if activation == "exp":
+            return weights, "softmax"
+        dropout = self.attention_dropout if self.training else 0.0
+        return F.dropout(weights, dropout) if dropout else weights, "steps"
+
+    def used_slots(self, carried: Tensor | None, context: ForwardContext) -> Tensor | None:
+        """Like `CausalMemoryAttention.used_slots`; in an encoder-decoder, the slots that the source uses."""
+        if self.pack.slots is not None:
+            return None
+        if carried is None:
+            return context.layer_cache(self.layer_idx).states.get(_SOURCE_SLOTS)
+        return context.source.carried_keep
+
+    def source_query(self, carried: Tensor) -> Tensor:
+        """Return P W_pq, (b, h, l, c), with the packed states of the source (b, l, d)."""
+        return split_heads(linear(self.pack.query, carried), self.num_heads)
+
+    def write_source(self, carried: Tensor, context: ForwardContext) -> None:
+        """Keep P W_pq, and which slots the source uses."""
+        kept = {_SOURCE_QUERY: self.source_query(carried), _SOURCE_SLOTS: context.source.carried_keep}
+        context.layer_cache(self.layer_idx).write(**kept)
+
+    def pack_query(self, cache: MemoryCacheLayer | None) -> Tensor:
+        """Return P W_pq, (1, h, l, c); cached while decoding, where it would cost more than the rest of the layer."""
+        if cache is None or torch.is_grad_enabled():
+            return split_heads(linear(self.pack.query, self.pack.slots).unsqueeze(0), self.num_heads)
+        if is_torchdynamo_compiling() and "pack_query" in cache.constants:
+            return cache.constants["pack_query"]
+        key = self.pack_query_key()
+        if cache.constant_keys.get("pack_query") != key:
+            cache.constants["pack_query"] = self.pack_query(None).contiguous()
+            cache.constant_keys["pack_query"] = key
+        return cache.constants["pack_query"]
+
+    def pack_query_key(self) -> tuple[object, ...]:
+        """Return a key that changes whenever P W_pq does: parameter identity, version, dtype, device, and autocast."""
+        parameters = [
+            (id(parameter), parameter.dtype, parameter.device, 0 if parameter.is_inference() else parameter._version)
+            for parameter in self.pack.parameters()
+        ]
+        device = self.pack.slots.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return (*parameters, autocast)

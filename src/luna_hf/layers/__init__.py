@@ -1,0 +1,1 @@
+"""The layers of all models: modules that hold parameters and call the operations."""

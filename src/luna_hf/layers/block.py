@@ -1,0 +1,205 @@
+"""A layer of an encoder or decoder, and the stack of layers.
+
+Parameters have RoBERTa's names, so that a RoBERTa checkpoint loads wherever the architectures agree. A family plugs
+in a `MemoryAttention`: `(hidden_states, carried, context) -> (output, carried, weights)`, where `carried` passes from
+layer to layer alongside the tokens (Luna's packed sequence), or is `None`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..configuration import BoundedMemoryConfig
+from ..ops.attention import linear
+from ..ops.context import ForwardContext
+from ..ops.convolution import depthwise_convolution
+from ..ops.dispatch import choose
+from ..ops.recompute import keep_inputs, may_recompute
+from .memory_attention import FullAttention, MemoryAttention
+
+# Number of tokens per block of the feed-forward network in inference, by device type; the CPU's blocks fit in cache.
+_FEED_FORWARD_ROWS = {"cpu": 1024}
+
+_FEED_FORWARD_ROWS_DEFAULT = 16384
+
+
+class DepthwiseConvolution(nn.Module):
+    """Depthwise convolution of `conv_kernel_size` taps over the token states, without bias."""
+
+    def __init__(self, config: BoundedMemoryConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, config.conv_kernel_size))
+
+    def initialise(self, config: BoundedMemoryConfig) -> None:
+        """Initialise the filters."""
+        init.normal_(self.weight, mean=0.0, std=config.conv_initializer_range or config.initializer_range)
+
+    def forward(self, states: Tensor, context: ForwardContext) -> Tensor:
+        """Convolve (b, n, d) states to the same shape."""
+        return depthwise_convolution(states, self.weight, context.keep)
+
+
+class SubLayerOutput(nn.Module):
+    """End of a sub-layer: output projection, dropout and LayerNorm, grouped under RoBERTa's names.
+
+    In a post-norm layer the LayerNorm follows the residual connection; in a pre-norm layer it precedes the sub-layer.
+    """
+
+    def __init__(self, config: BoundedMemoryConfig, in_features: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(in_features, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+
+class FeedForwardInput(nn.Module):
+    """First half of the feed-forward network: projection, activation, dropout."""
+
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.dropout = nn.Dropout(config.activation_dropout)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Map (..., d) to (..., intermediate_size)."""
+        return self.activate(linear(self.dense, states))
+
+    def activate(self, inner: Tensor) -> Tensor:
+        """Apply activation and dropout."""
+        return self.dropout(self.activation(inner))
+
+
+class AttentionBlock(nn.Module):
+    """Attention sub-layer: the family's attention (`self`, as in RoBERTa), output projection, optional convolution."""
+
+    def __init__(
+        self,
+        config: BoundedMemoryConfig,
+        layer_idx: int,
+        attention_class: type[MemoryAttention],
+        convolution_class: type[DepthwiseConvolution],
+    ) -> None:
+        super().__init__()
+        self.norm_first = config.norm_first
+        full = layer_idx in (config.full_attention_layers or ())
+        self.self = (FullAttention if full else attention_class)(config, layer_idx)
+        self.output = SubLayerOutput(config, config.hidden_size)
+        self.convolution = convolution_class(config, layer_idx) if config.conv_kernel_size else None
+
+    def forward(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Apply the sub-layer with its residual connection; returns states (b, n, d) and `carried`.
+
+        In a post-norm layer, what follows applies `output.LayerNorm` to the states.
+        """
+        mixed, carried = self.mix(hidden_states, carried, context)
+        return hidden_states + self.output.dropout(mixed), carried
+
+    def mix(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
+        states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
+        attention, output = self.self, self.output.dense
+        # The tokens of a stream are projected together, not by bucket. Another class of attention is a wrapper, such as
+        # FSDP's, which must be called.
+        is_plain = isinstance(context, ForwardContext) and isinstance(attention, MemoryAttention)
+        # Without gradients, neither form has anything to save where every token is read.
+        if is_plain and (torch.is_grad_enabled() or not context.whole) and attention.may_project(states, output):
+            mixed, carried = attention.forward_projected(states, carried, context, output)
+        else:
+            mixed, carried = context.in_rows(lambda *inputs: attention(*inputs)[:2], states, carried)
+            mixed = linear(output, mixed)
+        if self.convolution is not None:
+            convolved, _ = context.in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None)
+            mixed = mixed + convolved
+        return mixed, carried
+
+
+class TransformerLayer(GradientCheckpointingLayer):
+    """One layer of an encoder or decoder: attention and feed-forward network."""
+
+    def __init__(self, config: BoundedMemoryConfig, *attention: Any) -> None:
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.feed_forward_rows = config.chunk_size_feed_forward
+        self.attention = AttentionBlock(config, *attention)
+        self.intermediate = FeedForwardInput(config)
+        self.output = SubLayerOutput(config, config.intermediate_size)
+
+    def forward(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Apply both sub-layers; returns token states (b, n, d) and `carried`."""
+        hidden_states, carried = self.attention(hidden_states, carried, context)
+        return self.feed_forward(hidden_states, self.attention), carried
+
+    def feed_forward(self, hidden_states: Tensor, before: nn.Module) -> Tensor:
+        """Apply the feed-forward sub-layer with its residual connection, in blocks of tokens if that saves memory.
+
+        Args:
+            hidden_states: (b, n, d) the output of the sub-layer `before`, whose LayerNorm is still to be applied in a
+                post-norm layer.
+        """
+        norm = self.output.LayerNorm if self.norm_first else before.output.LayerNorm
+        rows = self.feed_forward_rows
+        if not rows and choose("feed_forward", hidden_states, self.training) == "parts":
+            rows = _FEED_FORWARD_ROWS.get(hidden_states.device.type, _FEED_FORWARD_ROWS_DEFAULT)
+        flat = hidden_states.flatten(0, 1)
+        if not rows or flat.shape[0] <= rows:
+            return self._feed_forward(hidden_states, norm)
+        return torch.cat([self._feed_forward(block, norm) for block in flat.split(rows)]).view_as(hidden_states)
+
+    def _feed_forward(self, states: Tensor, norm: nn.LayerNorm) -> Tensor:
+        def widen(states: Tensor) -> tuple[Tensor, Tensor]:
+            normed = norm(states)
+            return states if self.norm_first else normed, linear(self.intermediate.dense, normed)
+
+        def narrow(inner: Tensor) -> Tensor:
+            return linear(self.output.dense, self.intermediate.activate(inner))
+
+        def apply(states: Tensor) -> tuple[Tensor, Tensor]:
+            states, inner = widen(states)
+            return states, narrow(inner)
+
+        if not may_recompute(states, norm, self.intermediate, self.output):
+            normed = norm(states)
+            states = states if self.norm_first else normed
+            update = linear(self.output.dense, self.intermediate(normed))
+        elif self.gradient_checkpointing and self.training:  # memory counts more than time
+            states, update = keep_inputs(apply, states)
+        else:  # the large products are kept; norms and activations are cheap
+            states, inner = keep_inputs(widen, states)
+            update = keep_inputs(narrow, inner)
+        states = states + self.output.dropout(update)
+        return states if self.norm_first else self.output.LayerNorm(states)
+
+
+class LayerStack(nn.Module):
+    """The layers (`layer`, as in RoBERTa), and the final LayerNorm of a pre-norm model."""
+
+    def __init__(
+        self,
+        config: BoundedMemoryConfig,
+        *classes: type[nn.Module],
+        layer_class: type[TransformerLayer] = TransformerLayer,
+    ) -> None:
+        super().__init__()
+        layers = range(config.num_hidden_layers)
+        self.layer = nn.ModuleList(layer_class(config, layer_idx, *classes) for layer_idx in layers)
+        final = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.final_layer_norm = final if config.norm_first else nn.Identity()
+
+    def forward(self, hidden_states: Tensor, carried: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Apply all layers, with their other inputs; returns token states (b, n, d) and `carried`."""
+        for layer in self.layer:
+            # Positional arguments, because re-entrant checkpointing gives keyword arguments no gradient.
+            hidden_states, carried = layer(hidden_states, carried, *inputs)
+        return self.final_layer_norm(hidden_states), carried

@@ -1,0 +1,235 @@
+"""The decoding state of causal models: a transformers `Cache` of constant size."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.utils import is_torchdynamo_compiling
+
+from ..ops.causal_memory import CausalMemory
+
+# Prefix of the names of what a decoder keeps of the source.
+SOURCE = "source_"
+
+
+class MemoryCacheLayer(CacheLayerMixin):
+    """State of one layer: named tensors with the batch as their first dimension.
+
+    Without gradients, tensors are updated in place while their shapes stay the same, because a compiled decoding step
+    needs them at fixed addresses. Running sums are float32 whatever the model's dtype.
+    """
+
+    is_croppable = False  # tokens cannot be removed from a sum
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[str, Tensor] = {}
+        # Tensors that do not depend on the input, cached across steps, and the keys that they are valid for.
+        self.constants: dict[str, Tensor] = {}
+        self.constant_keys: dict[str, object] = {}
+
+    def write(self, **states: Tensor | None) -> None:
+        """Replace the named tensors; `None` leaves one unchanged."""
+        for name, state in states.items():
+            if state is None:
+                continue
+            old = self.states.get(name)
+            if old is not None and _may_be_overwritten(old, state):
+                old.copy_(state)
+            else:
+                self.states[name] = state if state.requires_grad else _own(state)
+        self.is_initialized = True
+
+    def sums(self) -> CausalMemory | None:
+        """Return the running sums of a causal scan, or `None` before the first token."""
+        if "value" not in self.states:
+            return None
+        return CausalMemory(**{name: self.states.get(name) for name in CausalMemory._fields})
+
+    def lazy_initialization(self, *args: Tensor, **kwargs: Tensor) -> None:
+        """Do nothing: the first `write` creates the tensors."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> None:
+        """Not supported: the state does not consist of keys and values.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("A MemoryCache holds no keys and values and works only with luna_hf models.")
+
+    def get_seq_length(self) -> int:
+        """Return 0: lengths are counted by `MemoryCache`, not per layer."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length and offset of the mask, which covers only the new tokens."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1, for no maximum."""
+        return -1
+
+    def reset(self) -> None:
+        """Discard the state."""
+        self.states.clear()
+        self.constants.clear()
+        self.constant_keys.clear()
+        self.is_initialized = False
+
+    def detach(self) -> None:
+        """Cut the state off from the graph of gradients, in place."""
+        self.states = {name: _own(state) for name, state in self.states.items()}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows, for beam search."""
+        self.write(**{name: state.index_select(0, beam_idx.to(state.device)) for name, state in self.states.items()})
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self.write(**{name: state.repeat_interleave(repeats, dim=0) for name, state in self.states.items()})
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Select rows by index."""
+        self.write(**{name: state[indices.to(state.device)] for name, state in self.states.items()})
+
+
+def _may_be_overwritten(old: Tensor, new: Tensor) -> bool:
+    """Whether the old tensor can be overwritten, that is, no backward pass may still need it."""
+    if torch.is_grad_enabled() or old.requires_grad or old.shape != new.shape or old.dtype != new.dtype:
+        return False
+    return is_torchdynamo_compiling() or not old.is_inference() or torch.is_inference_mode_enabled()
+
+
+def _own(state: Tensor) -> Tensor:
+    # Copied, because a view would keep the larger tensor behind it in memory.
+    state = state.detach().clone(memory_format=torch.contiguous_format)
+    if not is_torchdynamo_compiling():
+        torch._dynamo.mark_static_address(state)
+    return state
+
+
+class MemoryCache(Cache):
+    """Decoding state of a causal model, its `cache`; as large after 16 tokens as after 16,000.
+
+    That of an encoder-decoder also contains the memory that the source was written to, which is as large for 16 source
+    tokens as for 16,000.
+
+    `generate` creates one and returns it with `return_dict_in_generate=True`. Create one to carry the state from call
+    to call:
+
+    ```python
+    >>> cache = MemoryCache(model.config)
+    >>> with torch.no_grad():
+    ...     for part in input_ids.split(512, dim=1):
+    ...         logits = model(part, cache=cache).logits
+    ```
+
+    With gradients, a backward pass reaches back to the first token. `detach` ends it at the last `detach`.
+
+    Args:
+        config: the model's configuration.
+        compileable: whether `generate` may compile the decoding step, as with `cache_implementation="static"`.
+    """
+
+    def __init__(self, config: PreTrainedConfig, compileable: bool = False) -> None:
+        if config.is_encoder_decoder and not config.is_decoder:
+            config = config.decoder_part()
+        super().__init__(layers=[MemoryCacheLayer() for _ in range(config.num_hidden_layers)])
+        self.compileable = compileable
+        self.made_for = state_fields(config)
+        # Input columns and real tokens so far, and a checksum of their ids, per row; they belong to no layer.
+        self.rows = MemoryCacheLayer()
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile the decoding step."""
+        return self.compileable
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether any token has been processed."""
+        return bool(self.rows.states)
+
+    @property
+    def has_source(self) -> bool:
+        """Whether the state of an encoder-decoder contains the memory of the source."""
+        return any(name.startswith(SOURCE) for name in self.layers[0].states)
+
+    @property
+    def nbytes(self) -> int:
+        """Total size of all tensors in bytes."""
+        layers = (*self.layers, self.rows)
+        tensors = [tensor for layer in layers for tensor in (*layer.states.values(), *layer.constants.values())]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows; -1 before the first token or source."""
+        states = self.rows.states if self.is_initialized else self.layers[0].states
+        return next((state.shape[0] for state in states.values()), -1)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """Number of real tokens of each row, (b,) long; `None` before the first token."""
+        return self.rows.states.get("tokens")
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of input columns so far, padding included."""
+        return int(self.rows.states["columns"][0]) if self.is_initialized else 0
+
+    def count(self, tokens: Tensor, columns: int, checksum: Tensor | int = -1) -> None:
+        """Record a forward pass.
+
+        Args:
+            tokens: (b,) real tokens of each row so far, including this pass.
+            columns: number of input columns of this pass.
+            checksum: (b,) checksum of the ids in this pass; negative if unknown.
+        """
+        none = torch.zeros_like(tokens)
+        seen, before = (self.rows.states.get(name, none) for name in ("columns", "checksum"))
+        checksum = (before + checksum).masked_fill((before < 0) | (checksum < 0), -1)
+        self.rows.write(tokens=tokens, columns=seen + columns, checksum=checksum)
+
+    def reset(self) -> None:
+        """Discard the state."""
+        super().reset()
+        self.rows.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Not supported, unless there is nothing to remove.
+
+        Raises:
+            ValueError: `tokens_to_remove` is not 0.
+        """
+        if tokens_to_remove:
+            raise ValueError("Tokens cannot be removed from a MemoryCache; keep a copy from before they were added.")
+
+    def detach(self) -> None:
+        """Cut the state off from the graph of gradients, for truncated back-propagation through a long text."""
+        for layer in self.layers:
+            layer.detach()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows, for beam search."""
+        super().reorder_cache(beam_idx)
+        self.rows.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        self.rows.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Select rows by index."""
+        super().batch_select_indices(indices)
+        self.rows.batch_select_indices(indices)
+
+
+def state_fields(config: PreTrainedConfig) -> dict[str, object]:
+    """Return the fields, with their values, that models must agree on to share a state."""
+    fields = {name: getattr(config, name) for name in ("model_type", *config.state_fields)}
+    is_learned = fields.get("position_embedding_type") == "learned"
+    if is_learned and not config.is_encoder_decoder:  # an encoder's config, converted by `as_decoder`
+        fields["position_embedding_type"] = config.positions[True][0]
+    return fields

@@ -1,0 +1,314 @@
+"""Base classes shared by all models: loading and saving, input validation, and heads on a base model."""
+
+import difflib
+import os
+import sys
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils import TransformersKwargs, is_tracing
+from transformers.utils.output_capturing import OutputRecorder
+
+from ..configuration import BoundedMemoryConfig, is_ours, saved_file
+from ..layers.block import DepthwiseConvolution, LayerStack, TransformerLayer
+from ..layers.embeddings import TokenEmbeddings
+from ..layers.memory_attention import MemoryAttention
+from ..ops.context import drop_if_full
+
+# Inputs of some model here, in the order in which a misspelt one is compared with them.
+_INPUT_NAMES = (
+    *("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels", "cache"),
+    *("use_cache", "logits_to_keep", "shift_labels", "start_positions", "end_positions", "num_items_in_batch"),
+)
+
+# Keywords of every transformers model, the option of flex attention, and what `generate` passes on for stop strings.
+_OPTIONS = (*TransformersKwargs.__optional_keys__, "kernel_options", "tokenizer")
+
+# What a pass of a model with a local window reads, see `ForwardContext`.
+_READS = ("local_window", "read_slots")
+
+_PACKED = "texts packed into one row would share its memory. Pad them instead (DataCollatorWithPadding)."
+
+_NO_CACHE = "the model is an encoder and has no cache."
+
+_REFUSED_KEYWORDS = {
+    "head_mask": "transformers 5 has no head masks.",
+    "encoder_hidden_states": "the model has no cross-attention.",
+    **dict.fromkeys(("cache", "past_key_values", "use_cache"), _NO_CACHE),
+    **dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"), _PACKED),
+}
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot trace difflib
+def _closest_input(name: str, outputs: tuple[str, ...]) -> str:
+    known = [known for known in (*_INPUT_NAMES, *outputs) if known != name]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+class BoundedMemoryPreTrainedModel(PreTrainedModel):
+    """Base class of all models: loading, saving and initialisation."""
+
+    config: BoundedMemoryConfig
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TokenEmbeddings", "TransformerLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {
+        "hidden_states": TransformerLayer,
+        "attentions": OutputRecorder(MemoryAttention, index=2),
+    }
+
+    auto_classes: tuple[str, ...] = ()  # that load the model
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Transformers copies the file of a class with an `_auto_class`; `hub.py` writes the code of the package's own.
+        cls._auto_class = None if is_ours(cls) else next(iter(cls.auto_classes), None)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if hasattr(module, "initialise"):  # a luna_hf module with parameters or buffers unknown to transformers
+            module.initialise(self.config)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Like `PreTrainedModel.save_pretrained`, plus the code that lets the Auto classes load without luna_hf."""
+        # transformers registers only the saved class, but any head can be loaded from these files.
+        self.config.auto_map = self.auto_map()
+        super().save_pretrained(*args, **kwargs)
+
+    def auto_map(self) -> dict[str, str]:
+        """Map each Auto class to `file.Class`, for the model classes of the file that is saved beside the weights.
+
+        That file has the models on the same base model. Transformers saves none for a class from `__main__`, or for a
+        user's class that is not registered with `register_for_auto_class`.
+        """
+        classes, module = {"AutoConfig": self.config_class}, type(self).__module__
+        if is_ours(type(self)) or (self.is_remote_code() and module != "__main__"):
+            base = getattr(self, "base_model_class", type(self))
+            own = [cls for cls in vars(sys.modules[module]).values() if getattr(cls, "__module__", None) == module]
+            own = [cls for cls in own if getattr(cls, "base_model_class", cls) is base]
+            classes |= {auto_class: cls for cls in own for auto_class in getattr(cls, "auto_classes", ())}
+        return {auto: f"{saved_file(cls)}.{cls.__name__}" for auto, cls in classes.items()}
+
+    def get_position_embeddings(self) -> nn.Module | None:
+        """The position table; `None` if there is none."""
+        return self.base_model.embeddings.position_embeddings
+
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """Set `config.max_position_embeddings`, which limits no decoder; encoders also resize their table.
+
+        Raises:
+            ValueError: The number is below 1, or the attention has weights for each position.
+        """
+        trained, length = self.config.max_position_embeddings, new_num_position_embeddings
+        reason = "a model needs at least 1" if length < 1 else length != trained and self.config.fixed_length()
+        if reason:
+            raise ValueError(f"The model cannot be resized from {trained} to {length} positions, since {reason}.")
+        self.config.max_position_embeddings = length
+
+    @classmethod
+    def from_pretrained_encoder(
+        cls, source: str | os.PathLike | PreTrainedModel, **options: Any
+    ) -> "BoundedMemoryPreTrainedModel":
+        """Warm-start an encoder from a trained one, such as RoBERTa, BERT, DistilBERT or ELECTRA; needs the package.
+
+        Takes the arguments of `luna_hf.warm_start.warm_start`, which also returns the report: the weights of the
+        encoder are kept, and in a masked-LM model those of the masked-LM head. New and unused parameters are logged.
+
+        Raises:
+            ImportError: luna_hf is not installed; the code in a checkpoint folder does not suffice.
+            ValueError: `cls` is causal, the source cannot be read or mapped, or an option is invalid.
+        """
+        # Absolute and inside a `try`, so that transformers neither requires the package nor copies the file.
+        try:
+            from luna_hf.warm_start import warm_start
+        except ImportError as error:
+            raise ImportError(
+                "`from_pretrained_encoder` needs luna_hf, not only a checkpoint's code: `pip install luna-hf`."
+            ) from error
+        model, made = warm_start(cls, source, **options)
+        made.warn()
+        return model
+
+    @classmethod
+    def from_roberta(
+        cls, source: str | os.PathLike | PreTrainedModel, **options: Any
+    ) -> "BoundedMemoryPreTrainedModel":
+        """The earlier name of `from_pretrained_encoder`."""
+        return cls.from_pretrained_encoder(source, **options)
+
+
+class BaseModelMixin:
+    """Shared by a family's encoder and decoder: embeddings, layers and input validation."""
+
+    auto_classes = ("AutoModel",)
+    attention_class: type[MemoryAttention]
+    convolution_class: type[DepthwiseConvolution]
+
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        super().__init__(config)
+        self.embeddings = TokenEmbeddings(config)
+        self.add_layers(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def add_layers(self, config: BoundedMemoryConfig) -> None:
+        """Create the layers; a family overrides this to add modules beside them."""
+        self.encoder = LayerStack(config, self.attention_class, self.convolution_class)
+
+    def first_carried(self) -> Tensor | None:
+        """Return the first layer's `carried` input, see `MemoryAttention.write`."""
+        return None
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embedding."""
+        self.embeddings.word_embeddings = value
+
+    def check_keywords(self, keywords: dict[str, Any]) -> None:
+        """Reject unknown and unsupported keywords; those that every transformers model accepts pass.
+
+        Raises:
+            ValueError: A keyword is unknown or not supported.
+        """
+        outputs = ("return_dict", *(f"output_{name}" for name in self._can_record_outputs))
+        for name, value in keywords.items():
+            if value is None or (name in _REFUSED_KEYWORDS and value is False):
+                continue
+            if name in _REFUSED_KEYWORDS:
+                raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
+            if name not in (*outputs, *_READS, *_OPTIONS):
+                raise ValueError(f"The model has no input `{name}`.{_closest_input(name, outputs)}")
+        self.check_reads(keywords.get("local_window"), keywords.get("read_slots"))
+        if keywords.get("output_attentions") and "attentions" not in self._can_record_outputs:
+            raise ValueError(
+                f"`output_attentions` is not supported: a causal {self.config.model_type} model computes no attention "
+                "weights. Leave it out."
+            )
+
+    def check_reads(self, window: int | None, slots: bool | None) -> None:
+        """Reject a choice of window and slots that the model does not have, or that reads nothing.
+
+        Raises:
+            ValueError: The model has no local window, the window is too large, or both parts are left out.
+        """
+        if window is None and slots is None:
+            return
+        own = self.config.mixed_window()
+        allowed = f"a pass reads a window of at most {own} tokens, slots, or both" if own else "neither can be given"
+        if not own or not 0 <= (own if window is None else window) <= own or (window == 0 and slots is False):
+            raise ValueError(
+                f"`local_window` is {window} and `read_slots` {slots}, but with config.local_window="
+                f"{self.config.local_window} {allowed}."
+            )
+
+    def check_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> None:
+        """Reject positions that fall from one real token to the next, as in packed texts; skipped while tracing.
+
+        Args:
+            position_ids: (b or 1, n), or `None`.
+            keep: (b, n) padding mask; `None` if nothing is padded.
+
+        Raises:
+            ValueError: The positions of a row fall.
+        """
+        if position_ids is None or position_ids.shape[-1] == 1 or is_tracing(position_ids) or position_ids.is_meta:
+            return
+        real = position_ids if keep is None else position_ids.masked_fill(~keep, position_ids.min())
+        falls = position_ids < real.cummax(-1).values
+        falls = falls if keep is None else falls & keep
+        if falls.any():
+            row, column = falls.reshape(-1, falls.shape[-1]).nonzero()[0].tolist()
+            raise ValueError(f"`position_ids` fall at token {column} of row {row}, as in packed texts, but {_PACKED}")
+
+    def check_shapes(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        with_past: bool = False,
+    ) -> int:
+        """Check the inputs' shapes and return their length; `with_past` also allows a mask over earlier tokens.
+
+        Raises:
+            ValueError: Not exactly one kind of input is given, it is empty, or the mask's shape does not match.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
+        shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
+        if len(shape) != 2:
+            raise ValueError(f"`input_ids` must have shape (batch, length), but has shape {tuple(shape)}.")
+        if shape[1] == 0:
+            raise ValueError("The input has no tokens (length 0).")
+        fits = attention_mask is None or attention_mask.shape == shape
+        if with_past and not fits:
+            fits = (
+                attention_mask.dim() == 2 and attention_mask.shape[0] == shape[0] and attention_mask.shape[1] > shape[1]
+            )
+        if not fits:
+            raise ValueError(
+                f"`attention_mask` must have shape {tuple(shape)} (batch, length), with 1 for tokens and 0 for "
+                f"padding, but has shape {tuple(attention_mask.shape)}; masks over token pairs are not supported."
+            )
+        return shape[1]
+
+    def tokens_to_keep(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+        """Return the padding mask (b, n), True for tokens; `None` if nothing is padded.
+
+        Without an `attention_mask`, every `pad_token_id` is padding, as in the authors' code.
+
+        Raises:
+            ValueError: `attention_mask` is an additive mask.
+        """
+        if attention_mask is not None:
+            if attention_mask.is_floating_point() and not is_tracing(attention_mask) and (attention_mask < 0).any():
+                raise ValueError(
+                    "`attention_mask` has negative entries, as in an additive mask. Use 1 for tokens and 0 for padding."
+                )
+            keep = attention_mask != 0
+        elif input_ids is not None:
+            keep = input_ids != self.config.pad_token_id
+        else:
+            return None
+        return drop_if_full(keep)
+
+
+class HeadMixin:
+    """Shared by all heads: a base model under `base_model_prefix`, and an output class."""
+
+    base_model_class: type[nn.Module]
+    output_class: type[ModelOutput]
+    # Tied weights and their sources; `{}` stands for the family's `base_model_prefix`.
+    tied_weights: dict[str, str] = {}
+    # Makes the Trainer pass `num_items_in_batch`; every loss here divides by it.
+    accepts_loss_kwargs = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        prefix = getattr(cls, "base_model_prefix", "")
+        tied = {name.format(prefix): source.format(prefix) for name, source in cls.tied_weights.items()}
+        cls._tied_weights_keys = tied or None
+
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        super().__init__(config)
+        # Computed here because torch.compile cannot trace `fields`.
+        self.output_fields = tuple(field.name for field in fields(self.output_class))
+        setattr(self, self.base_model_prefix, self.base_model_class(config))
+        self.add_head(config)
+        self.post_init()
+
+    def make_output(self, outputs: ModelOutput, **own: Any) -> ModelOutput:
+        """Return the head's output: its own fields, and those it shares with the base model's output."""
+        shared = {name: outputs.get(name) for name in self.output_fields if name not in own}
+        return self.output_class(**own, **shared)

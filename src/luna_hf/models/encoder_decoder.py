@@ -1,0 +1,486 @@
+"""The encoder-decoder shared by all families: a source is written to a memory once, and the target reads it.
+
+    encoder           x = read(x, write(x))
+    decoder           y = causal attention to the target, then read(y, write(x)), in every layer
+
+The encoder is the family's encoder. A decoder layer has causal attention with a state of constant size, and
+cross-attention to a memory of constant size: once the source is written, nothing of its length remains, and
+`cache` holds all that decoding needs.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    ModelOutput,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from ..configuration import BoundedMemoryConfig
+from ..layers.block import LayerStack
+from ..layers.cache import MemoryCache
+from ..layers.cross_attention import CrossAttentionBlock, CrossLayer
+from ..layers.heads import cross_entropy
+from ..layers.memory_attention import MemoryAttention
+from ..ops.attention import linear
+from ..ops.context import ForwardContext, drop_if_full, make_context
+from .base import BoundedMemoryPreTrainedModel, HeadMixin
+from .decoder import DecoderModelMixin
+from .encoder import EncoderPreTrainedModel, resize_table
+from .generation import GenerationHooks
+
+_SOURCE_WORDS = "encoder.embeddings.word_embeddings.weight"
+
+_TARGET_WORDS = "decoder.embeddings.word_embeddings.weight"
+
+
+class Source(NamedTuple):
+    """What a decoder gets from the encoder."""
+
+    outputs: ModelOutput
+    keep: Tensor | None  # (b, s) padding mask
+
+
+class CrossDecoderMixin(DecoderModelMixin):
+    """The decoder of an encoder-decoder, without a head."""
+
+    cross_attention_class: type[MemoryAttention]
+    _no_split_modules = [*BoundedMemoryPreTrainedModel._no_split_modules, "CrossLayer"]
+    _can_record_outputs = {
+        **BoundedMemoryPreTrainedModel._can_record_outputs,
+        "cross_attentions": OutputRecorder(CrossAttentionBlock, index=2),
+    }
+    auto_classes = ()
+
+    def add_layers(self, config: BoundedMemoryConfig) -> None:
+        """Create the layers."""
+        classes = (self.attention_class, self.convolution_class, self.cross_attention_class)
+        self.encoder = LayerStack(config, *classes, layer_class=CrossLayer)
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        cache: MemoryCache | None = None,
+        use_cache: bool | None = None,
+        encoder_outputs: ModelOutput | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, use_cache: see
+                `DecoderModelMixin.forward`.
+            cache: the state after earlier tokens, or one with only the memory of the source, or a new
+                `MemoryCache`; updated in place.
+            encoder_outputs: output of the encoder; not read if the state contains the memory of the source.
+            encoder_attention_mask: (b, s) padding mask of the source; without it nothing is padding.
+            local_window, read_slots: keyword only, see `EncoderModelMixin.forward`; of the target's own attention.
+
+        Raises:
+            ValueError: See `DecoderModelMixin.forward`; or the source is missing, or has another number of rows.
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        source = self.make_source(encoder_outputs, encoder_attention_mask)
+        hidden_states, cache = self.decode(*inputs, cache, use_cache, kwargs, source)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states, cache=cache)
+
+    def make_source(self, encoder_outputs: ModelOutput | tuple | None, attention_mask: Tensor | None) -> Source | None:
+        """Check and return what the encoder and its caller gave; `None` without an encoder output.
+
+        Raises:
+            ValueError: The shapes of states and mask differ.
+        """
+        if isinstance(encoder_outputs, tuple | list):
+            encoder_outputs = self.name_outputs(encoder_outputs)
+        states = None if encoder_outputs is None else encoder_outputs.get("last_hidden_state")
+        if states is None:
+            return None
+        if attention_mask is not None and attention_mask.shape != states.shape[:2]:
+            raise ValueError(
+                f"The source's mask must have shape {tuple(states.shape[:2])} (batch, length), like the encoder's "
+                f"states, but has shape {tuple(attention_mask.shape)}."
+            )
+        return Source(encoder_outputs, None if attention_mask is None else drop_if_full(attention_mask != 0))
+
+    def name_outputs(self, outputs: Sequence[Tensor]) -> ModelOutput:
+        """Return the encoder's outputs that the decoder reads, given as a tuple (`return_dict=False`), by name."""
+        return BaseModelOutput(*outputs[:1])
+
+    def source_carried(self, outputs: ModelOutput) -> tuple[Tensor | None, Tensor | None]:
+        """Return the first layer's `carried` input, see `MemoryAttention.write`, and its mask."""
+        return self.first_carried(), None
+
+    def run_layers(self, hidden_states: Tensor, context: ForwardContext, source: Source | None) -> Tensor:
+        """Apply the layers to embedded tokens (b, n, d), after writing the source to the cache if there is one."""
+        cache = context.cache
+        if cache is not None and not cache.has_source:
+            self.write_source(cache, source, hidden_states.shape[0], context.options)
+        states, carried = None, self.first_carried()
+        if cache is None:
+            states, carried, context = self.begin_source(source, hidden_states.shape[0], context)
+        hidden_states, carried = self.encoder(hidden_states, carried, states, context)
+        return hidden_states if states is None else self.join_carried(hidden_states, carried)
+
+    def join_carried(self, hidden_states: Tensor, carried: Tensor | None) -> Tensor:
+        """Return the states (b, n, d), linked to the last layer's `carried` output if that has parameters."""
+        return hidden_states
+
+    def write_source(
+        self, cache: MemoryCache, source: Source | None, rows: int, options: dict[str, Any] | None = None
+    ) -> None:
+        """Write a source to a state that has none, for any number of targets; the encoder's states are not kept.
+
+        Args:
+            cache: a new state.
+            source: from `make_source`.
+            rows: number of rows of the target.
+            options: keyword arguments for the attention backend.
+
+        Raises:
+            ValueError: There is no source, or its number of rows is wrong.
+        """
+        context = ForwardContext(None, None, None, None, cache=cache, options=options or {})
+        states, carried, context = self.begin_source(source, rows, context)
+        for layer in self.encoder.layer:
+            carried = layer.write_source(carried, states, context)
+
+    def begin_source(
+        self, source: Source | None, rows: int, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None, ForwardContext]:
+        """Return the source's states (b, s, d), the first layer's `carried` input, and the context with the source's.
+
+        Raises:
+            ValueError: There is no source, or its number of rows is wrong.
+        """
+        if source is None:
+            raise ValueError(
+                "The decoder has no source: pass `input_ids` or `encoder_outputs`, or a state in `cache` "
+                "that contains one."
+            )
+        states = source.outputs.last_hidden_state
+        if states.shape[0] != rows:
+            raise ValueError(
+                f"The source has {states.shape[0]} rows, but the target has {rows}. Repeat the source's rows "
+                "(`repeat_interleave`), or select them."
+            )
+        carried, carried_keep = self.source_carried(source.outputs)
+        written = make_context(source.keep, states.shape[1], states.device, options=context.options)
+        written = written._replace(carried_keep=carried_keep)
+        written = self.cross_attention_class.prepare(self.config, states, carried, written)
+        return states, carried, context._replace(source=written)
+
+
+class Seq2SeqPreTrainedModel(EncoderPreTrainedModel):
+    """Base class of the encoder-decoders: embeddings, which source, target and output layer may share."""
+
+    _no_split_modules = CrossDecoderMixin._no_split_modules
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _can_record_outputs = {}  # the encoder and the decoder record theirs
+
+    def post_init(self) -> None:
+        """Like `PreTrainedModel.post_init`; saving must know which of the embeddings are tied by this config."""
+        self._tied_weights_keys = self.get_expanded_tied_weights_keys() or None
+        super().post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Return the tied weights and their sources, by the config's two fields."""
+        base = "" if self.base_model is self else f"{self.base_model_prefix}."
+        source, target = base + _SOURCE_WORDS, base + _TARGET_WORDS
+        tied = {target: source} if self.config.share_encoder_decoder_embeddings else {}
+        if base and self.config.tie_word_embeddings:
+            tied["lm_head.weight"] = tied.get(target, target)
+        return tied
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding of the source."""
+        return self.base_model.encoder.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embedding of the source, and of the target if they share it."""
+        self.base_model.encoder.set_input_embeddings(value)
+        if self.config.share_encoder_decoder_embeddings:
+            self.base_model.decoder.set_input_embeddings(value)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Like `PreTrainedModel.resize_token_embeddings`, of the source's vocabulary, which the target may share.
+
+        A separate target vocabulary is not changed; see `resize_decoder_token_embeddings`.
+        """
+        encoder, decoder = self.base_model.encoder, self.base_model.decoder
+        if not self.config.share_encoder_decoder_embeddings:
+            embeddings = encoder.resize_token_embeddings(*args, **kwargs)
+            self.config.vocab_size = encoder.config.vocab_size
+            return embeddings
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        self.config.decoder_vocab_size = self.config.vocab_size
+        for part in (encoder, decoder):
+            part.config.vocab_size = part.config.decoder_vocab_size = self.config.vocab_size
+        return embeddings
+
+    def resize_decoder_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Resize the target's own vocabulary, with the head; arguments as of `resize_token_embeddings`.
+
+        Raises:
+            ValueError: Source and target share their vocabulary.
+        """
+        if self.config.share_encoder_decoder_embeddings:
+            raise ValueError(
+                "Source and target share their vocabulary (`share_encoder_decoder_embeddings=True`): call "
+                "`resize_token_embeddings`."
+            )
+        decoder, head = self.base_model.decoder, self.get_output_embeddings()
+        embeddings = decoder.resize_token_embeddings(*args, **kwargs)
+        size = decoder.config.vocab_size
+        self.config.decoder_vocab_size = decoder.config.decoder_vocab_size = size
+        self.base_model.encoder.config.decoder_vocab_size = size
+        if head is not None:
+            self.set_output_embeddings(self._get_resized_lm_head(head, size))
+            self.tie_weights()
+        return embeddings
+
+    def get_position_embeddings(self) -> tuple[nn.Module | None, ...]:
+        """The position tables of encoder and decoder; `None` where there is none."""
+        return tuple(part.embeddings.position_embeddings for part in (self.base_model.encoder, self.base_model.decoder))
+
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """Like `EncoderPreTrainedModel.resize_position_embeddings`, for source and target."""
+        trained = self.config.max_position_embeddings
+        encoder, decoder = self.base_model.encoder, self.base_model.decoder
+        encoder.resize_position_embeddings(new_num_position_embeddings)
+        resize_table(decoder.embeddings.position_embeddings, trained, new_num_position_embeddings)
+        for part in (self, decoder):
+            part.config.max_position_embeddings = new_num_position_embeddings
+
+
+class Seq2SeqModelMixin:
+    """Encoder and decoder without a head, the base model of a family's encoder-decoder."""
+
+    auto_classes = ("AutoModel",)
+    _tied_weights_keys = {_TARGET_WORDS: _SOURCE_WORDS}
+    encoder_class: type[nn.Module]
+    decoder_class: type[nn.Module]
+
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        config = config.as_encoder_decoder()
+        super().__init__(config)
+        self.encoder = self.encoder_class(config.encoder_part())
+        self.encoder.one_text_per_row = True  # the decoder reads one memory per row
+        self.decoder = self.decoder_class(config.decoder_part())
+        self.post_init()
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: ModelOutput | None = None,
+        cache: MemoryCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        decoder_position_ids: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: (b, s) the source, see
+                `EncoderModelMixin.forward`; not read if the state contains the memory of the source.
+            decoder_input_ids, decoder_attention_mask, decoder_position_ids, decoder_inputs_embeds, cache,
+                use_cache: (b, n) the target, see `CrossDecoderMixin.forward`.
+            encoder_outputs: output of the encoder (`model.get_encoder()`), instead of a source.
+
+        Raises:
+            ValueError: The target is missing, or given twice; see `CrossDecoderMixin.forward` for the rest.
+        """
+        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
+            raise ValueError(
+                "Pass the target as exactly one of `decoder_input_ids` and `decoder_inputs_embeds`, or pass `labels` "
+                "to a model with a head."
+            )
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        for name in ("output_attentions", "output_hidden_states"):
+            kwargs.setdefault(name, getattr(self.config, name, None))
+        written = cache is not None and getattr(cache, "has_source", False)
+        if encoder_outputs is None and not written and (input_ids is not None or inputs_embeds is not None):
+            source = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+            encoder_outputs = self.encoder(*source, return_dict=True, **kwargs)
+            attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
+        if "attentions" not in self.decoder._can_record_outputs:  # LeaPformer's decoder has no weights to return
+            kwargs.pop("output_attentions", None)
+        outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            position_ids=decoder_position_ids,
+            inputs_embeds=decoder_inputs_embeds,
+            cache=cache,
+            use_cache=use_cache,
+            encoder_outputs=None if written else encoder_outputs,
+            encoder_attention_mask=attention_mask,
+            return_dict=True,
+            **kwargs,
+        )
+        given = encoder_outputs
+        if given is None or isinstance(given, tuple | list):
+            given = BaseModelOutput(*(given or ())[:1])
+        return Seq2SeqModelOutput(
+            last_hidden_state=outputs.last_hidden_state,
+            cache=outputs.cache,
+            decoder_hidden_states=outputs.hidden_states,
+            decoder_attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=given.get("last_hidden_state"),
+            encoder_hidden_states=given.get("hidden_states"),
+            encoder_attentions=given.get("attentions"),
+        )
+
+
+class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
+    """An encoder-decoder with a language modelling head, for translation and other tasks from text to text."""
+
+    auto_classes = ("AutoModelForSeq2SeqLM",)
+    output_class = Seq2SeqLMOutput
+    tied_weights = {f"{{}}.{_TARGET_WORDS}": f"{{}}.{_SOURCE_WORDS}", "lm_head.weight": f"{{}}.{_SOURCE_WORDS}"}
+
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        super().__init__(config.as_encoder_decoder())
+
+    def add_head(self, config: BoundedMemoryConfig) -> None:
+        """Create the head's modules."""
+        self.lm_head = nn.Linear(config.hidden_size, config.decoder_vocab_size, bias=False)
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: ModelOutput | None = None,
+        cache: MemoryCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        decoder_position_ids: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqLMOutput:
+        """
+        Args:
+            labels: (b, n) the target's ids, without the start token; -100 is ignored. Without `decoder_input_ids` and
+                `decoder_inputs_embeds`, the decoder's inputs are the labels shifted to the right.
+            logits_to_keep: number of final positions to compute logits for, 0 for all; or a tensor of positions.
+            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
+            The others: see `Seq2SeqModelMixin.forward`.
+
+        Returns:
+            `loss` if labels are given; `logits` (b, n, decoder_vocab_size); `cache`, the state after the last
+            token, with the memory of the source.
+        """
+        if labels is not None:
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            use_cache = False if use_cache is None else use_cache
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            decoder_position_ids=decoder_position_ids,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = linear(self.lm_head, slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return self.make_output(outputs, loss=loss, logits=logits)
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """Shift labels (b, n) to the right, behind the start token; -100 becomes padding."""
+        first = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
+        return torch.cat([first, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], dim=1)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer, which may be tied to the token embedding of the target."""
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the output layer."""
+        self.lm_head = new_embeddings
+
+    # ---- hooks of `generate` ----
+
+    def _prepare_text_encoder_decoder_kwargs_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Like transformers', with the mask that the encoder would derive from the ids, and without the target."""
+        if model_kwargs.get("attention_mask") is None and not inputs_tensor.is_floating_point():
+            model_kwargs["attention_mask"] = (inputs_tensor != self.config.pad_token_id).long()
+        given = {name: value for name, value in model_kwargs.items() if name not in ("labels", "logits_to_keep")}
+        given = super()._prepare_text_encoder_decoder_kwargs_for_generation(inputs_tensor, given, *args, **kwargs)
+        return model_kwargs | {"encoder_outputs": given["encoder_outputs"]}
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        *args: Any,
+    ) -> None:
+        """Write the source to the state, and drop the encoder's states, which would grow with its length."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args)
+        cache, outputs = model_kwargs.get("cache"), model_kwargs["encoder_outputs"]
+        if cache is None:
+            return
+        decoder = self.get_decoder()
+        if not decoder.open_cache(cache, False, cache.batch_size).has_source:
+            source = decoder.make_source(outputs, model_kwargs.pop("attention_mask", None))
+            decoder.write_source(cache, source, outputs[0].shape[0])
+        maps = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
+        model_kwargs["encoder_outputs"] = BaseModelOutput(**maps)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, cache: MemoryCache | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Like transformers', without a source if the state contains it."""
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, cache=cache, **kwargs)
+        if cache is not None and cache.has_source:
+            for name in ("encoder_outputs", "attention_mask"):
+                inputs.pop(name, None)
+        return inputs

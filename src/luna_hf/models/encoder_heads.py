@@ -1,0 +1,353 @@
+"""The encoder shared by all families, and its task heads.
+
+Each `...Mixin` implements a complete model; a family's class only names its parts:
+
+    class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
+        base_model_class = LunaModel
+
+Every loss divides by `num_items_in_batch` if the Trainer passes it, so that gradient accumulation is equivalent to
+one large batch.
+"""
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import (
+    MaskedLMOutput,
+    ModelOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple
+
+from ..configuration import BoundedMemoryConfig
+from ..layers.heads import (
+    ClassificationHead,
+    MaskedLMHead,
+    TokenPooling,
+    classification_loss,
+    classifier_dropout,
+    cross_entropy,
+    first_marked,
+    question_marked,
+)
+from ..ops.attention import linear
+from .base import HeadMixin
+
+
+class EncoderHeadMixin(HeadMixin):
+    """A head on an encoder; rejects the config of a causal model."""
+
+    one_text_per_row = False  # whether the head reads whole rows, which must not hold several texts
+    marks = "none"  # what `config.global_tokens="auto"` marks
+
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        if config.is_decoder:
+            raise ValueError(
+                f"{type(self).__name__} needs an encoder, but the config is a causal model's (`is_decoder=True`). "
+                f"Load it with AutoModelForCausalLM, or without its head with AutoModel."
+            )
+        config.refuse_encoder_decoder(type(self).__name__)
+        super().__init__(config)
+        self.base_model.one_text_per_row = self.one_text_per_row
+
+    def encode(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        global_attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """Run the base model; without a `global_attention_mask`, the head marks what `config.global_tokens` says."""
+        marks = self.config.global_tokens if self.config.local_window and self.config.reads_exact_tokens else "none"
+        marks = self.marks if marks == "auto" else marks
+        if global_attention_mask is None and marks != "none":
+            keep = self.base_model.tokens_to_keep(input_ids, attention_mask)
+            if keep is None:
+                keep = torch.ones_like(input_ids if inputs_embeds is None else inputs_embeds[..., 0]).bool()
+            ends = self.text_ends(input_ids, token_type_ids) if marks == "question" else None
+            most = self.config.max_global_tokens
+            global_attention_mask = first_marked(keep) if ends is None else question_marked(keep, ends, most)
+            kwargs["num_global_tokens"] = 1 if ends is None else most
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        return self.base_model(*inputs, global_attention_mask=global_attention_mask, return_dict=True, **kwargs)
+
+    def text_ends(self, input_ids: Tensor | None, token_type_ids: Tensor | None) -> Tensor | None:
+        """Return where the first text of a pair has ended, (b, n) boolean: separators, or tokens of another type."""
+        end = self.config.eos_token_id if self.config.sep_token_id is None else self.config.sep_token_id
+        ends = [input_ids == end] if input_ids is not None and isinstance(end, int) else []
+        ends += [] if token_type_ids is None else [token_type_ids != 0]
+        return reduce(torch.logical_or, ends) if ends else None
+
+
+class MaskedLMMixin(EncoderHeadMixin):
+    """Masked language modelling; in training with `sparse_prediction`, the head runs only on labelled positions."""
+
+    auto_classes = ("AutoModelForMaskedLM", "AutoModelForPreTraining")
+    output_class = MaskedLMOutput
+    tied_weights = {
+        "lm_head.decoder.weight": "{}.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    }
+
+    def add_head(self, config: BoundedMemoryConfig) -> None:
+        """Create the head's modules."""
+        self.lm_head = MaskedLMHead(config)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer, tied to the token embedding."""
+        return self.lm_head.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the output layer, and the head's bias by the output layer's."""
+        self.lm_head.decoder = new_embeddings
+        self.lm_head.bias = new_embeddings.bias
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Return the tied weights; `lm_head.bias` is the output layer's bias even if the matrices are not tied."""
+        tied = super().get_expanded_tied_weights_keys(all_submodels)
+        return tied or {name: source for name, source in self._tied_weights_keys.items() if name.endswith("bias")}
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        global_attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
+            labels: (b, n) token ids to predict; -100 is ignored.
+            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
+            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
+
+        Returns:
+            `loss` if labels are given; `logits` (b, n, vocab_size), or (number of labels, vocab_size) in training with
+            `sparse_prediction`.
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
+        outputs = self.encode(*inputs, **kwargs)
+        states, loss = outputs.last_hidden_state, None
+        if labels is not None and self.training and self.config.sparse_prediction:
+            labelled = labels != -100
+            states, labels = states[labelled], labels[labelled]
+        logits = self.lm_head(states)
+        if labels is not None:
+            loss = cross_entropy(logits, labels, num_items_in_batch)
+        return self.make_output(outputs, loss=loss, logits=logits)
+
+
+class PooledHeadMixin(EncoderHeadMixin):
+    """A head on one pooled vector per row."""
+
+    one_text_per_row = True
+    pooling_class: type[nn.Module] = TokenPooling
+
+    def pooled_logits(self, outputs: ModelOutput, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+        """Pool the base model's outputs and compute logits (b, num_labels)."""
+        keep = self.base_model.tokens_to_keep(input_ids, attention_mask)
+        return self.classifier(self.pooling(outputs, keep))
+
+
+class SequenceClassificationMixin(PooledHeadMixin):
+    """Classification of, or regression on, a whole sequence or pair of sequences."""
+
+    auto_classes = ("AutoModelForSequenceClassification",)
+    marks = "first"
+    output_class = SequenceClassifierOutput
+
+    def add_head(self, config: BoundedMemoryConfig) -> None:
+        """Create the head's modules."""
+        self.num_labels = config.num_labels
+        self.pooling = self.pooling_class(config)
+        self.classifier = ClassificationHead(config, config.num_labels)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        global_attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
+            labels: (b,) class indices or values, or (b, num_labels); see `classification_loss`.
+            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
+            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
+
+        Returns:
+            `loss` if labels are given; `logits` (b, num_labels).
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
+        outputs = self.encode(*inputs, **kwargs)
+        logits = self.pooled_logits(outputs, input_ids, attention_mask)
+        loss = None if labels is None else classification_loss(logits, labels, self.config, num_items_in_batch)
+        return self.make_output(outputs, loss=loss, logits=logits)
+
+
+class MultipleChoiceMixin(PooledHeadMixin):
+    """Multiple choice: one score per choice, with a softmax over the choices."""
+
+    auto_classes = ("AutoModelForMultipleChoice",)
+    marks = "question"
+    output_class = MultipleChoiceModelOutput
+
+    def add_head(self, config: BoundedMemoryConfig) -> None:
+        """Create the head's modules."""
+        self.pooling = self.pooling_class(config)
+        self.classifier = ClassificationHead(config, 1)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        global_attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MultipleChoiceModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`;
+                with an additional dimension for the choices, (b, choices, n) or (b, choices, n, d).
+            labels: (b,) index of the correct choice.
+            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
+            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
+
+        Returns:
+            `loss` if labels are given; `logits` (b, choices).
+        """
+        num_choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        flat = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "global_attention_mask": global_attention_mask,
+        }
+        flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in flat.items()}
+        outputs = self.encode(**flat, **kwargs)
+        logits = self.pooled_logits(outputs, flat["input_ids"], flat["attention_mask"]).view(-1, num_choices)
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return self.make_output(outputs, loss=loss, logits=logits)
+
+
+class TokenClassificationMixin(EncoderHeadMixin):
+    """Token classification: one label per token."""
+
+    auto_classes = ("AutoModelForTokenClassification",)
+    output_class = TokenClassifierOutput
+
+    def add_head(self, config: BoundedMemoryConfig) -> None:
+        """Create the head's modules."""
+        self.num_labels = config.num_labels
+        self.dropout = classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        global_attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
+            labels: (b, n) class indices; -100 is ignored.
+            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
+            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
+
+        Returns:
+            `loss` if labels are given; `logits` (b, n, num_labels).
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
+        outputs = self.encode(*inputs, **kwargs)
+        logits = linear(self.classifier, self.dropout(outputs.last_hidden_state))
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return self.make_output(outputs, loss=loss, logits=logits)
+
+
+class QuestionAnsweringMixin(EncoderHeadMixin):
+    """Extractive question answering: start and end of the answer span."""
+
+    auto_classes = ("AutoModelForQuestionAnswering",)
+    one_text_per_row = True
+    marks = "question"
+    output_class = QuestionAnsweringModelOutput
+
+    def add_head(self, config: BoundedMemoryConfig) -> None:
+        """Create the head's modules."""
+        self.num_labels = 2
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        global_attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
+            start_positions, end_positions: (b,) first and last token of the answer; positions beyond the input are
+                ignored by the loss.
+            num_items_in_batch: number of rows in the whole update; the summed loss is divided by it.
+            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
+
+        Returns:
+            `loss` if both positions are given; `start_logits` and `end_logits` (b, n).
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
+        if start_positions is not None and end_positions is not None:
+            kwargs["unpad_inputs"] = False  # as in every model of transformers, padding competes in the loss
+        outputs = self.encode(*inputs, **kwargs)
+        start_logits, end_logits = linear(self.qa_outputs, outputs.last_hidden_state).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(
+                start_logits, end_logits, start_positions, end_positions, num_items_in_batch=num_items_in_batch
+            )
+        return self.make_output(outputs, loss=loss, start_logits=start_logits, end_logits=end_logits)

@@ -1,0 +1,1 @@
+"""Operations on tensors: pure functions, and the tuples that they exchange."""

@@ -1,0 +1,189 @@
+"""Projections absorbed by the few slots instead of applied to the many tokens: the same numbers from fewer products.
+
+A projection is linear and so is what a memory does with its result, so each can move to the side of the slots. For
+one head, with q a slot's query, k and v a slot's key and value, and A a softmax over the tokens:
+
+    pack     softmax(q (x W_k + b_k)^T) (x W_v + b_v)  =  [A x] W_v + b_v,    A = softmax([q W_k^T] x^T)
+    write    phi (x W_k + b_k)                         =  [phi x] W_k + sum(phi) b_k
+    read     softmax((x W_q + b_q) k^T) v W_o          =  softmax(x [W_q k^T] + b_q k^T) [v W_o]
+
+What is in brackets has one row for each head and slot. The key's bias adds the same to all logits of a softmax over
+the tokens, which cancels it; the value's passes through, because the weights sum to one: with dropout, to their sum.
+
+Shape letters: b batch, h heads, n tokens, m slots, d width, c = d / h head size. Every mask is boolean with True =
+keep.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .attention import product
+from .dispatch import choose
+
+# Costs in multiply-adds of a product with all tokens, as measured on CPUs: each logit's part in a softmax, alone and
+# with the gradient, and one multiply-add of the many small products that fold slots and weights.
+_SOFTMAX_COST, _SOFTMAX_COST_WITH_GRADIENT = 64, 128
+
+_FOLDING_COST = 4
+
+# What absorbing must at most cost of the other form to be chosen.
+_WORTHWHILE = 0.9
+
+
+def pays(
+    tokens: int, slots: int, width: int, heads: int, matrices: int = 2, products: int = 2, training: bool = False
+) -> bool:
+    """Whether absorbing projections takes less time than applying them to the tokens.
+
+    Multiply-adds per token, with n tokens, m slots, h heads and width d:
+
+        applied     matrices * d^2 + 2 m d           projections, and two products of every head at its own size
+        absorbed    products * h m d + 2 m d^2 / n   products of every head at full width, and folded weights
+
+    A fused attention hides the softmax of the first form; the second stores its h m logits. Folding takes small
+    products, each row's alone, which are slower. So few slots pay, h m well below d, from some hundred tokens.
+
+    Args:
+        tokens: n, the tokens of one row.
+        slots, width, heads: m, d and h.
+        matrices: number of projections of the tokens that are saved.
+        products: number of products with all tokens that take their place; 0 if each token goes to one slot.
+        training: whether the module is in training mode. Re-entrant checkpointing first runs it without gradients, and
+            must then choose as in the second run, which draws the same dropout.
+    """
+    applied = matrices * width**2 + 2 * slots * width
+    folding = 2 * slots * width**2 / max(tokens, 1)
+    softmax = _SOFTMAX_COST_WITH_GRADIENT if training or torch.is_grad_enabled() else _SOFTMAX_COST
+    absorbed = products * heads * slots * (width + softmax) + _FOLDING_COST * folding
+    return absorbed < _WORTHWHILE * applied
+
+
+def may_absorb(module: nn.Module, states: Tensor, *layers: nn.Module) -> bool:
+    """Whether the weights of a module's projections of `states` can be used without calling these.
+
+    Only on a device where it was measured, outside of graphs and of the transforms of `torch.func`, and where nothing
+    else wants what the plain form computes: attention weights, adapters, quantized weights, hooks.
+
+    Args:
+        module: the attention, with `config`.
+        states: (b, n, d).
+        layers: the projections.
+    """
+    if choose("projections", states) != "absorbed" or module.config._attn_implementation != "sdpa":
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return False
+    # Autocast chooses the dtype of each product by itself.
+    return not torch.is_autocast_enabled(states.device.type) and all(_is_plain(layer) for layer in layers)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    # By exact types: adapters and quantization derive from linear layers, or from the weight's class, as FSDP does.
+    # Accelerate replaces the method `forward` of the object.
+    if type(layer) is not nn.Linear or layer.bias is None or "forward" in vars(layer):
+        return False
+    if type(layer.weight) not in (Tensor, nn.Parameter):
+        return False
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return not any(hooks)
+
+
+def _of_heads(states: Tensor, matrices: Tensor) -> Tensor:
+    """Multiply (b, h, m, p) states with a matrix for each head, (h, p, r), to (b, h, m, r)."""
+    # One product for each head and all rows: with a batch of states, the matrices would be copied for each row.
+    rows = product(states.transpose(0, 1).flatten(1, 2), matrices)
+    return rows.unflatten(1, (states.shape[0], -1)).transpose(0, 1)
+
+
+def pack_absorbed(
+    query: Tensor,
+    states: Tensor,
+    key: nn.Linear,
+    value: nn.Linear,
+    keep: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention of slots to tokens, given the layers of the tokens' keys and values.
+
+    Args:
+        query: (b, h, m, c) projected queries of the slots.
+        states: (b, n, d) tokens.
+        key, value: the projections of the tokens; may be the same.
+        keep: (b, n) padding mask; a row of padding alone gives zeros.
+        dropout: share of the weights to drop.
+
+    Returns:
+        The concatenated heads (b, m, d).
+    """
+    heads, size = query.shape[1], query.shape[-1]
+    folded = _of_heads(query * size**-0.5, key.weight.unflatten(0, (heads, size)))  # (b, h, m, d)
+    logits = product(folded.flatten(1, 2), states.transpose(1, 2))
+    if keep is not None:
+        logits.masked_fill_(~keep.unsqueeze(1), torch.finfo(logits.dtype).min)
+    weights = F.dropout(logits.softmax(-1), dropout)
+    read = product(weights, states).unflatten(1, (heads, -1))
+    shares = weights.sum(-1).unflatten(1, (heads, -1)) if dropout else read.new_ones(1, 1, 1)
+    if keep is not None:
+        real = keep.any(-1).to(read.dtype)[:, None, None]
+        read, shares = read * real.unsqueeze(-1), shares * real
+    packed = project_slots(read, shares, value, heads).transpose(1, 2).flatten(2)
+    # A gradient of zero for the key's bias: training with several processes waits for that of every parameter.
+    return packed + 0.0 * key.bias.sum() if torch.is_grad_enabled() else packed
+
+
+def project_slots(slots: Tensor, shares: Tensor, layer: nn.Linear, heads: int) -> Tensor:
+    """Project weighted sums of tokens, as if the tokens had been projected before they were summed.
+
+    Args:
+        slots: (b, h, m, d) sums, or (b, 1, m, d) if the same for all heads.
+        shares: the sums of the weights, broadcastable to (b, 1 or h, m).
+        layer: the projection.
+        heads: h.
+
+    Returns:
+        (b, h, m, c).
+    """
+    weight, bias = layer.weight.unflatten(0, (heads, -1)), layer.bias.view(heads, 1, -1)
+    if slots.shape[1] == 1:
+        projected = product(slots, layer.weight.T).unflatten(-1, (heads, -1)).transpose(1, 3).squeeze(3)
+    else:
+        projected = _of_heads(slots, weight.transpose(1, 2))
+    return projected + shares.unsqueeze(-1) * bias
+
+
+def read_absorbed(
+    states: Tensor,
+    query: nn.Linear,
+    key: Tensor,
+    value: Tensor,
+    output: nn.Linear,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention of tokens to slots, given the layers of the queries and of the output.
+
+    Args:
+        states: (b, n, d) tokens.
+        query, output: the projections of the queries and of the output.
+        key, value: (b, h, m, c) of the slots.
+        mask: of the slots, broadcastable to (b, h, 1, m): boolean, or added to the logits. Without any slot, what is
+            read is zero.
+        dropout: share of the weights to drop.
+
+    Returns:
+        (b, n, d), after the output projection.
+    """
+    batch, heads, slots, size = key.shape
+    key = key * size**-0.5
+    folded = _of_heads(key, query.weight.unflatten(0, (heads, size))).flatten(1, 2)  # (b, h * m, d)
+    bias = product(key, query.bias.view(heads, size, 1)).transpose(-1, -2)  # (b, h, 1, m)
+    if mask is not None and mask.dtype == torch.bool:
+        bias = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
+        value = value.masked_fill(~mask.transpose(-1, -2), 0.0)
+    elif mask is not None:
+        bias = bias + mask
+    values = _of_heads(value, output.weight.T.unflatten(0, (heads, size))).flatten(1, 2)
+    logits = product(states, folded.transpose(1, 2)).view(batch, -1, heads, slots)
+    weights = F.dropout(logits.add_(bias.transpose(1, 2)).softmax(-1), dropout)
+    return product(weights.flatten(2), values).add_(output.bias)

@@ -1,0 +1,323 @@
+"""Attention through transformers' backends with any numbers of queries and keys, the backends' padding masks, and
+products that are fast in half precision on every CPU."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_torchdynamo_exporting
+
+from .dispatch import multiplies_in_float32, prefers_products
+
+
+def split_heads(states: Tensor, num_heads: int) -> Tensor:
+    """Split (b, n, d) states into heads (b, h, n, c), c = d / h, as a view."""
+    # Not `unflatten`: the older ONNX exporter would fix the length to that of the example input.
+    return states.view(*states.shape[:-1], num_heads, states.shape[-1] // num_heads).transpose(1, 2)
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor | None = None,
+    scaling: float = 1.0,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute `softmax(scaling q k^T) v` over the kept keys; a query with no key to attend to gives zeros.
+
+    Args:
+        query: (b, h, q, c).
+        key, value: (b, h, k, c).
+        keep: boolean or additive float mask, broadcastable to (b, h, q, k).
+        scaling: factor applied to the logits.
+        dropout: dropout probability of the weights (0 in inference).
+
+    Returns:
+        The output (b, h, q, c), and the weights (b, h, q, k) after dropout.
+    """
+    logits = torch.matmul(query * scaling, key.transpose(-1, -2))
+    if keep is None:
+        weights = masked_softmax(logits, None)
+    elif keep.dtype == torch.bool:
+        weights = masked_softmax(logits, keep)
+    else:
+        weights = masked_softmax(logits + keep, None)
+    weights = F.dropout(weights, dropout) if dropout else weights
+    return torch.matmul(weights, value), weights
+
+
+def masked_softmax(logits: Tensor, keep: Tensor | None) -> Tensor:
+    """Softmax over the kept entries of the last dimension, in float32 or wider; zeros if nothing is kept."""
+    # PyTorch accumulates a half-precision softmax in float32; an explicit cast would only store the logits twice.
+    if keep is None:
+        return logits.softmax(-1).to(logits.dtype)  # under autocast, softmax returns float32
+    # The lowest finite number instead of -inf, which would make a fully masked row NaN, gradient included.
+    lowest = torch.finfo(logits.dtype).min
+    weights = logits.masked_fill(~keep, lowest).softmax(-1)
+    return weights.masked_fill(~keep, 0.0).to(logits.dtype)
+
+
+def count_bias(counts: Tensor, scale: Tensor) -> Tensor:
+    """Compute `scale * log(max(counts, 1))`: the bias of slots that stand for that many tokens.
+
+    A slot that stands for less than a token, as most do where a text is shorter than the memory, weighs as much as one:
+    otherwise the tokens of a window would outweigh what only the slots hold.
+
+    Args:
+        counts: (b, 1 or h, ..., m).
+        scale: (h,) factor of each head.
+    """
+    return log_counts(counts.to(torch.promote_types(scale.dtype, torch.float32)).clamp(min=1.0), scale)
+
+
+def log_counts(counts: Tensor, scale: Tensor) -> Tensor:
+    """Compute `scale * log(counts)` of positive counts (b, 1 or h, ...), with the scale (h,) of each head."""
+    return (counts.log() * scale.view(-1, *(1 for _ in counts.shape[2:]))).to(scale.dtype)
+
+
+# Block size of flex attention along the keys.
+_FLEX_BLOCK = 128
+
+
+class _LinearInFloat32(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.linear and multiplies_in_float32(*args[:2]):
+            states, *parameters = args
+            parameters = (None if tensor is None else tensor.float() for tensor in parameters)
+            return F.linear(states.float(), *parameters).to(states.dtype)
+        return function(*args, **(kwargs or {}))
+
+
+def linear(layer: nn.Module, states: Tensor) -> Tensor:
+    """`layer(states)` for a linear layer, computed in float32 where the CPU would have to emulate the states' dtype.
+
+    On CPUs without instructions for it (AVX2 and bfloat16, for example), PyTorch's emulation reaches only a few per
+    cent of float32 throughput, while the conversion is cheap and loses no precision. A call and not a subclass of
+    `nn.Linear`, because quantization replaces modules by their exact type; a mode, because `layer` may be an adapter.
+
+    Args:
+        layer: a linear layer, or what a library has put in its place.
+        states: (..., in_features).
+
+    Returns:
+        (..., out_features) in the dtype of `states`.
+    """
+    if not multiplies_in_float32(states, states):
+        return layer(states)
+    with _LinearInFloat32():
+        return layer(states)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, computed in float32 where the CPU would have to emulate their half-precision dtype."""
+    if multiplies_in_float32(left, right):
+        return torch.matmul(left.float(), right.float()).to(left.dtype)
+    return torch.matmul(left, right)
+
+
+class UnpaddedKeys(NamedTuple):
+    """Positions of the kept keys, for variable-length kernels."""
+
+    indices: Tensor  # (kept,) positions in the flattened (batch * keys)
+    cu_seq_lens: Tensor  # (batch + 1,) int32, cumulative numbers of keys
+    max_length: int
+
+
+class KeyMask(NamedTuple):
+    """A padding mask over keys in the form the attention backend expects; built once per forward pass."""
+
+    keep: Tensor  # (batch, keys) boolean, True = may be attended to
+    backend: Any  # eager, sdpa: (batch, 1, 1, keys) boolean, broadcast over heads and queries; others: native form
+    unpadded: UnpaddedKeys | None = None  # flash attention only
+    extra_keys: int = 0  # flex attention only: number of masked keys to append
+
+    def for_queries(self, count: int) -> Any:
+        """Return the backend's mask for `count` queries, rebuilt if it was made for another number."""
+        if isinstance(self.backend, Tensor):
+            made_for = self.backend.shape[2]
+            return self.backend if made_for in (1, count) else self.backend[:, :, :1].expand(-1, -1, count, -1)
+        if self.backend is None or self.backend.seq_lengths[0] == count:
+            return self.backend
+        return _flex_mask(self.keep, count)
+
+
+def uses_flash(config: PreTrainedConfig) -> bool:
+    """Whether the configured backend is a flash-attention kernel (installed, or loaded from the Hub)."""
+    return "flash" in (config._attn_implementation or "")
+
+
+def make_key_mask(
+    config: PreTrainedConfig, keep: Tensor | None, queries: Tensor | None = None, keys: Tensor | None = None
+) -> KeyMask | None:
+    """Convert a boolean mask over keys to the form of the configured attention backend.
+
+    Args:
+        config: the model's configuration, for its `_attn_implementation`.
+        keep: (b, k) boolean, or `None` if every key may be attended to.
+        queries, keys: (b, q, d) and (b, k, d) states. Only their lengths and dtype are used, and only by backends other
+            than eager, sdpa and flash attention.
+    """
+    if config._attn_implementation == "flex_attention":
+        return _flex_key_mask(keep, queries, keys)
+    if keep is None:
+        return None
+    if uses_flash(config):
+        lengths = keep.sum(-1, dtype=torch.int32)
+        cumulated = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        indices = keep.flatten().nonzero().squeeze(-1)
+        return KeyMask(keep, None, unpadded=UnpaddedKeys(indices, cumulated, int(lengths.max())))
+    if config._attn_implementation in ("eager", "sdpa", None):
+        # Left to broadcast: expanding the mask over the queries would cost up to a fifth of the attention's time.
+        return KeyMask(keep, keep[:, None, None, :])
+    mask = create_bidirectional_mask(
+        config,
+        inputs_embeds=queries,
+        attention_mask=keep,
+        encoder_hidden_states=keys,
+        allow_is_bidirectional_skip=False,
+    )
+    return KeyMask(keep, mask)
+
+
+def _flex_key_mask(keep: Tensor | None, queries: Tensor, keys: Tensor) -> KeyMask | None:
+    # PyTorch's CPU kernel silently returns wrong results unless the number of keys is a multiple of the block size.
+    extra = -keys.shape[1] % _FLEX_BLOCK
+    if keep is None and not extra:
+        return None
+    if keep is None:
+        keep = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+    keep = F.pad(keep, (0, extra), value=False)
+    return KeyMask(keep, _flex_mask(keep, queries.shape[1]), extra_keys=extra)
+
+
+def _flex_mask(keep: Tensor, num_queries: int) -> Any:
+    def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return keep[b, k]
+
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, length = keep.shape
+    return create_block_mask(attends, batch, None, num_queries, length, device=keep.device)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Eager attention for transformers' interface: (b, h, q, c) queries to (b, q, h, c) outputs, and the weights."""
+    output, weights = softmax_attention(query, key, value, attention_mask, scaling, dropout)
+    return output.transpose(1, 2), weights
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: KeyMask | None,
+    num_heads: int,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Multi-head softmax attention with any numbers of queries and keys, through transformers' attention interface.
+
+    Args:
+        module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
+        query: (b, q, d) projected queries.
+        key, value: (b, k, d) projected keys and values.
+        mask: from `make_key_mask`, or `None`.
+        num_heads: number of heads; logits are scaled by (d / num_heads)^-1/2.
+
+    Returns:
+        The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).
+    """
+    query, key, value = (split_heads(states, num_heads) for states in (query, key, value))
+    return attend_heads(module, query, key, value, mask, **kwargs)
+
+
+def attend_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: KeyMask | Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Like `attend`, for states already split into heads.
+
+    Args:
+        module: see `attend`.
+        query: (b, h, q, c).
+        key, value: (b, h, k, c).
+        mask: from `make_key_mask`, or `None`; or a tensor that broadcasts to (b, h, q, k), boolean (True = may be
+            attended to) or added to the logits. Only eager and sdpa accept a tensor; other backends fall back to sdpa.
+
+    Returns:
+        The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).
+    """
+    backend = module.config._attn_implementation
+    if isinstance(mask, Tensor):
+        mask, backend = KeyMask(mask, mask), "eager" if backend == "eager" else "sdpa"
+    elif mask is None and backend == "flex_attention":  # slots that may all be read, of any number
+        mask = _flex_key_mask(None, *(states.transpose(1, 2) for states in (query, key)))
+    kwargs |= {
+        "scaling": query.shape[-1] ** -0.5,
+        "dropout": module.attention_dropout if module.training else 0.0,
+        "is_causal": False,
+    }
+    # The flash path would take position ids that restart for packed documents, in queries and keys alike.
+    kwargs.pop("position_ids", None)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
+    if backend == "sdpa" and prefers_products(query):
+        attention = eager_attention_forward
+    if mask is not None and mask.unpadded is not None:
+        output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)
+        return output.flatten(-2), weights
+    if mask is not None and mask.extra_keys:
+        key, value = (F.pad(states, (0, 0, 0, mask.extra_keys)) for states in (key, value))
+    backend_mask = None if mask is None else mask.for_queries(query.shape[2])
+    output, weights = attention(module, query, key, value, backend_mask, **kwargs)
+    if is_torchdynamo_exporting():
+        # Which layout the kernel returns depends on whether gradients are recorded, and the exporter to ONNX does not.
+        output = output.clone(memory_format=torch.contiguous_format)
+    return output.flatten(-2), weights
+
+
+def _attend_unpadded(
+    attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keys: UnpaddedKeys, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Call a variable-length kernel with all queries of every row, but only the kept keys.
+
+    Transformers' flash path assumes that queries and keys are the same tokens, so a key mask would drop queries too.
+    Passing explicit sequence boundaries and no mask avoids that.
+    """
+    batch, _, num_queries, _ = query.shape
+    rows = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (batch * length, heads, head_dim)
+    query, key, value = rows
+    key, value = key[keys.indices], value[keys.indices]
+    borders = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
+    output, _ = attention(
+        module,
+        *(states.unsqueeze(0).transpose(1, 2) for states in (query, key, value)),  # (1, heads, total, head_dim)
+        None,
+        cu_seq_lens_q=borders,
+        cu_seq_lens_k=keys.cu_seq_lens,
+        max_length_q=num_queries,
+        max_length_k=keys.max_length,
+        **kwargs,
+    )
+    return output.view(batch, num_queries, *output.shape[-2:]), None

@@ -1,0 +1,46 @@
+"""Depthwise convolutions along the tokens."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from .dispatch import choose
+
+
+def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Depthwise convolution along the tokens; tokens beyond the ends and padding count as zero.
+
+    Args:
+        states: (b, n, d).
+        weight: (d, taps) with an odd number of taps; tap `taps // 2` is at the token itself.
+        keep: (b, n) padding mask.
+
+    Returns:
+        (b, n, d).
+    """
+    if keep is not None:
+        states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
+    return _convolve(states, weight, padding=weight.shape[-1] // 2)
+
+
+def causal_convolution(states: Tensor, weight: Tensor) -> Tensor:
+    """Causal depthwise convolution over each token and the taps - 1 tokens before it.
+
+    Args:
+        states: (b, taps - 1 + n, d), beginning with the taps - 1 states before the first token.
+        weight: (d, taps); the last tap is at the token itself.
+
+    Returns:
+        (b, n, d).
+    """
+    return _convolve(states, weight)
+
+
+def _convolve(states: Tensor, weight: Tensor, padding: int = 0) -> Tensor:
+    if choose("convolution", states) == "shifted":
+        states = F.pad(states, (0, 0, padding, padding))
+        length, taps = states.shape[1] - weight.shape[-1] + 1, weight.unbind(-1)
+        return sum(states[:, start : start + length] * tap for start, tap in enumerate(taps))
+    # As the input of a conv2d, (b, d, 1, n) is a channels-last view: 3 to 5 times faster than conv1d on CPU.
+    image, filters = states.transpose(1, 2).unsqueeze(2), weight[:, None, None, :]
+    out = F.conv2d(image, filters, padding=(0, padding), groups=weight.shape[0])
+    return out.squeeze(2).transpose(1, 2)

@@ -1,0 +1,101 @@
+"""Small operations on tokens and slots; `keep` masks are boolean with True = keep."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _JoinGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        # Autograd passes zeros, not None, as the gradient of an unused output.
+        return grads
+
+
+def join_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors, linked in autograd: a loss on one gives a zero gradient to all others.
+
+    Distributed training stops where a parameter has no gradient at all.
+    """
+    return _JoinGradients.apply(*tensors) if torch.is_grad_enabled() else tensors
+
+
+def weight_shares(weights: Tensor, dim: int) -> Tensor:
+    """Divide weights by the sum of their absolute values over the slots, dimension `dim`; zeros stay zero."""
+    weights = weights.abs()
+    return weights / weights.sum(dim, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def first_places(states: Tensor, length: int, dim: int = 1) -> Tensor:
+    """Copy the first `length` positions of (b, n, ...); a slice's layout would depend on whether it drops any."""
+    return states.index_select(dim, torch.arange(length, device=states.device))
+
+
+def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Index of each token among its row's real tokens, (b, n) long; (1, n) if nothing is padded.
+
+    Padding takes the rank of the real token to its left, or 0 if there is none.
+    """
+    if keep is None:
+        return torch.arange(length, device=device)[None]
+    return (keep.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Number of real tokens of each row, (b, 1) long; (1, 1) if nothing is padded."""
+    if keep is None:
+        return torch.full((1, 1), length, dtype=torch.long, device=device)
+    return keep.sum(-1, keepdim=True)
+
+
+def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
+    """Move each row's real tokens to the front of (b, h, n, c), in order, with zeros behind them."""
+    if keep is None:
+        return states
+    # Padding, as zeros, to the places behind them: the older ONNX exporter loses states that share a place.
+    behind = keep.sum(-1, keepdim=True) + (~keep).long().cumsum(-1) - 1
+    return write_to_slots(states, torch.where(keep, ranks, behind)[:, None], states.shape[2], keep[:, None])
+
+
+def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
+    """Add each kept state to its slot: `sum_i e_{slot(i)} (x) s_i`.
+
+    Args:
+        states: (b, h, n, c).
+        slots: long, broadcastable to (b, h, n).
+        num_slots: m.
+        keep: boolean mask, broadcastable to (b, h, n); masked tokens write nothing.
+
+    Returns:
+        (b, h, m, c).
+    """
+    if keep is not None:
+        states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
+    batch, heads, length, size = states.shape
+    # One `index_add` of whole rows to a (b * h * m, c) table is many times faster on CPU than adding single entries.
+    # Tokens come before heads, as in the projections' output, so that flattening them is a view.
+    first = num_slots * torch.arange(batch * heads, device=slots.device).view(batch, 1, heads)
+    rows = slots.transpose(1, 2).expand(batch, length, heads) + first
+    memory = states.new_zeros(batch * heads * num_slots, size)
+    return memory.index_add(0, rows.flatten(), states.transpose(1, 2).flatten(0, 2)).view(batch, heads, num_slots, size)
+
+
+def first_kept(states: Tensor, keep: Tensor | None) -> Tensor:
+    """State of each row's first real token (`<s>`, even if left-padded): (b, n, d) to (b, d)."""
+    if keep is None:
+        return states[:, 0]
+    index = keep.int().argmax(-1)  # (b,), the first True
+    return states[torch.arange(states.shape[0], device=states.device), index]
+
+
+def masked_mean(states: Tensor, keep: Tensor | None) -> Tensor:
+    """Mean over the kept entries, or zeros if nothing is kept: (b, n, d) to (b, d)."""
+    if keep is None:
+        return states.mean(1)
+    total = states.masked_fill(~keep.unsqueeze(-1), 0.0).sum(1)
+    return total / keep.sum(-1, keepdim=True).clamp(min=1)

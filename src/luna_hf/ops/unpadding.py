@@ -1,0 +1,288 @@
+"""Texts of unlike lengths without padding between them.
+
+A *stream* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and feed-forward
+networks run on it as they are. What mixes the tokens of a text, attention and convolutions, needs rows: the texts are
+sorted by length into a few *buckets*, rows (b, n, d) that are padded to the longest of their bucket. As a bucket is
+an ordinary padded batch, no text can reach another, and every mechanism works as it does there.
+
+Shape letters: t tokens of a stream, p places of all buckets, b texts of a bucket, n places of a text, l carried
+states.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.utils import is_tracing
+
+from .context import ForwardContext
+
+# Keywords of a forward pass that say where texts begin, as flash attention's and Mamba's kernels call them.
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+# What another bucket costs, by device type: as much as this many tokens of any width, and this many multiply-adds.
+_BUCKET_COST = {"cpu": (24, 6e5)}
+
+_BUCKET_COST_DEFAULT = (0, 2.4e9)
+
+# Number of different lengths, at most, at which buckets may end.
+_MOST_ENDS = 64
+
+
+class Bucket(NamedTuple):
+    """Texts of like lengths, as the rows of a padded batch."""
+
+    rows: int  # b
+    length: int  # n, the length of the longest
+    keep: Tensor | None  # (b, n) padding mask; `None` if all have the same length
+
+
+class Stream(NamedTuple):
+    """Where the tokens of a batch are: in the input, in the stream, and in the buckets."""
+
+    shape: tuple[int, int]  # of the input
+    tokens: Tensor | None  # (t,) places of the stream's tokens in the flattened input; `None` for all in order
+    positions: Tensor  # (1, t) index of each token in its text
+    lengths: Tensor  # (texts, 1) numbers of tokens, in the order of the input
+    longest: int  # length to which padding would extend every text
+    buckets: tuple[Bucket, ...]
+    gather: Tensor  # (p,) token of each place; padding repeats the last token of its text
+    scatter: Tensor  # (t,) place of each token
+    by_input: Tensor  # (texts,) for the texts in the order of the input, their numbers by length
+
+    def places(self) -> int:
+        """Return the number of places in all buckets."""
+        return sum(bucket.rows * bucket.length for bucket in self.buckets)
+
+    def pays(self, width: int) -> bool:
+        """Whether a model of this width runs faster on the stream than on the padded input."""
+        cost = bucket_cost(self.gather.device, width)
+        return self.places() + cost * len(self.buckets) < self.shape[0] * self.shape[1]
+
+    def select(self, inputs: Tensor | None) -> Tensor | None:
+        """Take the tokens of the stream from an input (1 or b, n, ...): (1, t, ...)."""
+        if inputs is None or (self.tokens is None and inputs.shape[:2] == self.shape):
+            return inputs if inputs is None else inputs.reshape(1, -1, *inputs.shape[2:])
+        flat = inputs.expand(*self.shape, *inputs.shape[2:]).flatten(0, 1)
+        return (flat if self.tokens is None else flat.index_select(0, self.tokens)).unsqueeze(0)
+
+    def in_buckets(self, states: Tensor) -> list[Tensor]:
+        """Split what belongs to the tokens, (t, ...), into the rows of every bucket; padding holds a token's."""
+        parts = states.index_select(0, self.gather).split([bucket.rows * bucket.length for bucket in self.buckets])
+        return [
+            part.view(bucket.rows, bucket.length, *states.shape[1:])
+            for part, bucket in zip(parts, self.buckets, strict=True)
+        ]
+
+    def restore(self, states: Tensor) -> Tensor:
+        """Put states (1, t, d) back to the places of the input, with zeros at padding."""
+        if self.tokens is None:
+            return states.view(*self.shape, -1)
+        flat = states.new_zeros(self.shape[0] * self.shape[1], states.shape[-1])
+        return flat.index_copy(0, self.tokens, states.squeeze(0)).view(*self.shape, -1)
+
+
+class StreamContext(NamedTuple):
+    """The counterpart of `ForwardContext` for a stream: a context for every bucket."""
+
+    stream: Stream
+    parts: tuple[ForwardContext, ...]
+    slots: tuple[int, ...] | None  # number of states (l) carried for each text of a bucket; `None` if texts share them
+    lengths: Tensor  # (texts, 1) number of tokens
+
+    def split(self, states: Tensor, carried: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        """Split a stream (1, t, d) and its carried states (texts, l, d), by length, into the rows of every bucket."""
+        buckets = self.stream.buckets
+        owned = [carried] * len(buckets)
+        if self.slots is not None and carried is not None:
+            texts = carried.split([bucket.rows for bucket in buckets])
+            owned = [states[:, :count] for states, count in zip(texts, self.slots, strict=True)]
+        return [*zip(self.stream.in_buckets(states.squeeze(0)), owned, strict=True)]
+
+    def join(self, rows: Sequence[Tensor], carried: Sequence[Tensor | None], most: int) -> tuple[Tensor, Tensor | None]:
+        """Undo `split`, with `most` carried states for each text."""
+        states = torch.cat([part.flatten(0, 1) for part in rows]).index_select(0, self.stream.scatter).unsqueeze(0)
+        if self.slots is None or carried[0] is None:
+            return states, carried[0]
+        return states, torch.cat([F.pad(own, (0, 0, 0, most - own.shape[1])) for own in carried])
+
+    def in_rows(
+        self, function: Callable[..., tuple[Tensor, Tensor | None]], states: Tensor, carried: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like `ForwardContext.in_rows`, for a stream: bucket by bucket."""
+        outputs = [function(*rows, part) for rows, part in zip(self.split(states, carried), self.parts, strict=True)]
+        return self.join(*zip(*outputs, strict=True), 0 if carried is None else carried.shape[1])
+
+    def restore(self, states: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the states in the shape of the input, and the carried states with its texts in order."""
+        if self.slots is not None and carried is not None:
+            carried = carried.index_select(0, self.stream.by_input)
+        return self.stream.restore(states), carried
+
+
+# ---- where texts begin ----
+
+
+def is_readable(*tensors: Tensor | None) -> bool:
+    """Whether the entries of tensors can be read: not while tracing, and not on the meta device."""
+    return not any(tensor is not None and (is_tracing(tensor) or tensor.is_meta) for tensor in tensors)
+
+
+def find_starts(
+    shape: tuple[int, int], keep: Tensor | None, position_ids: Tensor | None, boundaries: dict[str, Tensor | None]
+) -> Tensor | None:
+    """Find the first token of every text, if a row holds several.
+
+    Texts begin where `cu_seq_lens_q` or `seq_idx` say; without them, where `position_ids` return to the row's first.
+
+    Args:
+        shape: (b, n) of the input.
+        keep: (b, n) padding mask; `None` if nothing is padded.
+        position_ids: (1 or b, n), or `None`.
+        boundaries: the keywords of `BOUNDARIES`.
+
+    Returns:
+        (b, n) boolean, the first of every row included; `None` if every row is one text.
+
+    Raises:
+        ValueError: The boundaries do not match the input.
+    """
+    cumulated, of_keys, numbers = given = [boundaries.get(name) for name in BOUNDARIES]
+    if not is_readable(*given):
+        raise ValueError("A compiled or traced model reads one text per row: pad the texts (DataCollatorWithPadding).")
+    if cumulated is not None or of_keys is not None:
+        starts = _starts_from_lengths(shape, cumulated, of_keys)
+    elif numbers is not None:
+        if numbers.shape != shape:
+            raise ValueError(f"`seq_idx` must have shape {tuple(shape)}, but has shape {tuple(numbers.shape)}.")
+        starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+    elif position_ids is None or shape[1] == 1 or not is_readable(position_ids, keep):
+        return None
+    else:
+        starts = _starts_from_positions(shape, keep, position_ids)
+    return starts if starts[:, 1:].any() else None
+
+
+def _starts_from_lengths(shape: tuple[int, int], cumulated: Tensor | None, of_keys: Tensor | None) -> Tensor:
+    if cumulated is None or not (of_keys is None or torch.equal(cumulated, of_keys)):
+        raise ValueError("`cu_seq_lens_q` and `cu_seq_lens_k` must be equal: give the boundaries of the texts in both.")
+    total = shape[0] * shape[1]
+    if cumulated.dim() != 1 or cumulated[0] != 0 or cumulated[-1] != total or (cumulated.diff() < 1).any():
+        raise ValueError(
+            f"`cu_seq_lens_q` must rise from 0 to the number of tokens, {total}, but is {cumulated.tolist()}."
+        )
+    starts = torch.zeros(total, dtype=torch.bool, device=cumulated.device)
+    starts[cumulated[:-1].long()] = True
+    starts = starts.view(shape)
+    starts[:, 0] = True
+    return starts
+
+
+def _starts_from_positions(shape: tuple[int, int], keep: Tensor | None, position_ids: Tensor) -> Tensor:
+    positions = position_ids.expand(shape)
+    keep = torch.ones_like(positions, dtype=torch.bool) if keep is None else keep
+    # Real tokens only, one after the other: padding may have any position.
+    rows, columns = keep.nonzero(as_tuple=True)
+    real, of_row = positions[keep], torch.ones_like(rows, dtype=torch.bool)
+    of_row[1:] = rows[1:] != rows[:-1]
+    first = real[of_row.nonzero().squeeze(-1)[of_row.cumsum(0) - 1]]
+    starts = torch.zeros_like(keep)
+    starts[rows[1:], columns[1:]] = (real[1:] <= real[:-1]) & (real[1:] == first[1:]) & ~of_row[1:]
+    starts[:, 0] = True
+    return starts
+
+
+# ---- buckets ----
+
+
+def bucket_cost(device: torch.device, width: int) -> float:
+    """What another bucket costs, in tokens, for a model of this width."""
+    tokens, products = _BUCKET_COST.get(device.type, _BUCKET_COST_DEFAULT)
+    return tokens + products / width**2
+
+
+def plan_buckets(lengths: Sequence[int], cost: float) -> list[int]:
+    """Divide texts, sorted by length, such that all buckets have the fewest places, each counted `cost` more.
+
+    Args:
+        lengths: lengths in ascending order.
+        cost: what a bucket costs besides its places.
+
+    Returns:
+        The number of texts in each bucket.
+    """
+    total = len(lengths)
+    ends = [i for i in range(1, total + 1) if i == total or lengths[i] > lengths[i - 1]]
+    ends = ends[:: -(-len(ends) // _MOST_ENDS)] if len(ends) > _MOST_ENDS else ends
+    ends = ends if ends[-1] == total else [*ends, total]
+    best: list[tuple[float, int]] = [(0.0, 0)]  # for the texts up to each end: the cost, and the end before
+    starts = [0, *ends]
+    for end in ends:
+        length = lengths[end - 1]
+        best.append(min((best[i][0] + (end - starts[i]) * length + cost, i) for i in range(len(best))))
+    sizes, i = [], len(ends)
+    while i:
+        before = best[i][1]
+        sizes.append(starts[i] - starts[before])
+        i = before
+    return sizes[::-1]
+
+
+def make_stream(
+    keep: Tensor | None,
+    starts: Tensor | None,
+    shape: tuple[int, int],
+    device: torch.device,
+    width: int,
+    border: int = 0,
+) -> Stream:
+    """Lay out a batch as a stream.
+
+    Args:
+        keep: (b, n) padding mask; `None` if nothing is padded.
+        starts: (b, n) from `find_starts`; `None` if every row is one text.
+        shape: (b, n).
+        device: device of the states.
+        width: d.
+        border: texts of up to this length share no bucket with longer ones.
+
+    Returns:
+        The stream; of each row that is one text there must be a token.
+    """
+    if starts is None:
+        texts = torch.arange(shape[0])[:, None].expand(shape).flatten()
+    else:
+        texts = starts.flatten().cpu().cumsum(0) - 1
+    tokens = None if keep is None else keep.flatten().cpu().nonzero().squeeze(-1)
+    texts = texts if tokens is None else texts[tokens]
+    _, texts, lengths = texts.unique_consecutive(return_inverse=True, return_counts=True)
+    first = lengths.cumsum(0) - lengths  # of each text, its first token in the stream
+    order = lengths.argsort(stable=True)
+    by_length = lengths[order].tolist()
+    buckets, gathers, scatter, number, places = [], [], torch.empty_like(texts), 0, 0
+    below, cost = bisect_right(by_length, border), bucket_cost(device, width)
+    parts = [part for part in (by_length[:below], by_length[below:]) if part]
+    for rows in [size for part in parts for size in plan_buckets(part, cost)]:
+        own, length = order[number : number + rows], by_length[number + rows - 1]
+        index = torch.arange(length)
+        mask = index < lengths[own, None]
+        gather = first[own, None] + index.clamp(max=lengths[own, None] - 1)
+        scatter[gather[mask]] = places + mask.flatten().nonzero().squeeze(-1)
+        equal = by_length[number] == length
+        buckets.append(Bucket(rows, length, None if equal else mask.to(device)))
+        gathers.append(gather.flatten())
+        number, places = number + rows, places + rows * length
+    return Stream(
+        shape=shape,
+        tokens=None if tokens is None else tokens.to(device),
+        positions=(torch.arange(len(texts)) - first[texts]).unsqueeze(0).to(device),
+        lengths=lengths.unsqueeze(1).to(device),
+        longest=shape[1] if starts is None else by_length[-1],
+        buckets=tuple(buckets),
+        gather=torch.cat(gathers).to(device),
+        scatter=scatter.to(device),
+        by_input=order.argsort().to(device),
+    )

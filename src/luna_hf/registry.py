@@ -1,0 +1,140 @@
+"""The table of model families: `import luna_hf` exports and registers them, tests and benchmarks iterate over it."""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    RobertaTokenizer,
+)
+
+from .configuration import BoundedMemoryConfig
+from .families.abc import modeling as abc
+from .families.abc.configuration import *
+from .families.abc.modeling import *
+from .families.abc.warm_start import AbcRules
+from .families.lavo import modeling as lavo
+from .families.lavo.configuration import *
+from .families.lavo.modeling import *
+from .families.leapformer import modeling as leapformer
+from .families.leapformer.configuration import *
+from .families.leapformer.modeling import *
+from .families.luna import modeling as luna
+from .families.luna.configuration import *
+from .families.luna.modeling import *
+from .families.luna.warm_start import LunaRules
+from .families.warm_start_rules import WarmStartRules
+from .tokenization_fairseq import FairseqBpeTokenizer
+
+# Task heads of every family: Auto class and suffix of the class name.
+_HEADS = {
+    AutoModelForSequenceClassification: "ForSequenceClassification",
+    AutoModelForMultipleChoice: "ForMultipleChoice",
+    AutoModelForTokenClassification: "ForTokenClassification",
+    AutoModelForQuestionAnswering: "ForQuestionAnswering",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table: a mechanism's `<Name>Config`, the module of its models, and its rules for a warm start."""
+
+    config: type[BoundedMemoryConfig]
+    modeling: ModuleType
+    warm_start: type[WarmStartRules] = WarmStartRules
+
+    def model(self, kind: str) -> type[PreTrainedModel]:
+        """Return the class `<Name><kind>`."""
+        return getattr(self.modeling, self.config.__name__.removesuffix("Config") + kind)
+
+    @property
+    def base_model(self) -> type[PreTrainedModel]:
+        """The encoder."""
+        return self.model("Model")
+
+    @property
+    def causal_model(self) -> type[PreTrainedModel]:
+        """The decoder."""
+        return self.model("CausalModel")
+
+    @property
+    def masked_lm(self) -> type[PreTrainedModel]:
+        """The encoder with a masked language modelling head."""
+        return self.model("ForMaskedLM")
+
+    @property
+    def causal_lm(self) -> type[PreTrainedModel]:
+        """The decoder with a language modelling head."""
+        return self.model("ForCausalLM")
+
+    @property
+    def seq2seq_model(self) -> type[PreTrainedModel]:
+        """The encoder-decoder."""
+        return self.model("Seq2SeqModel")
+
+    @property
+    def seq2seq_lm(self) -> type[PreTrainedModel]:
+        """The encoder-decoder with a language modelling head."""
+        return self.model("ForConditionalGeneration")
+
+    @property
+    def heads(self) -> dict[type, type[PreTrainedModel]]:
+        """The encoders with a task head, by the Auto class that loads them."""
+        return {auto_class: self.model(kind) for auto_class, kind in _HEADS.items()}
+
+    @property
+    def causal_models(self) -> tuple[type[PreTrainedModel], ...]:
+        """Every decoder class of the family, the base model first."""
+        return (self.causal_model, self.causal_lm)
+
+    @property
+    def seq2seq_models(self) -> tuple[type[PreTrainedModel], ...]:
+        """Every encoder-decoder class of the family, the base model first."""
+        return (self.seq2seq_model, self.seq2seq_lm)
+
+    @property
+    def models(self) -> tuple[type[PreTrainedModel], ...]:
+        """Every encoder class of the family, the base model first."""
+        return (self.base_model, self.masked_lm, *self.heads.values())
+
+    def register(self) -> None:
+        """Register the family with the Auto classes."""
+        AutoConfig.register(self.config.model_type, self.config, exist_ok=True)
+        # Checkpoints find either by name; one that names no tokenizer class gets the last one registered.
+        for tokenizer_class in (FairseqBpeTokenizer, RobertaTokenizer):
+            AutoTokenizer.register(self.config, tokenizer_class, exist_ok=True)
+        self.base_model.causal_model_class = self.causal_model
+        self.base_model.seq2seq_model_class = self.seq2seq_model
+        for model_class in (*self.models, self.causal_lm, self.seq2seq_lm):
+            for auto_class in model_class.auto_classes:
+                getattr(transformers, auto_class).register(self.config, model_class, exist_ok=True)
+
+
+FAMILIES: dict[str, Family] = {
+    family.config.model_type: family
+    for family in (
+        Family(LunaConfig, luna, LunaRules),
+        Family(AbcConfig, abc, AbcRules),
+        Family(LeapformerConfig, leapformer),
+        Family(LavoConfig, lavo),
+    )
+}
+
+
+def register() -> None:
+    """Register every family, and the tokenizer of the authors' checkpoints."""
+    FairseqBpeTokenizer.register_for_auto_class("AutoTokenizer")
+    for family in FAMILIES.values():
+        family.register()
+
+
+__all__ = ["FAMILIES"]
+for family in FAMILIES.values():
+    __all__ += [family.config.__name__, *family.modeling.__all__]

@@ -1,0 +1,418 @@
+"""Warm start: a model of this package made from a trained encoder with softmax attention.
+
+Every weight of the encoder is kept unchanged, and so is a masked-LM head, in a masked-LM model. The rules of the
+target's family (`warm_start_<family>.py`) make the remaining parameters. A report lists them, and the weights of the
+source that are not used, such as a classifier's head.
+"""
+
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.utils import logging
+
+from ..families.warm_start_rules import BLURRED, INITIALISED, POSITIONS, LoadedSource, WarmStartRules
+from ..ops.positions import repeat_positions
+from ..registry import FAMILIES, Family
+from .source import Source, load_source
+
+logger = logging.get_logger(__name__)
+
+
+# Fields that the source's weights decide.
+_FIXED_FIELDS = {
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
+    *("position_embedding_type", "type_vocab_size", "embedding_layer_norm", "norm_first", "layer_norm_eps"),
+    *("embedding_size", "pad_token_id", "tie_word_embeddings"),
+}
+
+# Keywords of every config that are not fields.
+_KEYWORDS = ("attn_implementation", "num_labels")
+
+# Slots per token of the longest input; more would be a typing error, and would exhaust the memory.
+_MOST_SLOTS = 100
+
+# Parameters that every source must have.
+_SHARED = re.compile(
+    r"embeddings\.|encoder\.layer\.\d+\."
+    r"(attention\.self\.(query|key|value)|(attention\.)?output\.(dense|LayerNorm)|intermediate\.dense)\."
+)
+
+
+# ---- the report ----
+
+
+@dataclass
+class WarmStart:
+    """What became of every parameter. The first three name each parameter of the new model exactly once.
+
+    Args:
+        copied: parameter of the new model -> its name in the source; bitwise equal, or rounded to `dtype`.
+        extended: -> what was done to the source's rows (positions only).
+        new: -> the rule that made it.
+        unused: parameter of the source without a counterpart in the new model -> the reason.
+    """
+
+    copied: dict[str, str] = field(default_factory=dict)
+    extended: dict[str, str] = field(default_factory=dict)
+    new: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
+
+    def lines(self, *kinds: str) -> list[str]:
+        """The report to print; layers share a line, and so do weight and bias.
+
+        Args:
+            kinds: some of `copied`, `extended`, `new` and `unused`; all by default.
+        """
+        lines = []
+        for kind in kinds or ("copied", "extended", "new", "unused"):
+            made = getattr(self, kind)
+            lines.append(f"{kind}: {len(made)} parameter{'' if len(made) == 1 else 's'}")
+            lines += [f"  {line}" for line in _grouped(made, with_how=kind in ("extended", "new"))]
+        return lines
+
+    def warn(self) -> None:
+        """Log the new and unused parameters, as `from_pretrained` does."""
+        kinds = [kind for kind in ("extended", "new", "unused") if getattr(self, kind)]
+        if kinds:
+            # A scale of 1 is right for slots that are means, and a good start for others.
+            untrained = [name for name in self.new if not name.endswith("slot_scale")]
+            title = "Warm-started. New parameters must be trained:" if untrained else "Warm-started:"
+            logger.warning("\n".join([title, *self.lines(*kinds)]))
+
+
+def template_of(name: str) -> tuple[str, str | None]:
+    """A name with `{}` for the number of its layer, and that number."""
+    match = re.search(r"(?<=\blayer\.)\d+(?=\.)", name)
+    return (name, None) if match is None else (f"{name[: match.start()]}{{}}{name[match.end() :]}", match[0])
+
+
+def _grouped(made: dict[str, str], with_how: bool) -> list[str]:
+    """Names with `{0..11}` for the layers and `{weight,bias}` for both, each with how it was made."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for name, how in made.items():
+        template, layer = template_of(name)
+        numbers = layers.setdefault((template, template_of(how)[0] if with_how else ""), [])
+        numbers += [] if layer is None else [int(layer)]
+    stems: dict[tuple[str, str], list[str]] = {}
+    for (template, how), numbers in layers.items():
+        span = "" if not numbers else f"{{{min(numbers)}..{max(numbers)}}}" if len(numbers) > 1 else str(numbers[0])
+        stem, _, last = template.replace("{}", span).rpartition(".")
+        # Copies of `b.weight` and `b.bias` share a line.
+        how = how.replace("{}", span).removesuffix(last) + "*" if how.endswith(f".{last}") else how
+        stems.setdefault((stem, how), []).append(last)
+    lines = []
+    for (stem, how), lasts in stems.items():
+        last = lasts[0] if len(lasts) == 1 else f"{{{','.join(sorted(lasts, reverse=True))}}}"  # weight first
+        name = f"{stem}.{last}" if stem else last
+        lines.append(f"{name}: {how.removesuffix('*')}{last if how.endswith('*') else ''}" if how else name)
+    return lines
+
+
+# ---- the target ----
+
+
+def _find_family(model_class: type[PreTrainedModel], is_decoder: bool) -> Family:
+    """The family of a model class, by model type, since the code in a checkpoint folder defines other classes.
+
+    Raises:
+        ValueError: It has none, or is a causal model.
+    """
+    name, family = model_class.__name__, FAMILIES.get(model_class.config_class.model_type)
+    if family is None:
+        raise ValueError(f"{name} is not a model of this package, which has the families {', '.join(FAMILIES)}.")
+    causal = {causal_class.__name__ for causal_class in family.causal_models}
+    if is_decoder or causal & {parent.__name__ for parent in model_class.__mro__}:
+        raise ValueError(
+            f"A {name} cannot start from an encoder, because its tokens see only earlier ones. Train it from scratch, "
+            f"or start a {family.masked_lm.__name__}."
+        )
+    return family
+
+
+def _find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of a name, as in `from_pretrained`; `None` for the source's.
+
+    Raises:
+        ValueError: It is no floating-point type.
+    """
+    found = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
+    if found in (None, "auto"):
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"`dtype` is {dtype!r}, but must be a floating-point type, such as torch.bfloat16.")
+    return found
+
+
+def _target_config(
+    config_class: type[PreTrainedConfig],
+    rules: type[WarmStartRules],
+    loaded: LoadedSource,
+    max_length: int | None,
+    given: dict[str, Any],
+) -> PreTrainedConfig:
+    """The config of the new model.
+
+    Raises:
+        ValueError: A field is unknown, decided by the source, or has a wrong value; or positions would be lost.
+    """
+    known, own = {item.name for item in fields(config_class)}, loaded.values
+    for name, value in given.items():
+        if name == "max_position_embeddings":
+            raise ValueError("Pass `max_length` (in tokens) instead of `max_position_embeddings`.")
+        if name in _FIXED_FIELDS:
+            raise ValueError(f"The source decides `{name}` ({own.get(name)!r}). Leave it out.")
+        decided, reason = rules.decided.get(name, (value, ""))
+        if value != decided:
+            raise ValueError(f"`{name}={value!r}` is not possible in a warm start: {reason}. Leave it out.")
+        if name not in known and name not in _KEYWORDS:
+            others = [kind for kind, family in FAMILIES.items() if name in family.warm_start.options()]
+            if not others:
+                config_class(**{name: value})  # its error suggests similar names
+            hint = f"; it is an option of {', '.join(others)} models" if others else ""
+            raise ValueError(f"{config_class.__name__} has no field `{name}`{hint}.")
+    length = loaded.longest if max_length is None else max_length
+    if length < loaded.longest and not given.get("position_period"):
+        raise ValueError(
+            f"`max_length` is {length}, but the source's {loaded.longest} positions are all kept. Leave it out; the "
+            "model also takes shorter texts."
+        )
+    base = {item.name for item in fields(PreTrainedConfig)}
+    shared = known & own.keys() - base - {"tie_word_embeddings"}
+    values = {"position_embedding_type": "learned"}  # unless the source says otherwise
+    values |= {name: own[name] for name in shared}
+    values |= {name: value for name, (value, _) in rules.decided.items()}
+    values |= {"max_position_embeddings": length, "tie_word_embeddings": _is_tied(loaded)}
+    return config_class(**{**values, **given})
+
+
+def _is_tied(loaded: LoadedSource) -> bool:
+    decoder = loaded.tensors.get(loaded.layout.head["lm_head.decoder.weight"][0])
+    if decoder is None:
+        return bool(loaded.config.tie_word_embeddings)
+    return decoder.data_ptr() == loaded.embedding.data_ptr()
+
+
+def _check_slots(config: PreTrainedConfig, name: str | None) -> None:
+    """Refuse a memory far larger than any text before it is allocated.
+
+    Raises:
+        ValueError: It has over `_MOST_SLOTS` slots per token of the longest input.
+    """
+    slots, longest = getattr(config, name) if name else 0, config.max_position_embeddings
+    if slots > _MOST_SLOTS * longest:
+        raise ValueError(
+            f"`{name}` is {slots:,}, but inputs have at most {longest:,} tokens. Choose no more slots than tokens."
+        )
+
+
+# ---- its parameters ----
+
+
+class _Maker:
+    """Makes the parameters of a new model one by one and records them."""
+
+    def __init__(self, rules: WarmStartRules, model: PreTrainedModel) -> None:
+        self.rules, self.loaded, self.model = rules, rules.loaded, model
+        self.prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+        self.report = WarmStart()
+        self.used: set[int] = set()  # addresses: a tied parameter has several names
+        self.initialised: set[str] = set()
+
+    def make_all(self) -> dict[str, Tensor]:
+        """The values of every parameter, by its name in the new model.
+
+        Raises:
+            ValueError: See `check_head` and `make`.
+        """
+        named = dict(self.model.named_parameters())
+        self.check_head(named)
+        # Required parameters come first, because rules read them.
+        return {name: self.make(name, named[name]) for name in sorted(named, key=lambda name: not self.is_shared(name))}
+
+    def check_head(self, named: dict[str, Tensor]) -> None:
+        """Refuse a masked-LM head that would not compute what the source's computes.
+
+        Raises:
+            ValueError: Its activation differs from the layers'.
+        """
+        layout, activation = self.loaded.layout, self.loaded.values["hidden_act"]
+        has_head = any(name in named and owns[0] in self.loaded.tensors for name, owns in layout.head.items())
+        if has_head and layout.fixed_head_activation and activation not in ("gelu", "gelu_python"):
+            raise ValueError(
+                f"The source's masked-LM head uses gelu but its layers {activation}; ours have one `hidden_act`. Pass "
+                "the encoder alone (load it with AutoModel) to start with a new head."
+            )
+
+    def is_head(self, name: str) -> bool:
+        """Whether a parameter is not the base model's."""
+        return not name.startswith(self.prefix)
+
+    def is_shared(self, name: str) -> bool:
+        """Whether the source must have a parameter, in its shape."""
+        ours = name.removeprefix(self.prefix)
+        has_rule = template_of(ours)[0] in self.rules.table
+        return not self.is_head(name) and not has_rule and bool(_SHARED.match(ours))
+
+    def make(self, name: str, empty: Tensor) -> Tensor:
+        """The values of one parameter: the source's, the source's with further rows, or new ones.
+
+        Args:
+            name: in the new model.
+            empty: the parameter, uninitialised.
+
+        Raises:
+            ValueError: The source lacks a required parameter, or has it in another shape.
+        """
+        ours, is_shared = name.removeprefix(self.prefix), self.is_shared(name)
+        # Of all heads, only the masked-LM head has the same purpose in the source.
+        owns = self.loaded.layout.head.get(name, ()) if self.is_head(name) else (ours,)
+        own = next((own for own in owns if own in self.loaded.tensors), None)
+        if own is None and is_shared:
+            raise ValueError(f"The source has no parameter for {name}. Merge any adapters into it first.")
+        if own is None:
+            return self.make_new(name, empty)
+        values, own_name = self.loaded.tensors[own], self.loaded.names[own]
+        kind, wanted = (self.rules.kind(ours, config) for config in (self.loaded.config, self.model.config))
+        fits = values.shape == empty.shape and kind == wanted
+        if not fits and not is_shared and not self.is_head(name):
+            size = " x ".join(map(str, values.shape))
+            return self.make_new(name, empty, f"; the source's own ({kind}{', ' * bool(kind)}{size}) does not fit")
+        self.used.add(values.data_ptr())
+        if fits:
+            self.report.copied[name] = own_name
+        elif ours == POSITIONS:
+            values, self.report.extended[name] = self.extend(values, own_name)
+        else:
+            raise ValueError(
+                f"The source's {own_name} has the shape {tuple(values.shape)}, but its config requires "
+                f"{tuple(empty.shape)}. Restore the config that belongs to the weights."
+            )
+        return values.clone()
+
+    def extend(self, table: Tensor, own_name: str) -> tuple[Tensor, str]:
+        """The position table with our padding rows and the config's positions, and what was done to it."""
+        config, trained, first = self.model.config, self.loaded.longest, self.loaded.first
+        wanted, length = config.pad_token_id + 1, config.position_rows()
+        if table.shape[0] != first + trained:
+            raise ValueError(
+                f"The source's {own_name} has {table.shape[0]} rows, but its config requires {first + trained}. "
+                "Restore the config that belongs to the weights."
+            )
+        done = [own_name]
+        if wanted > first:
+            table = torch.cat([table.new_zeros(wanted - first, table.shape[1]), table])
+            done.append(f"{wanted - first} row{'s' * (wanted - first > 1)} of zeros added in front for padding")
+        if length > trained:
+            table = repeat_positions(table, wanted, length)
+            done.append(f"its {trained} positions repeated to {length}")
+        elif length < trained:
+            table = table[: wanted + length]
+            done.append(f"the first {length} of its {trained} positions")
+        return table, ", ".join(done)
+
+    def make_new(self, name: str, empty: Tensor, but: str = "") -> Tensor:
+        """The values that a parameter's rule gives, in the source's dtype; `but` is a remark for the report."""
+        template, layer = template_of(name.removeprefix(self.prefix))
+        rule = INITIALISED if self.is_head(name) else self.rules.rule(template).replace("{}", layer or "")
+        source = rule.removesuffix(BLURRED)
+        copied = self.loaded.names.get(source)
+        made = f"a copy of the source's {copied}" if copied else source
+        self.report.new[name] = made + rule.removeprefix(source) + but
+        if rule == INITIALISED:
+            self.initialise(name.rpartition(".")[0])
+            values = empty.detach().clone()
+        else:
+            values = self.rules.make(rule, layer, empty)
+        return values.to(self.loaded.embedding)
+
+    def initialise(self, owner: str) -> None:
+        """Initialise a module's own parameters, once."""
+        if owner not in self.initialised:
+            self.initialised.add(owner)
+            self.model._init_weights(self.model.get_submodule(owner))
+
+    def finish(self) -> WarmStart:
+        """The report, with the source's unused parameters.
+
+        Raises:
+            ValueError: See the rules' `finish`.
+        """
+        self.rules.finish(self.report.new)
+        unused = {}  # by address
+        for own, tensor in self.loaded.tensors.items():
+            unused.setdefault(tensor.data_ptr(), self.loaded.names[own])
+        names = [name for address, name in unused.items() if address not in self.used]
+        self.report.unused = dict.fromkeys([*names, *self.loaded.ignored], "no counterpart")
+        return self.report
+
+
+def warm_start(
+    model_class: type[PreTrainedModel],
+    source: Source,
+    *,
+    max_length: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | str | None = None,
+    preset: str | None = None,
+    allow_pickle: bool = False,
+    **given: Any,
+) -> tuple[PreTrainedModel, WarmStart]:
+    """A model of this package that starts from a trained encoder with softmax attention and learned positions.
+
+    All weights of the encoder are kept, bitwise unless `dtype` is given. A masked-LM model also keeps the source's
+    masked-LM head. No other head of the source is used: a classifier's starts as in a new model, and the source's is
+    listed under `unused`. The family's rules make what the source lacks.
+
+    Args:
+        model_class: an encoder of this package, with any head or none.
+        source: folder, Hub name, or a model in memory (which is not changed): RoBERTa, XLM-R, CamemBERT, data2vec-text,
+            BERT, DistilBERT, ELECTRA, the transformer of a sentence-transformers model, or a model of a family with a
+            `layout` in its rules, which keeps its fields unless others are given; with any head or none.
+        max_length: longest input in tokens, if longer than the source's: its positions are then repeated, in the table
+            (`repeat_positions`) or, with a `position_period`, by their ids.
+        seed: of everything drawn or initialised. Global random states are not affected.
+        dtype: of the new model's parameters, such as `torch.bfloat16` or "bfloat16"; the source's if `None` or "auto".
+        preset: name of an entry of the config's `presets`, whose fields are used unless others are given. With
+            "selected", where a family has it, texts are read much as by the source, without any training.
+        allow_pickle: whether to read weights from a pickle, which can run code, where there are no safetensors.
+        given: fields of the new model's config (size of the memory, `conv_kernel_size`, `num_labels`, dropouts,
+            `attn_implementation`, ...), and options of the family's rules, documented in their class.
+
+    Returns:
+        The model in eval mode, and what became of every parameter.
+
+    Raises:
+        ValueError: The model is causal; the source cannot be read or mapped; `dtype` is no floating-point type; a field
+            is unknown or decided by the source; there would be fewer positions than the source's, or far more slots
+            than tokens; or the family's rules refuse.
+    """
+    family = _find_family(model_class, given.pop("is_decoder", False))
+    if preset is not None:
+        given = {**model_class.config_class.preset_fields(preset), **given}
+    dtype = _find_dtype(given.pop("torch_dtype", dtype))  # the name before transformers 5
+    options = {name: given.pop(name) for name in family.warm_start.options() if name in given}
+    with torch.random.fork_rng(devices=[]):
+        loaded = load_source(source, allow_pickle)
+        config = _target_config(model_class.config_class, family.warm_start, loaded, max_length, given)
+        rules = family.warm_start(loaded, config, seed, **options)
+        rules.check()
+        _check_slots(config, rules.slots_field(config))
+        with no_init_weights():
+            model = model_class(config)
+        model.tie_weights()
+        torch.manual_seed(seed)
+        maker = _Maker(rules, model)
+        made = maker.make_all()
+    report = maker.finish()
+    if dtype is not None:  # not `model.to(dtype)`, which would also round buffers such as the sinusoids
+        made = {name: values.to(dtype) for name, values in made.items()}
+    model.load_state_dict(made, strict=False, assign=True)
+    model.tie_weights()
+    model.to(loaded.embedding.device)  # moves buffers; the parameters are already there
+    model.config.dtype = dtype or loaded.embedding.dtype
+    return model.eval(), report
