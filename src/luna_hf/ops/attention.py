@@ -13,7 +13,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_torchdynamo_exporting
 
-from .dispatch import multiplies_in_float32, prefers_products
+from .dispatch import SLOW_CPU_DTYPES, multiplies_in_float32, prefers_products
 
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
@@ -111,7 +111,7 @@ def linear(layer: nn.Module, states: Tensor) -> Tensor:
     Returns:
         (..., out_features) in the dtype of `states`.
     """
-    if not multiplies_in_float32(states, states):
+    if states.dtype not in SLOW_CPU_DTYPES or states.device.type != "cpu":
         return layer(states)
     with _LinearInFloat32():
         return layer(states)
@@ -119,9 +119,9 @@ def linear(layer: nn.Module, states: Tensor) -> Tensor:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right`, computed in float32 where the CPU would have to emulate their half-precision dtype."""
-    if multiplies_in_float32(left, right):
-        return torch.matmul(left.float(), right.float()).to(left.dtype)
-    return torch.matmul(left, right)
+    if left.dtype not in SLOW_CPU_DTYPES or not multiplies_in_float32(left, right):
+        return torch.matmul(left, right)
+    return torch.matmul(left.float(), right.float()).to(left.dtype)
 
 
 class UnpaddedKeys(NamedTuple):

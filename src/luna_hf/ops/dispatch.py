@@ -31,8 +31,6 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     # The feed-forward network's inner states are a model's largest tensors.
     "feed_forward": {"graph": "whole", "cpu": "parts", "inference": "parts", "default": "whole"},
     "nearest_centroid": {"cpu": "parts", "default": "whole"},
-    # Absorbing projections depends on the numbers of tokens and slots, which a graph must not; see `absorbed`.
-    "projections": {"graph": "applied", "cpu": "absorbed", "default": "applied"},
 }
 
 

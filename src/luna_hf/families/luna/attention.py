@@ -34,7 +34,6 @@ from transformers.utils import is_torchdynamo_compiling
 from ...layers.cache import SOURCE, MemoryCacheLayer
 from ...layers.causal_attention import CausalMemoryAttention
 from ...layers.memory_attention import Memory, MemoryAttention
-from ...ops.absorbed import may_absorb, pack_absorbed, pays
 from ...ops.attention import KeyMask, attend_heads, linear, make_key_mask, product, split_heads
 from ...ops.context import ForwardContext, drop_if_full
 from ...ops.memory_read import AttentionMap, Slots, Views
@@ -75,10 +74,6 @@ class LunaProjections:
         else:
             self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
 
-    def key_and_value_layers(self) -> tuple[nn.Module, nn.Module]:
-        """Return the projections of keys and values, which may be the same."""
-        return (self.key_value, self.key_value) if self.config.tie_kv else (self.key, self.value)
-
     def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
         if self.config.tie_kv:
@@ -103,12 +98,7 @@ class LunaPackAttention(LunaProjections, nn.Module):
     def forward(self, packed_query: Tensor, states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Compute Y_P (b, l, d) from P (b, l, d) and (b, n, d) states; if eager, also the weights (b, h_p, l, n)."""
         query = split_heads(linear(self.query, packed_query), self.num_heads)
-        layers, mask = self.key_and_value_layers(), context.masks.tokens
-        sizes = states.shape[1], query.shape[2], states.shape[2], self.num_heads
-        if may_absorb(self, states, *layers) and pays(*sizes, matrices=len(set(layers)), training=self.training):
-            dropout = self.attention_dropout if self.training else 0.0
-            return pack_absorbed(query, states, *layers, None if mask is None else mask.keep, dropout), None
-        return attend_heads(self, query, *self.key_and_value(states), mask, **context.options)
+        return attend_heads(self, query, *self.key_and_value(states), context.masks.tokens, **context.options)
 
 
 class LunaAttention(LunaProjections, MemoryAttention):
