@@ -9,7 +9,7 @@ from .families.abc.attention import AbcAttention, Sources, sum_over
 from .families.luna.attention import LunaAttention, LunaPackAttention
 from .layers.block import AttentionBlock
 from .ops.absorbed import absorbed_pack, absorbed_read, project_slots
-from .ops.attention import linear, product, split_heads
+from .ops.attention import product, project_heads
 from .ops.context import ForwardContext
 from .ops.memory_read import SlotMemory
 
@@ -116,7 +116,7 @@ class AbsorbedPackAttention(LunaPackAttention):
         sizes = states.shape[1], packed_query.shape[1], states.shape[2], self.num_heads
         if not may_absorb(self, states, *layers) or not pays(*sizes, len(set(layers)), training=self.training):
             return super().forward(packed_query, states, context)
-        query = split_heads(linear(self.query, packed_query), self.num_heads)
+        query = project_heads(self.query, packed_query, self.num_heads)
         mask, dropout = context.masks.tokens, self.attention_dropout if self.training else 0.0
         return absorbed_pack(query, states, *layers, None if mask is None else mask.keep, dropout), None
 

@@ -68,11 +68,7 @@ class FeedForwardInput(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Map (..., d) to (..., intermediate_size)."""
-        return self.activate(linear(self.dense, states))
-
-    def activate(self, inner: Tensor) -> Tensor:
-        """Apply activation and dropout."""
-        return self.dropout(self.activation(inner))
+        return self.dropout(self.activation(linear(self.dense, states)))
 
 
 class AttentionBlock(nn.Module):
@@ -152,7 +148,7 @@ class TransformerLayer(GradientCheckpointingLayer):
             return states if self.norm_first else normed, linear(self.intermediate.dense, normed)
 
         def narrow(inner: Tensor) -> Tensor:
-            return linear(self.output.dense, self.intermediate.activate(inner))
+            return linear(self.output.dense, self.intermediate.dropout(self.intermediate.activation(inner)))
 
         def apply(states: Tensor) -> tuple[Tensor, Tensor]:
             states, inner = widen(states)

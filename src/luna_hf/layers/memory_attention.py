@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..configuration import BoundedMemoryConfig
-from ..ops.attention import KeyMask, attend_heads, count_bias, linear, log_counts, make_key_mask, split_heads
+from ..ops.attention import KeyMask, attend_heads, count_bias, log_counts, make_key_mask, project_heads
 from ..ops.context import ForwardContext
 from ..ops.dispatch import choose
 from ..ops.exact_tokens import (
@@ -97,8 +97,8 @@ class MemoryAttention(nn.Module):
 
     def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
-        key, value = linear(self.key, states), linear(self.value, states)
-        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
+        heads = self.num_heads
+        return project_heads(self.key, states, heads), project_heads(self.value, states, heads)
 
     @staticmethod
     def rotary_size(config: BoundedMemoryConfig) -> int:
@@ -245,7 +245,7 @@ class MemoryAttention(nn.Module):
         ranks, places = spaced_places(context.ranks, context.lengths, keep, number)
         with torch.no_grad():
             rows = gather_tokens(states.unsqueeze(1), places.unsqueeze(1)).squeeze(1)
-            query = split_heads(linear(self.query, rows), self.num_heads)
+            query = project_heads(self.query, rows, self.num_heads)
             scores = attention_asked(query, key, ranks, context.ranks, keep, context.window)
         may = context.slot_tokens()  # neither padding nor marked
         scores = scores if may is None else scores.masked_fill(~may, -torch.inf)
@@ -280,7 +280,7 @@ class MemoryAttention(nn.Module):
         self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None
     ) -> tuple[Tensor, Tensor | None]:
         """Do what `read` does; where keys are few, the backward pass does it again instead of keeping the result."""
-        query = split_heads(linear(self.query, hidden_states), self.num_heads)
+        query = project_heads(self.query, hidden_states, self.num_heads)
         options = {} if context is None else context.options
         output, weights = read_memories(self, query, memory.parts, options)
         if memory.marked is None:

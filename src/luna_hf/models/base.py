@@ -321,5 +321,6 @@ class HeadMixin:
 
     def make_output(self, outputs: ModelOutput, **own: Any) -> ModelOutput:
         """Return the head's output: its own fields, and those it shares with the base model's output."""
-        shared = {name: outputs.get(name) for name in self.output_fields if name not in own}
-        return self.output_class(**own, **shared)
+        for name in self.output_fields:
+            own.setdefault(name, outputs.get(name))
+        return self.output_class(**own)

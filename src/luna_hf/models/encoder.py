@@ -189,8 +189,9 @@ class EncoderModelMixin(BaseModelMixin):
         """
         self.check_keywords(keywords)
         length = self.check_shapes(input_ids, inputs_embeds, attention_mask)
-        options = {name: value for name, value in keywords.items() if name not in _OWN_KEYWORDS}
-        options["most_marked"] = keywords.get("num_global_tokens")
+        options = {**keywords, "most_marked": keywords.get("num_global_tokens")}
+        for name in _OWN_KEYWORDS:
+            options.pop(name, None)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep, stream = self.tokens_to_keep(input_ids, attention_mask), None
         marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)

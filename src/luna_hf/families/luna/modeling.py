@@ -263,9 +263,9 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     ) -> ForwardContext:
         """Like `StreamMixin.make_context`; packed states that nothing reads need not be updated in inference."""
         options = dict(options)
-        outputs = ("output_packed_hidden_states", "output_pack_attentions")
         asked = options.pop("reads_packed_states", True)
-        asked = asked or any(options.get(name, getattr(self.config, name, False)) for name in outputs)
+        for name in ("output_packed_hidden_states", "output_pack_attentions"):
+            asked = asked or options.get(name, getattr(self.config, name, False))
         context = super().make_context(states, keep, marked, options)
         return context._replace(carries=asked or torch.is_grad_enabled())
 
