@@ -11,6 +11,7 @@ import sys
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
+from string import Template
 from typing import Any, get_args
 
 from huggingface_hub import ModelCardData
@@ -23,12 +24,13 @@ from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.convert.command import make_plain
 from luna_hf.convert.files import check_tokenizer, source_card
 from luna_hf.families.warm_start_rules import CONVOLUTION, ZERO
-from luna_hf.scripting import ROOT, UserError, fill_card, load_tokenizer, portable, run_script, writing
+from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
 from luna_hf.warm_start import WarmStart, warm_start
 from luna_hf.warm_start.sentence_folder import find_transformer
 from luna_hf.warm_start.source import read_config
 from luna_hf.warm_start.transfer import template_of
 
+HERE = Path(__file__).resolve().parent
 TEXT_CHARACTERS = 1_000_000  # read from --text: far more tokens than there are slots
 
 
@@ -172,7 +174,7 @@ def next_steps(
         f"training/recipes/{folder}/{conversion.name}-base{suffix}.yaml"
         for folder, suffix in (("transfer_attention", ""), ("pretrain_mlm", "-continue"))
     )
-    if not (ROOT / fitting).is_file():
+    if not (HERE.parent / fitting).is_file():
         return []
     # The recipes' parameter groups match what the family's rules make.
     made_by_rules, prefix = {*conversion.rules.table, CONVOLUTION}, f"{model.base_model_prefix}."
@@ -198,7 +200,7 @@ def next_steps(
 
 
 def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, note: str, notes: list[str]) -> str:
-    """Fill `model_cards/converted.md`."""
+    """Fill `converted.md`."""
     known, kind = source_card(options.source), model.config.model_type
     metadata = ModelCardData(
         language=known.language,
@@ -213,8 +215,7 @@ def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmSta
     license_note = "The source's card states no licence. Ask its authors before you pass the model on."
     if known.license:
         license_note = f"The licence is the one on the source's card: `{known.license}`."
-    return fill_card(
-        "converted.md",
+    return Template((HERE / "converted.md").read_text(encoding="utf-8")).substitute(
         metadata=metadata.to_yaml(),
         model_name=options.target.resolve().name,
         model_type=kind,

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from shared import check_target, command, make_parser
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf.convert.files import find
-from luna_hf.scripting import UserError, fill_card, load_tokenizer, portable, run_script, writing
+from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
 
 SCRIPT = "luna_to_fairseq.py"
 MODEL_FILE = "model.pt"
@@ -201,7 +202,7 @@ def describe(model: PreTrainedModel, state: Mapping[str, Any], source: str, laye
 
 
 def make_readme(options: argparse.Namespace, files: dict[str, str], notes: list[str]) -> str:
-    """The folder's README.md."""
+    """The folder's README.md, from `to_fairseq.md`."""
     arguments, bpe = ['"FOLDER"', f'"{MODEL_FILE}"'], ""
     if DICTIONARY in files:
         arguments += ['gpt2_encoder_json="FOLDER/encoder.json"', 'gpt2_vocab_bpe="FOLDER/vocab.bpe"']
@@ -213,8 +214,8 @@ def make_readme(options: argparse.Namespace, files: dict[str, str], notes: list[
     ]
     if options.layer_norm == "offset":
         general.append("LayerNorm weights are stored less 1, for the authors' code of 2023 and later.")
-    return fill_card(
-        "to_fairseq.md",
+    template = Path(__file__).with_name("to_fairseq.md").read_text(encoding="utf-8")
+    return Template(template).substitute(
         name=options.target.resolve().name,
         source=portable(options.source),
         command=options.command,

@@ -167,7 +167,7 @@ def packages(tmp_path_factory):
 def test_what_the_packages_contain(packages):
     unpacked, wheel = packages
     assert unpacked.name == f"luna_hf-{luna_hf.__version__}"
-    modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "luna_hf").glob("*.py")}
+    modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "luna_hf").rglob("*.py")}
     for name in ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "pyproject.toml", "src/luna_hf/py.typed"):
         assert (unpacked / name).is_file(), name
     assert all((unpacked / "src" / name).is_file() for name in modules)
@@ -177,7 +177,8 @@ def test_what_the_packages_contain(packages):
         names = set(archive.namelist())
         (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
         metadata = message_from_bytes(archive.read(f"{info}/METADATA"))
-    data = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "luna_hf").glob("sample_texts/*.txt")}
+    texts = (ROOT / "src" / "luna_hf" / "convert" / "sample_texts").glob("*.txt")
+    data = {path.relative_to(ROOT / "src").as_posix() for path in texts}
     assert {name for name in names if not name.startswith(info)} == modules | data | {"luna_hf/py.typed"}
     assert f"{info}/licenses/LICENSE" in names
     assert metadata["Version"] == luna_hf.__version__ and metadata["License-Expression"] == "Apache-2.0"
@@ -204,3 +205,4 @@ def test_the_wheel_works_in_an_empty_environment(packages, tmp_path):
     assert Path(printed["file"]) == site / "luna_hf" / "__init__.py"
     assert printed["version"] == luna_hf.__version__ and 0 < printed["score"] < 1
     assert "families" in run(python, "-m", "luna_hf", folder=tmp_path / "elsewhere")
+    assert "TARGET" in run(python, "-m", "luna_hf", "convert", "--help", folder=tmp_path / "elsewhere")

@@ -1,6 +1,7 @@
 """The card of a model converted from the authors' code."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from string import Template
 
 import torch
@@ -8,7 +9,6 @@ from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
 from luna_hf import LunaConfig
-from luna_hf.scripting import fill_card
 
 from .checkpoint import Original
 from .config import Head
@@ -48,7 +48,7 @@ _TRANSLATION_CARD = Template(
 def make_card(
     name: str, original: Original, head: Head, model: PreTrainedModel, command: str, facts: Sequence[str]
 ) -> str:
-    """Fill `model_cards/fairseq.md`.
+    """Fill `model.md`.
 
     Args:
         name: of the converted model.
@@ -67,8 +67,8 @@ def make_card(
         tags=["luna", "linear-attention", "custom_code", "fairseq"],
         model_name=name,
     )
-    return fill_card(
-        "fairseq.md",
+    template = Path(__file__).with_name("model.md").read_text(encoding="utf-8")
+    return Template(template).substitute(
         metadata=metadata.to_yaml(),
         model_name=name,
         title=f"{title} of the type `luna` with {model.num_parameters():,} parameters",
