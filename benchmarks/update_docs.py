@@ -6,12 +6,10 @@ A page marks the place of a table with a `begin` and an `end` comment that carry
 the function that writes it. Nothing is measured here: the same results always give the same pages.
 """
 
-import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import docs_studies as studies
 from docs_choices import choices
@@ -71,30 +69,6 @@ CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
 MULTI30K = "translation-multi30k-cpu-float32"
 LRA, LRA_COST, LRA_COST_LUNA = "lra-short-cpu-bfloat16", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
 PEERS = ("roberta", "modernbert")
-
-# ---- faults ----
-
-
-def fault_tables(kinds: Iterable[dict[str, Any]]) -> str:
-    """The outcomes that `tests/test_faults.py` counts for every command and kind of fault, by kind and by command."""
-    kinds, outcomes = list(kinds), ("tried", "exact", "refused", "lost")
-    tables = []
-    for by, other in (("kind", "command"), ("command", "kind")):
-        rows = []
-        for name in dict.fromkeys(row[by] for row in kinds):
-            own = [row for row in kinds if row[by] == name and row["tried"]]
-            rows.append([name, len(own), *(sum(row[outcome] for row in own) for outcome in outcomes)])
-        rows.append(["all", len({row[other] for row in kinds}), *(sum(row[o] for row in kinds) for o in outcomes)])
-        tables.append(markdown_table([by, f"{other}s", *outcomes], rows))
-    return "\n\n".join(tables)
-
-
-def _faults() -> str:
-    result = json.loads((ROOT / "tests/faults.json").read_text(encoding="utf-8"))
-    source = f"- Command: `{result['command']}`\n- Machine: {machine(result)}; {result['date']}"
-    text = fault_tables(result["kinds"])
-    return f"{text}\n\n<details><summary>How this was measured</summary>\n\n{source}\n\n</details>"
-
 
 # ---- encoders ----
 
@@ -410,7 +384,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "generation-rows": lambda: report("generation-4-layer-4-rows-cpu-float32"),
     "seq2seq-generation": lambda: report(SEQ2SEQ),
     "perplexity": lambda: report("perplexity-enwiki-cpu-float32"),
-    "faults": _faults,
     "guarantees": lambda: report("guarantees-cpu-float32"),
     "learning": studies.learning,
     "learning-finetune": lambda: report("learning-finetune-cpu-bfloat16"),
