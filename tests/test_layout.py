@@ -99,9 +99,3 @@ def test_imports_follow_the_direction(module):
 
 def test_there_is_no_circle():
     TopologicalSorter({module: imports_of(module) - {module} for module in MODULES}).prepare()
-
-
-def test_scripting_is_light():
-    source = ast.parse((ROOT / "src" / "luna_hf" / "scripting.py").read_text(encoding="utf-8"))
-    heavy = [node.module for node in source.body if isinstance(node, ast.ImportFrom) and "." in (node.module or "")]
-    assert heavy == ["collections.abc"]
