@@ -4,7 +4,7 @@ A model of your own is a class of about ten lines. It maps embedded tokens (b, n
 classifier embeds, pools and classifies. In a file of yours:
 
     from lra.models import register
-    from luna_hf.functional import masked_mean
+    from luna_hf.ops.tokens import masked_mean
     from torch import nn
 
     @register("average")
