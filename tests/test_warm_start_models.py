@@ -1,8 +1,5 @@
 """`from_roberta` for every class of every family, with and without rules, with and without the package."""
 
-import dataclasses
-import inspect
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +10,8 @@ from test_warm_start import body, make_source
 from transformers.dynamic_module_utils import get_imports
 
 from luna_hf import FAMILIES
-from luna_hf.families import warm_start_rules
 from luna_hf.families.warm_start_rules import INITIALISED, ZERO
 from luna_hf.registry import Family
-from luna_hf.warm_start import source as warm_start_source
-from luna_hf.warm_start import transfer as warm_start_module
 from luna_hf.warm_start import warm_start
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -264,12 +258,3 @@ def test_a_class_from_a_folder_starts_like_the_package_s(saved, tmp_path):
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     said = run_python(OF_A_FOLDER, tmp_path / "source", *references(saved), env=environment)
     assert said.split() == [word for row in FAMILIES.values() for word in (row.masked_lm.__name__, "refused")]
-
-
-def test_shared_files_name_no_family():
-    text = "".join(map(inspect.getsource, (warm_start_module, warm_start_source, warm_start_rules)))
-    known = [{item.name for item in dataclasses.fields(row.config)} for row in FAMILIES.values()]
-    own = set.union(*known) - set.intersection(*known)
-    for family, row in FAMILIES.items():
-        own |= {family, code_name(family), *row.warm_start.options(), row.base_model.__name__}
-    assert own and not [word for word in sorted(own) if re.search(rf"\b{word}\b", text, re.IGNORECASE)]

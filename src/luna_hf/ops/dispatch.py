@@ -1,7 +1,7 @@
-"""Chooses the implementation of an operation by device, and the precision of matrix products.
+"""Chooses between implementations of an operation by device and mode, and the precision of matrix products.
 
-Operations look up their implementation here and never name a device themselves. A new implementation, such as a
-kernel, is a new name in a row of `IMPLEMENTATIONS`.
+An operation with several implementations looks up its choice here. A new implementation, such as a kernel, is a new
+name in a row of `IMPLEMENTATIONS`.
 """
 
 import torch

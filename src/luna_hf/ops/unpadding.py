@@ -1,4 +1,4 @@
-"""Texts of unlike lengths without padding between them.
+"""Variable-length texts without padding between them.
 
 A *stream* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and feed-forward
 networks run on it as they are. What mixes the tokens of a text, attention and convolutions, needs rows: the texts are
