@@ -1,5 +1,8 @@
 """`from_roberta` for every class of every family, with and without rules, with and without the package."""
 
+import dataclasses
+import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +13,11 @@ from test_warm_start import body, make_source
 from transformers.dynamic_module_utils import get_imports
 
 from luna_hf import FAMILIES
+from luna_hf.families import warm_start_rules
 from luna_hf.families.warm_start_rules import INITIALISED, ZERO
 from luna_hf.registry import Family
+from luna_hf.warm_start import source as warm_start_source
+from luna_hf.warm_start import transfer as warm_start_module
 from luna_hf.warm_start import warm_start
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -178,8 +184,7 @@ def without_rules(request, monkeypatch):
         names = [model.__name__.replace(like.config.__name__.removesuffix("Config"), "Toy") for model in models]
         return SimpleNamespace(**{name: type(name, (model,), own) for name, model in zip(names, models, strict=True)})
 
-    kinds = (like.models, like.causal_models, like.seq2seq_models)
-    row = Family(config, *map(renamed, kinds))
+    row = Family(config, renamed((*like.models, *like.causal_models, *like.seq2seq_models)))
     monkeypatch.setitem(FAMILIES, "toy", row)
     return request.param
 
@@ -233,14 +238,14 @@ def saved(tmp_path_factory):
 def test_a_folder_carries_nothing_of_the_warm_start(saved, family):
     code = list((saved / family).glob("*.py"))
     assert f"modeling_{code_name(family)}.py" in {path.name for path in code}
-    assert not [path.name for path in code if "warm_start" in path.name]
+    assert not [path.name for path in code if "class WarmStart" in path.read_text()]
     assert not [path.name for path in code if "luna_hf" in get_imports(path)]
 
 
 def references(saved):
     """`folder--module.Class` of the masked and the causal language model of every family."""
     return [
-        f"{saved / folder}--{model.__module__.rpartition('.')[2]}.{model.__name__}"
+        f"{saved / folder}--modeling_{code_name(family)}.{model.__name__}"
         for family, row in FAMILIES.items()
         for folder, model in ((family, row.masked_lm), (f"{family}-causal", row.causal_lm))
     ]
@@ -258,3 +263,12 @@ def test_a_class_from_a_folder_starts_like_the_package_s(saved, tmp_path):
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     said = run_python(OF_A_FOLDER, tmp_path / "source", *references(saved), env=environment)
     assert said.split() == [word for row in FAMILIES.values() for word in (row.masked_lm.__name__, "refused")]
+
+
+def test_shared_files_name_no_family():
+    text = "".join(map(inspect.getsource, (warm_start_module, warm_start_source, warm_start_rules)))
+    known = [{item.name for item in dataclasses.fields(row.config)} for row in FAMILIES.values()]
+    own = set.union(*known) - set.intersection(*known)
+    for family, row in FAMILIES.items():
+        own |= {family, code_name(family), *row.warm_start.options(), row.base_model.__name__}
+    assert own and not [word for word in sorted(own) if re.search(rf"\b{word}\b", text, re.IGNORECASE)]
