@@ -50,6 +50,18 @@ def _closest_input(name: str, outputs: tuple[str, ...]) -> str:
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
+def add_peft_targets(model_type: str) -> None:
+    """Let PEFT adapt by default what it adapts in RoBERTa, if it is imported; `value` may be a matrix shared with keys.
+
+    Each of its methods has a table by `model_type`. Called by models, because PEFT may be imported after the package.
+    """
+    constants = sys.modules.get("peft.utils.constants")
+    for table in vars(constants).values() if constants else ():
+        if isinstance(table, dict) and "roberta" in table:
+            names = table["roberta"]
+            table.setdefault(model_type, [*names, *("key_value" for name in names if name == "value")])
+
+
 class BoundedMemoryPreTrainedModel(PreTrainedModel):
     """Base class of all models: loading, saving and initialisation."""
 
@@ -158,6 +170,7 @@ class BaseModelMixin:
         super().__init__(config)
         outputs = (f"output_{name}" for name in self._can_record_outputs)
         self.known_keywords = frozenset(("return_dict", *outputs, *_READS, *_OPTIONS, *self.own_keywords))
+        add_peft_targets(config.model_type)
         self.embeddings = TokenEmbeddings(config)
         self.add_layers(config)
         self.gradient_checkpointing = False
