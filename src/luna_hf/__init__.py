@@ -22,4 +22,4 @@ __all__ = ["FairseqBpeTokenizer", "Memory", "MemoryCache", "absorb_projections",
 __all__ += registry.__all__
 
 registry.register()
-BoundedMemoryConfig.write_code = hub.write_code
+BoundedMemoryConfig.write_code = staticmethod(hub.write_code)

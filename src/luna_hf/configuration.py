@@ -497,7 +497,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Like `PreTrainedConfig.save_pretrained`, plus the code that lets the Auto classes load without luna_hf."""
         if is_ours(type(self)):
-            self.write_code(save_directory)
+            self.write_code(self, save_directory)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike) -> dict[str, float]:

@@ -195,10 +195,12 @@ class EncoderModelMixin(BaseModelMixin):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep, stream = self.tokens_to_keep(input_ids, attention_mask), None
         marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)
-        if keep is not None or position_ids is not None or not keywords.keys().isdisjoint(BOUNDARIES):
+        starts = None
+        if position_ids is not None or not keywords.keys().isdisjoint(BOUNDARIES):
             starts = self.find_texts(inputs, keep, position_ids, keywords)
-            stream = self.lay_out(inputs, keep, starts, keywords)
             position_ids = self.table_positions(position_ids, keep)
+        if keep is not None or starts is not None:
+            stream = self.lay_out(inputs, keep, starts, keywords)
         limit, longest = self.config.longest_input(), length if stream is None else stream.longest
         if limit is not None and longest > limit:
             raise ValueError(

@@ -55,7 +55,7 @@ class Stream(NamedTuple):
 
     def places(self) -> int:
         """Return the number of places in all buckets."""
-        return sum(bucket.rows * bucket.length for bucket in self.buckets)
+        return len(self.gather)
 
     def pays(self, width: int) -> bool:
         """Whether a model of this width runs faster on the stream than on the padded input."""
@@ -224,7 +224,8 @@ def plan_buckets(lengths: Sequence[int], cost: float) -> list[int]:
     starts = [0, *ends]
     for end in ends:
         length = lengths[end - 1]
-        best.append(min((best[i][0] + (end - starts[i]) * length + cost, i) for i in range(len(best))))
+        costs = [before + (end - start) * length + cost for (before, _), start in zip(best, starts, strict=False)]
+        best.append((min(costs), costs.index(min(costs))))
     sizes, i = [], len(ends)
     while i:
         before = best[i][1]
