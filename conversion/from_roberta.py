@@ -6,7 +6,6 @@ the model.
 
 import argparse
 import re
-import shlex
 import sys
 from dataclasses import fields
 from functools import cached_property
@@ -22,12 +21,11 @@ from luna_hf import FAMILIES
 from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.convert.command import make_plain
 from luna_hf.convert.files import check_tokenizer, source_card
-from luna_hf.families.warm_start_rules import CONVOLUTION, ZERO
-from luna_hf.scripting import ROOT, UserError, fill_card, load_tokenizer, portable, run_script, writing
+from luna_hf.families.warm_start_rules import ZERO
+from luna_hf.scripting import UserError, fill_card, load_tokenizer, portable, run_script, writing
 from luna_hf.warm_start import WarmStart, warm_start
 from luna_hf.warm_start.sentence_folder import find_transformer
 from luna_hf.warm_start.source import read_config
-from luna_hf.warm_start.transfer import template_of
 
 TEXT_CHARACTERS = 1_000_000  # read from --text: far more tokens than there are slots
 
@@ -45,8 +43,7 @@ class Conversion:
         family = FAMILIES[model_type]
         self.model_class, self.config_class, self.rules = family.masked_lm, family.config, family.warm_start
         self.description, self.renamed = description, flags or {}
-        self.name = self.config_class.__module__.split(".")[-2]
-        self.script = f"roberta_to_{self.name}.py"
+        self.script = f"roberta_to_{self.config_class.__module__.split('.')[-2]}.py"
 
     @cached_property
     def fields(self) -> dict[str, Any]:
@@ -73,10 +70,9 @@ class Conversion:
         add = parser.add_argument
         for name, kind in self.fields.items():
             kinds, default = get_args(kind) or (kind,), getattr(self.config_class, name)
-            documented = _help(self.config_class, name)
-            about = f"{documented} (default: {default}, or the source's own)"
+            about = f"{_help(self.config_class, name)} (default: {default}, or the source's own)"
             if name in self.renamed:
-                about = f"set `{name}` to {not default}; without it: {default}, or the source's own. {documented}"
+                about = f"set `{name}` to {not default}. {about}"
                 add(self.flag(name), dest=name, action="store_const", const=not default, help=about)
             elif bool in kinds:
                 add(self.flag(name), action=argparse.BooleanOptionalAction, help=about)
@@ -89,12 +85,8 @@ class Conversion:
                 add("--text", type=Path, metavar="FILE", help=about)
             else:
                 add(self.flag(name), metavar="NAME", help=_help(self.rules, name))
-        add(
-            "--max-length",
-            type=int,
-            metavar="TOKENS",
-            help="longest input, if longer than the source's: its positions are repeated (default: the source's)",
-        )
+        about = "longest input, if longer than the source's: its positions are repeated (default: the source's)"
+        add("--max-length", type=int, metavar="TOKENS", help=about)
         add("--seed", type=int, metavar="N", default=0, help="seed of everything new (default: 0)")
         add("--allow-pickle", action="store_true", help="read weights from a pickle, which can run code")
         options = parser.parse_args(words)
@@ -146,65 +138,36 @@ def _help(documented: type, name: str) -> str:
     return " ".join(found[1].split()).replace("%", "%%") if found else name
 
 
-def _reads(config: PreTrainedConfig) -> str:
-    family = FAMILIES.get(config.model_type)
-    field = family.warm_start.slots_field(config) if family else None
-    return f"{getattr(config, field):,} slots" if field else "all tokens"
-
-
-def describe(source: PreTrainedConfig, config: PreTrainedConfig, name: str, alike: bool) -> str:
-    """How the converted model differs from its source, `name`, in a sentence."""
+def describe(source: str, alike: bool) -> str:
+    """What the converted model needs, in a sentence."""
     if alike:
-        return f"Its attention is that of {name}, so it computes what {name} computes."
-    if _reads(source) == _reads(config):
-        return f"It writes its memory differently from {name}, so it must be trained before use."
-    reads = f"reads {_reads(config)} where that of {name} reads {_reads(source)}"
-    return f"Its attention {reads}, so it must be trained before use."
+        return f"Its attention is that of {source}, so it computes what {source} computes."
+    return f"Its attention is not that of {source}, so it must be trained before use."
 
 
-def next_steps(
-    conversion: Conversion, options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, alike: bool
+def make_notes(
+    conversion: Conversion, model: PreTrainedModel, made: WarmStart, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[str]:
-    """The commands that train the model further: attention transfer if there is anything to fit, then masked words."""
-    if alike and not made.new:
-        return []
-    fitting, training = (
-        f"training/recipes/{folder}/{conversion.name}-base{suffix}.yaml"
-        for folder, suffix in (("transfer_attention", ""), ("pretrain_mlm", "-continue"))
-    )
-    if not (ROOT / fitting).is_file():
-        return []
-    # The recipes' parameter groups match what the family's rules make.
-    made_by_rules, prefix = {*conversion.rules.table, CONVOLUTION}, f"{model.base_model_prefix}."
-    names = made.new if alike else [name for name, _ in model.named_parameters()]
-    has_groups = any(template_of(name.removeprefix(prefix))[0] in made_by_rules for name in names)
-    fits, target = has_groups and not alike, str(options.target)
-    start = f"{target}-fitted" if fits else target
-    train = ["python", "training/pretrain_mlm.py", training]
-    train += ["--model_name_or_path", start, "--output_dir", f"{target}-continued"]
-    train += [] if has_groups else ["--parameter_groups", "[]"]
-    if not fits:
-        return ["Next, continue pretraining (`--data` names your text):", f"  {shlex.join(train)}"]
-    fit = ["python", "training/transfer_attention.py", fitting]
-    fit += ["--teacher", options.source, "--model_name_or_path", target, "--output_dir", start]
-    return [
-        "Next, fit the new parameters to the source's attention, then continue pretraining (`--data` names your text):",
-        f"  {shlex.join(fit)}",
-        f"  {shlex.join(train)}",
-    ]
-
-
-# ---- the card ----
+    """What else the user should know, for the card and the terminal."""
+    notes, config = [], model.config
+    if tokenizer is None:
+        notes.append("The source has no tokenizer files. Copy its tokenizer into the folder.")
+    if "lm_head.dense.weight" in made.new:
+        notes.append("The source has no masked-LM head, so the new one is untrained.")
+    name, longest = conversion.rules.slots_field(config), config.max_position_embeddings
+    if name and (slots := getattr(config, name)) > longest:
+        notes.append(
+            f"`{name}` is {slots:,}, more than the {longest:,} tokens of the longest input, so the memory costs more "
+            "than full attention."
+        )
+    return notes
 
 
 def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, note: str, notes: list[str]) -> str:
     """Fill `model_cards/converted.md`."""
     known, kind = source_card(options.source), model.config.model_type
     metadata = ModelCardData(
-        language=known.language,
-        license=known.license,
-        license_name=known.get("license_name"),
-        license_link=known.get("license_link"),
+        **{name: known.get(name) for name in ("language", "license", "license_name", "license_link")},
         library_name="transformers",
         pipeline_tag="fill-mask",
         tags=[kind, "masked-lm", "linear-attention", "custom_code"],
@@ -229,27 +192,6 @@ def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmSta
     )
 
 
-def make_notes(
-    conversion: Conversion, model: PreTrainedModel, made: WarmStart, tokenizer: PreTrainedTokenizerBase | None
-) -> list[str]:
-    """What else the user should know, for the card and the terminal."""
-    notes, config = [], model.config
-    if tokenizer is None:
-        notes.append("The source has no tokenizer files. Copy its tokenizer into the folder.")
-    if "lm_head.dense.weight" in made.new:
-        notes.append("The source has no masked-LM head, so the new one is untrained.")
-    name, longest = conversion.rules.slots_field(config), config.max_position_embeddings
-    if name and (slots := getattr(config, name)) > longest:
-        notes.append(
-            f"`{name}` is {slots:,}, more than the {longest:,} tokens of the longest input, so the memory costs more "
-            "than full attention."
-        )
-    return notes
-
-
-# ---- the conversion ----
-
-
 def convert(conversion: Conversion, options: argparse.Namespace) -> None:
     """Make the model, write it, and report what became of every parameter.
 
@@ -269,16 +211,14 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
         for name in given:
             if users := conversion.rules.without_effect(name, model.config):
                 raise UserError(f"{conversion.flag(name)} only applies to {users}. Leave it out.")
+        longest = model.config.max_position_embeddings
         if tokenizer is not None:
             check_tokenizer(tokenizer, model.config, options.source)
-            make_plain(tokenizer, model.config.max_position_embeddings)
+            make_plain(tokenizer, longest)
+        save(folder, model, tokenizer)
         alike, notes = conversion.is_alike(source_config, model, made), make_notes(conversion, model, made, tokenizer)
-        note = describe(source_config, model.config, f"`{portable(options.source)}`", alike)
-        card = make_card(options, model, made, note, notes)
-        save(folder, model, tokenizer, card)
+        card = make_card(options, model, made, describe(f"`{portable(options.source)}`", alike), notes)
+        (folder / "README.md").write_text(card, encoding="utf-8")
     print("\n".join([*made.lines(), "", *(f"Note: {note}" for note in notes)]))
-    longest = model.config.max_position_embeddings
     print(f"Written to {options.target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
-    print(describe(source_config, model.config, options.source, alike))
-    for line in next_steps(conversion, options, model, made, alike):
-        print(line)
+    print(describe(options.source, alike))
