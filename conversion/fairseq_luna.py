@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from fairseq_format.card import KINDS, make_card
 from fairseq_format.checkpoint import DICTIONARIES, Original, add_reading_options, check_finite, open_checkpoint
-from fairseq_format.config import HEAD_TYPES, MODELS, Head, classes, make_config
-from fairseq_format.names import LM_HEAD, OUR_ALIASES, to_ours
+from fairseq_format.config import HEAD_TYPES, MODELS, Head, make_config, matrix
+from fairseq_format.names import HEADS, LM_HEAD, OUR_ALIASES, to_ours
 from fairseq_format.tokenizer import build_tokenizer, read_bpe, read_dictionary, read_labels, word_tokenizer
 from fairseq_format.verification import compare
 from shared import check_target, command, make_parser, save
@@ -82,7 +82,8 @@ def choose_head(original: Original, options: argparse.Namespace) -> Head:
 
 
 def _classifier(original: Original, name: str, options: argparse.Namespace) -> Head:
-    count, kind, arguments = classes(original, name), options.head_type, original.options
+    count = len(matrix(original, f"{HEADS}{name}.out_proj.weight"))
+    kind, arguments = options.head_type, original.options
     if kind is not None and (kind == "classification") != (count > 1):
         raise UserError(f"--head-type {kind} does not suit the head {name}, which has {count} outputs.")
     if count > 1:
@@ -129,21 +130,6 @@ def make_model(original: Original, head: Head, dtype: torch.dtype | None = None)
     return model, unused
 
 
-def find_dictionary(option: str, given: Path | None, found: Path | None, place: str) -> Path:
-    """The dictionary that an option names (a file, or a folder that holds it), or the one found at `place`.
-
-    Raises:
-        UserError: There is none.
-    """
-    if given is not None and given.is_dir():
-        found = next((given / name for name in DICTIONARIES if (given / name).is_file()), None)
-    elif given is not None:
-        found = given
-    if found is None:
-        raise UserError(f"There is no dictionary in or beside {given or place}. Name it with {option} FILE.")
-    return found
-
-
 def make_tokenizers(
     original: Original, model: PreTrainedModel, options: argparse.Namespace
 ) -> dict[str, PreTrainedTokenizerBase]:
@@ -158,11 +144,16 @@ def make_tokenizers(
         found = original.target_dictionary
         wanted.append(("target", "--target-dict", options.target_dict, found, config.decoder_vocab_size))
     for place, option, given, found, rows in wanted:
-        dictionary = find_dictionary(option, given, found, original.name)
-        symbols = read_dictionary(dictionary, mask=not is_translation)
+        if given is not None and given.is_dir():
+            found = next((given / name for name in DICTIONARIES if (given / name).is_file()), None)
+        elif given is not None:
+            found = given
+        if found is None:
+            raise UserError(f"There is no dictionary in or beside {given or original.name}. Name it: {option} FILE.")
+        symbols = read_dictionary(found, mask=not is_translation)
         if len(symbols) != rows:
             raise UserError(
-                f"{portable(dictionary)} makes {len(symbols):,} tokens (its lines and the special ones), but the "
+                f"{portable(found)} makes {len(symbols):,} tokens (its lines and the special ones), but the "
                 f"embedding has {rows:,} rows. Name the dictionary of the training run: {option} FILE."
             )
         if is_translation:
@@ -184,7 +175,8 @@ def convert(options: argparse.Namespace) -> None:
     """
     check_target(options.target, str(options.source), options.overwrite)
     # The target comes first, so that one that cannot be written fails before long work.
-    with writing(options.target) as folder, open_checkpoint(options.source, options) as original:
+    source = (options.source, options.checkpoint, options.layer_norm, options.override)
+    with writing(options.target) as folder, open_checkpoint(*source) as original:
         head = choose_head(original, options)
         model, unused = make_model(original, head, DTYPES.get(options.dtype))
         tokenizers = make_tokenizers(original, model, options)

@@ -101,17 +101,16 @@ class Conversion:
         """
         values = vars(options)
         given = {name: values[name] for name in (*self.fields, *self.rules.options()) if values.get(name) is not None}
-        if values.get("text") is None:
+        if (path := values.get("text")) is None:
             return given
         if tokenizer is None:
             raise UserError(f"--text needs a tokenizer, and {options.source} has none. Leave it out.")
         try:
-            with open(options.text, encoding="utf-8") as file:
+            with path.open(encoding="utf-8") as file:
                 text = file.read(TEXT_CHARACTERS)
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--text {options.text} cannot be read as UTF-8 text ({error}).") from error
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return {**given, self.rules.text_option: ids}
+            raise UserError(f"--text {path} cannot be read as UTF-8 text ({error}).") from error
+        return {**given, self.rules.text_option: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]}
 
     def main(self, words: list[str] | None = None) -> int:
         """Run the command; returns its exit status."""
@@ -138,29 +137,18 @@ def _help(documented: type, name: str) -> str:
     return " ".join(found[1].split()).replace("%", "%%") if found else name
 
 
-def describe(source: str, alike: bool) -> str:
-    """What the converted model needs, in a sentence."""
-    if alike:
-        return f"Its attention is that of {source}, so it computes what {source} computes."
-    return f"Its attention is not that of {source}, so it must be trained before use."
-
-
-def make_notes(
-    conversion: Conversion, model: PreTrainedModel, made: WarmStart, tokenizer: PreTrainedTokenizerBase | None
-) -> list[str]:
-    """What else the user should know, for the card and the terminal."""
-    notes, config = [], model.config
-    if tokenizer is None:
-        notes.append("The source has no tokenizer files. Copy its tokenizer into the folder.")
-    if "lm_head.dense.weight" in made.new:
-        notes.append("The source has no masked-LM head, so the new one is untrained.")
-    name, longest = conversion.rules.slots_field(config), config.max_position_embeddings
-    if name and (slots := getattr(config, name)) > longest:
-        notes.append(
-            f"`{name}` is {slots:,}, more than the {longest:,} tokens of the longest input, so the memory costs more "
-            "than full attention."
-        )
-    return notes
+def make_notes(slots: str | None, model: PreTrainedModel, made: WarmStart, has_tokenizer: bool) -> list[str]:
+    """What else the user should know, for the card and the terminal; `slots` is the field with their number."""
+    number, longest = getattr(model.config, slots) if slots else 0, model.config.max_position_embeddings
+    more = (
+        f"`{slots}` is {number:,}, more than the {longest:,} tokens of the longest input: memory costs more than full"
+    )
+    notes = {
+        "The source has no tokenizer files. Copy its tokenizer into the folder.": not has_tokenizer,
+        "The source has no masked-LM head, so the new one is untrained.": "lm_head.dense.weight" in made.new,
+        f"{more} the memory costs more than full attention.": number > longest,
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, note: str, notes: list[str]) -> str:
@@ -216,9 +204,12 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
             check_tokenizer(tokenizer, model.config, options.source)
             make_plain(tokenizer, longest)
         save(folder, model, tokenizer)
-        alike, notes = conversion.is_alike(source_config, model, made), make_notes(conversion, model, made, tokenizer)
-        card = make_card(options, model, made, describe(f"`{portable(options.source)}`", alike), notes)
+        about = "Its attention is not that of its source, so it must be trained before use."
+        if conversion.is_alike(source_config, model, made):
+            about = "Its attention is that of its source, so it computes what its source computes."
+        notes = make_notes(conversion.rules.slots_field(model.config), model, made, tokenizer is not None)
+        card = make_card(options, model, made, about, notes)
         (folder / "README.md").write_text(card, encoding="utf-8")
     print("\n".join([*made.lines(), "", *(f"Note: {note}" for note in notes)]))
     print(f"Written to {options.target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
-    print(describe(options.source, alike))
+    print(about)

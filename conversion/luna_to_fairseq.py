@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fairseq_format.checkpoint import LABELS, open_original
+from fairseq_format.checkpoint import LABELS, open_checkpoint
 from fairseq_format.config import DEFAULT_HEAD, check_config, head_name, label_names, make_arguments
 from fairseq_format.names import shift_norms, to_theirs
 from fairseq_format.tokenizer import export_tokenizer, write_labels
@@ -110,7 +110,7 @@ def convert(options: argparse.Namespace) -> None:
     check_target(options.target, options.source, options.overwrite)
     with writing(options.target) as folder:  # first, because only one process may
         model = write(folder, options)
-        with open_original(folder, layer_norm=options.layer_norm) as original:
+        with open_checkpoint(folder, layer_norm=options.layer_norm) as original:
             part = head_name(model, options.head)
             rounding = 100 * torch.finfo(model.dtype).eps  # of weights less 1
             report = compare(options.source, original, part, EXACT if options.layer_norm == "plain" else rounding)

@@ -8,7 +8,7 @@ import fairseq_luna
 import pytest
 import torch
 from fairseq_format import arguments, names, reference
-from fairseq_format.checkpoint import open_original
+from fairseq_format.checkpoint import open_checkpoint
 from gpt2_files import gpt2_folder, roberta_dictionary
 from helpers import ROOT
 from huggingface_hub import ModelCard
@@ -41,7 +41,7 @@ from transformers import (
     pipeline,
 )
 
-from luna_hf import LunaConfig, LunaForConditionalGeneration, LunaForMaskedLM, LunaForMultipleChoice, LunaModel
+from luna_hf import LunaConfig, LunaForConditionalGeneration, LunaForMaskedLM, LunaModel
 
 GENUINE = {"tied": torch.float32, "untied": torch.float16}
 
@@ -261,27 +261,30 @@ def test_labels_keep_the_order_of_the_outputs(labels, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "layout"), [("sentence_ranking", "the passage"), ("commonsense_qa", "</s>A: an answer"), ("", "passage")]
+    ("task", "kind", "layout"),
+    [
+        ("sentence_ranking", "", "the passage"),
+        ("commonsense_qa", "", "</s>A: an answer"),
+        ("", "ranking", "passage"),
+        ("", "regression", "pair of texts"),
+        ("regression_target", "", "pair of texts"),
+    ],
 )
-def test_a_ranking_head_becomes_multiple_choice(task, layout, tmp_path):
-    head = "pooling_classification_head"
-    source = write_tiny(tmp_path / "source", heads={head: 1}, changes={"task": task, "criterion": ""})
-    folder = convert(source, tmp_path / "out", *([] if task else ["--head-type", "ranking"]))
+def test_heads_with_one_output(task, kind, layout, tmp_path):
+    head, is_regression = "pooling_classification_head", "regression" in f"{task} {kind}"
+    changes = {"task": task, "criterion": "", "regression_target": task == "regression_target"}
+    source = write_tiny(tmp_path / "source", heads={head: 1}, changes=changes)
+    folder = convert(source, tmp_path / "out", *(["--head-type", kind] if kind else []))
+    assert layout in (folder / "README.md").read_text()
+    values = LunaConfig.from_pretrained(folder)
+    assert (values.problem_type, values.num_labels) == (("regression", 1) if is_regression else (None, 2))
+    if is_regression:
+        return
     model = AutoModelForMultipleChoice.from_pretrained(folder)
-    assert type(model) is LunaForMultipleChoice and layout in (folder / "README.md").read_text()
     choices = torch.randint(4, 50, (2, 3, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), open_original(source) as original:
+    with torch.no_grad(), open_checkpoint(source) as original:
         rows = [reference.run(original, row, head)[f"head.{head}"] for row in choices.flatten(0, 1)]
         assert near(model(choices).logits, torch.cat(rows).view(2, 3))
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_a_regression_head_has_one_output(told, tmp_path):
-    source = write_tiny(tmp_path / "source", heads={HEAD: 1}, changes={"regression_target": not told})
-    values = LunaConfig.from_pretrained(
-        convert(source, tmp_path / "out", *(["--head-type", "regression"] if told else []))
-    )
-    assert (values.problem_type, values.num_labels) == ("regression", 1)
 
 
 @pytest.mark.parametrize("stored", ["twice", "once", "declared-untied", "different"])

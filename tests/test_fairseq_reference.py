@@ -6,7 +6,7 @@ import pytest
 import torch
 from fairseq_format import reference
 from fairseq_format.arguments import complete
-from fairseq_format.checkpoint import Original, open_original
+from fairseq_format.checkpoint import Original, open_checkpoint
 from official_luna import CHECKPOINTS, MLM, POOLINGS, Fixture
 from safetensors.torch import load_file
 from test_parity_luna_seq2seq import CASES
@@ -58,7 +58,7 @@ def test_the_authors_numbers_of_translation(name, case):
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_the_numbers_of_a_checkpoint(name):
     tensors = load_file(CHECKPOINTS / name / "expected.safetensors")
-    with open_original(CHECKPOINTS / name / "model.pt") as original:
+    with open_checkpoint(CHECKPOINTS / name / "model.pt") as original:
         for case in ("case0", "case1", "case2"):
             assert_gives(original, tensors, case, [], 2e-5)
 

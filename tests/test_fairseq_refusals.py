@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import pickle
 import shutil
 import tarfile
 import zipfile
@@ -93,12 +92,6 @@ ROBERTA = {
 )
 def test_other_states(state, named, tmp_path, refused):
     refused(save(tmp_path / "source", state), "source/model.pt", named)
-
-
-def test_other_protocols(tmp_path, refused):
-    refused(save(tmp_path / "protocol", make_state(*tiny_state()), pickle_protocol=4), "protocol/model.pt")
-    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"model": 1}))
-    refused(tmp_path / "plain.pt", "plain.pt")
 
 
 # ---- damaged files ----
@@ -272,7 +265,6 @@ def test_options(words, named, tiny, refused):
         (1, "", "--head-type classification", "classification"),
         (2, "", "--head-type ranking", "2 outputs"),
         (2, "aa", "", "label/dict.txt"),
-        (2, "", "--labels nothing.txt", "nothing.txt"),
         (3, "ab", "--labels {source}/label/dict.txt", "2 classes"),
     ],
 )

@@ -7,11 +7,11 @@ import fairseq_luna
 import luna_to_fairseq
 import pytest
 import torch
-from fairseq_format.checkpoint import open_original
+from fairseq_format.checkpoint import open_checkpoint
 from fairseq_format.names import HEADS, is_norm
 from fairseq_format.tokenizer import build_tokenizer, read_bpe, read_dictionary
 from gpt2_files import small_gpt2_folder
-from helpers import ROOT, inputs_for, refused, tiny_model, tiny_tokenizer
+from helpers import inputs_for, refused, tiny_model, tiny_tokenizer
 from luna_to_fairseq import to_state
 from official_luna import CHECKPOINTS, POOLINGS
 from safetensors.torch import load_file, save_file
@@ -115,54 +115,31 @@ def test_every_head_comes_back_bitwise(head, tmp_path):
         assert arguments.num_classes == len(before["model"][f"{kept}out_proj.bias"])
 
 
+ALL = {"fix_projection_length": True, "activation_fn": "gelu_accurate", "pooler_activation_fn": "relu"}
+ALL |= {"dropout": 0.2, "attention_dropout": 0.0, "activation_dropout": 0.05, "pooler_dropout": 0.3}
+RANKING = {"task": "sentence_ranking", "num_classes": 4, "ranking_head_name": HEAD}
+REGRESSION = {"task": "sentence_prediction", "num_classes": 1, "regression_target": True}
+
+
 @pytest.mark.parametrize(
-    ("kind", "shown"),
+    ("heads", "fields", "arguments", "words"),
     [
-        ("ranking", {"task": "sentence_ranking", "num_classes": 4, "ranking_head_name": HEAD}),
-        ("regression", {"task": "sentence_prediction", "num_classes": 1, "regression_target": True}),
+        ({"pooling_classification_head": 3}, {"tie_kv": False}, {"task": "sentence_prediction", **ALL}, ""),
+        ({HEAD: 1}, {}, RANKING, "--head-type ranking"),
+        ({HEAD: 1}, {}, REGRESSION, "--head-type regression"),
+        ({}, {"tie_word_embeddings": False}, {"untie_weights_luna": True}, ""),
     ],
 )
-def test_heads_with_one_output_come_back(kind, shown, tmp_path):
-    """The arguments show the purpose of the output."""
-    source = write_tiny(tmp_path / "theirs", heads={HEAD: 1}, changes={"task": shown["task"]})
-    ours = to_ours(source, tmp_path / "ours", "--head-type", kind)
+def test_arguments_and_labels_come_back(heads, fields, arguments, words, tmp_path):
+    labels = ("not_entailment", "entailment", "neutral")[: 3 * (3 in heads.values())]
+    source = write_tiny(tmp_path / "theirs", heads=heads, labels=labels, fields=fields, changes=arguments)
+    ours = to_ours(source, tmp_path / "ours", *words.split())
     back = to_fairseq(ours, tmp_path / "back")
-    arguments = vars(read(back)["args"])
-    assert {name: arguments[name] for name in shown} == shown
+    found = vars(read(back)["args"])
+    assert found["untie_luna_kv"] == ("tie_kv" in fields) and {key: found[key] for key in arguments} == arguments
+    written = (back / "label" / "dict.txt").read_text() if labels else ""
+    assert written == "".join(f"{label} 0\n" for label in labels)
     assert_same_folders(to_ours(back, tmp_path / "again"), ours)
-
-
-def test_labels_and_all_arguments_come_back(tmp_path):
-    changes = {
-        "task": "sentence_prediction",
-        "fix_projection_length": True,
-        "activation_fn": "gelu_accurate",
-        "pooler_activation_fn": "relu",
-        "dropout": 0.2,
-        "attention_dropout": 0.0,
-        "activation_dropout": 0.05,
-        "pooler_dropout": 0.3,
-    }
-    source = write_tiny(
-        tmp_path / "theirs",
-        heads={"pooling_classification_head": 3},
-        labels=("not_entailment", "entailment", "neutral"),
-        fields={"tie_kv": False},
-        changes=changes,
-    )
-    ours = to_ours(source, tmp_path / "ours")
-    back = to_fairseq(ours, tmp_path / "back")
-    arguments = vars(read(back)["args"])
-    assert arguments["untie_luna_kv"] and {key: arguments[key] for key in changes} == changes
-    assert (back / "label" / "dict.txt").read_text() == "not_entailment 0\nentailment 0\nneutral 0\n"
-    assert_same_folders(to_ours(back, tmp_path / "again"), ours)
-
-
-def test_an_untied_output_layer_comes_back(tmp_path):
-    source = write_tiny(tmp_path / "theirs", fields={"tie_word_embeddings": False})
-    back = to_fairseq(to_ours(source, tmp_path / "ours"), tmp_path / "back")
-    assert_same(read(back)["model"], read(source)["model"])
-    assert read(back)["args"].untie_weights_luna
 
 
 # ---- models of ours ----
@@ -199,10 +176,9 @@ def test_models_of_ours(kind, fields, tmp_path, capsys):
         torch.testing.assert_close(again(**inputs)[0], model(**inputs)[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_an_encoder_of_ours_keeps_its_type(dtype, tmp_path):
+def test_an_encoder_of_ours_keeps_its_type(tmp_path):
     """The type of the weights, whatever config.json says."""
-    model = tiny_model("luna").to(dtype)
+    model = tiny_model("luna").half()
     model.save_pretrained(tmp_path / "ours")
     path = tmp_path / "ours" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "float64"}))
@@ -220,7 +196,7 @@ def test_norms_stored_less_one(tmp_path):
     assert sum(map(is_norm, plain)) == 3 * 3 + 2 + 1
     for name, tensor in stored["model"].items():
         assert torch.equal(tensor, plain[name] - 1 if is_norm(name) else plain[name]), name
-    with open_original(tmp_path / "back") as original:
+    with open_checkpoint(tmp_path / "back") as original:
         assert original.norm_offset == 1
     for name, tensor in load_file(back_to_ours(stored, tmp_path) / "model.safetensors").items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=0, atol=6e-8)
@@ -298,40 +274,50 @@ def test_labels_that_a_dictionary_cannot_hold(label, tmp_path, fails):
     fails(tmp_path / "ours", "label/dict.txt")
 
 
-def test_sources_that_are_no_luna(tmp_path, fails):
-    for source in (tmp_path, ROOT / "README.md", tmp_path / "nowhere", "some/where"):
-        fails(source, str(source))
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    luna = {"model_type": "luna", "architectures": ["LunaForMaskedLM"]}
-    for content, named in (
+LUNA = {"model_type": "luna", "architectures": ["LunaForMaskedLM"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (None, "broken"),
         ("{", "config.json"),
-        ('{"model_type": "roberta"}', "'roberta'"),
-        (json.dumps({**luna, "hidden_size": 7}), "hidden_size"),
-        (json.dumps({**luna, "architectures": None}), "`architectures`"),
-        (json.dumps({**luna, "architectures": ["LunaForTokenClassification"]}), "LunaForTokenClassification"),
-    ):
-        (broken / "config.json").write_text(content)
-        fails(broken, named)
+        ({"model_type": "roberta"}, "'roberta'"),
+        ({**LUNA, "hidden_size": 7}, "hidden_size"),
+        ({**LUNA, "architectures": None}, "`architectures`"),
+        ({**LUNA, "architectures": ["LunaForTokenClassification"]}, "LunaForTokenClassification"),
+        ({**LUNA, "is_encoder_decoder": True, "architectures": ["LunaForConditionalGeneration"]}, "broken"),
+    ],
+)
+def test_sources_that_are_no_luna(config, named, tmp_path, fails):
+    (tmp_path / "broken").mkdir()
+    if config is not None:
+        text = config if isinstance(config, str) else json.dumps(config)
+        (tmp_path / "broken" / "config.json").write_text(text)
+    fails(tmp_path / "broken", named)
 
 
-def test_weights_that_do_not_fit(tmp_path, fails):
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda w: w.pop("lm_head.bias"), "lm_head.bias"),
+        (lambda w: w.update({"odd": torch.zeros(2)}), "odd"),
+        (lambda w: w.update({"lm_head.bias": torch.zeros(7)}), "complete model"),
+        (lambda w: w.update({"lm_head.bias": w["lm_head.bias"] * torch.nan}), "lm_head.bias`"),
+        (None, "ours"),
+    ],
+)
+def test_weights_that_do_not_fit(change, named, tmp_path, fails):
     folder = tmp_path / "ours"
     tiny_model("luna", "mlm").save_pretrained(folder)
     path = folder / "model.safetensors"
-    whole, weights = path.read_bytes(), load_file(path)
-    for changed, named in (
-        ({n: t for n, t in weights.items() if n != "lm_head.bias"}, "lm_head.bias"),
-        ({**weights, "odd": torch.zeros(2)}, "odd"),
-        ({**weights, "lm_head.bias": torch.zeros(7)}, "complete model"),
-        ({**weights, "lm_head.bias": weights["lm_head.bias"] * torch.nan}, "lm_head.bias`"),
-    ):
-        save_file(changed, path, metadata={"format": "pt"})
-        fails(folder, named)
-    path.write_bytes(whole[: len(whole) // 2])
-    fails(folder, str(folder))
-    path.unlink()
-    fails(folder, str(folder))
+    if change is None:
+        path.write_bytes(path.read_bytes()[:9999])
+    else:
+        weights = load_file(path)
+        change(weights)
+        save_file(weights, path, metadata={"format": "pt"})
+    fails(folder, named)
 
 
 def test_tokenizers_that_do_not_fit(tmp_path, fails):

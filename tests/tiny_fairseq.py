@@ -74,13 +74,8 @@ def make_state(
 ) -> dict[str, Any]:
     """The content of a checkpoint file.
 
-    Args:
-        weights: by the official names.
-        arguments: the authors' arguments.
-        form: how they are stored: `"namespace"` or `"dict"` (under `args`), `"cfg"` (in sections, like newer files),
-            `"none"` (not at all), or `"bare"` (the file holds only the tensors).
-        prefix: of the encoder's names: also `"decoder.sentence_encoder."`, `"sentence_encoder."` or `""`.
-        dtype: to cast to.
+    The arguments are stored as `form`: `"namespace"` or `"dict"` (under `args`), `"cfg"` (in sections, like newer
+    files), `"none"` (not at all), or `"bare"` (the file holds only the tensors). Names of the encoder have a `prefix`.
     """
     places = {ENCODER: prefix, "encoder.": prefix.removesuffix("sentence_encoder.")}
     model = {}
@@ -112,15 +107,10 @@ def write_fairseq(
     labels: tuple[str, ...] = (),
     **options: Any,
 ) -> Path:
-    """A folder with a checkpoint, its dictionary and, so that no test needs the Hub, the files of GPT-2's BPE.
+    """A folder with a checkpoint, its dictionary and, so that no test needs the Hub, GPT-2's first merges.
 
-    Args:
-        folder: created if missing.
-        weights, arguments, options: see `make_state`.
-        file: name of the checkpoint.
-        legacy: use PyTorch's format before 1.6, which is no zip file.
-        bpe: write the first merges of GPT-2.
-        labels: write label/dict.txt with these classes, and fairseq's fillers.
+    Other options are those of `make_state`. `legacy` is PyTorch's format before 1.6, which is no zip file. `labels` are
+    written with fairseq's fillers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(make_state(weights, arguments, **options), folder / file, _use_new_zipfile_serialization=not legacy)

@@ -15,8 +15,8 @@ import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path, PurePosixPath
@@ -81,42 +81,17 @@ def add_reading_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `open_checkpoint` reads."""
     add = parser.add_argument
     add("--checkpoint", metavar="NAME", help="model file to read, if an archive or folder holds several")
-    about = (
-        "what the file stores for each LayerNorm: its weight (published checkpoints), or its weight less 1 (code of "
-    )
-    add("--layer-norm", choices=("plain", "offset"), help=f"{about}2023 and later); detected by default")
+    about = "LayerNorm weights as stored: plain, or less 1 (the authors' code since 2023); detected by default"
+    add("--layer-norm", choices=("plain", "offset"), help=about)
     about = "replace an argument of the training run, for example encoder_attention_heads=12"
     add("--override", action="append", metavar="NAME=VALUE", default=[], help=about)
 
 
-def open_checkpoint(source: Path, options: argparse.Namespace) -> AbstractContextManager[Original]:
-    """Open a checkpoint with these options; see `open_original`."""
-    overrides = {}
-    for text in options.override:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--override {text} must have the form NAME=VALUE.")
-        try:
-            overrides[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):  # a word, such as gelu
-            overrides[name] = value
-    return open_original(source, options.checkpoint, options.layer_norm, overrides)
-
-
 @contextmanager
-def open_original(
-    source: Path,
-    checkpoint: str | None = None,
-    layer_norm: str | None = None,
-    overrides: Mapping[str, Any] | None = None,
+def open_checkpoint(
+    source: Path, checkpoint: str | None = None, layer_norm: str | None = None, override: Sequence[str] = ()
 ) -> Iterator[Original]:
-    """Open an archive (.zip, .tar, .tar.gz), a folder or a checkpoint file.
-
-    Args:
-        source: its path.
-        checkpoint: name of the model file, where there are several.
-        layer_norm: `"plain"` or `"offset"`; detected by default.
-        overrides: values that replace the authors' arguments in the file.
+    """Open an archive (.zip, .tar, .tar.gz), a folder or a checkpoint file, with the options above.
 
     Raises:
         UserError: It is missing, damaged, ambiguous or not a Luna.
@@ -125,13 +100,23 @@ def open_original(
         raise UserError(f"{source} does not exist. SOURCE is an archive, a folder or a checkpoint file.")
     with tempfile.TemporaryDirectory(prefix="luna-") as unpacked:
         try:
-            original = _read(*_locate(source, Path(unpacked), checkpoint), layer_norm, overrides or {})
+            original = _read(*_locate(source, Path(unpacked), checkpoint), layer_norm, dict(map(_override, override)))
         except OSError as error:
             raise UserError(
                 f"{error.filename or source} cannot be read or unpacked ({error.strerror or error}). If the disk of "
                 f"{tempfile.gettempdir()} is full, set TMPDIR to another folder."
             ) from error
         yield original
+
+
+def _override(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"--override {text} must have the form NAME=VALUE.")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):  # a word, such as gelu
+        return name, value
 
 
 def _read(folder: Path, model: str, name: str, layer_norm: str | None, overrides: Mapping[str, Any]) -> Original:
@@ -144,7 +129,8 @@ def _read(folder: Path, model: str, name: str, layer_norm: str | None, overrides
     def beside(*files: str) -> Path | None:
         return next((place / file for place in places for file in files if (place / file).is_file()), None)
 
-    bpe, source = beside(*BPE_NAMES), getattr(options, "source_lang", "")
+    bpe = beside(*BPE_NAMES)
+    languages = [getattr(options, f"{side}_lang", "") for side in ("source", "target")]
     return Original(
         name=name,
         weights=shift_norms(weights, offset),
@@ -152,8 +138,8 @@ def _read(folder: Path, model: str, name: str, layer_norm: str | None, overrides
         dtype=reduce(torch.promote_types, {tensor.dtype for tensor in weights.values()}),
         norm_offset=offset,
         left_out=tuple(str(key) for key in state if key not in ("model", "args", "cfg")) if "model" in state else (),
-        dictionary=beside(f"dict.{source}.txt") if source else beside(*DICTIONARIES),
-        target_dictionary=beside(f"dict.{getattr(options, 'target_lang', '')}.txt"),
+        dictionary=beside(f"dict.{languages[0]}.txt") if languages[0] else beside(*DICTIONARIES),
+        target_dictionary=beside(f"dict.{languages[1]}.txt"),
         labels=beside(LABELS),
         bpe=bpe.parent if bpe else None,
     )
@@ -308,35 +294,27 @@ def full_names(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
         raise UserError(f"{name} is not a Luna: it has no packed sequence (`projected_embeddings`).")
     named = {}
     for key, value in weights.items():
-        if prefix == "" and not key.startswith(("lm_head.", HEADS)):
-            full = SENTENCE_ENCODER + key
-        else:
-            full = key if key.startswith(HEADS) else f"encoder.{key.removeprefix(places[prefix])}"
-        if full in named:
-            raise UserError(f"{name} holds `{full}` twice, with and without a prefix.")
-        named[full] = value
+        start = SENTENCE_ENCODER if prefix == "" and not key.startswith("lm_head.") else "encoder."
+        named[key if key.startswith(HEADS) else start + key.removeprefix(places[prefix])] = value
+    if len(named) < len(weights):
+        raise UserError(f"{name} holds tensors twice, with and without a prefix.")
     return named
 
 
 def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name: the namespace `args` of older files, or the sections of `cfg` of newer ones."""
-    if state.get("args") is not None:
-        return _plain(state["args"])
-    sections = _plain(state.get("cfg") or {})
-    arguments: dict[str, Any] = {}
-    for section, choice in (("task", "task"), ("criterion", "criterion"), ("model", "arch")):
-        values = _plain(sections.get(section) or {})
-        arguments |= {name: value for name, value in values.items() if name != "_name"}
-        if values.get("_name"):
-            arguments.setdefault(choice, values["_name"])
-    return arguments
 
+    def plain(values: Any) -> dict[str, Any]:
+        return vars(values) if isinstance(values, argparse.Namespace) else dict(values or {})
 
-def _plain(values: Any) -> dict[str, Any]:
-    values = vars(values) if isinstance(values, argparse.Namespace) else values
-    if not isinstance(values, dict):
-        raise UserError(f"The arguments of the checkpoint are a {type(values).__name__}, not a dictionary.")
-    return values
+    try:
+        sections, arguments = plain(state.get("cfg")), plain(state.get("args"))
+        for section, choice in () if arguments else (("task", "task"), ("criterion", "criterion"), ("model", "arch")):
+            values = plain(sections.get(section))
+            arguments |= {choice: values.get("_name"), **values}
+        return arguments
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The arguments of the checkpoint are not a dictionary ({error}).") from error
 
 
 def _norm_offset(weights: Mapping[str, Tensor], layer_norm: str | None) -> float:

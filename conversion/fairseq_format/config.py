@@ -21,7 +21,7 @@ from luna_hf import (
 )
 from luna_hf.scripting import UserError
 
-from .arguments import MASKED_LM, TRANSLATION, to_arguments, to_fields
+from .arguments import TRANSLATION, to_arguments, to_fields
 from .checkpoint import Original
 from .names import HEADS, LM_HEAD
 from .reference import EPSILON, PADDING_ID, Stored
@@ -90,20 +90,16 @@ class Head:
 # ---- theirs to ours ----
 
 
-def _matrix(original: Original, name: str) -> Tensor:
+def matrix(original: Original, name: str) -> Tensor:
+    """A stored tensor.
+
+    Raises:
+        UserError: There is no such matrix.
+    """
     tensor = original.weights.get(name)
     if tensor is None or tensor.ndim != 2:
         raise UserError(f"{original.name} is damaged or no Luna of the authors: `{name}` is not a matrix.")
     return tensor
-
-
-def classes(original: Original, name: str) -> int:
-    """Number of outputs of a classification head.
-
-    Raises:
-        UserError: The head is incomplete.
-    """
-    return len(_matrix(original, f"{HEADS}{name}.out_proj.weight"))
 
 
 def make_config(original: Original, head: Head) -> LunaConfig:
@@ -113,14 +109,14 @@ def make_config(original: Original, head: Head) -> LunaConfig:
         UserError: It is not one of the authors' models, or its parts do not fit together.
     """
     options, prefix = original.options, original.encoder
-    words = _matrix(original, f"{prefix}embed_tokens.weight")
+    words = matrix(original, f"{prefix}embed_tokens.weight")
     fields = {
-        **to_fields(options, TRANSLATION if original.kind == TRANSLATION else MASKED_LM),
+        **to_fields(options, original.kind),
         "vocab_size": len(words),
         "hidden_size": words.shape[1],
         "num_hidden_layers": Stored(original, prefix).layers(),
-        "intermediate_size": len(_matrix(original, f"{prefix}layers.0.fc1.weight")),
-        "projection_length": len(_matrix(original, f"{prefix}projected_embeddings")),
+        "intermediate_size": len(matrix(original, f"{prefix}layers.0.fc1.weight")),
+        "projection_length": len(matrix(original, f"{prefix}projected_embeddings")),
         "max_position_embeddings": _positions(original),
         "tie_kv": f"{prefix}layers.0.self_attn.c_proj.weight" in original.weights,
         **(_of_translation(original) if original.kind == TRANSLATION else _of_head(original, head)),
@@ -140,7 +136,7 @@ def _positions(original: Original) -> int:
     options = original.options
     if not options.encoder_learned_pos:
         return options.max_source_positions
-    rows = len(_matrix(original, f"{original.encoder}embed_positions.weight")) - PAD - 1
+    rows = len(matrix(original, f"{original.encoder}embed_positions.weight")) - PAD - 1
     given = getattr(options, "max_positions", 0)
     if given and rows != given:  # else a table without the rows of the padding id would lose two positions
         raise UserError(
@@ -160,11 +156,13 @@ def _of_head(original: Original, head: Head) -> dict[str, Any]:
     if head.kind not in HEAD_TYPES:
         return fields
     fields["classifier_pooling"] = POOLINGS.get(head.part, "cls")
-    fields["classifier_hidden_size"] = len(_matrix(original, f"{HEADS}{head.part}.dense.weight"))
+    fields["classifier_hidden_size"] = len(matrix(original, f"{HEADS}{head.part}.dense.weight"))
     if head.kind == "regression":
         fields |= {"num_labels": 1, "problem_type": "regression"}
     elif head.kind == "classification":
-        labels = head.labels or [f"LABEL_{index}" for index in range(classes(original, head.part))]
+        labels = head.labels or [
+            f"LABEL_{index}" for index in range(len(matrix(original, f"{HEADS}{head.part}.out_proj.weight")))
+        ]
         fields |= {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
         fields["problem_type"] = "single_label_classification"
     return fields
@@ -178,7 +176,7 @@ def _of_translation(original: Original) -> dict[str, Any]:
     tables = [weights.get(f"{part}.embed_positions.weight") for part in ("encoder", "decoder")]
     if options.encoder_learned_pos and len({table is None or len(table) for table in tables}) > 1:
         raise UserError("Source and target have different numbers of learned positions, which our models cannot have.")
-    source, target = (_matrix(original, f"{part}.embed_tokens.weight") for part in ("encoder", "decoder"))
+    source, target = (matrix(original, f"{part}.embed_tokens.weight") for part in ("encoder", "decoder"))
     output = weights.get("decoder.output_projection.weight")
     return {
         "is_encoder_decoder": True,
@@ -205,8 +203,6 @@ def check_config(config: PreTrainedConfig) -> None:
     Raises:
         UserError: A field of the config has an unsupported value.
     """
-    if config.model_type != LunaConfig.model_type:
-        raise UserError(f"The model type is {config.model_type!r}, but the authors' code has only 'luna'.")
     fixed: dict[str, Any] = {**FIXED, "quantization_config": None}
     if config.num_projected_attention_heads is not None:
         fixed["num_projected_attention_heads"] = config.num_attention_heads
@@ -221,10 +217,7 @@ def check_config(config: PreTrainedConfig) -> None:
 def head_name(model: PreTrainedModel, given: str | None = None) -> str | None:
     """What the authors call the part that a model has beside its encoder, see `names.to_ours`.
 
-    Args:
-        model: one of `MODELS`.
-        given: the name of the classification head, by default that before an earlier conversion, or the authors' name
-            for the pooling.
+    A classification head has by default the name before an earlier conversion, or the authors' name for the pooling.
 
     Raises:
         UserError: `given` does not suit the model's head, or no head of theirs reads what it reads.

@@ -3,12 +3,13 @@
 Source: Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021 (arXiv 2106.01540), sections 3.1 to 3.4. Where
 the paper leaves a point open, the authors' released code decides, and a comment says so. Everything comes from the
 stored tensors by their official names and from the authors' arguments. Neither luna_hf nor the table of names is used,
-so no mistake there can stay hidden. A row without padding needs no masks.
+so no mistake there can stay hidden. Without padding, no masks are needed.
 
 Shapes: n tokens (of the source or the target), l packed slots in use, width d, h heads.
 """
 
 import math
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -43,10 +44,7 @@ class Stored:
 
     def layers(self) -> int:
         """Number of layers."""
-        layers = 0
-        while f"layers.{layers}.fc1.weight" in self:
-            layers += 1
-        return layers
+        return next(i for i in count() if f"layers.{i}.fc1.weight" not in self)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """x W^T + b."""
@@ -60,16 +58,11 @@ class Stored:
 
 
 def run(original: Original, tokens: Tensor, part: str | None = "lm_head") -> dict[str, Tensor]:
-    """What the authors' masked language model computes for a row of ids.
-
-    Args:
-        original: the stored tensors and the authors' arguments.
-        tokens: (n,) ids without padding.
-        part: `"lm_head"`, the name of a classification head, or `None` for the encoder alone.
+    """What the authors' masked language model computes for ids (n,), with `"lm_head"` or a head of another name.
 
     Returns:
         Float64 tensors: `hidden.{i}.x` (n, d) and `hidden.{i}.px` (l, d) after the embedding (i = 0) and every layer;
-        `logits` (n, vocabulary) or `head.{name}` (classes,).
+        `logits` (n, vocabulary) or `head.{name}` (classes,), or neither if `part` is `None`.
     """
     states, x, p = encode(original, tokens, "hidden")
     if part is None:
@@ -83,9 +76,8 @@ def translate(original: Original, source: Tensor, target: Tensor) -> dict[str, T
     """What the authors' encoder-decoder computes for ids (s,) and (n,).
 
     Returns:
-        Float64 tensors: `encoder.{i}.x` (s, d) and `encoder.{i}.px` (l, d) after the embedding (i = 0) and every layer,
-        `decoder.{i}.x` (n, d), and `logits` (n, target vocabulary). In a pre-norm model, those of the last layer
-        include the final LayerNorm.
+        Float64 tensors: the states of `run`, named `encoder` and `decoder` (without `px`), and `logits` (n, target
+        vocabulary). In a pre-norm model, those of the last layer include the final LayerNorm.
     """
     states, memory, p = encode(original, source, "encoder")
     stored = Stored(original, "decoder.")
@@ -93,9 +85,8 @@ def translate(original: Original, source: Tensor, target: Tensor) -> dict[str, T
     for i in range(stored.layers()):
         x, p = decoder_layer(stored.under(f"layers.{i}."), x, p, memory)
         if stored.options.encoder_normalize_before and i + 1 == stored.layers():
-            states[f"decoder.{i + 1}.x"] = x = stored.norm("layer_norm", x)
-        else:
-            states[f"decoder.{i + 1}.x"] = x
+            x = stored.norm("layer_norm", x)
+        states[f"decoder.{i + 1}.x"] = x
     output = "output_projection.weight" if "output_projection.weight" in stored else "embed_tokens.weight"
     return states | {"logits": x @ stored[output].T}
 
@@ -157,11 +148,7 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
 
 
 def encoder_layer(stored: Stored, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """One layer: equations 3 (pack), 4 (unpack) and 6; `p` (l, d) comes from the previous layer.
-
-    X_A = LN(Y_X + X), P' = LN(Y_P + P), X' = LN(FFN(X_A) + X_A). P has no feed-forward network. In a pre-norm layer,
-    the norms come before attention and FFN.
-    """
+    """One layer (equations 3, 4 and 6): X_A = LN(Y_X + X), P' = LN(Y_P + P), X' = LN(FFN(X_A) + X_A)."""
     x, p = attention(stored, "self_attn", "self_atten_proj_layer_norm", x, p, None)
     return feed_forward(stored, x), p
 
@@ -178,7 +165,7 @@ def decoder_layer(stored: Stored, x: Tensor, p: Tensor, memory: Tensor) -> tuple
 def attention(
     stored: Stored, name: str, packed_norm: str, x: Tensor, p: Tensor, context: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of X (n, d) and P (l, d) to a context (m, d), by default X, with residual connections and norms."""
+    """Attention of X (n, d) and P (l, d) to a context (m, d), by default X; in a pre-norm layer, norms come first."""
     norm, first = f"{name}_layer_norm", stored.options.encoder_normalize_before
     before = (stored.norm(norm, x), stored.norm(packed_norm, p)) if first else (x, p)
     y_x, y_p = nested(stored.under(f"{name}."), *before, before[0] if context is None else context)

@@ -34,15 +34,10 @@ BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 @dataclass(frozen=True)
 class Bpe:
-    """A byte-level BPE.
+    """A byte-level BPE."""
 
-    Attributes:
-        tokens: in the order of their ids; bytes are written as the characters of `byte_characters`.
-        merges: pairs of tokens, in order of priority.
-    """
-
-    tokens: list[str]
-    merges: list[tuple[str, str]]
+    tokens: list[str]  # in the order of their ids; bytes are written as the characters of `byte_characters`
+    merges: list[tuple[str, str]]  # in order of priority
 
     def from_text(self) -> list[str]:
         """The tokens that a text can produce, in the order of their ids: bytes and results of merges."""
@@ -71,11 +66,8 @@ def bpe_from_merges(merges: list[tuple[str, str]]) -> Bpe:
 def read_dictionary(path: Path, mask: bool = True) -> list[str]:
     """Symbols of a dictionary by their ids: `<s>`, `<pad>`, `</s>`, `<unk>`, the lines of the file, `<mask>`.
 
-    Fillers (`madeupword0000`) are kept because the model has rows for them. A `<mask>` in the file keeps its place.
-
-    Args:
-        path: dict.txt.
-        mask: whether `<mask>` is a symbol, as in a masked language model.
+    Fillers (`madeupword0000`) are kept because the model has rows for them. A `<mask>` in the file keeps its place, and
+    is added only with `mask`, as in a masked language model.
 
     Raises:
         UserError: The file cannot be read, or is no dictionary.
@@ -149,19 +141,12 @@ def _bpe_files(source: str) -> tuple[str, str]:
 
 
 def build_tokenizer(symbols: list[str], bpe: Bpe, max_length: int | None) -> RobertaTokenizer:
-    """A tokenizer that gives a text the ids that fairseq gives it.
+    """A tokenizer that gives a text the ids that fairseq gives it, with the symbols of `read_dictionary`.
 
-    The forms are `<s> a </s>` and `<s> a </s></s> b </s>`. `<mask>` absorbs the spaces before it, as in fairseq's
-    `fill_mask` (which also drops spaces at the end, and counts U+001C to U+001F as spaces; both are kept here). Other
-    special tokens written in a text are text to fairseq, and here with `split_special_tokens=True`.
-
-    Args:
-        symbols: the result of `read_dictionary`.
-        bpe: the BPE below the dictionary.
-        max_length: the model's longest input, in tokens.
-
-    Returns:
-        A plain `RobertaTokenizer`, or a `FairseqBpeTokenizer` if the dictionary lacks a token that a text can produce.
+    It is a `RobertaTokenizer`, or a `FairseqBpeTokenizer` if the dictionary lacks a token that a text can produce.
+    `<mask>` absorbs the spaces before it, as in fairseq's `fill_mask` (which also drops spaces at the end, and counts
+    U+001C to U+001F as spaces; both are kept here). Other special tokens written in a text are text to fairseq, and
+    here with `split_special_tokens=True`.
 
     Raises:
         UserError: The dictionary is not over this BPE.
@@ -215,10 +200,6 @@ def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
     The BPE's ids are GPT-2's (`bpe_from_merges`). Counts are 0, because they are unknown. The files are read back, and
     must make the same tokenizer.
-
-    Args:
-        tokenizer: a byte-level BPE in RoBERTa's form.
-        folder: an existing folder.
 
     Raises:
         UserError: fairseq cannot express the tokenizer.

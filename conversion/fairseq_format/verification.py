@@ -1,8 +1,4 @@
-"""Comparing a converted model with its original, layer by layer, in float64.
-
-The original is either the authors' checkpoint, computed from the stored tensors by `reference`, or a file of outputs of
-the authors' code. `conversion/verify.py` documents both, and the limits.
-"""
+"""Comparing a converted model with the authors' checkpoint, layer by layer, in float64; see `reference`."""
 
 import math
 import pickle
@@ -14,7 +10,6 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, PreTrainedModel
@@ -28,8 +23,7 @@ from .checkpoint import Original
 from .config import MODELS, head_name
 from .reference import PADDING_ID, Stored, embed, run, translate
 
-# Of the difference, relative to the largest number of a layer where that exceeds 1. Outputs in a file are float32.
-EXACT, ROUNDED = 1e-9, 1e-5
+EXACT = 1e-9  # of the difference, relative to the largest number of a layer where that exceeds 1
 BEYOND_SLOTS = 32  # tokens of the longest row beyond the number of slots
 _LOADING_ERRORS = (
     *(OSError, SafetensorError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError),
@@ -94,9 +88,7 @@ class Report:
 def load(source: str | Path, dtype: torch.dtype | str = "auto") -> tuple[PreTrainedModel, torch.dtype | None]:
     """The model of a folder or Hub repository in eval mode, and its type according to config.json.
 
-    Args:
-        source: folder or Hub repository.
-        dtype: type of the parameters; `"auto"` keeps that of the stored weights, whatever the config says.
+    `dtype="auto"` keeps the type of the stored weights, whatever config.json says.
 
     Raises:
         UserError: It cannot be read or is incomplete, or the authors have no such model.
@@ -129,12 +121,9 @@ def load(source: str | Path, dtype: torch.dtype | str = "auto") -> tuple[PreTrai
 
 @torch.no_grad()
 def states_of(model: PreTrainedModel, inputs: list[tuple[Tensor, ...]], part: str | None) -> States:
-    """The states by the names of `reference`, with a dimension for the rows in front.
+    """The states by the names of `reference`, with a dimension for the rows in front; see `head_name` for `part`.
 
-    Args:
-        model: ours.
-        inputs: a row of ids (n,) each, and for translation a row of the target's ids (m,).
-        part: see `head_name`.
+    An input is a row of ids (n,), and for translation also a row of the target's ids (m,).
     """
     tokens, *target = (pad_sequence(rows, True, PADDING_ID) for rows in zip(*inputs, strict=True))
     given = {"attention_mask": (tokens != PADDING_ID).long(), "output_hidden_states": True}
@@ -171,7 +160,10 @@ def compare(source: str | Path, original: Original, head: str | None = None, lim
         UserError: They cannot be compared.
     """
     model, stored = load(source, torch.float64)
-    part = _choose(model, head, [original.kind] if original.kind == TRANSLATION else original.heads(), original.name)
+    part = head_name(model, head)
+    available = [TRANSLATION] if original.kind == TRANSLATION else [None, "lm_head", *original.heads()]
+    if part not in available:
+        raise UserError(f"{original.name} has no counterpart of a {type(model).__name__} ({part}).")
     original, rounded = _rounded(original, stored)
     slots, longest = model.config.projection_length, model.config.max_position_embeddings
     lengths = sorted({min(length, longest) for length in (1, max(1, slots // 2), slots, slots + BEYOND_SLOTS)})
@@ -184,14 +176,6 @@ def compare(source: str | Path, original: Original, head: str | None = None, lim
     except (KeyError, IndexError, RuntimeError) as error:
         why = f"a tensor is missing or misshapen, or an argument is wrong: {reason(error)}"
         raise UserError(f"{original.name} cannot be compared with this model ({why}).") from error
-
-
-def _choose(model: PreTrainedModel, head: str | None, names: list[str], source: str) -> str | None:
-    """The part of the original that a model has."""
-    part, is_translation = head_name(model, head), names == [TRANSLATION]
-    if is_translation != (part == TRANSLATION) or part not in (None, "lm_head", *names):
-        raise UserError(f"{source} has no counterpart of a {type(model).__name__} ({part}).")
-    return part
 
 
 def _rounded(original: Original, dtype: torch.dtype | None) -> tuple[Original, str]:
@@ -264,8 +248,6 @@ def _measure(pairs: Iterable[tuple[str, Tensor, Tensor]], limit: float) -> list[
             raise UserError(f"At {name}, the model gives {(*ours.shape,)}, the original {(*theirs.shape,)}.")
         new = torch.stack([(ours - theirs.double()).abs().max(), theirs.double().abs().max()])
         measured[_place(name)] = torch.maximum(measured.get(_place(name), new), new)  # NaN stays
-    if not measured:
-        raise ValueError("nothing to compare")
     return [
         Row(*key, *(difference.item(), limit * max(1, size.item()))) for key, (difference, size) in measured.items()
     ]
@@ -273,61 +255,8 @@ def _measure(pairs: Iterable[tuple[str, Tensor, Tensor]], limit: float) -> list[
 
 def _place(name: str) -> tuple[str, str]:
     """Layer and stream of a name of `reference`."""
-    if not name.endswith("x"):
+    if name == "logits" or name.startswith("head."):
         return name.removeprefix("head."), ""
     kind, number, stream = name.split(".")
     layer = "embedding" if number == "0" else f"layer {number}"
     return f"{kind} {layer}".removeprefix("hidden "), "tokens" if stream == "x" else "packed"
-
-
-# ---- with a file of outputs ----
-
-
-def compare_outputs(source: str | Path, file: Path, head: str | None = None) -> Report:
-    """Compare a model with outputs of the authors' code.
-
-    Args:
-        source: folder or Hub name of the model.
-        file: .safetensors in the layout that `verify.py` describes.
-        head: the head that the model has, if not the one that it was converted from.
-
-    Raises:
-        UserError: They cannot be compared.
-    """
-    model = load(source, torch.float64)[0]
-    try:
-        tensors = load_file(file)
-        part = _choose(model, head, list({name.partition(".output.head.")[2] for name in tensors}), str(file))
-        pairs, lengths, config = [], [], model.config
-        for case in sorted(name.removesuffix(".input.tokens") for name in tensors if name.endswith(".input.tokens")):
-            rows, theirs = _rows_of(tensors, case, part)
-            lengths += map(len, rows)
-            if max(lengths) > config.max_position_embeddings or max(map(max, rows)) >= config.vocab_size:
-                raise UserError(f"{case} of {file} has more positions or ids than the model.")
-            pairs += _pairs(model, [(row,) for row in rows], theirs, part)
-        inputs = f"{len(lengths)} rows of {', '.join(map(str, sorted(set(lengths))))} tokens"
-        return Report(_measure(pairs, ROUNDED), inputs)
-    except UserError:
-        raise
-    except (OSError, SafetensorError, KeyError, IndexError, ValueError) as error:
-        raise UserError(f"{file} cannot be read, or lacks a part that --help describes ({reason(error)}).") from error
-
-
-def _rows_of(tensors: States, case: str, part: str | None) -> tuple[list[Tensor], list[States]]:
-    """The rows of a batch, and the outputs of each, without padding.
-
-    Raises:
-        KeyError: An output is missing.
-    """
-    tokens, given = tensors[f"{case}.input.tokens"].long(), f"{case}.output."
-    keep = ~tensors.get(f"{given}x_padding_mask", tokens == PADDING_ID).bool()
-    first = tensors[f"{given}hidden.0.px"]
-    slots = ~tensors.get(f"{given}px_padding_mask", torch.zeros(first.shape[:2])).bool()
-    layers = sum(name.startswith(f"{given}hidden.") and name.endswith(".x") for name in tensors)
-    masks = {f"hidden.{i}.{stream}": mask for i in range(layers) for stream, mask in (("x", keep), ("px", slots))}
-    masks |= {"logits": keep} if part == "lm_head" else {f"head.{part}": ...} if part else {}
-    theirs = [
-        {name: tensors[given + name][b][... if mask is ... else mask[b]] for name, mask in masks.items()}
-        for b in range(len(tokens))
-    ]
-    return [row[keep[b]] for b, row in enumerate(tokens)], theirs
