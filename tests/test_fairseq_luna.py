@@ -224,11 +224,15 @@ def test_translation_gives_the_authors_numbers(name, tmp_path):
 
 
 def test_translation_with_the_older_activation_and_offset_norms(tmp_path):
-    """Files of 2023 store LayerNorm weights less 1; `--override` tells of elu + 1, which no argument shows."""
+    """Files of 2023 store LayerNorm weights less 1; `--override` tells of elu + 1, which no argument shows.
+
+    It also corrects an argument that the decoder has, too.
+    """
     fixture = Fixture("luna_seq2seq", "learned_lnemb_fixed")
     changes = {name: tensor - 1 for name, tensor in fixture.weights().items() if names.is_norm(name)}
-    _, source = write_checkpoint(tmp_path / "wmt", "learned_lnemb_fixed", changes)
-    folder = convert(source, tmp_path / "out", "--override", "pack_activation=elu")
+    _, source = write_checkpoint(tmp_path / "wmt", "learned_lnemb_fixed", changes, decoder_attention_heads=2)
+    words = ("--override", "pack_activation=elu", "--override", "encoder_attention_heads=4")
+    folder = convert(source, tmp_path / "out", *words)
     model = AutoModelForSeq2SeqLM.from_pretrained(folder)
     stored = model.luna.encoder.packed_embeddings.LayerNorm.weight
     expected = fixture.weights()["encoder.layernorm_porjected_embedding.weight"]

@@ -138,8 +138,8 @@ def complete(kind: str, given: Mapping[str, Any], overrides: Mapping[str, Any] |
         raise UserError(f"--override has no argument {', '.join(unknown)}. It has {', '.join(sorted(known))}.")
     present = {name: given[name] for name in known if given.get(name) is not None} | dict(overrides)
     for name in _PAIRS if kind == TRANSLATION else ():
-        pair = [present.get(f"encoder_{name}", given.get(f"encoder_{name}")), given.get(f"decoder_{name}")]
-        if None not in pair and pair[0] != pair[1]:
+        pair = [given.get(f"{part}_{name}") for part in ("encoder", "decoder")]
+        if None not in pair and pair[0] != pair[1] and f"encoder_{name}" not in overrides:
             raise UserError(f"`encoder_{name}` is {pair[0]!r}, but `decoder_{name}` {pair[1]!r}: they must be equal.")
     values = {**known, **(_FIXED if kind == MASKED_LM else {})}
     if kind == MASKED_LM and "large" in str(given.get("arch")):  # the one default of theirs that no tensor shows
