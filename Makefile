@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses auto --dist worksteal
 
-.PHONY: demo publish space space-screenshot test lint test-all test-faults test-space test-gpu clean
+.PHONY: demo publish space space-screenshot library-tests test lint test-all test-faults test-space test-gpu clean
 
 $(VENV)/.train: pyproject.toml src/luna_hf/__init__.py
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"luna_hf needs Python 3.10 or newer, but $(PYTHON) is {v[0]}.{v[1]}. Choose another: make PYTHON=python3.11")'
@@ -44,10 +44,14 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-test: lint
+# Transformers' own tests, which tests/library runs on our models; they are in its source distribution only.
+library-tests: $(VENV)/.dev
+	$(BIN)/python tests/library/transformers_suite.py
+
+test: lint library-tests
 	$(PYTEST) -m "not slow and not gpu" $(PARALLEL)
 
-test-all: lint
+test-all: lint library-tests
 	$(PYTEST) -m "not gpu" $(PARALLEL)
 
 # The cases of a command run one after the other, in one process.

@@ -9,7 +9,7 @@ ratio above 1 means that this tree is slower.
 """
 
 import argparse
-import importlib
+import importlib.util
 import io
 import itertools
 import subprocess
@@ -79,6 +79,8 @@ def models(packages: Sequence[ModuleType], kind: str, family: str, options: dict
         model = getattr(package, name + SUFFIXES.get(kind, "ForCausalLM"))(config).eval()
         weights = weights or model.state_dict()
         model.load_state_dict(weights)
+        if kind in SUFFIXES and hasattr(package, "absorb_projections"):  # earlier versions did so by themselves
+            package.absorb_projections(model)
         calls.append(step(model, kind, int(length), package))
     return tuple(calls)
 
@@ -108,6 +110,12 @@ def step(model: PreTrainedModel, kind: str, length: int, package: ModuleType) ->
     return {"decode": decode, "train": train, "causal-train": train}.get(kind, forward)
 
 
+def find(package: ModuleType, *names: str) -> ModuleType:
+    """The first of some modules of the package that exists: earlier versions had no subpackages."""
+    found = (name for name in names if importlib.util.find_spec(f"{package.__name__}.{name.partition('.')[0]}"))
+    return importlib.import_module(f"{package.__name__}.{next(found)}")
+
+
 def operators(packages: Sequence[ModuleType], name: str, length: int = 2048) -> Pair:
     """The timed calls of both versions of a causal operator."""
     generator = torch.Generator().manual_seed(0)
@@ -115,8 +123,8 @@ def operators(packages: Sequence[ModuleType], name: str, length: int = 2048) -> 
     steps = torch.arange(1, length + 1)[None]
 
     def call(package: ModuleType) -> Callable[[], Any]:
-        attend = importlib.import_module(f"{package.__name__}.causal_memory").attend_causal_memory
-        scan = importlib.import_module(f"{package.__name__}.functional").causal_scan
+        attend = find(package, "ops.causal_memory", "causal_memory").attend_causal_memory
+        scan = find(package, "ops.scan", "functional").causal_scan
         return {
             "scan": partial(scan, query, key, value),
             "steps": partial(attend, query, key, value, weights.exp(), "steps", steps=steps),

@@ -11,7 +11,7 @@ from measuring import extra_memory, slots_of
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_hf import FAMILIES
+from luna_hf import FAMILIES, absorb_projections
 from luna_hf.families.abc.configuration import CONTROLS
 
 # The peers: a model, and its attention backend if that is not sdpa. roberta-eager computes its softmax step by step, as
@@ -195,6 +195,8 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
         makers = {"forward": family.base_model, "mlm_step": family.masked_lm, "class_step": classifier}
     with torch.device(setting.device):  # an accelerator draws random weights faster
         model = makers[setting.mode](configure(name, setting))
+    if name not in PEERS and OWN[name][0] in ("luna", "abc_memory"):  # no effect but where slots are few
+        absorb_projections(model)
     if setting.checkpointing:
         model.activation_checkpointing_enable()
     return model.to(device=setting.device, dtype=getattr(torch, setting.dtype)).train(is_training(setting))

@@ -1,4 +1,4 @@
-"""Ways to run trained encoders on a CPU: PyTorch, ONNX Runtime, OpenVINO, AOTInductor, and weights of 8 bits.
+"""Ways to run trained encoders on a CPU: PyTorch, ONNX Runtime, OpenVINO, AOTInductor, and 8-bit weights.
 
     python benchmarks/deployment.py --data data
 
@@ -65,7 +65,7 @@ def use_pytorch(model: PreTrainedModel, folder: Path, threads: int) -> tuple[Run
 
 
 def use_int8(model: PreTrainedModel, folder: Path, threads: int) -> tuple[Run, int]:
-    """Linear layers with weights of 8 bits, and activations that are rounded to 8 bits in every call."""
+    """Linear layers with 8-bit weights, and activations that are rounded to 8 bits in every call."""
     return use_pytorch(torch.ao.quantization.quantize_dynamic(model, {nn.Linear}), folder, threads)
 
 

@@ -12,13 +12,13 @@ FEW_BFLOAT16, SHORT = "encoder-forward-1-layer-few-cpu-bfloat16", "encoder-forwa
 CLASS_STEP = "encoder-class_step-base-chosen-cpu-float32"
 CHECKPOINTED = "encoder-class_step-base-checkpointing-chosen-cpu-float32"
 SERVING, DEPLOYMENT = "serving-cpu-float32", "deployment-cpu-float32"
-WEIGHTS_OF_8_BITS = "export.md#weights-of-8-bits"
+EIGHT_BIT_WEIGHTS = "export.md#8-bit-weights"
 
 
 def choices() -> str:
     """A row for every use: what to choose, and what that gains."""
     rows = [
-        ["texts of unlike lengths", "any family; nothing to set", _serving()],
+        ["variable-length inputs", "any family; nothing to set", _serving()],
         ["64 to 256 tokens, all alike", "`tokens_per_slot=8`", _speeds(SHORT, "luna-tied-per-8", (64, 128, 256))],
         ["512 tokens and more", "16 slots, if the task allows", _speeds(FEW, "luna-16", (512, 2048, 16384))],
         ["the same with 128 slots", "nothing to set", _speeds(FORWARD, "luna-tied", (512, 2048, 8192))],
@@ -28,10 +28,10 @@ def choices() -> str:
             _speeds(FEW_BFLOAT16, "luna-16", (512, 2048, 16384)),
         ],
         ["finetuning at the limit of memory", "gradient checkpointing", _memory()],
-        ["one text at a time, short", f"[ONNX Runtime, int8]({WEIGHTS_OF_8_BITS})", _deployed("onnx-int8", 32)],
+        ["one text at a time, short", f"[ONNX Runtime, int8]({EIGHT_BIT_WEIGHTS})", _deployed("onnx-int8", 32)],
         [
             "one text at a time, long",
-            f"[torchao's int8, compiled]({WEIGHTS_OF_8_BITS})",
+            f"[torchao's int8, compiled]({EIGHT_BIT_WEIGHTS})",
             _deployed("torchao-int8", 512),
         ],
     ]

@@ -114,9 +114,9 @@ def selection_times() -> str:
     header = ["window", "selected", "queries", "means", "ms", "time / window of 64", "time / encoder"]
     table = markdown_table([*header, "256 tokens", "512 tokens"], rows)
     text = (
-        f"A forward pass of {own[0]['length']:,} tokens on one thread: converted encoders beside a window of 64 alone "
-        "and beside the encoder itself with its positions repeated. The last columns are the cosines of the converted "
-        "encoders on the rows of this study."
+        f"Time of a forward pass of {own[0]['length']:,} tokens on one thread, relative to a window of 64 alone and to "
+        "the encoder itself with its positions repeated. The last columns are the cosines of the converted encoders on "
+        "the rows of this study."
     )
     return f"## Time\n\n{text}\n\n{table}"
 

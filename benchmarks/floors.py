@@ -100,7 +100,7 @@ def check(result: dict[str, Any]) -> list[Check]:
     return checks
 
 
-# ---- texts of unlike lengths ----
+# ---- variable-length inputs ----
 
 # Speed without padding relative to padded batches of 32 texts, by mix of lengths, in a forward and a finetuning step.
 # Two thirds of a batch of MRPC are tokens: leaving out padding gains about 1.48 at most.
@@ -121,7 +121,7 @@ def check_uneven(result: dict[str, Any]) -> list[Check]:
 
 
 def check_serving(result: dict[str, Any]) -> list[Check]:
-    """Every floor that applies to a run of `serving.py`: texts of unlike lengths take no longer than with RoBERTa."""
+    """Every floor that applies to a run of `serving.py`: variable-length texts take no longer than with RoBERTa."""
     if any(result["settings"][name] != value for name, value in {**UNEVEN_BASE, "rows": 64}.items()):
         return []
     return [

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, growth_exponent, positive, seconds
+from measuring import RESULTS, growth_exponent, positive, seconds, write_result
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 from zoo import FIRST_TOKEN, NOTES, PAD, SUBJECTS, VOCAB_SIZE, Subject, randomised
 
-from luna_hf.scripting import Parser, describe_run, markdown_table, progress, run_script, write_result
+from luna_hf.scripting import Parser, describe_run, markdown_table, progress, run_script
 
 TOLERANCE = 1e-4
 LONGEST = 256  # the batch's length

@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import gc
+import json
 import math
 import resource
 import statistics
@@ -17,7 +18,7 @@ import floors
 import torch
 
 from luna_hf import FAMILIES
-from luna_hf.scripting import Parser, UserError, progress, reason, write_result
+from luna_hf.scripting import Parser, UserError, progress, reason, write_text
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -90,6 +91,27 @@ def publish(
     if len(result["lengths"]) > 1:
         plot(result, path.with_suffix(".png"))
     return int(options.check_floors and not all(check["holds"] for check in result["floors"]))
+
+
+def write_result(folder: Path, subject: str, device: str, dtype: str, result: dict[str, Any]) -> tuple[Path, Any]:
+    """Write `<subject>-<device>-<dtype>-torch<version>.json`, with floats rounded to six digits.
+
+    Returns:
+        The path, and the content as a reader of the file sees it: tables and plots must show what the file holds.
+    """
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
+    path = folder / f"{subject}-{name}-{dtype}-torch{torch.__version__.split('+')[0]}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(_rounded(result), indent=1) + "\n")
+    return path, json.loads(path.read_text(encoding="utf-8"))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {str(key): _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # ---- statistics: pure functions ----

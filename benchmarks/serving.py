@@ -1,4 +1,4 @@
-"""Many texts of unlike lengths through one call: a pipeline and `SentenceTransformer.encode`, against RoBERTa's.
+"""Many variable-length texts through one call: a pipeline and `SentenceTransformer.encode`, against RoBERTa's.
 
     python benchmarks/serving.py
 

@@ -1,4 +1,4 @@
-"""Batches of texts of unlike lengths: classifiers with their padding computed and left out, and RoBERTa's.
+"""Batches of variable-length texts: classifiers with their padding computed and left out, and RoBERTa's.
 
     python benchmarks/uneven.py
 

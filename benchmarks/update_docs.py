@@ -6,12 +6,10 @@ A page marks the place of a table with a `begin` and an `end` comment that carry
 the function that writes it. Nothing is measured here: the same results always give the same pages.
 """
 
-import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import docs_studies as studies
 from docs_choices import choices
@@ -72,30 +70,6 @@ MULTI30K = "translation-multi30k-cpu-float32"
 LRA, LRA_COST, LRA_COST_LUNA = "lra-short-cpu-bfloat16", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
 PEERS = ("roberta", "modernbert")
 
-# ---- faults ----
-
-
-def fault_tables(kinds: Iterable[dict[str, Any]]) -> str:
-    """The outcomes that `tests/test_faults.py` counts for every command and kind of fault, by kind and by command."""
-    kinds, outcomes = list(kinds), ("tried", "exact", "refused", "lost")
-    tables = []
-    for by, other in (("kind", "command"), ("command", "kind")):
-        rows = []
-        for name in dict.fromkeys(row[by] for row in kinds):
-            own = [row for row in kinds if row[by] == name and row["tried"]]
-            rows.append([name, len(own), *(sum(row[outcome] for row in own) for outcome in outcomes)])
-        rows.append(["all", len({row[other] for row in kinds}), *(sum(row[o] for row in kinds) for o in outcomes)])
-        tables.append(markdown_table([by, f"{other}s", *outcomes], rows))
-    return "\n\n".join(tables)
-
-
-def _faults() -> str:
-    result = json.loads((ROOT / "tests/faults.json").read_text(encoding="utf-8"))
-    source = f"- Command: `{result['command']}`\n- Machine: {machine(result)}; {result['date']}"
-    text = fault_tables(result["kinds"])
-    return f"{text}\n\n<details><summary>How this was measured</summary>\n\n{source}\n\n</details>"
-
-
 # ---- encoders ----
 
 
@@ -130,8 +104,8 @@ def _growth(name: str, models: Sequence[str]) -> str:
     found = {model: load(name)["growth"]["exponents"][model] for model in models}
     powers = [f"{LABELS[model]} {one['median']:.2f} ({span(one['rounds'], 2)})" for model, one in found.items()]
     return (
-        f"From {short:,} to {long:,} tokens, time grows with this power of the length (1 is linear, 2 is quadratic; in "
-        f"brackets the range over the rounds): {'; '.join(powers)}."
+        f"Exponent of the growth of time from {short:,} to {long:,} tokens (1 is linear, 2 is quadratic; range over "
+        f"the rounds in brackets): {'; '.join(powers)}."
     )
 
 
@@ -146,7 +120,7 @@ def _front() -> str:
     layers = _by_length(FORWARD, speeds, models, (128, 512, 2048, 8192)).replace(LABELS["luna-tied"], "Luna")
     return (
         f"{layers}\n\nMeasured on {machine(load(FORWARD))}: {spread(FORWARD)}.\n\n"
-        f"Layer for layer, {_losing()}. As a whole model from 512 to 8,192 tokens, Luna with 12 layers is "
+        f"Layer for layer, {_losing()}. From 512 to 8,192 tokens, the whole Luna model (12 layers) is "
         f"{_range(WHOLE, 'luna-tied', 'roberta')} times as fast as RoBERTa-base (12 layers) and "
         f"{_range(WHOLE, 'luna-tied', 'modernbert')} times as fast as ModernBERT-base (22 layers)."
     )
@@ -166,11 +140,11 @@ def _summary() -> str:
         f"- Layer for layer, RoBERTa is faster on short texts, up to "
         f"{_crossing(FORWARD, ['luna-untied', 'luna-tied'])} and {_crossing(ABC, ['abc-mlp-128'])}. ModernBERT is "
         f"faster up to {_crossing(FORWARD, ['luna-untied', 'luna-tied'], 'modernbert')}.\n"
-        f"- As a whole model from 512 to 8,192 tokens, Luna (12 layers, tied) is "
+        f"- From 512 to 8,192 tokens, the whole Luna model (12 layers, tied) is "
         f"{_range(WHOLE, 'luna-tied', 'roberta')} times as fast as RoBERTa-base (12 layers) and "
         f"{_range(WHOLE, 'luna-tied', 'modernbert')} times as fast as ModernBERT-base (22 layers).\n"
-        f"- From 2,048 to 16,384 tokens, twice the tokens take Luna {luna:.1f} times as long and RoBERTa {roberta:.1f} "
-        f"times.\n- {_decoding()}"
+        f"- From 2,048 to 16,384 tokens, doubling the length multiplies Luna's time by {luna:.1f} and RoBERTa's by "
+        f"{roberta:.1f}.\n- {_decoding()}"
     )
 
 
@@ -330,8 +304,8 @@ def _clm_demo() -> str:
     own = load("clm-demo-cpu-float32")
     text = (
         f"The model has {own['parameters'] / 1e6:.1f} M parameters and a perplexity of "
-        f"{own['held_out_perplexity']:.0f} on {own['held_out_targets']:,} tokens of held-out text. Predicting from "
-        f"unigram frequencies gives {math.exp(own['unigram_loss']):.0f}."
+        f"{own['held_out_perplexity']:.0f} on {own['held_out_targets']:,} tokens of held-out text. The unigram "
+        f"baseline has {math.exp(own['unigram_loss']):.0f}."
     )
     return with_source(text, "clm-demo-cpu-float32")
 
@@ -346,8 +320,8 @@ def _decoding() -> str:
     cache = f"{last['gpt2']['state_bytes'] / 2**20:.0f}"
     return (
         f"A decoding step of Luna and ABC takes {growth} times as long after 16,384 tokens as after 1,024. Their state "
-        f"takes {state} MiB, GPT-2's keys and values {cache} MiB. The step is {dynamic} times as fast as GPT-2's with "
-        f"`DynamicCache`, the default of `generate`, and {static} times as fast as with `StaticCache`."
+        f"takes {state} MiB; GPT-2's keys and values take {cache} MiB. The step is {dynamic} times as fast as GPT-2's "
+        f"with `DynamicCache`, the default of `generate`, and {static} times as fast as with `StaticCache`."
     )
 
 
@@ -361,7 +335,7 @@ def _decoding_bound() -> str:
         f"With one text, memory bandwidth limits a step. GPT-2 reads {weights / 1e6:.0f} MB of weights and, at 16K "
         f"tokens, {cache / 1e6:.0f} MB of keys and values. Luna and ABC read about as many weights, so neither can be "
         f"much more than {(weights + cache) / weights:.1f} times as fast as `gpt2-static`. With more texts or layers, "
-        "keys and values are a larger share."
+        "keys and values make up a larger share."
     )
 
 
@@ -410,7 +384,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "generation-rows": lambda: report("generation-4-layer-4-rows-cpu-float32"),
     "seq2seq-generation": lambda: report(SEQ2SEQ),
     "perplexity": lambda: report("perplexity-enwiki-cpu-float32"),
-    "faults": _faults,
     "guarantees": lambda: report("guarantees-cpu-float32"),
     "learning": studies.learning,
     "learning-finetune": lambda: report("learning-finetune-cpu-bfloat16"),

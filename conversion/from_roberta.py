@@ -10,6 +10,7 @@ import sys
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
+from string import Template
 from typing import Any, get_args
 
 from huggingface_hub import ModelCardData
@@ -22,11 +23,12 @@ from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.convert.command import make_plain
 from luna_hf.convert.files import check_tokenizer, source_card
 from luna_hf.families.warm_start_rules import ZERO
-from luna_hf.scripting import UserError, fill_card, load_tokenizer, portable, run_script, writing
+from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
 from luna_hf.warm_start import WarmStart, warm_start
 from luna_hf.warm_start.sentence_folder import find_transformer
 from luna_hf.warm_start.source import read_config
 
+HERE = Path(__file__).resolve().parent
 TEXT_CHARACTERS = 1_000_000  # read from --text: far more tokens than there are slots
 
 
@@ -140,9 +142,7 @@ def _help(documented: type, name: str) -> str:
 def make_notes(slots: str | None, model: PreTrainedModel, made: WarmStart, has_tokenizer: bool) -> list[str]:
     """What else the user should know, for the card and the terminal; `slots` is the field with their number."""
     number, longest = getattr(model.config, slots) if slots else 0, model.config.max_position_embeddings
-    more = (
-        f"`{slots}` is {number:,}, more than the {longest:,} tokens of the longest input: memory costs more than full"
-    )
+    more = f"`{slots}` is {number:,}, more than the {longest:,} tokens of the longest input, so"
     notes = {
         "The source has no tokenizer files. Copy its tokenizer into the folder.": not has_tokenizer,
         "The source has no masked-LM head, so the new one is untrained.": "lm_head.dense.weight" in made.new,
@@ -152,7 +152,7 @@ def make_notes(slots: str | None, model: PreTrainedModel, made: WarmStart, has_t
 
 
 def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, note: str, notes: list[str]) -> str:
-    """Fill `model_cards/converted.md`."""
+    """Fill `converted.md`."""
     known, kind = source_card(options.source), model.config.model_type
     metadata = ModelCardData(
         **{name: known.get(name) for name in ("language", "license", "license_name", "license_link")},
@@ -164,8 +164,7 @@ def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmSta
     license_note = "The source's card states no licence. Ask its authors before you pass the model on."
     if known.license:
         license_note = f"The licence is the one on the source's card: `{known.license}`."
-    return fill_card(
-        "converted.md",
+    return Template((HERE / "converted.md").read_text(encoding="utf-8")).substitute(
         metadata=metadata.to_yaml(),
         model_name=options.target.resolve().name,
         model_type=kind,

@@ -10,6 +10,7 @@ bitwise, in its type, and every layer is compared with SOURCE. What the authors'
 import argparse
 import sys
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fairseq_format.verification import EXACT, compare, load
 from shared import check_target, command, make_parser
 from transformers import PreTrainedModel
 
-from luna_hf.scripting import UserError, fill_card, load_tokenizer, portable, run_script, writing
+from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
 
 SCRIPT = "luna_to_fairseq.py"
 MODEL_FILE = "model.pt"
@@ -117,8 +118,8 @@ def convert(options: argparse.Namespace) -> None:
         if not report.ok:
             lines = "\n".join(report.lines())
             raise UserError(f"The checkpoint does not compute what {options.source} does:\n{lines}")
-        card = fill_card(
-            "to_fairseq.md",
+        template = Path(__file__).with_name("to_fairseq.md").read_text(encoding="utf-8")
+        card = Template(template).substitute(
             name=options.target.resolve().name,
             source=portable(options.source),
             command=options.command,

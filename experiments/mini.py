@@ -106,7 +106,6 @@ def tokenizer(options: argparse.Namespace) -> Path:
     Raises:
         UserError: A text is missing.
     """
-    sys.path.append(str(ROOT / "training"))
     from data.tokenizer import train_tokenizer
     from datasets import load_dataset
 

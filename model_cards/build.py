@@ -31,7 +31,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_
 from transformers import AutoConfig
 
 from luna_hf import FAMILIES
-from luna_hf.scripting import Parser, UserError, fill_card, run_script, write_text
+from luna_hf.scripting import Parser, UserError, run_script, write_text
 
 Row = dict[str, Any]
 HELD_OUT = {"dataset_type": "text", "dataset_name": "held-out text of the training corpus"}
@@ -132,7 +132,7 @@ class Card:
 
     def text(self) -> str:
         """The content of README.md."""
-        return fill_card(
+        return cards.fill_card(
             "checkpoint.md",
             metadata=self.metadata(),
             name=self.name,

@@ -17,7 +17,9 @@ from typing import Any
 import yaml
 from common.options import fill, read_yaml
 
-from luna_hf.scripting import ROOT, UserError
+from luna_hf.scripting import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """Imported first by the commands of this folder: makes the packages of `training/` importable, and checks extras."""
 
 import sys
+from pathlib import Path
 
-from luna_hf.scripting import ROOT
-
-if (_folder := str(ROOT / "training")) not in sys.path:
+if (_folder := str(Path(__file__).resolve().parents[1] / "training")) not in sys.path:
     sys.path.append(_folder)
 
 from common import extra  # noqa: F401

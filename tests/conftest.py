@@ -46,11 +46,11 @@ def pytest_terminal_summary(terminalreporter, config):
     kinds = [content for report in reports for name, content in report.user_properties if name == "faults"]
     if not kinds:
         return
-    from update_docs import fault_tables
+    from faults import tables
 
     from luna_hf.scripting import describe_run, write_json
 
-    terminalreporter.write_line("\n" + fault_tables(kinds))
+    terminalreporter.write_line("\n" + tables(kinds))
     if config.getoption("write_faults"):
         path = Path(__file__).with_name("faults.json")
         before = json.loads(path.read_text(encoding="utf-8"))["kinds"] if path.exists() else []

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 from processes import exit_code, started
 
+from luna_hf.scripting import markdown_table
+
 # What differs between two undisturbed runs: times, and how often a run was resumed.
 _VOLATILE = re.compile(r"second|per_second|mfu|runtime|date|resumed|machine|peak|load", re.IGNORECASE)
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -260,3 +262,16 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Names of files that are missing, additional or different."""
     missing = object()
     return [name for name in {**expected, **found} if found.get(name, missing) != expected.get(name, missing)]
+
+
+def tables(kinds: Sequence[dict[str, Any]]) -> str:
+    """Outcomes for every command and kind of fault, summed by kind and by command."""
+    outcomes, made = ("tried", "exact", "refused", "lost"), []
+    for by, other in (("kind", "command"), ("command", "kind")):
+        rows = []
+        for name in dict.fromkeys(row[by] for row in kinds):
+            own = [row for row in kinds if row[by] == name and row["tried"]]
+            rows.append([name, len(own), *(sum(row[outcome] for row in own) for outcome in outcomes)])
+        rows.append(["all", len({row[other] for row in kinds}), *(sum(row[o] for row in kinds) for o in outcomes)])
+        made.append(markdown_table([by, f"{other}s", *outcomes], rows))
+    return "\n\n".join(made)

@@ -130,7 +130,7 @@ def test_benchmarks_as_scripts(script, words, tmp_path):
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
-def test_texts_of_unlike_lengths(tmp_path, capsys):
+def test_variable_length_texts(tmp_path, capsys):
     words = ["--layers", "1", "--width", "32", "--heads", "4", "--slots", "8", "--rounds", "2", "--rows", "3"]
     words += ["--models", "luna-tied", "lavo-64", "--mixes", "sst2", "full", "--output", str(tmp_path)]
     assert uneven.main([*words, "--check-floors"]) == 0

@@ -60,7 +60,8 @@ def test_card_is_filled_completely_and_names_no_folder_of_the_machine(made):
     assert "--output_dir checkpoint" in content and "--data texts" in content
 
 
-def test_paths_and_commands_are_portable():
+def test_paths_and_commands_are_portable(monkeypatch):
+    monkeypatch.chdir(ROOT)
     assert portable(str(ROOT / "outputs" / "demo")) == portable("outputs/demo") == "outputs/demo"
     assert portable("/home/someone/texts") == "texts"
     words = ["python", "x.py", str(ROOT / "a.yaml"), "--data=/home/someone/texts", "--fill_mask", "[A <mask>.]"]

@@ -185,7 +185,3 @@ def test_results_name_command_machine_and_versions():
         assert result["command"].startswith("python ") and (result.get("machine") or result["hardware"]), path.name
         assert "torch" in result["versions"], path.name
         assert not re.search(r"(?<![\w.])/(work|tmp|home|root)/", path.read_text(encoding="utf-8")), path.name
-
-
-def test_the_readme_is_short():
-    assert len(PAGES["README.md"].encode()) <= 9000

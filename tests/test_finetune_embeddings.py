@@ -55,7 +55,7 @@ def test_the_folder_embeds_and_the_scores_are_those_of_the_saved_model(encoder, 
 def test_a_missing_model_and_a_missing_split_are_refused(encoder, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert finetune_embeddings.main(words(tmp_path / "none", data, tmp_path / "out")) == 2
-    assert "There is no folder" in capsys.readouterr().err
+    assert str(tmp_path / "none") in capsys.readouterr().err
     (data / "stsb" / "validation.parquet").unlink()
     assert finetune_embeddings.main(words(encoder, data, tmp_path / "out")) == 2
-    assert "has no split validation" in capsys.readouterr().err
+    assert "validation" in capsys.readouterr().err

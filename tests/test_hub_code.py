@@ -34,8 +34,6 @@ from transformers import (
 from luna_hf import FAMILIES
 from luna_hf.hub import defined, gather
 
-# Lines of code in a folder.
-MOST_LINES = {"base": 5200, "mlm": 5200, "sequence": 5200, "causal": 5100}
 KINDS_OF_CODE = ("masked_lm", "causal_lm", "seq2seq_lm")
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
@@ -210,12 +208,11 @@ def test_a_tokenizer_without_its_class_name_is_found_by_the_model_type(saved, fa
 @families
 @pytest.mark.parametrize("kind", [*KINDS, "causal"])
 def test_a_folder_carries_two_files_of_code(saved, family, kind):
-    """The same with the package and without it, in the repository's format, and never more than a number of lines."""
+    """The same with the package and without it, and in the repository's format."""
     files = {f"{name}_{code_name(family)}.py" for name in ("configuration", "modeling")}
     first, second = (saved[0] / family / source / kind for source in ("saved", "again"))
     assert {path.name for path in first.glob("*.py")} == {path.name for path in second.glob("*.py")} == files
     assert all((first / name).read_text() == (second / name).read_text() for name in files)
-    assert sum(len((first / name).read_text().splitlines()) for name in files) <= MOST_LINES[kind]
     for command in (["check", "--select", "E,F,I,W"], ["format", "--check"]):
         subprocess.run([sys.executable, "-m", "ruff", *command, "--isolated", "--line-length=120", first], check=True)
 

@@ -127,17 +127,13 @@ def parsed(name, *words):
     return _validate_launch_command(args)[0]
 
 
-def test_the_configs_are_these():
-    assert set(CONFIGS) == {"cpu", "multi_cpu", "multi_gpu", "fsdp", "deepspeed_zero2"}
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_accelerate_loads_the_config(name):
     config = load_config_from_file(str(CONFIGS[name]))  # unknown keys of the top level are an error there
     assert config.num_processes == (1 if name == "cpu" else 2) and config.num_machines == 1
     assert config.mixed_precision is None  # the recipe says it
     head = CONFIGS[name].read_text().split("compute_environment")[0]
-    assert f"--config_file training/accelerate/{name}.yaml" in head and head.startswith("# ")
+    assert f"--config_file training/accelerate/{name}.yaml" in head
 
 
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed_zero2"])

@@ -1,9 +1,16 @@
-"""The packages of `src/luna_hf` and of `training/` depend on each other in one direction; no modules in a circle."""
+"""What may import what: the rooms of `src/luna_hf`, the packages of `training/`, and the folders of commands.
+
+Imports go in one direction, no modules import each other in a circle, and the package needs nothing but its
+dependencies.
+"""
 
 import ast
+import re
+import sys
 from graphlib import TopologicalSorter
 
 import pytest
+import tomllib
 from helpers import ROOT
 
 SOURCE = ROOT / "src" / "luna_hf"
@@ -14,6 +21,20 @@ ROOMS = {
     "layers": {"ops"},
     "models": {"ops", "layers"},
     "families": {"ops", "layers", "models"},
+}
+
+DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+# What a user of the wheel has: its dependencies, and what transformers cannot do without.
+INSTALLED = {*(re.match(r"\w+", need)[0] for need in DEPENDENCIES), "huggingface_hub", "tokenizers"}
+
+# The other folders whose modules the commands of a folder import.
+FOLDERS = {
+    "training": set(),
+    "conversion": set(),
+    "benchmarks": {"training"},
+    "experiments": {"benchmarks", "training"},
+    "model_cards": {"training"},
+    "examples": set(),
 }
 
 TRAINING = ROOT / "training"
@@ -70,6 +91,36 @@ def test_rooms_import_at_module_level_only(module):
     assert [node.module for node in inner] == (["luna_hf.warm_start"] if module == "models/base" else [])
 
 
+def outer_imports(nodes):
+    """The first names of what is imported from elsewhere, among nodes of a syntax tree."""
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_the_package_needs_only_its_dependencies(module):
+    text = SOURCES[module].read_text(encoding="utf-8")
+    assert outer_imports([*ast.walk(ast.parse(text))]) <= {*sys.stdlib_module_names, *INSTALLED, "luna_hf"}
+    assert "__file__" not in text  # an installed package has no repository around it
+
+
+def test_scripting_is_light():
+    body = ast.parse(SOURCES["scripting"].read_text(encoding="utf-8")).body
+    assert outer_imports(body) <= sys.stdlib_module_names and not room_imports("scripting")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_import_each_other_in_one_direction(folder):
+    paths = [*(ROOT / folder).rglob("*.py")]
+    own = {path.stem for path in paths} | {path.parent.name for path in paths}
+    modules = ((path, other) for other in FOLDERS for path in (ROOT / other).iterdir())
+    places = {path.stem: other for path, other in modules if path.suffix == ".py" or any(path.glob("*.py"))}
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in paths)
+    found = set().union(*(outer_imports([*ast.walk(tree)]) for tree in trees)) - own
+    assert {places[name] for name in found & places.keys()} == FOLDERS[folder]
+
+
 def package_of(module):
     package = module.partition(".")[0]
     return package if package in ALLOWED else "commands"
@@ -99,9 +150,3 @@ def test_imports_follow_the_direction(module):
 
 def test_there_is_no_circle():
     TopologicalSorter({module: imports_of(module) - {module} for module in MODULES}).prepare()
-
-
-def test_scripting_is_light():
-    source = ast.parse((ROOT / "src" / "luna_hf" / "scripting.py").read_text(encoding="utf-8"))
-    heavy = [node.module for node in source.body if isinstance(node, ast.ImportFrom) and "." in (node.module or "")]
-    assert heavy == ["collections.abc"]

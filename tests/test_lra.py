@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-from pathlib import Path
 
 import cost
 import measuring
@@ -13,7 +12,6 @@ import pytest
 import report
 import run
 import torch
-import update_docs
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from helpers import refused
@@ -442,8 +440,3 @@ def test_committed_results_name_their_origin():
         assert not re.search(r"(?<![\w.])/(work|tmp|home|root)/", path.read_text()), path
         assert path.with_suffix(".md").read_text() == (cost.report if is_cost else results.text)(result) + "\n"
         assert not is_cost or result["floors"] == cost.check(result)
-
-
-def test_the_docs_have_the_published_tables():
-    page = Path(update_docs.ROOT, "docs/results/lra.md").read_text(encoding="utf-8")
-    assert results.published() in page

@@ -305,7 +305,7 @@ def test_pairs_are_read_from_the_published_tables(pairs, tmp_path):
     row = splits["validation"][3]
     assert decode(row["input_ids"]) == 'eval "3' and decode(row["input_ids_2"]) == "other 3 " + "x" * 12
     assert splits["train"]["label"][:] == [0, 1] * 3
-    assert "a subset of AAN or a substitute" in task.source and "held out" not in task.source
+    assert "AAN" in task.source and "held out" not in task.source
     (folder,) = (tmp_path / "cache").glob("retrieval-*")
     before = folder.stat().st_mtime_ns
     assert content(load_task("retrieval", pairs, tmp_path / "cache", max_length=20)[1]) == content(splits)

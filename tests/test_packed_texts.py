@@ -1,4 +1,4 @@
-"""Texts of unlike lengths without padding: a text gets the values and gradients that it has alone, in a padded batch or
+"""Variable-length texts without padding: a text gets the values and gradients that it has alone, in a padded batch or
 in a row with others, and nothing of it reaches another. Flash and flex attention: `test_attention_backends.py`."""
 
 import itertools

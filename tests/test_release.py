@@ -21,15 +21,6 @@ from helpers import ROOT, run_python, tiny_tokenizer
 import luna_hf
 from luna_hf import __main__ as command
 
-PAPERS = {
-    "2106.01540": "Luna",
-    "2110.02488": "ABC",
-    "2202.08791": "cosFormer",
-    "2405.13046": "LeaPformer",
-    "2312.11135": "Orthogonal Memory",
-}
-
-
 # ---- metadata ----
 
 
@@ -39,17 +30,13 @@ def citation():
 
 
 def test_the_citation_has_the_keys_of_its_format(citation):
-    assert citation["cff-version"] == "1.2.0" and citation["message"] and citation["license"] == "Apache-2.0"
+    """GitHub shows nothing for a file that lacks one."""
+    assert citation["cff-version"] and citation["message"]
     for work in (citation, *citation["references"]):
         assert work["title"] and work["type"]
         assert all(
             {"name"} == person.keys() or {"given-names", "family-names"} == person.keys() for person in work["authors"]
         )
-    named = {reference["url"].rpartition("/")[2]: reference for reference in citation["references"]}
-    assert named.keys() == PAPERS.keys()
-    for number, word in PAPERS.items():
-        assert word in named[number]["title"] and 2021 <= named[number]["year"] <= 2024
-        assert named[number]["identifiers"] == [{"type": "other", "value": f"arXiv:{number}"}]
 
 
 def test_version_and_date_agree(citation):
@@ -57,16 +44,6 @@ def test_version_and_date_agree(citation):
     version, day = re.search(r"^## (\S+) - (\S+)$", changelog, re.MULTILINE).groups()
     assert version == luna_hf.__version__ == citation["version"]
     assert date.fromisoformat(day) == citation["date-released"]
-
-
-def test_the_citation_of_the_documentation_is_the_same(citation):
-    page = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    references = {reference["title"]: reference for reference in citation["references"]}
-    entries = re.findall(r"title += \{(.+)\},\n +author += \{(.+)\},", page)
-    assert entries
-    for title, authors in entries:
-        people = [f"{person['family-names']}, {person['given-names']}" for person in references[title]["authors"]]
-        assert authors.split(" and ") == people
 
 
 # ---- python -m luna_hf ----
@@ -167,7 +144,7 @@ def packages(tmp_path_factory):
 def test_what_the_packages_contain(packages):
     unpacked, wheel = packages
     assert unpacked.name == f"luna_hf-{luna_hf.__version__}"
-    modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "luna_hf").glob("*.py")}
+    modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "luna_hf").rglob("*.py")}
     for name in ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "pyproject.toml", "src/luna_hf/py.typed"):
         assert (unpacked / name).is_file(), name
     assert all((unpacked / "src" / name).is_file() for name in modules)
@@ -177,7 +154,7 @@ def test_what_the_packages_contain(packages):
         names = set(archive.namelist())
         (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
         metadata = message_from_bytes(archive.read(f"{info}/METADATA"))
-    data = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "luna_hf").glob("sample_texts/*.txt")}
+    data = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "luna_hf").rglob("*.txt")}
     assert {name for name in names if not name.startswith(info)} == modules | data | {"luna_hf/py.typed"}
     assert f"{info}/licenses/LICENSE" in names
     assert metadata["Version"] == luna_hf.__version__ and metadata["License-Expression"] == "Apache-2.0"
@@ -204,3 +181,4 @@ def test_the_wheel_works_in_an_empty_environment(packages, tmp_path):
     assert Path(printed["file"]) == site / "luna_hf" / "__init__.py"
     assert printed["version"] == luna_hf.__version__ and 0 < printed["score"] < 1
     assert "families" in run(python, "-m", "luna_hf", folder=tmp_path / "elsewhere")
+    assert "TARGET" in run(python, "-m", "luna_hf", "convert", "--help", folder=tmp_path / "elsewhere")

@@ -10,7 +10,7 @@ from common.fingerprint import changed_files, fingerprint
 from helpers import refused
 from safetensors.torch import save_file
 
-from luna_hf.scripting import UserError, locked, run_script
+from luna_hf.scripting import UserError, _lock, locked, run_script
 
 _HOLD = """
 import sys
@@ -19,6 +19,20 @@ from luna_hf.scripting import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
+"""
+
+
+_FORK = """
+import os, sys
+from pathlib import Path
+from luna_hf.scripting import locked
+with locked(Path(sys.argv[1])):
+    child = os.fork()
+    if not child:
+        sys.stdin.read()
+        os._exit(0)
+print("free", flush=True)
+os.waitpid(child, 0)
 """
 
 
@@ -47,6 +61,34 @@ def test_lock_is_free_after_an_error(tmp_path):
     with locked(tmp_path / ".lock"), refused(tmp_path, error=UserError), locked(tmp_path / ".lock"):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_lock_is_free_while_a_forked_child_lives(tmp_path):
+    command = [sys.executable, "-c", _FORK, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "free\n"
+        with locked(tmp_path / ".lock"):
+            pass
+
+
+def test_a_removed_file_is_no_lock(tmp_path):
+    """Its holder has removed it between the opening and the locking by this process."""
+    path = tmp_path / ".lock"
+    with path.open("ab") as file:
+        path.unlink()
+        assert not _lock(file)
+        path.touch()  # of a third process
+        assert not _lock(file)
+        with locked(path):
+            pass
+
+
+def test_a_holder_that_has_not_written_its_name(tmp_path):
+    path = tmp_path / ".lock"
+    with path.open("ab") as file:
+        assert _lock(file)
+        with refused(tmp_path, "another process", error=UserError), locked(path):
+            pass
 
 
 def _fill_text(path):

@@ -1,10 +1,10 @@
 """The models: encoders by name, and the classifier that they share.
 
-A model of your own is a class of about ten lines. It maps embedded tokens (b, n, d) to states of the same shape; the
-classifier embeds, pools and classifies. In a file of yours:
+To add your own model, write a class of about ten lines that maps embedded tokens (b, n, d) to states of the same shape;
+the classifier embeds, pools and classifies. In your file:
 
     from lra.models import register
-    from luna_hf.functional import masked_mean
+    from luna_hf.ops.tokens import masked_mean
     from torch import nn
 
     @register("average")

@@ -22,7 +22,7 @@ from trade_off import plot_trade_off
 
 from lra import results
 from lra.recipes import SHORTENED
-from luna_hf.scripting import Parser, UserError, run_script, write_result
+from luna_hf.scripting import Parser, UserError, run_script
 
 SCRIPT = "benchmarks/lra/report.py"
 _SHARED = ("command", "date", "machine", "versions")
@@ -116,7 +116,7 @@ def publish(recipe: str, bf16: bool, cells: list[dict[str, Any]], folder: Path) 
         "cells": cells,
     }
     device = "cuda" if "accelerator" in result["machine"] else "cpu"
-    path, result = write_result(folder, f"lra-{recipe}", device, dtype, result)
+    path, result = measuring.write_result(folder, f"lra-{recipe}", device, dtype, result)
     path.with_suffix(".md").write_text(results.text(result) + "\n", encoding="utf-8")
     results.plot_curves(result["cells"], path.with_name(f"{path.stem}-curves.png"))
     if result["trade_off"]:

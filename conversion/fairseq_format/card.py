@@ -1,12 +1,12 @@
 """The card of a model converted from the authors' code."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from string import Template
 
 import torch
 from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
-
-from luna_hf.scripting import fill_card
 
 from .checkpoint import Original
 from .config import Head
@@ -33,7 +33,7 @@ _INPUTS = {
 def make_card(
     name: str, original: Original, head: Head, model: PreTrainedModel, command: str, facts: Sequence[str]
 ) -> str:
-    """Fill `model_cards/fairseq.md`.
+    """Fill `model.md`.
 
     Args:
         name: of the converted model.
@@ -59,8 +59,8 @@ def make_card(
     if is_half(model):
         dtype = str(model.dtype).removeprefix("torch.")
         inputs.append(f"The weights are {dtype}, for inference: load them with `dtype=torch.float32` to train them.")
-    return fill_card(
-        "fairseq.md",
+    template = Path(__file__).with_name("model.md").read_text(encoding="utf-8")
+    return Template(template).substitute(
         metadata=metadata.to_yaml(),
         model_name=name,
         title=f"{title} of the type `luna` with {model.num_parameters():,} parameters",

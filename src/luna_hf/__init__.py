@@ -8,6 +8,7 @@ Importing the package registers every model family with the Auto classes:
 """
 
 from . import hub, registry
+from .absorb import absorb_projections
 from .configuration import BoundedMemoryConfig
 from .layers.cache import MemoryCache
 from .layers.memory_attention import Memory
@@ -17,7 +18,7 @@ from .tokenization_fairseq import FairseqBpeTokenizer
 
 __version__ = "0.1.0"
 
-__all__ = ["FairseqBpeTokenizer", "Memory", "MemoryCache", "read_memory", "write_memory"]
+__all__ = ["FairseqBpeTokenizer", "Memory", "MemoryCache", "absorb_projections", "read_memory", "write_memory"]
 __all__ += registry.__all__
 
 registry.register()

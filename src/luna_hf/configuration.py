@@ -3,7 +3,6 @@
 import copy
 import difflib
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -18,26 +17,13 @@ logger = logging.get_logger(__name__)
 # Keywords that transformers passes to a config without declaring them as fields, besides those that begin with `_`.
 _LIBRARY_KEYWORDS = {
     *("attn_implementation", "auto_map", "experts_implementation", "model_type", "name_or_path", "num_labels"),
-    *("output_attentions", "per_layer_config", "quantization_config", "torch_dtype", "trust_remote_code"),
+    *("output_attentions", "per_layer_config", "quantization_config", "tokenizer_class", "torch_dtype"),
+    "trust_remote_code",
 }
 
 SLOT_COUNTS = ("outside", "all")
 
 GLOBAL_TOKENS = ("auto", "none", "first", "question")
-
-# What other libraries call our fields.
-_OTHER_NAMES = {
-    "hidden_size": "d_model dim embed_dim embedding_dim model_dim n_embd width",
-    "decoder_layers": "num_decoder_layers",
-    "num_hidden_layers": "depth encoder_layers n_layer n_layers num_layers",
-    "num_attention_heads": "encoder_attention_heads heads n_head n_heads num_heads",
-    "intermediate_size": "d_ff d_inner dim_feedforward encoder_ffn_dim ffn_dim n_inner",
-    "hidden_act": "activation activation_function hidden_activation",
-    "hidden_dropout_prob": "dropout dropout_prob hidden_dropout resid_pdrop",
-    "attention_probs_dropout_prob": "attention_dropout attn_dropout attn_pdrop",
-    "local_window": "attention_window local_attention sliding_window window window_size",
-    "max_position_embeddings": "context_length max_len max_length max_seq_len max_seq_length n_ctx n_positions",
-}
 
 
 def is_ours(cls: type) -> bool:
@@ -184,8 +170,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
             and in inference in blocks small enough to save memory.
 
     Raises:
-        ValueError: A value is out of range, or a keyword resembles a field, is the name of one in another library, or
-            belongs to another family. Other keywords become attributes, as in every config of Transformers.
+        ValueError: A value is out of range, or a keyword is no field. A file may hold others, which become attributes.
     """
 
     model_type = "bounded_memory"
@@ -267,7 +252,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if not kwargs.pop("_from_file", False):
-            self._refuse_foreign(kwargs)
+            self._refuse_unknown(kwargs)
         if self.position_embedding_type is None:
             self.position_embedding_type = self.positions[self.is_decoder][0]
         if self.is_encoder_decoder:
@@ -520,18 +505,6 @@ class BoundedMemoryConfig(PreTrainedConfig):
         times = super()._get_files_timestamps(working_dir)
         return {name: time for name, time in times.items() if not name.endswith(".py")}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Like `PreTrainedConfig.to_dict`. PEFT calls it right before it looks up what its methods adapt by default.
-
-        Each method has a table by `model_type`. Ours gets RoBERTa's entry; `value` may be a matrix shared with keys.
-        """
-        constants = sys.modules.get("peft.utils.constants")
-        for table in vars(constants).values() if constants else ():
-            if isinstance(table, dict) and "roberta" in table:
-                names = table["roberta"]
-                table.setdefault(self.model_type, [*names, *("key_value" for name in names if name == "value")])
-        return super().to_dict()
-
     @classmethod
     def get_config_dict(
         cls, pretrained_model_name_or_path: Any, **kwargs: Any
@@ -562,43 +535,31 @@ class BoundedMemoryConfig(PreTrainedConfig):
         if "slot_counts" not in config_dict and config_dict.get("local_window"):
             # From a version whose slots stood for all tokens, and whose heads marked none.
             config_dict = {**config_dict, "slot_counts": "all", "global_tokens": "none"}
-        for name, field in {**misspelt, **cls._misspelt(kwargs), **cls._foreign(kwargs)}.items():
+        for name, field in {**misspelt, **cls._misspelt(kwargs)}.items():
             logger.warning(f"{cls.__name__} has no field `{name}`: its value is ignored. Did you mean `{field}`?")
-        for name in cls._removed({**config_dict, **kwargs}):
-            logger.warning(f"{cls.__name__} has no field `{name}` any more: its value is ignored.")
+        for name in cls.removed_fields:
+            if {**config_dict, **kwargs}.get(name):
+                logger.warning(f"{cls.__name__} has no field `{name}` any more: its value is ignored.")
         dropped = {*misspelt, *cls.removed_fields}
         kept = {name: value for name, value in config_dict.items() if name not in dropped}
         return super().from_dict({**kept, "_from_file": True}, **kwargs)
 
     @classmethod
-    def _refuse_foreign(cls, keywords: dict[str, Any]) -> None:
-        """Raise for a keyword that resembles or means a field; transformers would silently keep it as an attribute."""
-        for name, field in {**cls._misspelt(keywords), **cls._foreign(keywords)}.items():
-            raise ValueError(f"{cls.__name__} has no field `{name}`. Did you mean `{field}`?")
-        for name in cls._removed(keywords):
-            raise ValueError(f"{cls.__name__} has no field `{name}` any more. Leave it out.")
-        for sibling in BoundedMemoryConfig.__subclasses__():
-            for name in cls._unknown(keywords) & sibling.__dataclass_fields__.keys():
-                raise ValueError(f"{cls.__name__} has no field `{name}`: it is one of {sibling.__name__}.")
-
-    @classmethod
-    def _removed(cls, keywords: dict[str, Any]) -> list[str]:
-        """Return the removed fields that are set; their defaults were None or False."""
-        return [name for name in cls.removed_fields if keywords.get(name)]
+    def _refuse_unknown(cls, keywords: dict[str, Any]) -> None:
+        """Raise for a keyword that is no field; transformers would silently keep it as an attribute."""
+        for name in sorted(cls._unknown(keywords)):
+            if name in cls.removed_fields and not keywords[name]:
+                continue
+            field = cls._misspelt({name: None}).get(name)
+            advice = f"Did you mean `{field}`?" if field else f"`help({cls.__name__})` lists its fields."
+            raise ValueError(f"{cls.__name__} has no field `{name}`. {advice}")
 
     @classmethod
     def _misspelt(cls, keywords: dict[str, Any]) -> dict[str, str]:
         """Map each unknown name that closely resembles a field to that field."""
-        known = [*cls.__dataclass_fields__, "num_labels"]
-        close = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in cls._unknown(keywords)}
-        return {name: match[0] for name, match in sorted(close.items()) if match}
-
-    @classmethod
-    def _foreign(cls, keywords: dict[str, Any]) -> dict[str, str]:
-        """Map each name that another library or family gives to a field to that field."""
-        elsewhere = {name: field for field, names in _OTHER_NAMES.items() for name in names.split()}
-        elsewhere |= {sibling.slots_field: cls.slots_field for sibling in BoundedMemoryConfig.__subclasses__()}
-        return {name: elsewhere[name] for name in sorted(cls._unknown(keywords)) if elsewhere.get(name)}
+        known, unknown = [*cls.__dataclass_fields__, "num_labels"], sorted(cls._unknown(keywords))
+        close = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in unknown}
+        return {name: match[0] for name, match in close.items() if match}
 
     @classmethod
     def _unknown(cls, keywords: dict[str, Any]) -> set[str]:

@@ -1,7 +1,7 @@
-"""What the commands of this repository share: errors for the user, exit codes, atomic writes, portable paths,
-results.
+"""What commands share: errors for the user, exit codes, atomic writes, the head of a result, tables, tokenizers.
 
-Nothing heavy is imported here; transformers is loaded by the functions that need it.
+Everything here serves `python -m luna_hf`; commands of the repository use it too. Nothing heavy is imported; torch and
+transformers are loaded by the functions that need them.
 """
 
 import argparse
@@ -19,18 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import date
 from pathlib import Path
-from string import Template
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# The checkout, when the package is installed from one (`pip install -e .`).
-ROOT = Path(__file__).resolve().parents[2]
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "sentencepiece.bpe.model"),
@@ -162,6 +156,9 @@ def progress(message: str) -> None:
 
 # ---- files ----
 
+# Windows lets nobody read what is locked, so it is a byte far behind the text.
+_LOCKED_BYTE = 1 << 20
+
 
 @contextmanager
 def locked(path: Path, folder: Path | None = None) -> Iterator[None]:
@@ -174,24 +171,46 @@ def locked(path: Path, folder: Path | None = None) -> Iterator[None]:
     Raises:
         UserError: Another process holds it.
     """
-    lock, folder = FileLock(path), folder or path.parent
+    with path.open("ab", buffering=0) as file:
+        if not _lock(file):
+            holder = "another process"
+            with suppress(OSError, ValueError):  # it has not written its name yet
+                process, host = path.read_text(encoding="utf-8").split()
+                holder = f"process {process} on {host}"
+            raise UserError(f"{folder or path.parent} is in use by {holder}. Wait for it, or name another folder.")
+        try:
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n{platform.node()}\n".encode())
+            yield
+        finally:
+            with suppress(OSError):  # Windows keeps a file that is open
+                path.unlink()
+            _unlock(file)
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock an open file for this process; false if another one holds it, or has removed it since it was opened."""
     try:
-        lock.acquire(blocking=False)
-    except Timeout as error:
-        with suppress(OSError, UnicodeDecodeError):  # Windows does not let others read a locked file
-            process, host = path.read_text(encoding="utf-8").split()
-            raise UserError(
-                f"{folder} is in use by process {process} on {host}. Wait for it, or name another folder."
-            ) from error
-        raise UserError(f"{folder} is in use by another process. Wait for it, or name another folder.") from error
-    try:
-        with suppress(PermissionError):
-            path.write_text(f"{os.getpid()}\n{platform.node()}\n", encoding="utf-8")
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()
-        lock.release()
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(_LOCKED_BYTE)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        return False
+
+
+def _unlock(file: BinaryIO) -> None:
+    """Free the lock at once: on Unix, closing the file is not enough while a forked child has it open."""
+    if sys.platform != "win32":
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -258,24 +277,15 @@ def _is_free(target: Path) -> bool:
     return not target.exists() or not any(target.iterdir())
 
 
-# ---- cards, and paths in cards and results ----
-
-
-def fill_card(template: str, /, **fields: Any) -> str:
-    """Fill a file of `model_cards/`; surplus fields are ignored.
-
-    Raises:
-        KeyError: A field of the template is missing.
-    """
-    return Template((ROOT / "model_cards" / template).read_text(encoding="utf-8")).substitute(fields)
+# ---- paths in cards and results ----
 
 
 def portable(text: str | Path) -> str:
-    """A path without this machine's folders: relative to the repository if inside it, else the last part."""
+    """A path without this machine's folders: relative to the current folder if inside it, else the last part."""
     path = Path(text)
     if not path.is_absolute():
         return str(text)
-    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+    return path.relative_to(Path.cwd()).as_posix() if path.is_relative_to(Path.cwd()) else path.name
 
 
 def portable_command(words: list[str]) -> str:
@@ -329,32 +339,9 @@ def describe_run(script: str, arguments: Sequence[str], device: str) -> dict[str
     }
 
 
-def write_result(folder: Path, subject: str, device: str, dtype: str, result: dict[str, Any]) -> tuple[Path, Any]:
-    """Write `<subject>-<device>-<dtype>-torch<version>.json`, with floats rounded to six digits.
-
-    Returns:
-        The path, and the content as a reader of the file sees it: tables and plots must show what the file holds.
-    """
-    import torch
-
-    name = "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
-    path = folder / f"{subject}-{name}-{dtype}-torch{torch.__version__.split('+')[0]}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(_rounded(result), indent=1) + "\n")
-    return path, json.loads(path.read_text(encoding="utf-8"))
-
-
 def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table, one line for each row."""
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [header, ["---"] * len(header), *rows])
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {str(key): _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # ---- tokenizers ----

@@ -1,9 +1,9 @@
 """transformers' own model, training and configuration tests, on every model class of every family.
 
 The mixins cover saving and loading, initialisation, tied and resized embeddings, outputs, masks, gradients,
-checkpointing and attention backends. They come from the library's source distribution (see `transformers_suite.py`).
-Its pipeline tests need models from the Hub and are left out. The default variant of every family and kind runs in
-every suite, the others in the slow one.
+checkpointing and attention backends. They come from the library's source distribution, which `make test` fetches;
+without it, this module is skipped (see `transformers_suite.py`). The library's pipeline tests need models from the Hub
+and are left out. The default variant of every family and kind runs in every suite, the others in the slow one.
 
 A skip must not hide a forgotten attribute: a test that skips itself fails unless `EXPECTED_SKIPS` names it, and
 decorators may only skip for missing hardware or optional libraries.

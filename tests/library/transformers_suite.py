@@ -1,10 +1,14 @@
 """transformers' own test mixins, for the installed version.
 
-Only transformers' source distribution contains them, not the installed wheel. The first call of `load()` fetches that
-distribution with pip, keeps its `tests` folder under `.cache/`, and makes it importable as
-`transformers_library_tests`.
+    python tests/library/transformers_suite.py
+
+Only transformers' source distribution contains them, not the installed wheel. As a script, this file downloads that
+distribution with pip and keeps its `tests` folder under `.cache/`; `make test` and `make test-all` do this first.
+`load()` makes the folder importable as `transformers_library_tests`. It never downloads, so collecting the tests needs
+no network.
 """
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -15,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import transformers
 
 PACKAGE = "transformers_library_tests"
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "transformers_tests"
@@ -26,18 +29,13 @@ class NoPackageIndex(Exception):
 
 
 def load() -> None:
-    """Make `transformers_library_tests` importable; skip the calling module if there is no package index.
-
-    Raises:
-        RuntimeError: pip failed for another reason, or the distribution has an unexpected layout.
-    """
+    """Make `transformers_library_tests` importable; skip the calling module if it has not been fetched."""
     if PACKAGE in sys.modules:
         return
-    try:
-        folder = fetch(transformers.__version__, CACHE)
-    except NoPackageIndex as error:
+    folder = CACHE / importlib.metadata.version("transformers")
+    if not folder.is_dir():
         pytest.skip(
-            f"TRANSFORMERS' OWN TESTS WERE NOT RUN: no package index to fetch their source from.\n{error}",
+            "TRANSFORMERS' OWN TESTS WERE NOT RUN: fetch them with `python tests/library/transformers_suite.py`.",
             allow_module_level=True,
         )
     pytest.register_assert_rewrite(PACKAGE)
@@ -50,6 +48,10 @@ def fetch(version: str, cache: Path) -> Path:
 
     A temporary folder is renamed at the end, so that neither an interrupted download nor a concurrent test run leaves
     or sees an incomplete package.
+
+    Raises:
+        NoPackageIndex: no index could be reached, or it has no source distributions.
+        RuntimeError: pip failed for another reason, or the distribution has an unexpected layout.
     """
     final = cache / version
     if final.is_dir():
@@ -134,3 +136,15 @@ def add_stand_ins(folder: Path) -> None:
         module = ModuleType(f"{PACKAGE}.{name}")
         vars(module).update(contents)
         sys.modules[package.__name__], sys.modules[module.__name__] = package, module
+
+
+def main() -> None:
+    """Fetch the tests of the installed version; without a package index, say so and let the other tests run."""
+    try:
+        fetch(importlib.metadata.version("transformers"), CACHE)
+    except NoPackageIndex as error:
+        print(f"transformers' own tests will be skipped: no package index has their source.\n{error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,16 +2,28 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from luna_hf import FAMILIES
-from luna_hf.scripting import fill_card, markdown_table
+from luna_hf.scripting import markdown_table
+
+_TEMPLATES = Path(__file__).resolve().parents[2] / "model_cards"
+
+
+def fill_card(template: str, /, **fields: Any) -> str:
+    """Fill a file of `model_cards/`; surplus fields are ignored.
+
+    Raises:
+        KeyError: A field of the template is missing.
+    """
+    return Template((_TEMPLATES / template).read_text(encoding="utf-8")).substitute(fields)
 
 
 def fill(template: str, model_type: str, metadata: str, **fields: Any) -> str:
-    """Fill a file of `model_cards/`; the model type decides `$trust` and `$trust_note`, `fields` are the others.
+    """Fill a card that loads a model: its type decides `$trust` and `$trust_note`, `fields` are the others.
 
     Raises:
         KeyError: A field of the template is missing.

@@ -127,7 +127,7 @@ class Pair:
         return parts | self.word_losses(states, own, batch, wanted)
 
     def long_losses(self, batch: dict[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
-        """The parts for rows beyond the teacher's reach; rows of unlike lengths are compared one by one.
+        """The parts for rows beyond the teacher's reach; rows of different lengths are compared one by one.
 
         The teacher reads each row with windows of one size, which the row's tokens choose: the mean over many rows is
         that over all sizes, in a fraction of the time.

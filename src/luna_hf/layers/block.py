@@ -68,11 +68,7 @@ class FeedForwardInput(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Map (..., d) to (..., intermediate_size)."""
-        return self.activate(linear(self.dense, states))
-
-    def activate(self, inner: Tensor) -> Tensor:
-        """Apply activation and dropout."""
-        return self.dropout(self.activation(inner))
+        return self.dropout(self.activation(linear(self.dense, states)))
 
 
 class AttentionBlock(nn.Module):
@@ -99,28 +95,17 @@ class AttentionBlock(nn.Module):
 
         In a post-norm layer, what follows applies `output.LayerNorm` to the states.
         """
-        mixed, carried = self.mix(hidden_states, carried, context)
-        return hidden_states + self.output.dropout(mixed), carried
-
-    def mix(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        attention, output = self.self, self.output.dense
-        # The tokens of a stream are projected together, not by bucket. Another class of attention is a wrapper, such as
-        # FSDP's, which must be called.
-        is_plain = isinstance(context, ForwardContext) and isinstance(attention, MemoryAttention)
-        # Without gradients, neither form has anything to save where every token is read.
-        if is_plain and (torch.is_grad_enabled() or not context.whole) and attention.may_project(states, output):
-            mixed, carried = attention.forward_projected(states, carried, context, output)
-        else:
-            mixed, carried = context.in_rows(lambda *inputs: attention(*inputs)[:2], states, carried)
-            mixed = linear(output, mixed)
+        mixed, carried = self.mix(states, carried, context)
         if self.convolution is not None:
             convolved, _ = context.in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None)
             mixed = mixed + convolved
-        return mixed, carried
+        return hidden_states + self.output.dropout(mixed), carried
+
+    def mix(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+        """Apply attention and output projection to normed states (b, n, d)."""
+        mixed, carried = context.in_rows(self.self, states, carried)
+        return linear(self.output.dense, mixed), carried
 
 
 class TransformerLayer(GradientCheckpointingLayer):
@@ -163,7 +148,7 @@ class TransformerLayer(GradientCheckpointingLayer):
             return states if self.norm_first else normed, linear(self.intermediate.dense, normed)
 
         def narrow(inner: Tensor) -> Tensor:
-            return linear(self.output.dense, self.intermediate.activate(inner))
+            return linear(self.output.dense, self.intermediate.dropout(self.intermediate.activation(inner)))
 
         def apply(states: Tensor) -> tuple[Tensor, Tensor]:
             states, inner = widen(states)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..ops.attention import linear, split_heads
+from ..ops.attention import project_heads
 from ..ops.causal_memory import attend_causal_memory
 from ..ops.context import ForwardContext
 from ..ops.memory_read import read_window, window_logits
@@ -46,7 +46,7 @@ class CausalMemoryAttention(CausalAttention):
 
     def project(self, hidden_states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Project to queries, keys and values (b, h, n, c), and rotate queries and keys if positions are rotary."""
-        query = split_heads(linear(self.query, hidden_states), self.num_heads)
+        query = project_heads(self.query, hidden_states, self.num_heads)
         key, value = self.key_and_value(hidden_states)
         if context.angles is not None:
             query, key = rotate(query, context.angles), rotate(key, context.angles)

@@ -101,13 +101,9 @@ class TokenEmbeddings(nn.Module):
                 f"`token_type_ids` contain {token_type_ids.max()}, but the model has no segment embeddings "
                 "(`type_vocab_size` is 0). Leave them out, or use a model with `type_vocab_size` above 0."
             )
-        if keep is None:
-            return self.finish(states)
         # Masked before the norm, too: padding may hold anything, even NaN, which must not reach a state or a gradient.
-        padding = ~keep.unsqueeze(-1)
-        return self.finish(states.masked_fill(padding, 0.0)).masked_fill(padding, 0.0)
-
-    def finish(self, states: Tensor) -> Tensor:
-        """Apply LayerNorm, dropout and any projection to the sum of embeddings; returns states (b, n, d)."""
+        padding = None if keep is None else ~keep.unsqueeze(-1)
+        states = states if padding is None else states.masked_fill(padding, 0.0)
         states = self.dropout(self.LayerNorm(states))
-        return states if self.embeddings_project is None else linear(self.embeddings_project, states)
+        states = states if self.embeddings_project is None else linear(self.embeddings_project, states)
+        return states if padding is None else states.masked_fill(padding, 0.0)

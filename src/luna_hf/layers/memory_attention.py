@@ -12,11 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration import BoundedMemoryConfig
-from ..ops.absorbed import may_absorb, pays, read_absorbed
-from ..ops.attention import KeyMask, attend_heads, count_bias, linear, log_counts, make_key_mask, split_heads
+from ..ops.attention import KeyMask, attend_heads, count_bias, log_counts, make_key_mask, project_heads
 from ..ops.context import ForwardContext
 from ..ops.dispatch import choose
 from ..ops.exact_tokens import (
@@ -30,7 +28,7 @@ from ..ops.exact_tokens import (
     tokens_outside,
 )
 from ..ops.memory_read import Memories, SlotMemory, Views, WindowMemory, read_memories, tokens_in_window, view_parts
-from ..ops.recompute import may_recompute, recomputed
+from ..ops.recompute import recomputed
 from ..ops.tokens import join_gradients
 
 # Number of tokens per part where tokens are processed in parts.
@@ -99,8 +97,8 @@ class MemoryAttention(nn.Module):
 
     def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
-        key, value = linear(self.key, states), linear(self.value, states)
-        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
+        heads = self.num_heads
+        return project_heads(self.key, states, heads), project_heads(self.value, states, heads)
 
     @staticmethod
     def rotary_size(config: BoundedMemoryConfig) -> int:
@@ -247,7 +245,7 @@ class MemoryAttention(nn.Module):
         ranks, places = spaced_places(context.ranks, context.lengths, keep, number)
         with torch.no_grad():
             rows = gather_tokens(states.unsqueeze(1), places.unsqueeze(1)).squeeze(1)
-            query = split_heads(linear(self.query, rows), self.num_heads)
+            query = project_heads(self.query, rows, self.num_heads)
             scores = attention_asked(query, key, ranks, context.ranks, keep, context.window)
         may = context.slot_tokens()  # neither padding nor marked
         scores = scores if may is None else scores.masked_fill(~may, -torch.inf)
@@ -269,7 +267,20 @@ class MemoryAttention(nn.Module):
         self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Read a memory with (b, n, d) states: (b, n, d) before the output projection, and the weights if eager."""
-        query = split_heads(linear(self.query, hidden_states), self.num_heads)
+        memory = memory._replace(carried=None)
+        if torch.is_grad_enabled() and self.config._attn_implementation != "eager":
+            keys = sum(
+                2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in memory.parts
+            )
+            if keys <= hidden_states.shape[-1] * _MOST_KEYS:
+                return recomputed(self.read_parts, hidden_states, memory, context)
+        return self.read_parts(hidden_states, memory, context)
+
+    def read_parts(
+        self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Do what `read` does; where keys are few, the backward pass does it again instead of keeping the result."""
+        query = project_heads(self.query, hidden_states, self.num_heads)
         options = {} if context is None else context.options
         output, weights = read_memories(self, query, memory.parts, options)
         if memory.marked is None:
@@ -278,48 +289,6 @@ class MemoryAttention(nn.Module):
         whole, _ = attend_heads(self, gather_tokens(query, tokens.places), *sides, **options)
         weights = None if weights is None else weights.masked_fill(tokens.mask.unsqueeze(-1), 0.0)
         return put_tokens(output, whole, tokens), weights
-
-    def may_project(self, states: Tensor, output: nn.Module) -> bool:
-        """Whether `forward_projected` may replace `forward` and the output projection after it."""
-        own, base = type(self), MemoryAttention
-        if own.forward is not base.forward or own.read is not base.read:
-            return False
-        if self.config._attn_implementation == "eager" or "forward" in vars(self):  # eager attention returns weights
-            return False
-        if not (may_recompute(states, self.query, output) or may_absorb(self, states, self.query, output)):
-            return False
-        # A hook sees what `forward` returns. Those of transformers, once installed, stay, but look only for weights.
-        hooks = [*self._forward_hooks.values(), *self._forward_pre_hooks.values()]
-        return all(getattr(hook, "__module__", None) == OutputRecorder.__module__ for hook in hooks)
-
-    def forward_projected(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext, output: nn.Linear
-    ) -> tuple[Tensor, Tensor | None]:
-        """Self-attention and the output projection, in the form that takes fewer products (`absorbed`) or less memory.
-
-        Args:
-            hidden_states, carried, context: see `forward`.
-            output: the output projection.
-
-        Returns:
-            The projected output (b, n, d), and `carried` for the next layer.
-        """
-        memory = self.write_own(hidden_states, carried, context)
-        slots, (_, length, width) = memory.parts[0], hidden_states.shape
-        only_slots = len(memory.parts) == 1 and isinstance(slots, SlotMemory) and not context.whole
-        absorbs = only_slots and may_absorb(self, hidden_states, self.query, output)
-        if absorbs and pays(length, slots.key.shape[2], width, self.num_heads, training=self.training):
-            dropout = self.attention_dropout if self.training else 0.0
-            sides = slots.key, slots.value, output, slots.mask(), dropout
-            return read_absorbed(hidden_states, self.query, *sides), memory.carried
-
-        def read(states: Tensor, memory: Memory) -> Tensor:
-            return linear(output, self.read(states, memory, context)[0])
-
-        keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in memory.parts)
-        if keys > width * _MOST_KEYS:
-            return read(hidden_states, memory), memory.carried
-        return recomputed(read, hidden_states, memory._replace(carried=None)), memory.carried
 
     def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
         """Return what a probe can inspect, by name, for the arguments of `forward`; needs eager attention."""

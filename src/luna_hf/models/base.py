@@ -50,6 +50,18 @@ def _closest_input(name: str, outputs: tuple[str, ...]) -> str:
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
+def add_peft_targets(model_type: str) -> None:
+    """Let PEFT adapt by default what it adapts in RoBERTa, if it is imported; `value` may be a matrix shared with keys.
+
+    Each of its methods has a table by `model_type`. Called by models, because PEFT may be imported after the package.
+    """
+    constants = sys.modules.get("peft.utils.constants")
+    for table in vars(constants).values() if constants else ():
+        if isinstance(table, dict) and "roberta" in table:
+            names = table["roberta"]
+            table.setdefault(model_type, [*names, *("key_value" for name in names if name == "value")])
+
+
 class BoundedMemoryPreTrainedModel(PreTrainedModel):
     """Base class of all models: loading, saving and initialisation."""
 
@@ -152,9 +164,13 @@ class BaseModelMixin:
     auto_classes = ("AutoModel",)
     attention_class: type[MemoryAttention]
     convolution_class: type[DepthwiseConvolution]
+    own_keywords: tuple[str, ...] = ()  # keywords of `forward` besides those of every model
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__(config)
+        outputs = (f"output_{name}" for name in self._can_record_outputs)
+        self.known_keywords = frozenset(("return_dict", *outputs, *_READS, *_OPTIONS, *self.own_keywords))
+        add_peft_targets(config.model_type)
         self.embeddings = TokenEmbeddings(config)
         self.add_layers(config)
         self.gradient_checkpointing = False
@@ -182,20 +198,28 @@ class BaseModelMixin:
         Raises:
             ValueError: A keyword is unknown or not supported.
         """
-        outputs = ("return_dict", *(f"output_{name}" for name in self._can_record_outputs))
         for name, value in keywords.items():
-            if value is None or (name in _REFUSED_KEYWORDS and value is False):
-                continue
-            if name in _REFUSED_KEYWORDS:
-                raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
-            if name not in (*outputs, *_READS, *_OPTIONS):
-                raise ValueError(f"The model has no input `{name}`.{_closest_input(name, outputs)}")
-        self.check_reads(keywords.get("local_window"), keywords.get("read_slots"))
+            if value is not None and name not in self.known_keywords:
+                self.refuse_keyword(name, value)
+        if "local_window" in keywords or "read_slots" in keywords:
+            self.check_reads(keywords.get("local_window"), keywords.get("read_slots"))
         if keywords.get("output_attentions") and "attentions" not in self._can_record_outputs:
             raise ValueError(
                 f"`output_attentions` is not supported: a causal {self.config.model_type} model computes no attention "
                 "weights. Leave it out."
             )
+
+    def refuse_keyword(self, name: str, value: Any) -> None:
+        """Reject a keyword, unless it is one that is not supported and switched off.
+
+        Raises:
+            ValueError: See above.
+        """
+        if name not in _REFUSED_KEYWORDS:
+            outputs = tuple(f"output_{recorded}" for recorded in self._can_record_outputs)
+            raise ValueError(f"The model has no input `{name}`.{_closest_input(name, outputs)}")
+        if value is not False:
+            raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
 
     def check_reads(self, window: int | None, slots: bool | None) -> None:
         """Reject a choice of window and slots that the model does not have, or that reads nothing.
@@ -310,5 +334,6 @@ class HeadMixin:
 
     def make_output(self, outputs: ModelOutput, **own: Any) -> ModelOutput:
         """Return the head's output: its own fields, and those it shares with the base model's output."""
-        shared = {name: outputs.get(name) for name in self.output_fields if name not in own}
-        return self.output_class(**own, **shared)
+        for name in self.output_fields:
+            own.setdefault(name, outputs.get(name))
+        return self.output_class(**own)

@@ -6,7 +6,7 @@ Each `...Mixin` implements a complete model; a family's class only names its par
 import contextlib
 import copy
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -89,127 +89,25 @@ def resize_table(table: nn.Module | None, trained: int, length: int) -> None:
         table.table = nn.Buffer(table.make_table().to(table.table), persistent=False)
 
 
-class StreamMixin:
-    """The parts of a base model that lay out its inputs as a stream."""
-
-    one_text_per_row = False  # whether rows of several texts are refused, for a head or decoder that reads whole rows
-
-    def find_texts(
-        self, inputs: Tensor, keep: Tensor | None, position_ids: Tensor | None, markers: dict[str, Any]
-    ) -> Tensor | None:
-        """Return where the texts of (b, n) or (b, n, d) inputs begin, see `find_starts`.
-
-        Raises:
-            ValueError: A row holds several texts, and is read as one; or positions fall within a text.
-        """
-        starts = find_starts(inputs.shape[:2], keep, position_ids, markers)
-        if starts is None:
-            self.check_positions(position_ids, keep)
-        elif self.one_text_per_row:
-            given = next((name for name, marker in markers.items() if marker is not None), "position_ids")
-            raise ValueError(
-                f"`{given}` marks several texts in a row, but what reads this encoder takes one text per row: pad the "
-                "texts instead (DataCollatorWithPadding), whose padding is not computed."
-            )
-        return starts
-
-    def make_context(
-        self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
-    ) -> ForwardContext:
-        """Return the context of (b, n, d) states, without the family's masks."""
-        return make_encoder_context(self.config, states, keep, options, marked, self.attention_class.has_slots)
-
-    def begin_stream(
-        self, hidden_states: Tensor, stream: Stream, marked: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor | None, StreamContext]:
-        """Like `begin`, for a stream (1, t, d)."""
-        carried, slots = self.carried_by_texts(stream)
-        marks = [None] * len(stream.buckets) if marked is None else stream.in_buckets(marked.squeeze(0))
-        context = StreamContext(stream, (), slots, stream.lengths)
-        parts = []
-        for bucket, rows, mark in zip(stream.buckets, context.split(hidden_states, carried), marks, strict=True):
-            own = self.make_context(rows[0], bucket.keep, mark, options)
-            parts.append(self.attention_class.prepare(self.config, *rows, own))
-        return carried, context._replace(parts=tuple(parts))
-
-    def carried_by_texts(self, stream: Stream) -> tuple[Tensor | None, tuple[int, ...] | None]:
-        """Return the first layer's `carried` input for a stream, and `StreamContext.slots`."""
-        return self.first_carried(), None
-
-    def lay_out(
-        self,
-        inputs: Tensor,
-        keep: Tensor | None,
-        starts: Tensor | None,
-        unpad: bool | None,
-        options: dict[str, Any],
-    ) -> Stream | None:
-        """Lay out the tokens of a batch as a stream, or return `None` to compute its rows as they are.
-
-        Args:
-            inputs: (b, n) or (b, n, d).
-            keep, starts: see `make_stream`.
-            unpad: whether to remove padding; `None` to do so where that is faster.
-            options: keyword arguments of `forward`.
-
-        Raises:
-            ValueError: Several texts in a row, and an input or output that only padded rows have.
-        """
-        asked = [f"output_{name}" for name in self._can_record_outputs]
-        asked = [name for name in asked if options.get(name, getattr(self.config, name, False))]
-        given = [] if options.get("packed_states") is None else ["packed_states"]
-        if starts is None:
-            is_possible = keep is not None and is_readable(keep) and not given
-            # Eager attention is for looking at attention, row by row.
-            automatic = unpad is None and self.config._attn_implementation != "eager"
-            if asked or not is_possible or not (unpad or automatic):
-                return None
-        elif wrong := given + [
-            name for name in asked if name != "output_hidden_states" or len(inputs) > 1 or keep is not None
-        ]:
-            raise ValueError(f"`{wrong[0]}` needs one text per row: pad the texts (DataCollatorWithPadding).")
-        shape, width = inputs.shape[:2], self.config.hidden_size
-        window = options.get("local_window")
-        border = whole_length(self.config, self.config.local_window if window is None else window)
-        stream = make_stream(keep, starts, shape, inputs.device, width, border)
-        if starts is None and (len(stream.lengths) < shape[0] or not (unpad or stream.pays(width))):
-            return None  # the first: a row of padding alone
-        return stream
-
-    def table_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> Tensor | None:
-        """Return rows of the position table for `position_ids` (1 or b, n), which may count from 0 instead.
-
-        No token has row 0, so that positions from 0, as `DataCollatorWithFlattening` counts them, are no rows.
-        """
-        if position_ids is None:
-            return None
-        padding_idx = self.config.pad_token_id
-        real = position_ids if keep is None else position_ids.masked_fill(~keep, padding_idx + 1)
-        return position_ids + (real.amin(-1, keepdim=True) == 0) * (padding_idx + 1)
-
-    def stream_positions(self, position_ids: Tensor | None, stream: Stream) -> Tensor:
-        """Return the positions of a stream's tokens, rows of the position table (1, t).
-
-        Raises:
-            ValueError: They fall within a text.
-        """
-        if position_ids is None:
-            return stream.positions + self.config.pad_token_id + 1
-        positions = stream.select(position_ids)
-        if ((positions[:, 1:] < positions[:, :-1]) & (stream.positions[:, 1:] > 0)).any():
-            raise ValueError("`position_ids` fall within a text: count them up from each text's first token.")
-        return positions
-
-
 # Keywords of the encoders' forward pass besides those of every model.
 _OWN_KEYWORDS = (*BOUNDARIES, "max_length_q", "max_length_k", "unpad_inputs", "num_global_tokens")
 
 
-class EncoderModelMixin(StreamMixin, BaseModelMixin):
+class EncoderInputs(NamedTuple):
+    """What the layers of an encoder get."""
+
+    hidden_states: Tensor  # (b, n, d) embedded tokens, or (1, t, d) as a stream without padding
+    carried: Tensor | None  # the first layer's other input, see `MemoryAttention.write`
+    context: ForwardContext | StreamContext
+
+
+class EncoderModelMixin(BaseModelMixin):
     """The encoder without a head, the base model of a family's task models."""
 
     auto_classes = ("AutoModel", "AutoModelForTextEncoding")
     convolution_class = DepthwiseConvolution
+    own_keywords = _OWN_KEYWORDS
+    one_text_per_row = False  # whether rows of several texts are refused, for a head or decoder that reads whole rows
     causal_model_class: type[PreTrainedModel] | None = None  # both are set by `registry.py`
     seq2seq_model_class: type[PreTrainedModel] | None = None
 
@@ -267,32 +165,53 @@ class EncoderModelMixin(StreamMixin, BaseModelMixin):
             ValueError: A shape is wrong, the input is empty or longer than `max_position_embeddings`, `position_ids`
                 fall within a text, or a keyword is unknown or not supported.
         """
-        self.check_keywords(kwargs)
-        self.check_shapes(input_ids, inputs_embeds, attention_mask)
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        keep = self.tokens_to_keep(input_ids, attention_mask)
-        marked = self.find_marked(inputs, global_attention_mask)
-        own = {name: kwargs.pop(name, None) for name in _OWN_KEYWORDS}
-        unpad, most = own.pop("unpad_inputs"), own.pop("num_global_tokens")
-        unpad = self.config.unpad_inputs if unpad is None else unpad
-        starts = self.find_texts(inputs, keep, position_ids, own)
-        position_ids = self.table_positions(position_ids, keep)
-        stream = self.lay_out(inputs, keep, starts, unpad, kwargs)
-        self.check_length(inputs.shape[1] if stream is None else stream.longest)
-        if stream is None:
-            hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
-            carried, context = self.begin(hidden_states, keep, marked, most_marked=most, **kwargs)
-        else:
-            position_ids = self.stream_positions(position_ids, stream)
-            input_ids, inputs_embeds, token_type_ids = map(stream.select, (input_ids, inputs_embeds, token_type_ids))
-            hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, None)
-            carried, context = self.begin_stream(
-                hidden_states, stream, stream.select(marked), most_marked=most, **kwargs
-            )
+        given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
+        hidden_states, carried, context = self.prepare_inputs(*given, kwargs)
         hidden_states, carried = self.encoder(hidden_states, carried, context)
-        if stream is not None:
+        if isinstance(context, StreamContext):
             hidden_states, carried = context.restore(hidden_states, carried)
         return self.make_output(hidden_states, carried, context)
+
+    def prepare_inputs(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        global_attention_mask: Tensor | None,
+        keywords: dict[str, Any],
+    ) -> EncoderInputs:
+        """Check the arguments of `forward`, lay out the tokens with or without padding, and embed them.
+
+        Raises:
+            ValueError: See `forward`.
+        """
+        self.check_keywords(keywords)
+        length = self.check_shapes(input_ids, inputs_embeds, attention_mask)
+        options = {**keywords, "most_marked": keywords.get("num_global_tokens")}
+        for name in _OWN_KEYWORDS:
+            options.pop(name, None)
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        keep, stream = self.tokens_to_keep(input_ids, attention_mask), None
+        marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)
+        if keep is not None or position_ids is not None or not keywords.keys().isdisjoint(BOUNDARIES):
+            starts = self.find_texts(inputs, keep, position_ids, keywords)
+            stream = self.lay_out(inputs, keep, starts, keywords)
+            position_ids = self.table_positions(position_ids, keep)
+        limit, longest = self.config.longest_input(), length if stream is None else stream.longest
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"The input has {longest} tokens, but the model accepts at most {limit} (`max_position_embeddings`). "
+                f"Use `tokenizer(..., truncation=True, max_length={limit})`, or a model with more positions."
+            )
+        if stream is None:
+            hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
+            return EncoderInputs(hidden_states, *self.begin(hidden_states, keep, marked, **options))
+        position_ids = self.stream_positions(position_ids, stream)
+        input_ids, inputs_embeds, token_type_ids = map(stream.select, (input_ids, inputs_embeds, token_type_ids))
+        hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, None)
+        return EncoderInputs(hidden_states, *self.begin_stream(hidden_states, stream, stream.select(marked), **options))
 
     def begin(
         self, hidden_states: Tensor, keep: Tensor | None, marked: Tensor | None = None, **options: Any
@@ -302,14 +221,12 @@ class EncoderModelMixin(StreamMixin, BaseModelMixin):
         carried = self.first_carried()
         return carried, self.attention_class.prepare(self.config, hidden_states, carried, context)
 
-    def find_marked(self, inputs: Tensor, global_attention_mask: Tensor | None) -> Tensor | None:
-        """Return the marked tokens (b, n) of (b, n) or (b, n, d) inputs, or `None` if none is marked.
+    def find_marked(self, inputs: Tensor, global_attention_mask: Tensor) -> Tensor | None:
+        """Return the marked tokens (b, n) of (b, n) or (b, n, d) inputs, or `None` if no token is marked.
 
         Raises:
             ValueError: The family has no marked tokens, or the mask has another shape.
         """
-        if global_attention_mask is None:
-            return None
         if not self.config.reads_exact_tokens:
             raise ValueError(
                 f"`global_attention_mask` is not supported: {self.config.model_type} models have no softmax over slots "
@@ -329,23 +246,111 @@ class EncoderModelMixin(StreamMixin, BaseModelMixin):
         """Build the model's output from that of the last layer."""
         return BaseModelOutput(last_hidden_state=hidden_states)
 
-    def check_keywords(self, keywords: dict[str, Any]) -> None:
-        """Like `BaseModelMixin.check_keywords`; encoders also take what marks several texts in a row.
+    def find_texts(
+        self, inputs: Tensor, keep: Tensor | None, position_ids: Tensor | None, keywords: dict[str, Any]
+    ) -> Tensor | None:
+        """Return where the texts of (b, n) or (b, n, d) inputs begin, see `find_starts`.
 
         Raises:
-            ValueError: A keyword is unknown or not supported.
+            ValueError: A row holds several texts, and is read as one; or positions fall within a text.
         """
-        super().check_keywords({name: value for name, value in keywords.items() if name not in _OWN_KEYWORDS})
-
-    def check_length(self, length: int) -> None:
-        """Reject texts that are longer than the model's positions.
-
-        Raises:
-            ValueError: The longest text has more tokens.
-        """
-        limit = self.config.longest_input()
-        if limit is not None and length > limit:
+        markers = {name: keywords.get(name) for name in BOUNDARIES}
+        starts = find_starts(inputs.shape[:2], keep, position_ids, markers)
+        if starts is None:
+            self.check_positions(position_ids, keep)
+        elif self.one_text_per_row:
+            given = next((name for name, marker in markers.items() if marker is not None), "position_ids")
             raise ValueError(
-                f"The input has {length} tokens, but the model accepts at most {limit} (`max_position_embeddings`). "
-                f"Use `tokenizer(..., truncation=True, max_length={limit})`, or a model with more positions."
+                f"`{given}` marks several texts in a row, but what reads this encoder takes one text per row: pad the "
+                "texts instead (DataCollatorWithPadding), whose padding is not computed."
             )
+        return starts
+
+    def make_context(
+        self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
+    ) -> ForwardContext:
+        """Return the context of (b, n, d) states, without the family's masks."""
+        return make_encoder_context(self.config, states, keep, options, marked, self.attention_class.has_slots)
+
+    def begin_stream(
+        self, hidden_states: Tensor, stream: Stream, marked: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor | None, StreamContext]:
+        """Like `begin`, for a stream (1, t, d)."""
+        carried, slots = self.carried_by_texts(stream)
+        marks = [None] * len(stream.buckets) if marked is None else stream.in_buckets(marked.squeeze(0))
+        context = StreamContext(stream, (), slots, stream.lengths)
+        parts = []
+        for bucket, rows, mark in zip(stream.buckets, context.split(hidden_states, carried), marks, strict=True):
+            own = self.make_context(rows[0], bucket.keep, mark, options)
+            parts.append(self.attention_class.prepare(self.config, *rows, own))
+        return carried, context._replace(parts=tuple(parts))
+
+    def carried_by_texts(self, stream: Stream) -> tuple[Tensor | None, tuple[int, ...] | None]:
+        """Return the first layer's `carried` input for a stream, and `StreamContext.slots`."""
+        return self.first_carried(), None
+
+    def lay_out(
+        self,
+        inputs: Tensor,
+        keep: Tensor | None,
+        starts: Tensor | None,
+        keywords: dict[str, Any],
+    ) -> Stream | None:
+        """Lay out the tokens of a batch as a stream, or return `None` to compute its rows as they are.
+
+        Args:
+            inputs: (b, n) or (b, n, d).
+            keep, starts: see `make_stream`.
+            keywords: keyword arguments of `forward`.
+
+        Raises:
+            ValueError: Several texts in a row, and an input or output that only padded rows have.
+        """
+        unpad = keywords.get("unpad_inputs")
+        unpad = self.config.unpad_inputs if unpad is None else unpad
+        if starts is None and (keep is None or unpad is False):
+            return None
+        asked = [f"output_{name}" for name in self._can_record_outputs]
+        asked = [name for name in asked if keywords.get(name, getattr(self.config, name, False))]
+        given = [] if keywords.get("packed_states") is None else ["packed_states"]
+        if starts is None:
+            is_possible = is_readable(keep) and not given
+            # Eager attention is for looking at attention, row by row.
+            automatic = unpad is None and self.config._attn_implementation != "eager"
+            if asked or not is_possible or not (unpad or automatic):
+                return None
+        elif wrong := given + [
+            name for name in asked if name != "output_hidden_states" or len(inputs) > 1 or keep is not None
+        ]:
+            raise ValueError(f"`{wrong[0]}` needs one text per row: pad the texts (DataCollatorWithPadding).")
+        shape, width = inputs.shape[:2], self.config.hidden_size
+        window = keywords.get("local_window")
+        border = whole_length(self.config, self.config.local_window if window is None else window)
+        stream = make_stream(keep, starts, shape, inputs.device, width, border)
+        if starts is None and (len(stream.lengths) < shape[0] or not (unpad or stream.pays(width))):
+            return None  # the first: a row of padding alone
+        return stream
+
+    def table_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> Tensor | None:
+        """Return rows of the position table for `position_ids` (1 or b, n), which may count from 0 instead.
+
+        No token has row 0, so that positions from 0, as `DataCollatorWithFlattening` counts them, are no rows.
+        """
+        if position_ids is None:
+            return None
+        padding_idx = self.config.pad_token_id
+        real = position_ids if keep is None else position_ids.masked_fill(~keep, padding_idx + 1)
+        return position_ids + (real.amin(-1, keepdim=True) == 0) * (padding_idx + 1)
+
+    def stream_positions(self, position_ids: Tensor | None, stream: Stream) -> Tensor:
+        """Return the positions of a stream's tokens, rows of the position table (1, t).
+
+        Raises:
+            ValueError: They fall within a text.
+        """
+        if position_ids is None:
+            return stream.positions + self.config.pad_token_id + 1
+        positions = stream.select(position_ids)
+        if ((positions[:, 1:] < positions[:, :-1]) & (stream.positions[:, 1:] > 0)).any():
+            raise ValueError("`position_ids` fall within a text: count them up from each text's first token.")
+        return positions

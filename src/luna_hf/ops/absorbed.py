@@ -1,4 +1,4 @@
-"""Projections absorbed by the few slots instead of applied to the many tokens: the same numbers from fewer products.
+"""Projections absorbed by few slots instead of applied to many tokens: the same numbers from fewer products.
 
 A projection is linear and so is what a memory does with its result, so each can move to the side of the slots. For
 one head, with q a slot's query, k and v a slot's key and value, and A a softmax over the tokens:
@@ -19,74 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import product
-from .dispatch import choose
-
-# Costs in multiply-adds of a product with all tokens, as measured on CPUs: each logit's part in a softmax, alone and
-# with the gradient, and one multiply-add of the many small products that fold slots and weights.
-_SOFTMAX_COST, _SOFTMAX_COST_WITH_GRADIENT = 64, 128
-
-_FOLDING_COST = 4
-
-# What absorbing must at most cost of the other form to be chosen.
-_WORTHWHILE = 0.9
-
-
-def pays(
-    tokens: int, slots: int, width: int, heads: int, matrices: int = 2, products: int = 2, training: bool = False
-) -> bool:
-    """Whether absorbing projections takes less time than applying them to the tokens.
-
-    Multiply-adds per token, with n tokens, m slots, h heads and width d:
-
-        applied     matrices * d^2 + 2 m d           projections, and two products of every head at its own size
-        absorbed    products * h m d + 2 m d^2 / n   products of every head at full width, and folded weights
-
-    A fused attention hides the softmax of the first form; the second stores its h m logits. Folding takes small
-    products, each row's alone, which are slower. So few slots pay, h m well below d, from some hundred tokens.
-
-    Args:
-        tokens: n, the tokens of one row.
-        slots, width, heads: m, d and h.
-        matrices: number of projections of the tokens that are saved.
-        products: number of products with all tokens that take their place; 0 if each token goes to one slot.
-        training: whether the module is in training mode. Re-entrant checkpointing first runs it without gradients, and
-            must then choose as in the second run, which draws the same dropout.
-    """
-    applied = matrices * width**2 + 2 * slots * width
-    folding = 2 * slots * width**2 / max(tokens, 1)
-    softmax = _SOFTMAX_COST_WITH_GRADIENT if training or torch.is_grad_enabled() else _SOFTMAX_COST
-    absorbed = products * heads * slots * (width + softmax) + _FOLDING_COST * folding
-    return absorbed < _WORTHWHILE * applied
-
-
-def may_absorb(module: nn.Module, states: Tensor, *layers: nn.Module) -> bool:
-    """Whether the weights of a module's projections of `states` can be used without calling these.
-
-    Only on a device where it was measured, outside of graphs and of the transforms of `torch.func`, and where nothing
-    else wants what the plain form computes: attention weights, adapters, quantized weights, hooks.
-
-    Args:
-        module: the attention, with `config`.
-        states: (b, n, d).
-        layers: the projections.
-    """
-    if choose("projections", states) != "absorbed" or module.config._attn_implementation != "sdpa":
-        return False
-    if torch._C._are_functorch_transforms_active():
-        return False
-    # Autocast chooses the dtype of each product by itself.
-    return not torch.is_autocast_enabled(states.device.type) and all(_is_plain(layer) for layer in layers)
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    # By exact types: adapters and quantization derive from linear layers, or from the weight's class, as FSDP does.
-    # Accelerate replaces the method `forward` of the object.
-    if type(layer) is not nn.Linear or layer.bias is None or "forward" in vars(layer):
-        return False
-    if type(layer.weight) not in (Tensor, nn.Parameter):
-        return False
-    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return not any(hooks)
 
 
 def _of_heads(states: Tensor, matrices: Tensor) -> Tensor:
@@ -96,7 +28,7 @@ def _of_heads(states: Tensor, matrices: Tensor) -> Tensor:
     return rows.unflatten(1, (states.shape[0], -1)).transpose(0, 1)
 
 
-def pack_absorbed(
+def absorbed_pack(
     query: Tensor,
     states: Tensor,
     key: nn.Linear,
@@ -152,7 +84,7 @@ def project_slots(slots: Tensor, shares: Tensor, layer: nn.Linear, heads: int) -
     return projected + shares.unsqueeze(-1) * bias
 
 
-def read_absorbed(
+def absorbed_read(
     states: Tensor,
     query: nn.Linear,
     key: Tensor,

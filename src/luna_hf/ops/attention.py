@@ -13,7 +13,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_torchdynamo_exporting
 
-from .dispatch import multiplies_in_float32, prefers_products
+from .dispatch import SLOW_CPU_DTYPES, multiplies_in_float32, prefers_products
 
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
@@ -111,17 +111,24 @@ def linear(layer: nn.Module, states: Tensor) -> Tensor:
     Returns:
         (..., out_features) in the dtype of `states`.
     """
-    if not multiplies_in_float32(states, states):
+    if states.dtype not in SLOW_CPU_DTYPES or states.device.type != "cpu":
         return layer(states)
     with _LinearInFloat32():
         return layer(states)
 
 
+def project_heads(layer: nn.Module, states: Tensor, num_heads: int) -> Tensor:
+    """Apply a linear layer to (b, n, d) states and split the result into heads (b, h, n, c), see `linear`."""
+    projected = linear(layer, states)
+    # Not `unflatten`: the older ONNX exporter would fix the length to that of the example input.
+    return projected.view(*projected.shape[:-1], num_heads, projected.shape[-1] // num_heads).transpose(1, 2)
+
+
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right`, computed in float32 where the CPU would have to emulate their half-precision dtype."""
-    if multiplies_in_float32(left, right):
-        return torch.matmul(left.float(), right.float()).to(left.dtype)
-    return torch.matmul(left, right)
+    if left.dtype not in SLOW_CPU_DTYPES or not multiplies_in_float32(left, right):
+        return torch.matmul(left, right)
+    return torch.matmul(left.float(), right.float()).to(left.dtype)
 
 
 class UnpaddedKeys(NamedTuple):
@@ -282,7 +289,7 @@ def attend_heads(
     # The flash path would take position ids that restart for packed documents, in queries and keys alike.
     kwargs.pop("position_ids", None)
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
-    if backend == "sdpa" and prefers_products(query):
+    if backend == "sdpa" and query.dtype == torch.bfloat16 and prefers_products(query):
         attention = eager_attention_forward
     if mask is not None and mask.unpadded is not None:
         output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)

@@ -74,7 +74,7 @@ class Reading(NamedTuple):
     """Options for reading the slots, the same for every token."""
 
     normaliser: str
-    slots: Tensor | None  # (b h, 1, m) slots that may be read
+    slots: Tensor | None  # (b, 1, 1, m) slots that may be read, or (b h, 1, m) chunk by chunk
     dropout: float
     need_weights: bool
     # For every token:
@@ -138,7 +138,7 @@ def attend_causal_memory(
         key, value = key.masked_fill(padding, 0.0), value.masked_fill(padding, 0.0)
         weights = weights.to(precise).masked_fill(padding, -torch.inf if normaliser == "softmax" else 0.0)
     divisor = None if normaliser != "steps" else steps.to(precise)[:, None, :, None].expand(batch, heads, length, 1)
-    slots = None if slots is None else slots[:, None, None, :].expand(-1, heads, 1, -1).flatten(0, 1)
+    slots = None if slots is None else slots[:, None, None, :]
     count, bias = None, None
     if count_scale is not None:
         counts, count = slot_counts(weights.to(precise), normaliser, steps, memory.count, used)
@@ -158,6 +158,9 @@ def attend_causal_memory(
     reading = Reading(normaliser, slots, dropout, need_weights, bias, beside)
     tokens = (query, key, value, weights)
     with maybe_autocast(query.device.type, enabled=False):
+        if length == 1 and not torch.is_grad_enabled():
+            out, read, memory = step_causal_memory(*(part.to(precise) for part in tokens), memory, divisor, reading)
+            return out.to(query.dtype), read.to(query.dtype) if need_weights else None, memory._replace(count=count)
         operation = "causal_softmax_memory" if normaliser == "softmax" else "causal_memory"
         implementation = choose(operation, query) if length > 1 else "loop"
         out, read, memory = _ATTENTION[implementation](*tokens, memory, divisor, reading, keep, chunk_size)
@@ -213,6 +216,33 @@ def outside_bias(counts: Tensor, total: Tensor, outside: Tensor, scale: Tensor) 
     return log_counts(outside * counts.clamp(min=least) / total.clamp(min=least), scale)
 
 
+# ---- one token, as in decoding ----
+
+
+def step_causal_memory(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    memory: CausalMemory,
+    divisor: Tensor | None,
+    reading: Reading,
+) -> tuple[Tensor, Tensor, CausalMemory]:
+    """Write one token to the memory and read it: outputs (b, h, 1, c), read weights and the state after it."""
+    if reading.normaliser == "softmax":
+        peak = torch.maximum(memory.peak, weights)
+        growth, weights = (memory.peak - peak).exp(), (weights - peak).exp()
+        memory = CausalMemory(memory.key * growth, memory.value * growth.mT, memory.total * growth, peak)
+    readable = reading.slots
+    if memory.total is not None:
+        memory = memory._replace(total=memory.total + weights)
+        divisor, readable = _divisor(memory.total, reading)
+    keys, values = torch.addcmul(memory.key, key.mT, weights), torch.addcmul(memory.value, weights.mT, value)
+    logits = torch.matmul(query * query.shape[-1] ** -0.5, keys)
+    read, divided = _read_weights(logits, divisor, readable, reading)
+    return torch.matmul(divided, values), read, memory._replace(key=keys, value=values)
+
+
 # ---- chunk by chunk ----
 
 
@@ -232,8 +262,9 @@ def _attend_in_a_loop(
     if reading.normaliser == "softmax" and length > 1:
         sizes = _split_at_rises(weights.detach(), sizes, memory.peak[:, :, 0], keep)
     tokens = (query, key, value, weights, divisor, reading.bias, reading.beside)
-    # Not `reading` itself: what the step holds stays in memory until the backward pass.
-    shared = reading._replace(bias=None, beside=None)
+    slots = None if reading.slots is None else reading.slots.expand(-1, heads, 1, -1).flatten(0, 1)
+    # Not `reading` itself: what the function below holds stays in memory until the backward pass.
+    shared = reading._replace(slots=slots, bias=None, beside=None)
 
     def attend(chunk: Sequence[Tensor | None], state: CausalMemory) -> tuple[list[Tensor], CausalMemory]:
         *states, divided_by, bias, beside = chunk
@@ -347,13 +378,13 @@ def _attend_at_once(
     keep: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, CausalMemory]:
-    precise, heads = memory.key.dtype, query.shape[1]
+    precise = memory.key.dtype
     query, key, value, weights = (states.to(precise) for states in (query, key, value, weights))
-    readable = None if reading.slots is None else reading.slots.unflatten(0, (-1, heads))
+    readable = reading.slots
     if memory.total is not None:
         totals = weights.cumsum(2) + memory.total
         memory = memory._replace(total=totals[:, :, -1:])
-        divisor, readable = _divisor(totals, reading._replace(slots=readable))
+        divisor, readable = _divisor(totals, reading)
     logits, keys = causal_scan(query * query.shape[-1] ** -0.5, key, weights, memory.key, chunk_size=chunk_size)
     read, divided = _read_weights(logits, divisor, readable, reading)
     out, values = causal_scan(divided, weights, value, memory.value, chunk_size=chunk_size)
@@ -378,7 +409,7 @@ def _attend_in_a_tree(
     second half of each block of 16, 32 and 64 tokens reads the first, and how each block of 64 reads all earlier ones;
     blocks of 8 are computed directly.
     """
-    (batch, heads, length), precise = query.shape[:3], memory.key.dtype
+    length, precise = query.shape[2], memory.key.dtype
     query, key, value, weights = (
         to_chunks(states.to(precise), _TREE, fill).flatten(2, 3)
         for states, fill in ((query, 0.0), (key, 0.0), (value, 0.0), (weights, -torch.inf))
@@ -396,10 +427,9 @@ def _attend_in_a_tree(
     logits = torch.matmul(query, memory.key) * since + leaves.sum_slots(query, key)
     for block in blocks:
         logits = logits + block.sum_slots(query, key)
-    readable = None if reading.slots is None else reading.slots.unflatten(0, (batch, heads))
     more = {name: getattr(reading, name) for name in ("bias", "beside")}
     more = {name: None if part is None else to_chunks(part, _TREE).flatten(2, 3) for name, part in more.items()}
-    read, of_slots = _read_weights(logits, None, readable, reading._replace(**more))
+    read, of_slots = _read_weights(logits, None, reading.slots, reading._replace(**more))
     out = torch.matmul(of_slots * since, memory.value) + leaves.sum_tokens(of_slots, value)
     for block in blocks:
         out = out + block.sum_tokens(of_slots, value)

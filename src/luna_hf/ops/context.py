@@ -54,13 +54,13 @@ class ForwardContext(NamedTuple):
         return torch.ones_like(states[..., 0], dtype=torch.bool) if self.keep is None else self.keep
 
     def in_rows(
-        self, function: Callable[..., tuple[Tensor, Tensor | None]], states: Tensor, carried: Tensor | None
+        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Apply what needs whole texts, a function of (b, n, d) states, carried states and a context.
 
         The context of a stream (`unpadding.StreamContext`) does so in several calls.
         """
-        return function(states, carried, self)
+        return function(states, carried, self)[:2]
 
     def split(self, length: int, size: int) -> list[tuple[slice, "ForwardContext"]]:
         """Split the tokens into parts of at most `size`: where each is, and its context, without the family's masks."""

@@ -1,7 +1,7 @@
-"""Chooses the implementation of an operation by device, and the precision of matrix products.
+"""Chooses between implementations of an operation by device and mode, and the precision of matrix products.
 
-Operations look up their implementation here and never name a device themselves. A new implementation, such as a
-kernel, is a new name in a row of `IMPLEMENTATIONS`.
+An operation with several implementations looks up its choice here. A new implementation, such as a kernel, is a new
+name in a row of `IMPLEMENTATIONS`.
 """
 
 import torch
@@ -31,8 +31,6 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     # The feed-forward network's inner states are a model's largest tensors.
     "feed_forward": {"graph": "whole", "cpu": "parts", "inference": "parts", "default": "whole"},
     "nearest_centroid": {"cpu": "parts", "default": "whole"},
-    # Absorbing projections depends on the numbers of tokens and slots, which a graph must not; see `absorbed`.
-    "projections": {"graph": "applied", "cpu": "absorbed", "default": "applied"},
 }
 
 

@@ -228,18 +228,17 @@ def read_memories(
     Raises:
         ValueError: The number of queries differs from the number of tokens in a window.
     """
-    options = options or {}
-    if not any(isinstance(memory, WindowMemory) for memory in memories):
-        key, value, mask = _join_slots(memories)
-        return attend_heads(module, query, key, value, mask, **options)
-    return _read_in_blocks(module, query, memories, options)
+    options, first = options or {}, memories[0]
+    if len(memories) == 1 and isinstance(first, SlotMemory):
+        plain = isinstance(first.filled, KeyMask | None) and first.bias is None and first.query_bias is None
+        return attend_heads(module, query, first.key, first.value, first.filled if plain else first.mask(), **options)
+    for memory in memories:
+        if isinstance(memory, WindowMemory):
+            return _read_in_blocks(module, query, memories, options)
+    return attend_heads(module, query, *_join_slots(memories), **options)
 
 
-def _join_slots(memories: Sequence[SlotMemory]) -> tuple[Tensor, Tensor, KeyMask | Tensor | None]:
-    if len(memories) == 1:
-        (memory,) = memories
-        plain = isinstance(memory.filled, KeyMask) and not memory.is_biased
-        return memory.key, memory.value, memory.filled if plain else memory.mask()
+def _join_slots(memories: Sequence[SlotMemory]) -> tuple[Tensor, Tensor, Tensor | None]:
     key, value = (torch.cat([memory[side] for memory in memories], 2) for side in (0, 1))
     return key, value, _side_by_side([memory.mask() for memory in memories], [m.key.shape[2] for m in memories], key)
 

@@ -1,4 +1,4 @@
-"""Texts of unlike lengths without padding between them.
+"""Variable-length texts without padding between them.
 
 A *stream* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and feed-forward
 networks run on it as they are. What mixes the tokens of a text, attention and convolutions, needs rows: the texts are
@@ -110,10 +110,12 @@ class StreamContext(NamedTuple):
         return states, torch.cat([F.pad(own, (0, 0, 0, most - own.shape[1])) for own in carried])
 
     def in_rows(
-        self, function: Callable[..., tuple[Tensor, Tensor | None]], states: Tensor, carried: Tensor | None
+        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Like `ForwardContext.in_rows`, for a stream: bucket by bucket."""
-        outputs = [function(*rows, part) for rows, part in zip(self.split(states, carried), self.parts, strict=True)]
+        outputs = [
+            function(*rows, part)[:2] for rows, part in zip(self.split(states, carried), self.parts, strict=True)
+        ]
         return self.join(*zip(*outputs, strict=True), 0 if carried is None else carried.shape[1])
 
     def restore(self, states: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:

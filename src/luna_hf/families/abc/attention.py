@@ -22,7 +22,6 @@ from transformers import initialization as init
 from ...layers.causal_attention import CausalMemoryAttention
 from ...layers.causal_window import write_window
 from ...layers.memory_attention import Memory, MemoryAttention
-from ...ops.absorbed import may_absorb, pays, project_slots
 from ...ops.attention import make_key_mask, product, split_heads
 from ...ops.context import ForwardContext
 from ...ops.exact_tokens import in_order, stretches_outside
@@ -120,8 +119,8 @@ class AbcControlled(MemoryAttention):
         return random_slots(ranks, config.memory_size, seed)
 
 
-# What a control writes: the tokens' keys and values (b, h, n, c), or, to project the slots afterwards, their states
-# (b, 1, n, d) alone.
+# What a control writes: the tokens' keys and values (b, h, n, c), or their states (b, 1, n, d), whose slots are then
+# projected.
 Sources = tuple[Tensor, ...]
 
 
@@ -138,42 +137,27 @@ class AbcAttention(AbcControlled):
 
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Write (b, n, d) states to a memory; `carried` is the control matrix if the layers share one."""
-        absorbs = self.absorbs_write(states, context)
-        sources = (states[:, None],) if absorbs else context.projected or self.key_and_value(states)
-        part = _WRITERS[self.config.memory_control](self, states, sources, self.control_weight(carried), context)
-        return Memory([part], carried)
+        write, sources = _WRITERS[self.config.memory_control], self.sources(states, context)
+        return Memory([write(self, states, sources, self.control_weight(carried), context)], carried)
+
+    def sources(self, states: Tensor, context: ForwardContext) -> Sources:
+        """Return what to write."""
+        if context.projected is None and self.config.memory_control in _POOLING:
+            return (states[:, None],)
+        return context.projected or self.key_and_value(states)
+
+    def write_weighted(self, phi: Tensor, sources: Sources, tokens: Tensor | None = None) -> list[Tensor]:
+        """Write keys and values as sums with weights phi (b or 1, h, m, n).
+
+        Args:
+            tokens: (b or 1, 1 or h, n), where the sources are not zero, if phi is not zero elsewhere.
+        """
+        return [product(phi, source) for source in sources]
 
     def unused_parameters(self, carried: Tensor | None) -> list[Tensor]:
         """Like `MemoryAttention.unused_parameters`."""
         weight = self.control_weight(carried)
         return super().unused_parameters(carried) + ([] if weight is None else [weight])
-
-    def absorbs_write(self, states: Tensor, context: ForwardContext) -> bool:
-        """Whether to write the tokens themselves, and project the slots; a window needs the tokens' keys and values."""
-        products = _PRODUCTS.get(self.config.memory_control)
-        if products is None or context.projected or not may_absorb(self, states, self.key, self.value):
-            return False
-        sizes = states.shape[1], self.config.memory_size, states.shape[2], self.num_heads
-        return pays(*sizes, products=products, training=self.training)
-
-    def project_slots(self, slots: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Project (b, 1 or h, m, d) sums of tokens, whose weights have the sums `shares`, to keys and values."""
-        layers = self.key, self.value
-        key, value = (project_slots(slots, shares, layer, self.num_heads) for layer in layers)
-        return key, value
-
-    def write_weighted(self, phi: Tensor, sources: Sources, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Write keys and values as sums with weights phi (b or 1, h, m, n).
-
-        Args:
-            real: (b or 1, 1 or h, n), where the sources are not zero, if phi is not zero elsewhere.
-        """
-        if len(sources) == 2:
-            key, value = (product(phi, source) for source in sources)
-            return key, value
-        (states,) = sources
-        slots = product(phi.flatten(1, 2), states.squeeze(1)).unflatten(1, (self.num_heads, -1))
-        return self.project_slots(slots, phi.sum(-1) if real is None else _sum_over(phi, real))
 
     def write_mlp(self, states: Tensor, sources: Sources, weight: Tensor, context: ForwardContext) -> SlotMemory:
         """Write with a learned attention over the tokens (equation 7)."""
@@ -211,7 +195,7 @@ class AbcAttention(AbcControlled):
             sources = tuple(source.masked_fill(~tokens.unsqueeze(-1), 0.0) for source in sources)
             real = in_order(tokens, context.ranks, context.keep)
         sources = tuple(move_to_ranks(source, context.ranks, context.keep) for source in sources)
-        counts = None if self.slot_scale is None else _sum_over(weight_shares(phi, dim=2), real)
+        counts = None if self.slot_scale is None else sum_over(weight_shares(phi, dim=2), real)
         return self.slot_memory(*self.write_weighted(phi, sources, real), context, counts=counts)
 
     def write_random(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> SlotMemory:
@@ -254,17 +238,19 @@ class AbcAttention(AbcControlled):
         if chosen is not None:
             kept = chosen if kept is None else chosen & kept
         counts = tokens_per_slot(slots, num_slots, kept)  # (b, 1 or h, m)
-        tokens = counts.clamp(min=1).unsqueeze(-1) if mean else 1
         # Accumulate in float32: a half-precision sum stops growing, or overflows although the mean would not.
         precise = torch.promote_types(sources[0].dtype, torch.float32)
         if kept is not None:  # the others to a slot of their own, which is cheaper than a masked copy of all tokens
             slots = torch.where(kept, slots, num_slots)
+        tokens = counts.unsqueeze(-1)
         written = [
-            (write_to_slots(source.to(precise), slots, num_slots + 1)[:, :, :-1] / tokens).to(source.dtype)
+            (write_to_slots(source.to(precise), slots, num_slots + 1)[:, :, :-1] / tokens.clamp(min=1)).to(source.dtype)
             for source in sources
         ]
-        if len(sources) == 1:
-            written = self.project_slots(*written, (counts.clamp(max=1) if mean else counts).to(sources[0].dtype))
+        if len(sources) == 1:  # the projections of few means are the means of many projections; empty slots stay zero
+            written = [state * (tokens > 0) for state in self.key_and_value(written[0].squeeze(1))]
+        if not mean:
+            written = [state * tokens for state in written]
         # A global token is a sample of the row: it stands for its stretch, not only for itself.
         is_sample = self.config.memory_control == "local_to_global"
         return self.slot_memory(*written, context, counts > 0, None if is_sample else counts)
@@ -293,16 +279,13 @@ class AbcAttention(AbcControlled):
         return views
 
 
-def _sum_over(phi: Tensor, real: Tensor) -> Tensor:
+def sum_over(phi: Tensor, real: Tensor) -> Tensor:
     """Sum weights (b or 1, h, m, n) over the tokens of a mask (b or 1, 1 or h, n): (b, h, m)."""
     return torch.matmul(phi, real.unsqueeze(-1).to(phi.dtype)).squeeze(-1)
 
 
-# Number of products with all tokens that are left without their keys and values, of the controls that do not need them:
-# those with weights for every token multiply once, those that assign it to one slot, the same in all heads, never.
-_PRODUCTS = {"mlp": 1, "linformer": 1, "random": 0, "compressive": 0, "local_to_global": 0}
-
-
+# Controls that assign each token to one slot, the same in all heads.
+_POOLING = ("random", "compressive", "local_to_global")
 _WRITERS: dict[str, Callable[..., SlotMemory | WindowMemory]] = {
     "mlp": AbcAttention.write_mlp,
     "linformer": AbcAttention.write_linformer,

@@ -44,7 +44,7 @@ from transformers.utils.generic import maybe_autocast
 from ...layers.causal_attention import CausalAttention
 from ...layers.causal_window import write_window
 from ...layers.memory_attention import Memory, MemoryAttention
-from ...ops.attention import linear, split_heads
+from ...ops.attention import project_heads, split_heads
 from ...ops.context import ForwardContext
 from ...ops.memory_read import SlotMemory, Views, WindowMemory, read_memories, tokens_in_window
 from ...ops.positions import rotate
@@ -124,7 +124,7 @@ class LavoProjections(MemoryAttention):
 
     def heads(self, layer: nn.Linear, states: Tensor) -> Tensor:
         """Project (b, n, d) states to (b, h, n, c)."""
-        return split_heads(linear(layer, states), self.num_heads)
+        return project_heads(layer, states, self.num_heads)
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Project (b, n, d) states to queries, keys (`None` if nothing reads the window) and values (b, h, n, c)."""

@@ -33,7 +33,7 @@ from transformers.utils.generic import maybe_autocast
 
 from ...layers.causal_attention import CausalAttention
 from ...layers.memory_attention import Memory, MemoryAttention
-from ...ops.attention import linear, split_heads
+from ...ops.attention import linear, project_heads
 from ...ops.context import ForwardContext
 from ...ops.memory_read import AttentionMap, Views
 from ...ops.positions import rotary_angles, rotate
@@ -184,7 +184,7 @@ class LinearAttention(MemoryAttention):
 
     def queries(self, states: Tensor) -> Tensor:
         """Project (b, n, d) states to queries (b, h, n, c)."""
-        return split_heads(linear(self.query, states), self.num_heads)
+        return project_heads(self.query, states, self.num_heads)
 
     def query_features(self, query: Tensor, context: ForwardContext) -> Features:
         """Compute the features of queries (b, h, n, c)."""

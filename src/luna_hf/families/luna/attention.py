@@ -34,8 +34,7 @@ from transformers.utils import is_torchdynamo_compiling
 from ...layers.cache import SOURCE, MemoryCacheLayer
 from ...layers.causal_attention import CausalMemoryAttention
 from ...layers.memory_attention import Memory, MemoryAttention
-from ...ops.absorbed import may_absorb, pack_absorbed, pays
-from ...ops.attention import KeyMask, attend_heads, linear, make_key_mask, product, split_heads
+from ...ops.attention import KeyMask, attend_heads, linear, make_key_mask, product, project_heads, split_heads
 from ...ops.context import ForwardContext, drop_if_full
 from ...ops.memory_read import AttentionMap, Slots, Views
 from ...ops.recompute import recomputed
@@ -75,17 +74,13 @@ class LunaProjections:
         else:
             self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
 
-    def key_and_value_layers(self) -> tuple[nn.Module, nn.Module]:
-        """Return the projections of keys and values, which may be the same."""
-        return (self.key_value, self.key_value) if self.config.tie_kv else (self.key, self.value)
-
     def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
         if self.config.tie_kv:
-            both = split_heads(linear(self.key_value, states), self.num_heads)
+            both = project_heads(self.key_value, states, self.num_heads)
             return both, both
-        key, value = linear(self.key, states), linear(self.value, states)
-        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
+        heads = self.num_heads
+        return project_heads(self.key, states, heads), project_heads(self.value, states, heads)
 
 
 class LunaPackAttention(LunaProjections, nn.Module):
@@ -102,13 +97,8 @@ class LunaPackAttention(LunaProjections, nn.Module):
 
     def forward(self, packed_query: Tensor, states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Compute Y_P (b, l, d) from P (b, l, d) and (b, n, d) states; if eager, also the weights (b, h_p, l, n)."""
-        query = split_heads(linear(self.query, packed_query), self.num_heads)
-        layers, mask = self.key_and_value_layers(), context.masks.tokens
-        sizes = states.shape[1], query.shape[2], states.shape[2], self.num_heads
-        if may_absorb(self, states, *layers) and pays(*sizes, matrices=len(set(layers)), training=self.training):
-            dropout = self.attention_dropout if self.training else 0.0
-            return pack_absorbed(query, states, *layers, None if mask is None else mask.keep, dropout), None
-        return attend_heads(self, query, *self.key_and_value(states), mask, **context.options)
+        query = project_heads(self.query, packed_query, self.num_heads)
+        return attend_heads(self, query, *self.key_and_value(states), context.masks.tokens, **context.options)
 
 
 class LunaAttention(LunaProjections, MemoryAttention):
@@ -166,17 +156,15 @@ class LunaAttention(LunaProjections, MemoryAttention):
 
     def update_packed(self, states: Tensor, carried: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Return the packed context Y_P and the packed states for the next layer, (b, l, d) each."""
-        packed_context, _ = self.pack_context(states, carried, context)
+        queries = self.packed_layer_norm(carried) if self.config.norm_first else carried
+        packed_context, _ = self.pack(queries, states, context)
         carried = carried + self.dropout(packed_context)
         return packed_context, carried if self.config.norm_first else self.packed_layer_norm(carried)
 
-    def pack_context(self, states: Tensor, carried: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
-        """Compute Y_P (b, l, d) and, with eager attention, the pack weights (b, h_p, l, n)."""
-        return self.pack(self.packed_layer_norm(carried) if self.config.norm_first else carried, states, context)
-
     def views(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Views:
         """Return the weights of both attentions, and the packed context that the tokens read."""
-        packed_context, pack_weights = self.pack_context(states, carried, context)
+        queries = self.packed_layer_norm(carried) if self.config.norm_first else carried
+        packed_context, pack_weights = self.pack(queries, states, context)
         views = super().views(states, carried, context)
         tokens, slots = context.tokens(states), context.carried_keep
         slots = torch.ones_like(packed_context[..., 0], dtype=torch.bool) if slots is None else slots
@@ -238,14 +226,14 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:
         """Return A_pack (b, h, n, l), or its logarithm with "exp", and how the sums are normalised."""
-        pack_key = split_heads(linear(self.pack.key, hidden_states), self.num_heads)
+        pack_key = project_heads(self.pack.key, hidden_states, self.num_heads)
         cache = context.layer_cache(self.layer_idx)
         if self.pack.slots is None:
             pack_query = cache.states[_SOURCE_QUERY] if carried is None else self.source_query(carried)
         else:
             pack_query = self.pack_query(cache)
         activation = self.config.pack_activation
-        weights = recomputed(lambda key, query: pack_weights(query, key, activation), pack_key, pack_query)
+        weights = recomputed(pack_weights, pack_query, pack_key, activation)
         if activation == "exp":
             return weights, "softmax"
         dropout = self.attention_dropout if self.training else 0.0
@@ -261,7 +249,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
 
     def source_query(self, carried: Tensor) -> Tensor:
         """Return P W_pq, (b, h, l, c), with the packed states of the source (b, l, d)."""
-        return split_heads(linear(self.pack.query, carried), self.num_heads)
+        return project_heads(self.pack.query, carried, self.num_heads)
 
     def write_source(self, carried: Tensor, context: ForwardContext) -> None:
         """Keep P W_pq, and which slots the source uses."""

@@ -176,6 +176,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     """The Luna encoder without a head; returns token states and packed states."""
 
     attention_class = LunaAttention
+    own_keywords = (*EncoderModelMixin.own_keywords, "packed_states", "reads_packed_states")
 
     def add_layers(self, config: LunaConfig) -> None:
         """Create the layers, the embedding of P and, in a pre-norm model, P's final LayerNorm."""
@@ -209,6 +210,11 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
             ValueError: As in `EncoderModelMixin.forward`; also if `packed_states` have another shape, or a row holds
                 several texts.
         """
+        if kwargs.get("output_pack_attentions") and self.config._attn_implementation != "eager":
+            raise ValueError(
+                "`output_pack_attentions` needs eager attention, but the model uses "
+                f'{self.config._attn_implementation}. Call `model.set_attn_implementation("eager")` first.'
+            )
         wanted = kwargs.pop("output_packed_states", False)
         if wanted or packed_states is not None:
             kwargs["reads_packed_states"] = True
@@ -225,20 +231,6 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         if wanted:
             output.packed_states = output.packed_last_hidden_state
         return output
-
-    def check_keywords(self, keywords: dict[str, Any]) -> None:
-        """Like `BaseModelMixin.check_keywords`; also requires eager attention for `output_pack_attentions`.
-
-        Raises:
-            ValueError: A keyword is misspelt or not supported.
-        """
-        own = ("packed_states", "reads_packed_states")
-        super().check_keywords({name: value for name, value in keywords.items() if name not in own})
-        if keywords.get("output_pack_attentions") and self.config._attn_implementation != "eager":
-            raise ValueError(
-                "`output_pack_attentions` needs eager attention, but the model uses "
-                f'{self.config._attn_implementation}. Call `model.set_attn_implementation("eager")` first.'
-            )
 
     def begin(
         self, hidden_states: Tensor, keep: Tensor | None, marked: Tensor | None = None, **options: Any
@@ -271,9 +263,9 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     ) -> ForwardContext:
         """Like `StreamMixin.make_context`; packed states that nothing reads need not be updated in inference."""
         options = dict(options)
-        outputs = ("output_packed_hidden_states", "output_pack_attentions")
         asked = options.pop("reads_packed_states", True)
-        asked = asked or any(options.get(name, getattr(self.config, name, False)) for name in outputs)
+        for name in ("output_packed_hidden_states", "output_pack_attentions"):
+            asked = asked or options.get(name, getattr(self.config, name, False))
         context = super().make_context(states, keep, marked, options)
         return context._replace(carries=asked or torch.is_grad_enabled())
 
