@@ -6,7 +6,6 @@ the model.
 
 import argparse
 import re
-import shlex
 import sys
 from dataclasses import fields
 from functools import cached_property
@@ -23,12 +22,11 @@ from luna_hf import FAMILIES
 from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.convert.command import make_plain
 from luna_hf.convert.files import check_tokenizer, source_card
-from luna_hf.families.warm_start_rules import CONVOLUTION, ZERO
+from luna_hf.families.warm_start_rules import ZERO
 from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
 from luna_hf.warm_start import WarmStart, warm_start
 from luna_hf.warm_start.sentence_folder import find_transformer
 from luna_hf.warm_start.source import read_config
-from luna_hf.warm_start.transfer import template_of
 
 HERE = Path(__file__).resolve().parent
 TEXT_CHARACTERS = 1_000_000  # read from --text: far more tokens than there are slots
@@ -47,8 +45,7 @@ class Conversion:
         family = FAMILIES[model_type]
         self.model_class, self.config_class, self.rules = family.masked_lm, family.config, family.warm_start
         self.description, self.renamed = description, flags or {}
-        self.name = self.config_class.__module__.split(".")[-2]
-        self.script = f"roberta_to_{self.name}.py"
+        self.script = f"roberta_to_{self.config_class.__module__.split('.')[-2]}.py"
 
     @cached_property
     def fields(self) -> dict[str, Any]:
@@ -75,10 +72,9 @@ class Conversion:
         add = parser.add_argument
         for name, kind in self.fields.items():
             kinds, default = get_args(kind) or (kind,), getattr(self.config_class, name)
-            documented = _help(self.config_class, name)
-            about = f"{documented} (default: {default}, or the source's own)"
+            about = f"{_help(self.config_class, name)} (default: {default}, or the source's own)"
             if name in self.renamed:
-                about = f"set `{name}` to {not default}; without it: {default}, or the source's own. {documented}"
+                about = f"set `{name}` to {not default}. {about}"
                 add(self.flag(name), dest=name, action="store_const", const=not default, help=about)
             elif bool in kinds:
                 add(self.flag(name), action=argparse.BooleanOptionalAction, help=about)
@@ -91,12 +87,8 @@ class Conversion:
                 add("--text", type=Path, metavar="FILE", help=about)
             else:
                 add(self.flag(name), metavar="NAME", help=_help(self.rules, name))
-        add(
-            "--max-length",
-            type=int,
-            metavar="TOKENS",
-            help="longest input, if longer than the source's: its positions are repeated (default: the source's)",
-        )
+        about = "longest input, if longer than the source's: its positions are repeated (default: the source's)"
+        add("--max-length", type=int, metavar="TOKENS", help=about)
         add("--seed", type=int, metavar="N", default=0, help="seed of everything new (default: 0)")
         add("--allow-pickle", action="store_true", help="read weights from a pickle, which can run code")
         options = parser.parse_args(words)
@@ -111,17 +103,16 @@ class Conversion:
         """
         values = vars(options)
         given = {name: values[name] for name in (*self.fields, *self.rules.options()) if values.get(name) is not None}
-        if values.get("text") is None:
+        if (path := values.get("text")) is None:
             return given
         if tokenizer is None:
             raise UserError(f"--text needs a tokenizer, and {options.source} has none. Leave it out.")
         try:
-            with open(options.text, encoding="utf-8") as file:
+            with path.open(encoding="utf-8") as file:
                 text = file.read(TEXT_CHARACTERS)
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--text {options.text} cannot be read as UTF-8 text ({error}).") from error
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return {**given, self.rules.text_option: ids}
+            raise UserError(f"--text {path} cannot be read as UTF-8 text ({error}).") from error
+        return {**given, self.rules.text_option: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]}
 
     def main(self, words: list[str] | None = None) -> int:
         """Run the command; returns its exit status."""
@@ -148,65 +139,23 @@ def _help(documented: type, name: str) -> str:
     return " ".join(found[1].split()).replace("%", "%%") if found else name
 
 
-def _reads(config: PreTrainedConfig) -> str:
-    family = FAMILIES.get(config.model_type)
-    field = family.warm_start.slots_field(config) if family else None
-    return f"{getattr(config, field):,} slots" if field else "all tokens"
-
-
-def describe(source: PreTrainedConfig, config: PreTrainedConfig, name: str, alike: bool) -> str:
-    """How the converted model differs from its source, `name`, in a sentence."""
-    if alike:
-        return f"Its attention is that of {name}, so it computes what {name} computes."
-    if _reads(source) == _reads(config):
-        return f"It writes its memory differently from {name}, so it must be trained before use."
-    reads = f"reads {_reads(config)} where that of {name} reads {_reads(source)}"
-    return f"Its attention {reads}, so it must be trained before use."
-
-
-def next_steps(
-    conversion: Conversion, options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, alike: bool
-) -> list[str]:
-    """The commands that train the model further: attention transfer if there is anything to fit, then masked words."""
-    if alike and not made.new:
-        return []
-    fitting, training = (
-        f"training/recipes/{folder}/{conversion.name}-base{suffix}.yaml"
-        for folder, suffix in (("transfer_attention", ""), ("pretrain_mlm", "-continue"))
-    )
-    if not (HERE.parent / fitting).is_file():
-        return []
-    # The recipes' parameter groups match what the family's rules make.
-    made_by_rules, prefix = {*conversion.rules.table, CONVOLUTION}, f"{model.base_model_prefix}."
-    names = made.new if alike else [name for name, _ in model.named_parameters()]
-    has_groups = any(template_of(name.removeprefix(prefix))[0] in made_by_rules for name in names)
-    fits, target = has_groups and not alike, str(options.target)
-    start = f"{target}-fitted" if fits else target
-    train = ["python", "training/pretrain_mlm.py", training]
-    train += ["--model_name_or_path", start, "--output_dir", f"{target}-continued"]
-    train += [] if has_groups else ["--parameter_groups", "[]"]
-    if not fits:
-        return ["Next, continue pretraining (`--data` names your text):", f"  {shlex.join(train)}"]
-    fit = ["python", "training/transfer_attention.py", fitting]
-    fit += ["--teacher", options.source, "--model_name_or_path", target, "--output_dir", start]
-    return [
-        "Next, fit the new parameters to the source's attention, then continue pretraining (`--data` names your text):",
-        f"  {shlex.join(fit)}",
-        f"  {shlex.join(train)}",
-    ]
-
-
-# ---- the card ----
+def make_notes(slots: str | None, model: PreTrainedModel, made: WarmStart, has_tokenizer: bool) -> list[str]:
+    """What else the user should know, for the card and the terminal; `slots` is the field with their number."""
+    number, longest = getattr(model.config, slots) if slots else 0, model.config.max_position_embeddings
+    more = f"`{slots}` is {number:,}, more than the {longest:,} tokens of the longest input, so"
+    notes = {
+        "The source has no tokenizer files. Copy its tokenizer into the folder.": not has_tokenizer,
+        "The source has no masked-LM head, so the new one is untrained.": "lm_head.dense.weight" in made.new,
+        f"{more} the memory costs more than full attention.": number > longest,
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, note: str, notes: list[str]) -> str:
     """Fill `converted.md`."""
     known, kind = source_card(options.source), model.config.model_type
     metadata = ModelCardData(
-        language=known.language,
-        license=known.license,
-        license_name=known.get("license_name"),
-        license_link=known.get("license_link"),
+        **{name: known.get(name) for name in ("language", "license", "license_name", "license_link")},
         library_name="transformers",
         pipeline_tag="fill-mask",
         tags=[kind, "masked-lm", "linear-attention", "custom_code"],
@@ -230,27 +179,6 @@ def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmSta
     )
 
 
-def make_notes(
-    conversion: Conversion, model: PreTrainedModel, made: WarmStart, tokenizer: PreTrainedTokenizerBase | None
-) -> list[str]:
-    """What else the user should know, for the card and the terminal."""
-    notes, config = [], model.config
-    if tokenizer is None:
-        notes.append("The source has no tokenizer files. Copy its tokenizer into the folder.")
-    if "lm_head.dense.weight" in made.new:
-        notes.append("The source has no masked-LM head, so the new one is untrained.")
-    name, longest = conversion.rules.slots_field(config), config.max_position_embeddings
-    if name and (slots := getattr(config, name)) > longest:
-        notes.append(
-            f"`{name}` is {slots:,}, more than the {longest:,} tokens of the longest input, so the memory costs more "
-            "than full attention."
-        )
-    return notes
-
-
-# ---- the conversion ----
-
-
 def convert(conversion: Conversion, options: argparse.Namespace) -> None:
     """Make the model, write it, and report what became of every parameter.
 
@@ -270,16 +198,17 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
         for name in given:
             if users := conversion.rules.without_effect(name, model.config):
                 raise UserError(f"{conversion.flag(name)} only applies to {users}. Leave it out.")
+        longest = model.config.max_position_embeddings
         if tokenizer is not None:
             check_tokenizer(tokenizer, model.config, options.source)
-            make_plain(tokenizer, model.config.max_position_embeddings)
-        alike, notes = conversion.is_alike(source_config, model, made), make_notes(conversion, model, made, tokenizer)
-        note = describe(source_config, model.config, f"`{portable(options.source)}`", alike)
-        card = make_card(options, model, made, note, notes)
-        save(folder, model, tokenizer, card)
+            make_plain(tokenizer, longest)
+        save(folder, model, tokenizer)
+        about = "Its attention is not that of its source, so it must be trained before use."
+        if conversion.is_alike(source_config, model, made):
+            about = "Its attention is that of its source, so it computes what its source computes."
+        notes = make_notes(conversion.rules.slots_field(model.config), model, made, tokenizer is not None)
+        card = make_card(options, model, made, about, notes)
+        (folder / "README.md").write_text(card, encoding="utf-8")
     print("\n".join([*made.lines(), "", *(f"Note: {note}" for note in notes)]))
-    longest = model.config.max_position_embeddings
     print(f"Written to {options.target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
-    print(describe(source_config, model.config, options.source, alike))
-    for line in next_steps(conversion, options, model, made, alike):
-        print(line)
+    print(about)

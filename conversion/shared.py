@@ -6,11 +6,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_hf.convert import files as conversion_files
+from luna_hf.convert import files
 from luna_hf.scripting import Parser, portable_command
 
 # Identifies the card of an earlier conversion.
 CARD_MARK = "python conversion/"
+# Subfolders that conversions write: the labels of a fairseq classifier, and the tokenizer of a target language.
+_OWN = {"label": ("dict.txt",), "target": ("tokenizer.json", "tokenizer_config.json")}
 
 
 def make_parser(script: str, description: str | None, source: str) -> Parser:
@@ -37,20 +39,17 @@ def check_target(target: Path, source: str, overwrite: bool) -> None:
     Raises:
         UserError: Such a target.
     """
-    # A conversion writes one subfolder at most, that of a fairseq classifier's labels.
-    conversion_files.check_target(target, source, overwrite, CARD_MARK, _is_labels)
+    files.check_target(target, source, overwrite, CARD_MARK, _is_own)
 
 
-def _is_labels(folder: Path) -> bool:
-    return folder.name == "label" and [path.name for path in folder.iterdir()] == ["dict.txt"]
+def _is_own(folder: Path) -> bool:
+    return {path.name for path in folder.iterdir()} <= set(_OWN.get(folder.name, ()))
 
 
-def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, card: str) -> None:
-    """Write weights, config, code, tokenizer and card."""
+def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Write weights, config, code and tokenizer."""
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    readme = folder / "README.md"
-    readme.write_text(card, encoding="utf-8")
     for path in folder.glob("*.safetensors"):
-        shutil.copymode(readme, path)  # safetensors makes its files readable to their owner only
+        shutil.copymode(folder / "config.json", path)  # safetensors makes its files readable to their owner only

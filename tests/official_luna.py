@@ -1,14 +1,14 @@
 """The authors' fixtures by our names and options, through the converter that users run."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from fairseq_format.checkpoint import SENTENCE_ENCODER, Options, Original
+from fairseq_format.arguments import complete
+from fairseq_format.checkpoint import Original
 from fairseq_format.config import Head, make_config
-from fairseq_format.names import ATTENTION, to_ours
+from fairseq_format.names import ATTENTION, SENTENCE_ENCODER, to_ours
 from safetensors.torch import load_file
 
 from luna_hf import LunaConfig
@@ -52,9 +52,7 @@ class Fixture:
 
     def original(self, **changes: Any) -> Original:
         """A `luna_mlm` fixture as an opened checkpoint, with changes to its arguments."""
-        known = {field.name for field in dataclasses.fields(Options)}
-        arguments = {name: value for name, value in self.config["args"].items() if name in known}
-        return Original(self.path.stem, self.weights(), Options(**{**arguments, **changes}))
+        return Original(self.path.stem, self.weights(), complete("masked_lm", {**self.config["args"], **changes}))
 
 
 def encoder_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

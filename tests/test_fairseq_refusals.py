@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import pickle
 import shutil
 import tarfile
 import zipfile
@@ -11,13 +10,11 @@ import zipfile
 import fairseq_luna
 import pytest
 import torch
-from fairseq_format import checkpoint, names
-from gpt2_files import roberta_dictionary
+from fairseq_format import names
 from helpers import tiny_model
-from tiny_fairseq import make_state, random_weights, tiny_arguments, write_archive, write_fairseq, write_tiny
+from tiny_fairseq import ENCODER, HEAD, make_state, tiny_state, write_archive, write_fairseq, write_tiny
+from tiny_translation import write_checkpoint, write_dictionary
 
-HEAD = "sentence_classification_head"
-ENCODER = "encoder.sentence_encoder."
 LAYER = f"{ENCODER}layers.1."
 
 
@@ -54,12 +51,7 @@ def save(folder, value, **options):
     return folder
 
 
-def state():
-    arguments = tiny_arguments()
-    return make_state(random_weights(arguments), arguments)
-
-
-# ---- pickles that run code ----
+# ---- pickles ----
 
 
 class RunsCode:
@@ -75,39 +67,46 @@ class RunsCode:
 def test_a_pickle_that_runs_code(place, legacy, tmp_path, refused):
     marker = tmp_path / "marker"
     harmful = {"x": RunsCode(marker)} if place == "model" else RunsCode(marker)
-    source = save(tmp_path / "source", {**state(), place: harmful}, _use_new_zipfile_serialization=not legacy)
-    refused(source, "source/model.pt", "open`")
+    state = {**make_state(*tiny_state()), place: harmful}
+    refused(save(tmp_path / "source", state, _use_new_zipfile_serialization=not legacy), "source/model.pt", "open`")
     assert not marker.exists()
 
 
-def test_other_pickles_that_are_not_read(tmp_path, refused):
-    refused(save(tmp_path / "class", {**state(), "cfg": pytest.approx(1)}), "class/model.pt", "approx")
-    refused(save(tmp_path / "protocol", state(), pickle_protocol=4), "protocol/model.pt", "torch.save")
-    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"model": 1}))
-    refused(tmp_path / "plain.pt", "plain.pt")
-    for number, value in enumerate([3, {"model": 3}, {"model": {}}, {"other": "words"}]):
-        refused(save(tmp_path / f"none{number}", value), f"none{number}/model.pt")
+ROBERTA = {
+    "decoder.sentence_encoder.embed_tokens.weight": torch.zeros(60, 8),
+    "decoder.sentence_encoder.layers.0.self_attn.in_proj_weight": torch.zeros(8, 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({"model": {"a": torch.zeros(2)}, "cfg": pytest.approx(1)}, "approx"),
+        (3, "int"),
+        ({"model": 3}, "`model`"),
+        ({"model": {}}, "`model`"),
+        ({"other": "words"}, "`model`"),
+        ({"args": argparse.Namespace(arch="roberta_base"), "model": ROBERTA}, "`projected_embeddings`"),
+        ({"model": {"encoder.embed_tokens.weight": torch.zeros(9, 4)}}, "`projected_embeddings`"),
+    ],
+)
+def test_other_states(state, named, tmp_path, refused):
+    refused(save(tmp_path / "source", state), "source/model.pt", named)
 
 
 # ---- damaged files ----
 
 
-@pytest.mark.parametrize("kind", ["zip", "tar", "gztar"])
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.6])
-def test_a_truncated_archive(kind, share, copied, refused):
-    archive = write_archive(copied, kind)
-    content = archive.read_bytes()
-    archive.write_bytes(content[: int(share * len(content))])
-    refused(archive, archive.name)
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.999])
-def test_a_truncated_checkpoint(share, legacy, tmp_path, refused):
-    source = write_tiny(tmp_path / "source", legacy=legacy)
-    content = (source / "model.pt").read_bytes()
-    (source / "model.pt").write_bytes(content[: int(share * len(content))])
-    refused(source, "source/model.pt")
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.6, 0.999])
+@pytest.mark.parametrize("kind", ["zip", "tar", "gztar", "checkpoint", "legacy"])
+def test_a_truncated_file(kind, share, tmp_path, refused):
+    source = write_tiny(tmp_path / "source", legacy=kind == "legacy")
+    path = write_archive(source, kind) if kind in ("zip", "tar", "gztar") else source / "model.pt"
+    if kind == "tar" and share == 0.999:
+        return  # only its padding is missing
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    refused(path, path.name)
 
 
 @pytest.mark.parametrize("form", ["zip", "gztar", "checkpoint"])
@@ -115,25 +114,10 @@ def test_a_flipped_bit(form, copied, refused):
     """In the weights, where only checksums show it."""
     path = copied / "model.pt" if form == "checkpoint" else write_archive(copied, form)
     content = bytearray(path.read_bytes())
-    weight = state()["model"][f"{LAYER}fc1.weight"].numpy().tobytes()
+    weight = tiny_state()[0][f"{LAYER}fc1.weight"].numpy().tobytes()
     content[content.index(weight) + 9 if form == "checkpoint" else len(content) // 2] ^= 1
     path.write_bytes(content)
     refused(path, path.name, "damaged")
-
-
-def test_an_archive_without_a_stretch_or_with_an_unknown_compression(copied, refused):
-    archive = write_archive(copied)
-    content = archive.read_bytes()
-    archive.write_bytes(content[:4000] + content[5000:])
-    refused(archive, archive.name, "damaged")
-    method = bytearray(content)
-    for start, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):  # 9 is Deflate64
-        at = method.find(start)
-        while at >= 0:
-            method[at + offset] = 9
-            at = method.find(start, at + 4)
-    archive.write_bytes(method)
-    refused(archive, archive.name, "Unpack")
 
 
 def test_files_that_are_no_archive_or_checkpoint(copied, tmp_path, refused):
@@ -143,20 +127,28 @@ def test_files_that_are_no_archive_or_checkpoint(copied, tmp_path, refused):
     refused(copied / "dict.txt", "dict.txt")
     (copied / "model.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 12\n")
     refused(copied, "source/model.pt")
+    refused(tmp_path / "nothing", "nothing")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "model.pt")
+    tiny_model("luna", "mlm").save_pretrained(tmp_path / "ours")
+    refused(tmp_path / "ours", "transformers")
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
-def test_an_archive_that_reaches_outside(kind, tiny, tmp_path, refused):
-    path = tmp_path / f"luna.{kind}"
+def test_an_archive_that_reaches_outside(kind, tiny, tmp_path, monkeypatch):
+    path, inner = tmp_path / f"luna.{kind}", tmp_path / "temporary" / "inner"
+    inner.mkdir(parents=True)
+    monkeypatch.setattr("tempfile.tempdir", str(inner))
     if kind == "zip":
         with zipfile.ZipFile(path, "w") as archive:
             archive.write(tiny / "model.pt", "model.pt")
-            archive.writestr("../dict.txt", "0 0\n")
+            archive.writestr("../harm.txt", "0 0\n")
     else:
         with tarfile.open(path, "w") as archive:
             archive.add(tiny / "model.pt", "model.pt")
-            archive.addfile(tarfile.TarInfo("../dict.txt"), io.BytesIO())
-    refused(path, "../dict.txt")
+            archive.addfile(tarfile.TarInfo("../harm.txt"), io.BytesIO())
+    assert fairseq_luna.main([str(path), str(tmp_path / "out")]) == 2  # the tar archive, or for want of a dictionary
+    assert not list(tmp_path.rglob("harm.txt"))
 
 
 def test_a_disk_without_room_and_a_file_without_permission(copied, refused, monkeypatch):
@@ -168,30 +160,13 @@ def test_a_disk_without_room_and_a_file_without_permission(copied, refused, monk
 
     archive = write_archive(copied)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.shutil, "copyfileobj", failing(28, "No space left on device"))
+        patch.setattr(zipfile.ZipFile, "extractall", failing(28, "No space left on device"))
         refused(archive, "TMPDIR", "No space left")
     monkeypatch.setattr(torch, "load", failing(13, "Permission denied"))
     refused(copied, "source", "Permission denied")
 
 
-# ---- other models, incomplete models ----
-
-
-def test_sources_without_a_luna(tmp_path, refused):
-    refused(tmp_path / "nothing", "nothing")
-    (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "model.pt")
-    tiny_model("luna", "mlm").save_pretrained(tmp_path / "ours")
-    refused(tmp_path / "ours", "transformers")
-    roberta = {
-        "decoder.sentence_encoder.embed_tokens.weight": torch.zeros(60, 8),
-        "decoder.sentence_encoder.layers.0.self_attn.in_proj_weight": torch.zeros(8, 8),
-    }
-    source = save(tmp_path / "roberta", {"args": argparse.Namespace(arch="roberta_base"), "model": roberta})
-    refused(source, "roberta/model.pt", "RoBERTa", "roberta_to_luna.py")
-    refused(save(tmp_path / "other", {"model": dict(list(roberta.items())[:1])}), "`projected_embeddings`")
-    translation = {"encoder.embed_tokens.weight": torch.zeros(9, 4), "decoder.embed_tokens.weight": torch.zeros(9, 4)}
-    refused(save(tmp_path / "translation", {"model": translation}), "translation/model.pt")
+# ---- models, dictionaries and options that do not fit ----
 
 
 def put(name, tensor):
@@ -205,66 +180,58 @@ def put(name, tensor):
         (lambda w: w.pop(f"{LAYER}self_attn.q_proj.bias"), "luna.encoder.layer.1.attention.self.query.bias"),
         (put(f"{LAYER}fc1.weight", torch.zeros(24, 15)), "luna.encoder.layer.1.intermediate.dense.weight"),
         (put(f"{LAYER}self_attn.pk_proj.bias", torch.zeros(16)), "luna.encoder.layer.1.attention.self.pack.key.bias"),
-        (put(f"{ENCODER}layers.3.fc1.bias", torch.zeros(24)), "[0, 1, 3]"),
-        (put(f"{ENCODER}layer_norm.weight", torch.ones(16)), "`layer_norm.weight`"),
-        (put(f"{ENCODER}embed_tokens.weight", torch.zeros(60)), "`embed_tokens.weight`"),
+        (put(f"{ENCODER}layers.3.fc1.bias", torch.zeros(24)), "luna.encoder.layer.3.intermediate.dense.bias"),
+        (put(f"{ENCODER}layer_norm.weight", torch.ones(16)), "final_layer_norm.weight"),
+        (put(f"{ENCODER}embed_tokens.weight", torch.zeros(60)), "embed_tokens.weight`"),
         (put(f"{LAYER}fc1.bias", torch.zeros(24).long()), f"{LAYER}fc1.bias"),
-        (put(f"{LAYER}fc1.bias", torch.zeros(24).to_sparse()), f"{LAYER}fc1.bias"),
-        (lambda w: w.pop(f"{ENCODER}embed_positions.weight"), "`embed_positions.weight`"),
+        (lambda w: w.pop(f"{ENCODER}embed_positions.weight"), "embed_positions.weight`"),
         (put("decoder.lm_head.bias", torch.zeros(60)), "decoder.lm_head.bias"),
-        (lambda w: w.pop(f"classification_heads.{HEAD}.dense.weight"), "`dense.weight`"),
-        (put(f"classification_heads.{HEAD}.out_proj.weight", torch.tensor(1.0)), "`out_proj.weight`"),
+        (lambda w: w.pop(f"classification_heads.{HEAD}.dense.weight"), "dense.weight`"),
+        (put(f"classification_heads.{HEAD}.out_proj.weight", torch.tensor(1.0)), "out_proj.weight`"),
         (put(f"{LAYER}fc1.bias", torch.full((24,), torch.nan)), f"{LAYER}fc1.bias"),
-        (put(f"{LAYER}self_attn_layer_norm.weight", torch.full((16,), torch.inf)), "self_attn_layer_norm.weight"),
     ],
 )
-def test_tensors_that_do_not_fit(change, named, tmp_path, refused):
-    arguments = tiny_arguments()
-    weights = random_weights(arguments, heads={HEAD: 2})
+def test_tensors(change, named, tmp_path, refused):
+    weights, arguments = tiny_state(heads={HEAD: 2})
     change(weights)
     refused(write_fairseq(tmp_path / "source", weights, arguments), named)
 
 
 def test_a_position_table_without_the_rows_of_the_padding_id(tmp_path, refused):
     """It would otherwise give a model with two positions fewer."""
-    arguments = tiny_arguments()
-    source = write_fairseq(tmp_path / "source", random_weights({**arguments, "max_positions": 18}), arguments)
+    source = write_tiny(tmp_path / "source", fields={"max_position_embeddings": 18}, changes={"max_positions": 20})
     refused(source, "embed_positions.weight", "20 rows", "`max_positions` is 20", "22")
-    words = [str(source), str(tmp_path / "out"), "--override", "max_positions=18"]
-    assert fairseq_luna.main(words) == 0
+    assert fairseq_luna.main([str(source), str(tmp_path / "out"), "--override", "max_positions=18"]) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 18
 
 
 def test_numbers_too_large_for_the_type(tmp_path, refused):
-    arguments = tiny_arguments()
-    weights = random_weights(arguments)
+    weights, arguments = tiny_state()
     weights[f"{LAYER}fc1.bias"][3] = 1e5
     source = write_fairseq(tmp_path / "source", weights, arguments)
     refused(source, "luna.encoder.layer.1.intermediate.dense.bias", "float16", words=["--dtype", "float16"])
 
 
-def test_a_result_that_differs_is_not_written(tiny, refused, monkeypatch):
+@pytest.mark.parametrize("translation", [False, True])
+def test_a_result_that_differs_is_not_written(translation, tiny, tmp_path, refused, monkeypatch):
     """Verification works from the stored numbers, without the table of names."""
-    swapped = dict(names.ENCODER)
-    a, b = "layers.{}.self_attn.q_proj.weight", "layers.{}.self_attn.pq_proj.weight"
-    swapped[a], swapped[b] = swapped[b], swapped[a]
-    monkeypatch.setattr(names, "ENCODER", swapped)
-    refused(tiny, "Not equal to the original", "layer 1")
+    place = "decoder.layers.{}.encoder_attn" if translation else f"{ENCODER}layers.{{}}.self_attn"
+    source = write_checkpoint(tmp_path / "wmt", "post_tied_sinusoidal")[1] if translation else tiny
+    for kind in ("weight", "bias"):
+        a, b = f"{place}.q_proj.{kind}", f"{place}.pq_proj.{kind}"
+        monkeypatch.setitem(names.NAMES, a, names.NAMES[b])
+        monkeypatch.setitem(names.NAMES, b, names.NAMES[a].replace("pack.", ""))
+    refused(source, "Not equal to the original", "decoder layer 1" if translation else "layer 1")
 
 
-# ---- dictionary, options ----
-
-
-def test_dictionaries_that_do_not_fit(copied, tmp_path, refused):
-    lines = (copied / "dict.txt").read_text().splitlines()
-    for changed, rows in ((lines[:-1], 59), ([*lines, "madeupword0009 0"], 61)):
-        (copied / "dict.txt").write_text("\n".join(changed) + "\n")
-        refused(copied, f"{rows} tokens", "60 rows", "--dict")
-    (copied / "dict.txt").unlink()
-    refused(copied, "source/model.pt", "--dict")
-    refused(copied, "source", "dict.txt", words=["--tokenizer-only"])
-    refused(write_archive(copied), "source.zip", words=["--tokenizer-only"])
-    refused(roberta_dictionary(tmp_path / "dict.txt"), "FacebookAI/roberta-base", words=["--tokenizer-only"])
+@pytest.mark.parametrize("lines", ["one fewer", "one more", "none"])
+def test_dictionaries(lines, copied, refused):
+    path = copied / "dict.txt"
+    text = path.read_text().splitlines()
+    path.write_text("\n".join(text[:-1] if lines == "one fewer" else [*text, "madeupword0009 0"]) + "\n")
+    if lines == "none":
+        path.unlink()
+    refused(copied, "--dict", *{"one fewer": ["59", "60"], "one more": ["61", "60"], "none": []}[lines])
 
 
 @pytest.mark.parametrize(
@@ -274,17 +241,16 @@ def test_dictionaries_that_do_not_fit(copied, tmp_path, refused):
         ("--override dropout", "NAME=VALUE"),
         ("--override encoder_attention_heads=4.5", "`encoder_attention_heads` is 4.5"),
         ("--override encoder_attention_heads=two", "'two'"),
-        ("--override encoder_attention_heads=3", "width 16"),
+        ("--override encoder_attention_heads=3", "hidden_size"),
         ("--override activation_fn=swish", "`activation_fn` is 'swish'"),
         ("--override dropout=2", "hidden_dropout_prob"),
         ("--head-type ranking", "--head-type"),
         ("--labels labels.txt", "--labels"),
+        ("--target-dict dict.txt", "--target-dict"),
         ("--head cls_classification_head", "cls_classification_head"),
         ("--checkpoint other.pt", "other.pt: model.pt"),
         ("--layer-norm both", "'both'"),
         ("--dtype int8", "'int8'"),
-        ("--tokenizer-only --head x", "--head"),
-        ("--tokenizer-only --override dropout=0.1", "--override"),
         ("--gpt2-bpe nowhere", "nowhere"),
     ],
 )
@@ -292,14 +258,34 @@ def test_options(words, named, tiny, refused):
     refused(tiny, named, words=words.split())
 
 
-def test_heads_that_do_not_fit_their_options(tiny, tmp_path, refused):
-    refused(tiny / "model.pt", "other.pt", words=["--checkpoint", "other.pt"])
-    one = write_tiny(tmp_path / "one", heads={HEAD: 1})
-    refused(one, HEAD, "--head-type ranking", "--head-type regression")
-    refused(one, HEAD, "classification", words=["--head-type", "classification"])
-    two = write_tiny(tmp_path / "two", heads={HEAD: 2}, labels=("a", "a"))
-    refused(two, HEAD, "2 outputs", words=["--head-type", "ranking"])
-    refused(two, "label/dict.txt")
-    refused(two, "nothing.txt", words=["--labels", tmp_path / "nothing.txt"])
-    (tmp_path / "labels.txt").write_text("a 1\nb 1\nc 1\n")
-    refused(two, "3 classes", HEAD, words=["--labels", tmp_path / "labels.txt"])
+@pytest.mark.parametrize(
+    ("outputs", "labels", "words", "named"),
+    [
+        (1, "", "", "--head-type ranking"),
+        (1, "", "--head-type classification", "classification"),
+        (2, "", "--head-type ranking", "2 outputs"),
+        (2, "aa", "", "label/dict.txt"),
+        (3, "ab", "--labels {source}/label/dict.txt", "2 classes"),
+    ],
+)
+def test_heads(outputs, labels, words, named, tmp_path, refused):
+    source = write_tiny(tmp_path / "source", heads={HEAD: outputs}, labels=tuple(labels))
+    refused(source, named, words=words.format(source=source).split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "named"),
+    [
+        ({"decoder_attention_heads": 2}, "", "decoder_attention_heads"),
+        ({"activation_fn": "swish"}, "", "swish"),
+        ({"no_token_positional_embeddings": True}, "", "no_token_positional_embeddings"),
+        ({"target_lang": "fr"}, "", "--target-dict"),
+        ({}, "--dict {source}/short.txt", "40"),
+        ({}, "--head x", "x"),
+        ({}, "--gpt2-bpe x", "--gpt2-bpe"),
+    ],
+)
+def test_translation(arguments, words, named, tmp_path, refused):
+    _, source = write_checkpoint(tmp_path / "wmt", "post_tied_sinusoidal", **arguments)
+    write_dictionary(source / "short.txt", 40)
+    refused(source, named, words=words.format(source=source).split())

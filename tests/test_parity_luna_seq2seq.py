@@ -7,7 +7,7 @@ not, and nothing reads it.
 
 import pytest
 import torch
-from fairseq_format.translation_names import to_ours
+from fairseq_format.names import to_ours
 from official_luna import Fixture, seq2seq_config
 
 from luna_hf import LunaForConditionalGeneration, MemoryCache
@@ -26,7 +26,7 @@ pytestmark = [
 def load(name, dtype):
     fixture = Fixture("luna_seq2seq", name)
     model = LunaForConditionalGeneration(seq2seq_config(fixture, attn_implementation="eager"))
-    tensors, _ = to_ours(fixture.weights())
+    tensors, _ = to_ours(fixture.weights(), "translation")
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected
     tied = {n for n in missing if n in model.all_tied_weights_keys}

@@ -1,37 +1,39 @@
-"""The authors' arguments and our configuration, in both directions.
+"""The authors' models and ours: configuration, heads and arguments, in both directions.
 
 What names and shapes of the tensors show is taken from them, the rest from the arguments.
 """
 
-import dataclasses
 import re
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_hf import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
+from luna_hf import (
+    LunaConfig,
+    LunaForConditionalGeneration,
+    LunaForMaskedLM,
+    LunaForMultipleChoice,
+    LunaForSequenceClassification,
+    LunaModel,
+)
 from luna_hf.scripting import UserError
 
-from .checkpoint import HEADS, SENTENCE_ENCODER, Options, Original
-from .reference import EPSILON, PADDING_ID
+from .arguments import TRANSLATION, to_arguments, to_fields
+from .checkpoint import Original
+from .names import HEADS, LM_HEAD
+from .reference import EPSILON, PADDING_ID, Stored
 
 BOS, PAD, EOS, UNK = 0, PADDING_ID, 2, 3  # in every fairseq dictionary
 SPECIALS, MASK = ["<s>", "<pad>", "</s>", "<unk>"], "<mask>"
-# The authors' activations by their names, and transformers' names. Of two for one function, we write the first.
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_accurate": "gelu_pytorch_tanh",
-    "gelu_fast": "gelu_pytorch_tanh",
-    "relu": "relu",
-    "tanh": "tanh",
-    "linear": "linear",
-}
-THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 # The name of a classification head decides what it reads; any other name means `cls`.
 POOLINGS = {"pooling_classification_head": "packed_max", "attention_classification_head": "packed_attention"}
 DEFAULT_HEAD = "sentence_classification_head"
 # Fields of our config that have the same value in every masked language model of the authors.
 FIXED = {
+    "is_encoder_decoder": False,
     "position_embedding_type": "learned",
     "norm_first": False,
     "embedding_layer_norm": True,
@@ -45,14 +47,14 @@ FIXED = {
     "pad_token_id": PAD,
     "eos_token_id": EOS,
 }
-RANKING_TASKS = ("sentence_ranking", "commonsense_qa")
-# What a converted model has on its encoder, by kind.
+# What a converted model is, by kind.
 MODELS: dict[str, type[PreTrainedModel]] = {
     "masked_lm": LunaForMaskedLM,
     "encoder": LunaModel,
     "classification": LunaForSequenceClassification,
     "regression": LunaForSequenceClassification,
     "ranking": LunaForMultipleChoice,
+    "translation": LunaForConditionalGeneration,
 }
 HEAD_TYPES = ("classification", "regression", "ranking")
 # The number of answers to a question, which fairseq's ranking task needs and the weights do not show: RACE's.
@@ -64,14 +66,18 @@ _MASKED_LM = {
     **{"freq_weighted_replacement": False, "mask_whole_words": False},
 }
 _SENTENCES = {"init_token": BOS, "separator_token": EOS, "no_shuffle": False, "load_checkpoint_heads": True}
+_EVERY_MODEL = {
+    **{"encoder_layerdrop": 0, "encoder_layers_to_keep": None},
+    **{"quant_noise_pq": 0, "quant_noise_pq_block_size": 8, "quant_noise_scalar": 0},
+}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Head:
     """What a converted model has on its encoder.
 
     Args:
-        part: `"lm_head"`, the name of a classification head, or `None` for an encoder alone.
+        part: `"lm_head"`, the name of a classification head, `"translation"`, or `None` for an encoder alone.
         kind: a key of `MODELS`.
         labels: names of the classes in the order of the outputs; empty if unknown.
     """
@@ -80,164 +86,153 @@ class Head:
     kind: str
     labels: tuple[str, ...] = ()
 
-    @property
-    def classifier(self) -> str | None:
-        """The name of the classification head, if it is one."""
-        return self.part if self.kind in HEAD_TYPES else None
-
 
 # ---- theirs to ours ----
 
 
-def classes(original: Original, name: str) -> int:
-    """Number of outputs of a classification head.
+def matrix(original: Original, name: str) -> Tensor:
+    """A stored tensor.
 
     Raises:
-        UserError: The head is incomplete.
+        UserError: There is no such matrix.
     """
-    for part in ("dense.weight", "out_proj.weight"):
-        layer = original.weights.get(f"{HEADS}{name}.{part}")
-        if layer is None or layer.ndim != 2 or not len(layer):
-            raise UserError(f"The head {name} is incomplete: `{part}` is missing or not a matrix.")
-    return original.weights[f"{HEADS}{name}.out_proj.weight"].shape[0]
+    tensor = original.weights.get(name)
+    if tensor is None or tensor.ndim != 2:
+        raise UserError(f"{original.name} is damaged or no Luna of the authors: `{name}` is not a matrix.")
+    return tensor
 
 
 def make_config(original: Original, head: Head) -> LunaConfig:
     """Our configuration of a checkpoint.
 
     Raises:
-        UserError: It is not the authors' masked language model, or its parts do not fit together.
+        UserError: It is not one of the authors' models, or its parts do not fit together.
     """
-    weights, options = original.weights, original.options
-    encoder = {n.removeprefix(SENTENCE_ENCODER): t for n, t in weights.items() if n.startswith(SENTENCE_ENCODER)}
-    for name in ("embed_tokens.weight", "embed_positions.weight", "projected_embeddings", "layers.0.fc1.weight"):
-        if name not in encoder or encoder[name].ndim != 2:
-            raise UserError(f"{original.name} is damaged or no masked LM of the authors: `{name}` is not a matrix.")
-    if foreign := {"layer_norm.weight", "segment_embeddings.weight"} & encoder.keys():
-        raise UserError(f"{original.name} is a Luna, but no masked LM of the authors: it has `{min(foreign)}`.")
-    vocab_size, width = encoder["embed_tokens.weight"].shape
-    count = options.encoder_attention_heads
-    if count < 1 or width % count:
-        raise UserError(
-            f"{original.name} has width {width}, which {count} attention heads{_assumed(original)} do not divide. Give "
-            "the right number: --override encoder_attention_heads=N."
-        )
-    rows, positions = encoder["embed_positions.weight"].shape[0], options.max_positions
-    if positions and rows != positions + PAD + 1:
-        raise UserError(
-            f"{original.name} has {rows:,} rows in `embed_positions.weight`, but `max_positions` is {positions:,}, "
-            f"which needs {positions + PAD + 1:,}: fairseq puts {PAD + 1} before the first position. If the rows are "
-            f"right: --override max_positions={rows - PAD - 1}."
-        )
-    fields: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": width,
-        "num_hidden_layers": original.layers(),
-        "num_attention_heads": count,
-        "intermediate_size": encoder["layers.0.fc1.weight"].shape[0],
-        "projection_length": encoder["projected_embeddings"].shape[0],
-        "max_position_embeddings": rows - PAD - 1,
-        "tie_kv": "layers.0.self_attn.c_proj.weight" in encoder,
-        "dynamic_projection": not options.fix_projection_length,
-        "tie_word_embeddings": original.is_tied(),
-        "hidden_act": _activation("activation_fn", options),
-        "hidden_dropout_prob": options.dropout,
-        "attention_probs_dropout_prob": options.attention_dropout,
-        "activation_dropout": options.activation_dropout,
-        "classifier_dropout": options.pooler_dropout,
-        "classifier_activation": _activation("pooler_activation_fn", options),
+    options, prefix = original.options, original.encoder
+    words = matrix(original, f"{prefix}embed_tokens.weight")
+    fields = {
+        **to_fields(options, original.kind),
+        "vocab_size": len(words),
+        "hidden_size": words.shape[1],
+        "num_hidden_layers": Stored(original, prefix).layers(),
+        "intermediate_size": len(matrix(original, f"{prefix}layers.0.fc1.weight")),
+        "projection_length": len(matrix(original, f"{prefix}projected_embeddings")),
+        "max_position_embeddings": _positions(original),
+        "tie_kv": f"{prefix}layers.0.self_attn.c_proj.weight" in original.weights,
+        **(_of_translation(original) if original.kind == TRANSLATION else _of_head(original, head)),
     }
-    if head.classifier:
-        outputs = classes(original, head.part)
-        fields |= {
-            "classifier_pooling": POOLINGS.get(head.part, "cls"),
-            "classifier_hidden_size": weights[f"{HEADS}{head.part}.dense.weight"].shape[0],
-        }
-        if head.kind == "regression":
-            fields |= {"num_labels": 1, "problem_type": "regression"}
-        elif head.kind == "classification":
-            id2label = dict(enumerate(head.labels or [f"LABEL_{index}" for index in range(outputs)]))
-            label2id = {name: index for index, name in id2label.items()}
-            fields |= {"id2label": id2label, "label2id": label2id, "problem_type": "single_label_classification"}
     try:
         config = LunaConfig(**fields)
     except ValueError as error:
-        raise UserError(str(error)) from error
-    if head.classifier and head.part not in (DEFAULT_HEAD, *POOLINGS):
+        assumed = f" Not in the file: {', '.join(options.assumed)}." if options.assumed else ""
+        raise UserError(f"{error} To correct an argument of the file: --override NAME=VALUE.{assumed}") from error
+    if head.kind in HEAD_TYPES and head.part not in (DEFAULT_HEAD, *POOLINGS):
         config.fairseq_head = head.part  # for the way back
     return config
 
 
-def _assumed(original: Original) -> str:
-    return " (the authors' default, not in the file)" if "encoder_attention_heads" in original.assumed else ""
+def _positions(original: Original) -> int:
+    """Number of positions: the rows of the table after those up to padding's."""
+    options = original.options
+    if not options.encoder_learned_pos:
+        return options.max_source_positions
+    rows = len(matrix(original, f"{original.encoder}embed_positions.weight")) - PAD - 1
+    given = getattr(options, "max_positions", 0)
+    if given and rows != given:  # else a table without the rows of the padding id would lose two positions
+        raise UserError(
+            f"{original.name} has {rows + PAD + 1:,} rows in `embed_positions.weight`, but `max_positions` is "
+            f"{given:,}, which needs {given + PAD + 1:,}: fairseq puts {PAD + 1} before the first position. If the "
+            f"rows are right: --override max_positions={rows}."
+        )
+    return rows
 
 
-def _activation(name: str, options: Options) -> str:
-    activation = getattr(options, name)
-    if activation not in ACTIVATIONS:
-        raise UserError(f"The argument `{name}` is {activation!r}. Choose one of {', '.join(ACTIVATIONS)}.")
-    return ACTIVATIONS[activation]
+def _of_head(original: Original, head: Head) -> dict[str, Any]:
+    """Fields of the output layer, and of a classification head."""
+    weights, output = original.weights, original.weights.get(f"{LM_HEAD}weight")
+    words = weights[f"{original.encoder}embed_tokens.weight"]
+    is_tied = output is None or (torch.equal(output, words) and not original.options.untie_weights_luna)
+    fields: dict[str, Any] = {"tie_word_embeddings": is_tied}
+    if head.kind not in HEAD_TYPES:
+        return fields
+    fields["classifier_pooling"] = POOLINGS.get(head.part, "cls")
+    fields["classifier_hidden_size"] = len(matrix(original, f"{HEADS}{head.part}.dense.weight"))
+    if head.kind == "regression":
+        fields |= {"num_labels": 1, "problem_type": "regression"}
+    elif head.kind == "classification":
+        labels = head.labels or [
+            f"LABEL_{index}" for index in range(len(matrix(original, f"{HEADS}{head.part}.out_proj.weight")))
+        ]
+        fields |= {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+        fields["problem_type"] = "single_label_classification"
+    return fields
+
+
+def _of_translation(original: Original) -> dict[str, Any]:
+    """Fields of an encoder-decoder."""
+    weights, options = original.weights, original.options
+    if options.no_token_positional_embeddings:
+        raise UserError("`no_token_positional_embeddings` is true, but our models need positions.")
+    tables = [weights.get(f"{part}.embed_positions.weight") for part in ("encoder", "decoder")]
+    if options.encoder_learned_pos and len({table is None or len(table) for table in tables}) > 1:
+        raise UserError("Source and target have different numbers of learned positions, which our models cannot have.")
+    source, target = (matrix(original, f"{part}.embed_tokens.weight") for part in ("encoder", "decoder"))
+    output = weights.get("decoder.output_projection.weight")
+    return {
+        "is_encoder_decoder": True,
+        "decoder_vocab_size": len(target),
+        "share_encoder_decoder_embeddings": torch.equal(source, target),
+        "tie_word_embeddings": output is None or torch.equal(output, target),
+        "decoder_layers": Stored(original, "decoder.").layers(),
+        "num_projected_attention_heads": options.encoder_projected_attention_heads or None,
+        "embedding_layer_norm": "encoder.layernorm_embedding.weight" in weights,
+        "layer_norm_eps": EPSILON,
+        "bos_token_id": BOS,
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+        "decoder_start_token_id": EOS,
+    }
 
 
 # ---- ours to theirs ----
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuse what the authors' model cannot express.
+    """Refuse what the authors' masked language model cannot express, except for values of arguments.
 
     Raises:
         UserError: A field of the config has an unsupported value.
     """
-    if config.model_type != LunaConfig.model_type:
-        raise UserError(f"The model type is {config.model_type!r}, but the authors' code has only 'luna'.")
-    fixed: dict[str, Any] = dict(FIXED)
+    fixed: dict[str, Any] = {**FIXED, "quantization_config": None}
     if config.num_projected_attention_heads is not None:
         fixed["num_projected_attention_heads"] = config.num_attention_heads
     if config.scale_embedding is not None:
         fixed["scale_embedding"] = False
     for field, value in fixed.items():
-        if getattr(config, field) != value:
-            raise UserError(f"`{field}` is {getattr(config, field)!r}, but always {value!r} in the authors' model.")
-    for field in ("hidden_act", "classifier_activation"):
-        if getattr(config, field) not in THEIR_ACTIVATIONS:
-            raise UserError(
-                f"`{field}` is {getattr(config, field)!r}, which the authors' code lacks. It has "
-                f"{', '.join(THEIR_ACTIVATIONS)}."
-            )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError("`quantization_config` is set. Convert the model before it is quantized.")
-
-
-def check_class(name: str) -> None:
-    """Refuse models that the authors do not have.
-
-    Raises:
-        UserError: Such a class.
-    """
-    known = dict.fromkeys(model.__name__ for model in MODELS.values())
-    if name not in known:
-        raise UserError(f"The authors' code has no counterpart of {name}. Convert one of {', '.join(known)}.")
+        if (ours := getattr(config, field, None)) != value:
+            raise UserError(f"`{field}` is {ours!r}, but always {value!r} in the authors' model.")
+    to_arguments(config)
 
 
 def head_name(model: PreTrainedModel, given: str | None = None) -> str | None:
-    """What the authors call the model's head: `"lm_head"`, a classification head's name, or `None`.
+    """What the authors call the part that a model has beside its encoder, see `names.to_ours`.
+
+    A classification head has by default the name before an earlier conversion, or the authors' name for the pooling.
 
     Raises:
         UserError: `given` does not suit the model's head, or no head of theirs reads what it reads.
     """
-    kind = type(model).__name__
-    if kind in ("LunaForMaskedLM", "LunaModel"):
-        if given is not None:
-            raise UserError(f"--head {given} does not apply to a {kind}, which has no classification head.")
-        return "lm_head" if kind == "LunaForMaskedLM" else None
+    kind = type(model)
+    if kind not in (LunaForSequenceClassification, LunaForMultipleChoice):
+        part = {LunaForMaskedLM: "lm_head", LunaForConditionalGeneration: "translation"}.get(kind)
+        if given not in (None, part):
+            raise UserError(f"--head {given} does not apply to a {kind.__name__}. Leave it out.")
+        return part
     pooling = model.config.classifier_pooling
-    names = {"cls": DEFAULT_HEAD} | {pooling: name for name, pooling in POOLINGS.items()}
+    names = {"cls": getattr(model.config, "fairseq_head", DEFAULT_HEAD)} | {own: name for name, own in POOLINGS.items()}
     if pooling not in names:
         raise UserError(f"`classifier_pooling` is {pooling!r}, but the authors' heads have {', '.join(names)}.")
     name = names[pooling] if given is None else given
-    converted = getattr(model.config, "fairseq_head", None)
-    if given is None and converted is not None and pooling == "cls":
-        name = converted
     if not re.fullmatch(r"[^.\s]+", name):
         raise UserError(f"--head {name!r} is not a valid name: leave out dots and spaces.")
     if POOLINGS.get(name, "cls") != pooling:
@@ -254,42 +249,21 @@ def make_arguments(model: PreTrainedModel, part: str | None) -> dict[str, Any]:
     Raises:
         UserError: It has a purpose that they do not support.
     """
-    config = model.config
-    pooler_dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-    return {
-        "arch": f"luna_base_{'tied' if config.tie_kv else 'untied'}_512",
-        **_task(model, part),
-        "encoder_layers": config.num_hidden_layers,
-        "encoder_embed_dim": config.hidden_size,
-        "encoder_ffn_embed_dim": config.intermediate_size,
-        "encoder_attention_heads": config.num_attention_heads,
-        "max_positions": config.max_position_embeddings,
-        "tokens_per_sample": config.max_position_embeddings,
-        "projection_length": config.projection_length,
-        "fix_projection_length": not config.dynamic_projection,
-        "untie_luna_kv": not config.tie_kv,
-        "untie_weights_luna": type(model).__name__ == "LunaForMaskedLM" and not config.tie_word_embeddings,
-        "activation_fn": THEIR_ACTIVATIONS[config.hidden_act],
-        "pooler_activation_fn": THEIR_ACTIVATIONS[config.classifier_activation],
-        "dropout": float(config.hidden_dropout_prob),
-        "attention_dropout": float(config.attention_probs_dropout_prob),
-        "activation_dropout": float(config.activation_dropout),
-        "pooler_dropout": float(pooler_dropout),
-        "encoder_layerdrop": 0,
-        "encoder_layers_to_keep": None,
-        "quant_noise_pq": 0,
-        "quant_noise_pq_block_size": 8,
-        "quant_noise_scalar": 0,
-    }
+    config, arguments = model.config, to_arguments(model.config)
+    if arguments["pooler_dropout"] is None:
+        arguments["pooler_dropout"] = config.hidden_dropout_prob
+    arguments |= {name: float(value) for name, value in arguments.items() if name.endswith("dropout")}
+    arguments["untie_weights_luna"] &= isinstance(model, LunaForMaskedLM)
+    arch = f"luna_base_{'tied' if config.tie_kv else 'untied'}_512"
+    return {"arch": arch, **_task(model, part), **arguments, **_EVERY_MODEL}
 
 
 def _task(model: PreTrainedModel, part: str | None) -> dict[str, Any]:
     """The task, its criterion, and their arguments."""
-    kind = type(model).__name__
-    if kind == "LunaForMultipleChoice":
+    if isinstance(model, LunaForMultipleChoice):
         task = "sentence_ranking"
         own = {**_SENTENCES, "num_classes": CHOICES, "max_option_length": None, "ranking_head_name": part}
-    elif kind == "LunaForSequenceClassification":
+    elif isinstance(model, LunaForSequenceClassification):
         task = "sentence_prediction"
         own = {
             **_SENTENCES,
@@ -315,22 +289,7 @@ def _is_regression(config: PreTrainedConfig) -> bool:
 
 
 def label_names(model: PreTrainedModel) -> list[str]:
-    """Names of the classes in the order of the outputs; empty if there are no classes or they have no names.
-
-    Raises:
-        UserError: fairseq's dictionary cannot hold a name.
-    """
-    config = model.config
-    if type(model).__name__ != "LunaForSequenceClassification" or _is_regression(config):
-        return []
-    names = [str(config.id2label[index]) for index in sorted(config.id2label)]
-    if names == [f"LABEL_{index}" for index in range(len(names))]:
-        return []
-    for place, name in enumerate(names):
-        is_line = bool(name.strip()) and name == name.strip() and len(name.splitlines()) == 1
-        if not is_line or name in (*SPECIALS, MASK, *names[:place]) or name.startswith("madeupword"):
-            raise UserError(
-                f"`id2label` names class {place} {name!r}, which label/dict.txt cannot hold. Rename it: one line, "
-                "unique, no spaces around it, and not a symbol of fairseq."
-            )
-    return names
+    """Names of the classes in the order of the outputs; empty if there are no classes or they have no names."""
+    names = [str(name) for _, name in sorted(model.config.id2label.items())]
+    is_classifier = isinstance(model, LunaForSequenceClassification) and len(names) > 1
+    return names if is_classifier and names != [f"LABEL_{index}" for index in range(len(names))] else []

@@ -1,10 +1,10 @@
-"""Tokenizers of fairseq models over GPT-2's byte-level BPE, from fairseq's files and back.
+"""Tokenizers of fairseq models, from fairseq's files and back.
 
-fairseq encodes a text in two steps. GPT-2's BPE gives ids (`encoder.json`, `vocab.bpe`), and a dictionary (`dict.txt`)
-of these ids, as decimal symbols, gives the rows of the model. A token with an id that the dictionary lacks is `<unk>`.
+fairseq encodes a text for a masked language model in two steps. GPT-2's BPE gives ids (`encoder.json`, `vocab.bpe`),
+and a dictionary (`dict.txt`) of these ids, as decimal symbols, gives the rows of the model. A token with an id that the
+dictionary lacks is `<unk>`. A translation model has a dictionary of words for each language.
 """
 
-import hashlib
 import json
 import re
 import sys
@@ -12,35 +12,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerBase, RobertaTokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, RobertaTokenizer
 from transformers.utils import cached_file
 
 from luna_hf import FairseqBpeTokenizer
 from luna_hf.scripting import UserError, reason
 
-from .config import MASK, SPECIALS
+from .checkpoint import DICTIONARY
+from .config import EOS, MASK, SPECIALS, UNK
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's last token, which no text produces
-OVERWRITE = "#fairseq:overwrite"
 # Unused rows that fill a dictionary up to a multiple of 8, and additional symbols such as <sep>.
-FILLER, BRACKETED = re.compile(r"madeupword\d+", re.ASCII), re.compile(r"<.+>")
+_SPECIAL = re.compile(r"madeupword\d+|<.+>", re.ASCII)
+_ID = re.compile(r"0|[1-9]\d*", re.ASCII)
 BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-# SHA-256 of the symbols of RoBERTa's dict.txt, as `read_dictionary` returns them, joined by line feeds.
-ROBERTA_SYMBOLS = "fdd498f7559a263e2bdb3afd43fce08a5fff3c2a4cf1002f68fb447ca56c07be"
 
 
 @dataclass(frozen=True)
 class Bpe:
-    """A byte-level BPE.
+    """A byte-level BPE."""
 
-    Attributes:
-        tokens: in the order of their ids; bytes are written as the characters of `byte_characters`.
-        merges: pairs of tokens, in order of priority.
-    """
-
-    tokens: list[str]
-    merges: list[tuple[str, str]]
+    tokens: list[str]  # in the order of their ids; bytes are written as the characters of `byte_characters`
+    merges: list[tuple[str, str]]  # in order of priority
 
     def from_text(self) -> list[str]:
         """The tokens that a text can produce, in the order of their ids: bytes and results of merges."""
@@ -66,44 +63,36 @@ def bpe_from_merges(merges: list[tuple[str, str]]) -> Bpe:
 # ---- reading ----
 
 
-def read_dictionary(path: Path) -> list[str]:
-    """Symbols of a `dict.txt` by their ids: `<s>`, `<pad>`, `</s>`, `<unk>`, the lines of the file, `<mask>`.
+def read_dictionary(path: Path, mask: bool = True) -> list[str]:
+    """Symbols of a dictionary by their ids: `<s>`, `<pad>`, `</s>`, `<unk>`, the lines of the file, `<mask>`.
 
-    Fillers (`madeupword0000`) are kept because the model has rows for them. A `<mask>` in the file keeps its place.
+    Fillers (`madeupword0000`) are kept because the model has rows for them. A `<mask>` in the file keeps its place, and
+    is added only with `mask`, as in a masked language model.
 
     Raises:
-        UserError: The file cannot be read, or is no dictionary over GPT-2's BPE.
+        UserError: The file cannot be read, or is no dictionary.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()  # some editors write a byte order mark
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The dictionary {path} cannot be read ({error}).") from error
-    if not lines:
-        raise UserError(f"The dictionary {path} is empty. Each of its lines must hold a symbol and a count.")
     symbols = dict.fromkeys(SPECIALS)
-    for number, line in enumerate(lines, start=1):
-        symbol, _, count = line.rstrip().rpartition(" ")
-        place = f"{path}, line {number}"
-        if count == OVERWRITE:
-            raise UserError(
-                f"{place}: {OVERWRITE} gives {symbol!r} a second row, which no tokenizer here can have. Remove the "
-                "flag, and rename the symbol if its first row is in use."
-            )
-        if not symbol or not re.fullmatch(r"\d+", count, re.ASCII):
-            raise UserError(f"{place}: {line!r} is not a symbol and a count, separated by a space.")
-        if not (_is_bpe_id(symbol) or FILLER.fullmatch(symbol) or BRACKETED.fullmatch(symbol)):
-            raise UserError(
-                f"{place}: {symbol!r} is neither the decimal id of a token nor a special symbol. Only dictionaries "
-                "over GPT-2's BPE can be converted."
-            )
-        if symbol in symbols:
-            raise UserError(f"{place}: {symbol!r} occurs twice in the dictionary.")
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
+        symbol, _, count = line.rstrip("\r").rpartition(" ")
+        if not symbol or not re.fullmatch(r"\d+", count, re.ASCII) or symbol in symbols:
+            raise UserError(f"{path}, line {number}: {line!r} is not a new symbol and a count, separated by a space.")
         symbols[symbol] = None
-    return [*symbols] if MASK in symbols else [*symbols, MASK]
+    return [*symbols, MASK] if mask and MASK not in symbols else [*symbols]
 
 
-def _is_bpe_id(symbol: str) -> bool:
-    return re.fullmatch(r"0|[1-9]\d*", symbol, re.ASCII) is not None
+def read_labels(path: Path) -> tuple[str, ...]:
+    """Names of the classes in the order of the outputs: the lines of fairseq's label dictionary before its fillers.
+
+    Raises:
+        UserError: The file cannot be read, or is no dictionary.
+    """
+    symbols = read_dictionary(path, mask=False)[len(SPECIALS) :]
+    return tuple(name for name in symbols if not name.startswith("madeupword"))
 
 
 def read_bpe(source: str) -> Bpe:
@@ -115,25 +104,18 @@ def read_bpe(source: str) -> Bpe:
     vocab_file, merges_file = _bpe_files(source)
     try:
         vocab = json.loads(Path(vocab_file).read_text(encoding="utf-8"))
+        tokens = sorted(vocab, key=vocab.__getitem__)
         lines = Path(merges_file).read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{vocab_file} and {merges_file} cannot be read as JSON and UTF-8 text ({error}).") from error
-    ids = list(vocab.values()) if isinstance(vocab, dict) else []
-    if not ids or not all(type(index) is int for index in ids) or sorted(ids) != list(range(len(ids))):
+    if [vocab[token] for token in tokens] != list(range(len(tokens))):
         raise UserError(f"{vocab_file} is no vocabulary: it must give every token an id, from 0 without gaps.")
-    merges = []
-    for number, line in enumerate(lines, start=1):
-        parts = line.split()
-        # A later line may begin with a number sign, which is a token.
-        if not parts or (number == 1 and line.startswith("#version")):
-            continue
-        if len(parts) != 2:
-            raise UserError(f"{merges_file}, line {number}: {line!r} is not two tokens separated by a space.")
-        merges.append((parts[0], parts[1]))
-    for token in (*byte_characters(), *(token for merge in merges for token in (*merge, "".join(merge)))):
-        if token not in vocab:
-            raise UserError(f"{vocab_file} lacks the token {token!r}, which {merges_file} and byte-level BPE need.")
-    return Bpe(sorted(vocab, key=vocab.__getitem__), merges)
+    # A later line may begin with a number sign, which is a token.
+    merges = [tuple(line.split()) for line in lines[lines[0].startswith("#version") :] if line.strip()]
+    wrong = [" ".join(merge) for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys()]
+    if wrong := [*wrong, *(byte for byte in byte_characters() if byte not in vocab)]:
+        raise UserError(f"{vocab_file} and {merges_file} do not belong together: see {wrong[0]!r}.")
+    return Bpe(tokens, merges)
 
 
 def _bpe_files(source: str) -> tuple[str, str]:
@@ -158,43 +140,32 @@ def _bpe_files(source: str) -> tuple[str, str]:
 # ---- from fairseq ----
 
 
-def is_roberta(symbols: list[str]) -> bool:
-    """Whether these are RoBERTa's ids, for which `FacebookAI/roberta-base` has a tokenizer."""
-    return hashlib.sha256("\n".join(symbols).encode()).hexdigest() == ROBERTA_SYMBOLS
-
-
 def build_tokenizer(symbols: list[str], bpe: Bpe, max_length: int | None) -> RobertaTokenizer:
-    """A tokenizer that gives a text the ids that fairseq gives it.
+    """A tokenizer that gives a text the ids that fairseq gives it, with the symbols of `read_dictionary`.
 
-    The forms are `<s> a </s>` and `<s> a </s></s> b </s>`. `<mask>` absorbs the spaces before it, as in fairseq's
-    `fill_mask` (which also drops spaces at the end, and counts U+001C to U+001F as spaces; both are kept here). Other
-    special tokens written in a text are text to fairseq, and here with `split_special_tokens=True`.
-
-    Args:
-        symbols: the result of `read_dictionary`.
-        bpe: the BPE below the dictionary.
-        max_length: the model's longest input, in tokens.
-
-    Returns:
-        A plain `RobertaTokenizer`, or a `FairseqBpeTokenizer` if the dictionary lacks a token that a text can produce.
+    It is a `RobertaTokenizer`, or a `FairseqBpeTokenizer` if the dictionary lacks a token that a text can produce.
+    `<mask>` absorbs the spaces before it, as in fairseq's `fill_mask` (which also drops spaces at the end, and counts
+    U+001C to U+001F as spaces; both are kept here). Other special tokens written in a text are text to fairseq, and
+    here with `split_special_tokens=True`.
 
     Raises:
         UserError: The dictionary is not over this BPE.
     """
     vocab: dict[str, int] = {}
+    from_text = bpe.from_text()
+    made = set(from_text)
     for index, symbol in enumerate(symbols):
-        token = symbol
-        if _is_bpe_id(symbol):
-            if int(symbol) >= len(bpe.tokens):
-                raise UserError(
-                    f"The dictionary has the symbol {symbol}, but the BPE only {len(bpe.tokens)} tokens. Name the "
-                    "folder of the right BPE files: --gpt2-bpe FOLDER."
-                )
-            token = bpe.tokens[int(symbol)]
-        if token in vocab:
+        is_id = _ID.fullmatch(symbol) is not None
+        if (is_id and int(symbol) >= len(bpe.tokens)) or not (is_id or _SPECIAL.fullmatch(symbol)):
+            raise UserError(
+                f"The symbol {symbol!r} is neither the id of one of the {len(bpe.tokens)} tokens of the BPE nor a "
+                "special symbol. Only dictionaries over GPT-2's BPE can be converted: --gpt2-bpe FOLDER."
+            )
+        token = bpe.tokens[int(symbol)] if is_id else symbol
+        if token in vocab or (not is_id and token in made):
             raise UserError(f"The dictionary has the symbol {token!r}, which is also a token of the BPE.")
         vocab[token] = index
-    missing = [token for token in bpe.from_text() if token not in vocab]
+    missing = [token for token in from_text if token not in vocab]
     options: dict[str, Any] = {
         "merges": bpe.merges,
         "mask_token": AddedToken(MASK, lstrip=True, special=True),  # transformers' default keeps the space
@@ -206,20 +177,19 @@ def build_tokenizer(symbols: list[str], bpe: Bpe, max_length: int | None) -> Rob
     return FairseqBpeTokenizer(vocab=vocab, missing_tokens=len(missing), **options)
 
 
-def write_vocabulary(tokenizer: RobertaTokenizer, folder: Path) -> None:
-    """Write vocab.json (fairseq's ids) and merges.txt for other programs; transformers reads tokenizer.json.
+def word_tokenizer(symbols: list[str], max_length: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of text that is already split as in the training run (Moses and BPE, for example).
 
-    Tokens that the dictionary lacks are not in vocab.json, but the merges that make them are in merges.txt.
+    It looks words up and ends each text with `</s>`; decoding joins `@@ `, the mark of subword-nmt.
     """
-    vocab = tokenizer.get_vocab()
-    ordered = {token: vocab[token] for token in sorted(vocab, key=vocab.__getitem__)}
-    (folder / "vocab.json").write_text(json.dumps(ordered, ensure_ascii=False), encoding="utf-8")
-    _write_merges(_merges_of(tokenizer), folder / "merges.txt")
-
-
-def _write_merges(merges: list[tuple[str, str]], path: Path) -> None:
-    lines = "".join(f"{left} {right}\n" for left, right in merges)
-    path.write_text(f"#version: 0.2\n{lines}", encoding="utf-8")
+    backend = Tokenizer(WordLevel({symbol: place for place, symbol in enumerate(symbols)}, unk_token=SPECIALS[UNK]))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])
+    # Each symbol gets a space, unless it goes on.
+    steps = [decoders.Replace(Regex(r"(?<!@@)\z"), " "), decoders.Replace(Regex(r"@@\z"), ""), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 0, 1)])
+    names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=max_length, **names)
 
 
 # ---- to fairseq ----
@@ -228,61 +198,57 @@ def _write_merges(merges: list[tuple[str, str]], path: Path) -> None:
 def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write `dict.txt`, `encoder.json` and `vocab.bpe`, with which fairseq gives every text the same ids.
 
-    The BPE's ids are GPT-2's (`bpe_from_merges`). Counts are 0, because they are unknown.
-
-    Args:
-        tokenizer: a byte-level BPE in RoBERTa's form.
-        folder: an existing folder.
+    The BPE's ids are GPT-2's (`bpe_from_merges`). Counts are 0, because they are unknown. The files are read back, and
+    must make the same tokenizer.
 
     Raises:
         UserError: fairseq cannot express the tokenizer.
     """
-    bpe = bpe_from_merges(_merges_of(tokenizer))
-    vocab = tokenizer.get_vocab()
-    complete = len(tokenizer) == tokenizer.backend_tokenizer.get_vocab_size()
-    _check_vocabulary(vocab, bpe, complete)
-    ids = {token: index for index, token in enumerate(bpe.tokens)}
-    lines = []
-    for token in sorted(vocab, key=vocab.__getitem__)[len(SPECIALS) :]:
-        symbol = str(ids.get(token, token))
-        if not (token in ids or FILLER.fullmatch(token) or BRACKETED.fullmatch(token)) or any(map(str.isspace, symbol)):
-            raise UserError(
-                f"The tokenizer's token {token!r} (id {vocab[token]}) has no symbol in fairseq's dictionary, because "
-                "it is not a token of the BPE."
-            )
-        lines.append(f"{symbol} 0\n")
-    if vocab[MASK] == len(vocab) - 1:
-        lines.pop()  # fairseq adds it
-    (folder / "dict.txt").write_text("".join(lines), encoding="utf-8")
-    (folder / "encoder.json").write_text(json.dumps(ids), encoding="utf-8")
-    _write_merges(bpe.merges, folder / "vocab.bpe")
-
-
-def _merges_of(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = json.loads(backend.to_str()) if backend is not None else {}
-    model, cut = state.get("model") or {}, state.get("pre_tokenizer") or {}
-    byte_level = cut.get("type") == "ByteLevel" and cut.get("use_regex", True) and not state["normalizer"]
-    altered = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
-    if model.get("type") != "BPE" or not byte_level or any(model.get(name) for name in altered):
+    steps = _steps(backend) if backend is not None else {}
+    if steps.get("type") != "BPE":
         raise UserError(f"A {type(tokenizer).__name__} without GPT-2's byte-level BPE cannot be exported to fairseq.")
-    if cut["add_prefix_space"]:
-        raise UserError("`add_prefix_space` is set, but fairseq puts no space before a text.")
-    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
-    return [(left, right) for left, right in merges]
-
-
-def _check_vocabulary(vocab: dict[str, int], bpe: Bpe, complete: bool) -> None:
-    names = {index: token for token, index in vocab.items()}
-    for index, token in enumerate(SPECIALS):
-        if names.get(index) != token:
-            raise UserError(f"The tokenizer has {names.get(index)!r} with the id {index}, where fairseq has {token!r}.")
-    if MASK not in vocab:
-        raise UserError(f"The tokenizer has no token {MASK!r}, for which fairseq's model has a row.")
-    if gaps := set(range(len(vocab))) - names.keys():
-        raise UserError(f"The tokenizer has no token with the id {min(gaps)}, but fairseq's ids have no gaps.")
-    if made := {*SPECIALS, MASK} & set(bpe.from_text()):
-        raise UserError(f"The tokenizer's BPE makes the special token {min(made)!r} from text, unlike fairseq's.")
+    bpe = bpe_from_merges(steps["merges"])
+    ids = {token: index for index, token in enumerate(bpe.tokens)}
+    vocab = tokenizer.get_vocab()
+    lines = [f"{ids.get(token, token)} 0\n" for token in sorted(vocab, key=vocab.__getitem__)[len(SPECIALS) :]]
+    if vocab.get(MASK) == len(vocab) - 1:
+        lines.pop()  # fairseq adds it
+    (folder / DICTIONARY).write_text("".join(lines), encoding="utf-8")
+    (folder / "encoder.json").write_text(json.dumps(ids), encoding="utf-8")
+    merges = "".join(f"{left} {right}\n" for left, right in bpe.merges)
+    (folder / "vocab.bpe").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
+    again = build_tokenizer(read_dictionary(folder / DICTIONARY), read_bpe(str(folder)), None)
+    if odd := vocab.items() ^ (theirs := again.get_vocab()).items():
+        token = min(odd, key=lambda item: (item[1], item[0]))[0]
+        raise UserError(f"The tokenizer gives {token!r} the id {vocab.get(token)}, fairseq {theirs.get(token)}.")
     # Where nothing stands for missing tokens, the library drops them from a text; fairseq writes <unk>.
-    if complete and (absent := [byte for byte in byte_characters() if byte not in vocab]):
-        raise UserError(f"The tokenizer has no token for the byte {absent[0]!r}, which it would drop from a text.")
+    if odd := backend.get_vocab().keys() ^ again.backend_tokenizer.get_vocab().keys():
+        raise UserError(f"The tokenizer has no id for {min(odd)!r}, which it would drop from a text.")
+    if odd := sorted(name for name, value in _steps(again.backend_tokenizer).items() if steps.get(name) != value):
+        raise UserError(f"A {type(tokenizer).__name__} with other {', '.join(odd)} than fairseq's cannot be exported.")
+
+
+def write_labels(names: list[str], path: Path) -> None:
+    """Write label/dict.txt, which is read back and must give the same names.
+
+    Raises:
+        UserError: It cannot hold a name.
+    """
+    path.parent.mkdir()
+    path.write_text("".join(f"{name} 0\n" for name in names), encoding="utf-8")
+    if list(read_labels(path)) != names:
+        raise UserError(f"`id2label` is {names}, which label/dict.txt cannot hold.")
+
+
+def _steps(backend: Tokenizer) -> dict[str, Any]:
+    """What a tokenizer does to a text, apart from its vocabulary; merges as pairs."""
+    state = json.loads(backend.to_str())
+    cut, model = state["pre_tokenizer"] or {}, state["model"]
+    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model.get("merges", ())]
+    altered = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    return {
+        **{"type": model.get("type"), "merges": merges, "normalizer": state["normalizer"]},
+        **{"pre_tokenizer": cut.get("type"), "use_regex": cut.get("use_regex", True)},
+        **{"add_prefix_space": cut.get("add_prefix_space"), **{name: model.get(name) or None for name in altered}},
+    }
