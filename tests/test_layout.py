@@ -5,13 +5,16 @@ dependencies.
 """
 
 import ast
+import itertools
 import re
 import sys
+from functools import partial
 from graphlib import TopologicalSorter
 
 import pytest
 import tomllib
-from helpers import ROOT
+import torch
+from helpers import ROOT, tiny_causal_model, tiny_model
 
 SOURCE = ROOT / "src" / "luna_hf"
 SOURCES = {path.relative_to(SOURCE).with_suffix("").as_posix(): path for path in SOURCE.rglob("*.py")}
@@ -150,3 +153,40 @@ def test_imports_follow_the_direction(module):
 
 def test_there_is_no_circle():
     TopologicalSorter({module: imports_of(module) - {module} for module in MODULES}).prepare()
+
+
+# ---- the way through a layer ----
+
+# Calls into the package, and changes of file between them, in a pass of a tiny Luna of one layer.
+MOST_CALLS = {"full": (70, 46), "padded": (94, 52), "training": (80, 50), "token": (90, 52)}
+
+
+@pytest.mark.parametrize("case", MOST_CALLS)
+def test_a_pass_takes_few_calls(case):
+    ids, mask = torch.full((2, 40), 5), torch.ones(2, 40)
+    mask[1, 25:] = 0
+    model = (tiny_causal_model if case == "token" else partial(tiny_model, kind="mlm"))("luna", num_hidden_layers=1)
+    model.train(case == "training")
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).cache if case == "token" else None
+    inputs = {
+        "full": {"input_ids": ids},
+        "padded": {"input_ids": ids, "attention_mask": mask},
+        "training": {"input_ids": ids, "labels": ids},
+        "token": {"input_ids": ids[:, :1], "cache": cache},
+    }[case]
+    files = []
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
+            files.append(frame.f_code.co_filename)
+
+    with torch.set_grad_enabled(case == "training"):
+        model(**inputs)
+        sys.setprofile(profile)
+        try:
+            model(**inputs)
+        finally:
+            sys.setprofile(None)
+    changes = sum(before != after for before, after in itertools.pairwise(files))
+    assert len(files) <= MOST_CALLS[case][0] and changes <= MOST_CALLS[case][1], (len(files), changes)
