@@ -167,7 +167,7 @@ def test_conversions_are_timed(words, few, tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(docs_studies, "load", lambda _: result)
     section = docs_studies.selection_times()
-    assert section.startswith("## Time\n\nA forward pass of 600 tokens") and section.count("\n| 64 |") == 3
+    assert section.startswith("## Time\n\n") and section.count("\n| 64 |") == 3
     result["times"] = {}
     assert docs_studies.selection_times() == ""
 

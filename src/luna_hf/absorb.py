@@ -90,13 +90,13 @@ def may_absorb(attention: nn.Module, states: Tensor, *layers: nn.Module) -> bool
 class AbsorbedBlock(AttentionBlock):
     """An `AttentionBlock` whose queries and output projection are applied to the slots where that is cheaper."""
 
-    def mix(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
-        """Like `AttentionBlock.mix`."""
+    def attend(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+        """Like `AttentionBlock.attend`."""
         attention, output = self.self, self.output.dense
         # The tokens of a stream, whose context is another, are projected together.
         fits = isinstance(context, ForwardContext) and isinstance(attention, LunaAttention | AbcAttention)
         if not fits or context.whole or not may_absorb(attention, states, attention.query, output):
-            return super().mix(states, carried, context)
+            return super().attend(states, carried, context)
         memory = attention.write_own(states, carried, context)
         (slots, *others), (_, length, width) = memory.parts, states.shape
         few = not others and isinstance(slots, SlotMemory)

@@ -95,14 +95,21 @@ class AttentionBlock(nn.Module):
 
         In a post-norm layer, what follows applies `output.LayerNorm` to the states.
         """
+        mixed, carried = self.mix(hidden_states, carried, context)
+        return hidden_states + self.output.dropout(mixed), carried
+
+    def mix(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        mixed, carried = self.mix(states, carried, context)
+        mixed, carried = self.attend(states, carried, context)
         if self.convolution is not None:
             convolved, _ = context.in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None)
             mixed = mixed + convolved
-        return hidden_states + self.output.dropout(mixed), carried
+        return mixed, carried
 
-    def mix(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Apply attention and output projection to normed states (b, n, d)."""
         mixed, carried = context.in_rows(self.self, states, carried)
         return linear(self.output.dense, mixed), carried

@@ -169,7 +169,8 @@ class BaseModelMixin:
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__(config)
         outputs = (f"output_{name}" for name in self._can_record_outputs)
-        self.known_keywords = frozenset(("return_dict", *outputs, *_READS, *_OPTIONS, *self.own_keywords))
+        known = frozenset(("return_dict", *outputs, *_READS, *_OPTIONS)) - _REFUSED_KEYWORDS.keys()
+        self.known_keywords = known | set(self.own_keywords)
         add_peft_targets(config.model_type)
         self.embeddings = TokenEmbeddings(config)
         self.add_layers(config)
