@@ -195,8 +195,10 @@ class EncoderModelMixin(BaseModelMixin):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep, stream = self.tokens_to_keep(input_ids, attention_mask), None
         marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)
-        starts = None
-        if position_ids is not None or not keywords.keys().isdisjoint(BOUNDARIES):
+        starts, may_hold_several = None, position_ids is not None
+        for name in BOUNDARIES:
+            may_hold_several = may_hold_several or keywords.get(name) is not None
+        if may_hold_several:
             starts = self.find_texts(inputs, keep, position_ids, keywords)
             position_ids = self.table_positions(position_ids, keep)
         if keep is not None or starts is not None:
