@@ -38,6 +38,8 @@ def push(family, folder):
     )
     trainer.train()
     trainer.push_to_hub(tags=["linear-attention"], dataset="made up")
+    saved = {"push_to_hub": True, "repo_id": f"tester/{family}-configuration"}
+    model.config.save_pretrained(f"{folder}/{family}-configuration", **saved)
     batch = inputs_for("mlm")
     with torch.no_grad():
         return [batch, model(**batch).logits, trainer.model.eval()(**batch).logits]
@@ -83,6 +85,13 @@ def test_a_pushed_repository_is_complete(published, family, name):
     for auto_class in ("AutoConfig", "AutoModel", "AutoModelForMaskedLM", "AutoModelForSequenceClassification"):
         module, _, class_name = config["auto_map"][auto_class].partition(".")
         assert f"class {class_name}(" in files[f"{module}.py"].decode()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_is_pushed_with_its_code(published, family):
+    files = published[0].repositories[f"tester/{family}-configuration"]
+    own = code_name(family)
+    assert {"config.json", f"configuration_{own}.py", f"modeling_{own}.py"} <= set(files)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -86,8 +86,8 @@ def join(
     Args:
         path: of the module below the package, such as `("families", "luna", "modeling")`.
         roots: names to keep, with what they reach; by default all.
-        beside: path of a module that stands in a file of its own, with all that it needs.
-        beside_name: name of that file, without `.py`.
+        beside: path of a module that is joined into another file, with all that it needs.
+        beside_name: name of the other file, without `.py`.
     """
     elsewhere = {name for module in gather(beside) for name in defined(module)} if beside else set()
     modules = [module for module in gather(path) if not beside or module not in gather(beside)]
