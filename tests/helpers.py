@@ -60,7 +60,7 @@ FAMILY_CAUSAL_KINDS = [(family, name) for family in FAMILIES for name in ROWS[fa
 MIXING_FAMILIES = [family for family in FAMILIES if ROWS[family].mixes]
 # (family, pooling of a classification head)
 FAMILY_POOLINGS = [
-    (name, pooling) for name, family in FAMILIES.items() for pooling in family.config.classifier_poolings()
+    (name, pooling) for name, family in FAMILIES.items() for pooling in family.config.choices["classifier_pooling"]
 ]
 
 SENTENCES = [

@@ -146,7 +146,7 @@ FLASH_CASES = [(family, variant) for family in FAMILIES for variant in ("default
 def test_flash_attention_under_padding(flash_attention, model_type, variant, side):
     """With more padding than slots, where the stock path loses all queries of Luna's packs."""
     kind = "sequence" if (variant, side) == ("default", "right") else "base"
-    pooling = FAMILIES[model_type].config.classifier_poolings()[-1]
+    pooling = FAMILIES[model_type].config.choices["classifier_pooling"][-1]
     model = tiny_model(model_type, kind, classifier_pooling=pooling, **variants_of(model_type)[variant]).double()
     inputs = padded_batch([20, 3, 11, 1])
     if side == "left":

@@ -20,7 +20,7 @@ CASES += [("mlm", {"sparse_prediction": True})]
 
 def cases_of(family):
     """(name, kind, options); a family's own ways of pooling and its variants are cases, too."""
-    poolings = FAMILIES[family].config.classifier_poolings()
+    poolings = FAMILIES[family].config.choices["classifier_pooling"]
     cases = CASES + [("sequence", {"classifier_pooling": pooling}) for pooling in poolings]
     cases += [("mlm", options) for options in ROWS[family].encoder.values()]
     return [("-".join([kind, *map(str, options.values())]), kind, options) for kind, options in cases]

@@ -106,7 +106,7 @@ def saved(tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp("hub"), tiny_tokenizer()
     for family in FAMILIES:
         options = {"vocab_size": len(tokenizer), "conv_kernel_size": 3}
-        poolings = {"sequence": {"classifier_pooling": FAMILIES[family].config.classifier_poolings()[-1]}}
+        poolings = {"sequence": {"classifier_pooling": FAMILIES[family].config.choices["classifier_pooling"][-1]}}
         for kind in KINDS:
             model = tiny_model(family, kind, **options, **poolings.get(kind, {}))
             model.save_pretrained(root / family / "saved" / kind)

@@ -117,7 +117,7 @@ def test_fields_of_the_head(family):
         model = model_class(family, kind).from_roberta(make_source(), problem_type="regression", **labels)
         assert model(**inputs_for(kind)).logits.shape[-1] == 3
         assert model.config.problem_type == "regression" and model.config.id2label == labels["id2label"]
-    for pooling in row.config.classifier_poolings():
+    for pooling in row.config.choices["classifier_pooling"]:
         fields = {"classifier_pooling": pooling, "classifier_hidden_size": 20, "classifier_activation": "relu"}
         model = model_class(family, "sequence").from_roberta(make_source(), **fields)
         assert model.classifier.dense.weight.shape == (20, 48)

@@ -4,7 +4,7 @@ import copy
 import difflib
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -21,10 +21,6 @@ _LIBRARY_KEYWORDS = {
     "trust_remote_code",
 }
 
-SLOT_COUNTS = ("outside", "all")
-
-GLOBAL_TOKENS = ("auto", "none", "first", "question")
-
 
 def is_ours(cls: type) -> bool:
     """Whether a class is the package's own: not a user's, and not one from the code of a checkpoint."""
@@ -40,134 +36,98 @@ def saved_file(cls: type) -> str:
 @strict
 class BoundedMemoryConfig(PreTrainedConfig):
     r"""
-    Configuration fields shared by all model families. Use a family's own class, such as `LunaConfig`.
+    Configuration fields shared by all model families. Use a family's own class, such as `LunaConfig`. Types and
+    defaults are those of the signature.
 
     Args:
-        vocab_size (`int`, defaults to 50265):
-            Vocabulary size: number of rows of the token embedding and of the output layer.
-        hidden_size (`int`, defaults to 768):
-            Width `d` of the token states and, where the family has one, of the memory.
-        num_hidden_layers (`int`, defaults to 12):
-            Number of layers.
-        num_attention_heads (`int`, defaults to 12):
-            Number of attention heads; must divide `hidden_size`.
-        intermediate_size (`int`, defaults to 3072):
-            Inner width of the feed-forward network.
-        hidden_act (`str`, defaults to `"gelu"`):
-            Activation of the feed-forward network and the masked-LM head: a key of `transformers.activations.ACT2FN`.
-        hidden_dropout_prob (`float`, defaults to 0.1):
-            Dropout probability of the embeddings and of each sub-layer's output.
-        attention_probs_dropout_prob (`float`, defaults to 0.1):
-            Dropout probability of the attention weights.
-        activation_dropout (`float`, defaults to 0.0):
-            Dropout probability after the activation of the feed-forward network.
-        max_position_embeddings (`int`, defaults to 512):
-            Maximum input length of an encoder, in tokens. As in RoBERTa, positions start at `pad_token_id + 1`, so the
-            position table has `max_position_embeddings + pad_token_id + 1` rows. (RoBERTa's field of this name includes
-            the extra rows.) Decoders, and encoders without positions, have no table and accept inputs of any length.
-        position_period (`int`, *optional*):
-            Encoders with learned positions only: number of rows of the position table that are used again and again.
-            The first token has row 0, the others have rows 1 to `position_period - 1` in turn. Inputs may then be as
-            long as `max_position_embeddings` says, without a row for each position.
-        position_embedding_type (`str`, *optional*):
-            `"learned"` (encoders and encoder-decoders only, and their default); `"sinusoidal"` (fixed positions, added
-            to token embeddings scaled by `sqrt(hidden_size)`); or `"rotary"` (decoders alone only, and the default of
-            most; queries and keys are rotated by angles proportional to the position).
-        type_vocab_size (`int`, defaults to 0):
-            Number of segment (token type) embeddings; 0 for none.
-        embedding_size (`int`, *optional*):
-            Encoders alone only: width of the token, position and segment embeddings and their LayerNorm, whose states
-            are then projected to `hidden_size`, as in small ELECTRAs; defaults to `hidden_size`, without a projection.
-        embedding_layer_norm (`bool`, defaults to `True`):
-            Whether to apply LayerNorm to the embeddings.
-        norm_first (`bool`, defaults to `False`):
-            Whether layers are pre-norm, with a final LayerNorm, instead of post-norm.
-        layer_norm_eps (`float`, defaults to 1e-5):
-            Epsilon of all LayerNorms.
-        initializer_range (`float`, defaults to 0.02):
-            Standard deviation of the normal initialisation of matrices and embeddings.
-        conv_kernel_size (`int`, defaults to 0):
-            Kernel size of an optional depthwise convolution over the token states, added to the attention output of
-            each layer: 0 for none, as in the papers, or an odd number. In a decoder it is causal.
-        conv_initializer_range (`float`, *optional*):
-            Standard deviation of the convolution's initial filters; defaults to `initializer_range`, with which a token
-            hardly sees its neighbours at first. `conv_kernel_size ** -0.5` keeps the scale of the states; encoders
-            that learn to recall need it.
-        local_window (`int`, defaults to 0):
-            Number of tokens, itself included, that each token reads in one softmax with the slots: the tokens around
-            it, or in a decoder the latest ones. 0 for none, as in the papers. Needs a mechanism that reads slots.
-        slot_count_bias (`bool`, defaults to `True`):
-            With `local_window` only: whether the logarithm of the number of tokens that a slot stands for is added to
-            its logit, with a learned scale per head. Without it, a slot weighs as much as a single token.
-        slot_counts (`str`, defaults to `"outside"`):
-            With `local_window` only: which tokens the slots of a query stand for. `"outside"`: those that it reads
-            nowhere else, so a text that every window holds is read by softmax attention, exactly. `"all"`: all tokens
-            of the text, and each slot for at least one, as in models saved by versions that lack this field.
-        global_tokens (`str`, defaults to `"auto"`):
-            With `local_window` only: which tokens a task head marks if it gets no `global_attention_mask`: `"first"`
-            (the first token), `"question"` (the tokens before the first separator, if a second text follows and they
-            are at most `max_global_tokens`; otherwise the first token), `"none"`, or `"auto"` (`"first"` for sequence
-            classification, `"question"` for question answering and multiple choice, `"none"` for other heads).
-        global_tokens_read_all (`bool`, defaults to `True`):
-            Whether marked tokens also read all tokens, instead of what every token reads.
-        max_global_tokens (`int`, defaults to 128):
-            Maximum number of marked tokens in a row. Compiled and exported models always have so many places.
-        num_selected_tokens (`int`, defaults to 0):
-            Encoders with a `local_window` only: number of tokens `m` that each head of each layer selects from the
-            whole text, to be read exactly by every query: those that `num_selection_queries` spaced queries attend to
-            most outside their own windows. 0 for none.
-        softmax_length (`int`, defaults to 0):
-            With `num_selected_tokens` only: texts of up to so many tokens select all their tokens, so they are read by
-            softmax attention, exactly, and in its time. Compiled and exported models always have so many places.
-        num_selection_queries (`int`, defaults to 16):
-            With `num_selected_tokens` only: number of queries `r` that select.
-        sep_token_id (`int`, *optional*):
-            The token between two texts, for `global_tokens`; defaults to `eos_token_id`, as in RoBERTa. Without
-            either, `token_type_ids` tell the texts apart.
-        full_attention_layers (`list[int]` or `str`, *optional*):
-            Encoders only: indices (from 0) of the layers that keep RoBERTa's softmax attention, in quadratic time.
-            `"all"` becomes the list of all layers.
-        sparse_prediction (`bool`, defaults to `False`):
-            Whether to apply the masked-LM head only to labelled positions in training. Loss and gradients stay the
-            same, but `logits` then has the shape `(number of labels, vocab_size)`.
-        unpad_inputs (`bool`, *optional*):
-            Encoders only: whether padding is left out of the computation. By default where that is faster, but not with
-            eager attention, nor where hidden states or attentions are returned; `False` computes every row as it is.
-            Outputs are padded either way and the same at real tokens, and padding has states of zero if left out.
-        classifier_pooling (`str`, defaults to `"cls"`):
-            Input of the classification heads: `"cls"` (the first token's state) or `"mean"` (the mean over all tokens).
-            A family may add others.
-        classifier_dropout (`float`, *optional*):
-            Dropout probability of the classification heads; defaults to `hidden_dropout_prob`.
-        classifier_hidden_size (`int`, *optional*):
-            Inner width of the sequence-classification and multiple-choice heads; defaults to `hidden_size`.
-        classifier_activation (`str`, defaults to `"tanh"`):
-            Activation of the sequence-classification and multiple-choice heads.
-        pad_token_id (`int`, defaults to 1), bos_token_id (`int`, defaults to 0), eos_token_id (`int`, defaults to 2):
-            Special tokens, as in RoBERTa.
-        tie_word_embeddings (`bool`, defaults to `True`):
-            Whether the language modelling head shares its output matrix with the token embedding.
-        scale_embedding (`bool`, *optional*):
-            Whether token embeddings are multiplied by `sqrt(hidden_size)`; by default, if positions are sinusoidal, and
-            in an encoder-decoder.
-        is_decoder (`bool`, defaults to `False`):
-            Whether the model is causal. Set automatically by the `...ForCausalLM` classes, see `as_decoder`.
-        is_encoder_decoder (`bool`, defaults to `False`):
-            Whether the model has an encoder and a decoder. Set automatically by the `...ForConditionalGeneration`
-            classes, see `as_encoder_decoder`. The fields above hold for both parts, except `full_attention_layers`.
-        decoder_layers (`int`, *optional*):
-            Encoder-decoders only: number of layers of the decoder; defaults to `num_hidden_layers`.
-        decoder_vocab_size (`int`, *optional*):
-            Encoder-decoders only: vocabulary size of the target; defaults to `vocab_size`.
-        share_encoder_decoder_embeddings (`bool`, defaults to `True`):
-            Encoder-decoders only: whether source and target share one token embedding, which needs one vocabulary.
-        decoder_start_token_id (`int`, *optional*):
-            Encoder-decoders only: the target's first input; defaults to `eos_token_id`, as in fairseq.
-        use_cache (`bool`, defaults to `True`):
-            Decoders only: whether a forward pass outside training returns the decoding state.
-        chunk_size_feed_forward (`int`, defaults to 0):
-            Number of tokens that the feed-forward network processes at a time. By default (0), all at once in training,
-            and in inference in blocks small enough to save memory.
+        vocab_size: number of rows of the token embedding and of the output layer.
+        hidden_size: width `d` of the token states and, where the family has one, of the memory.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of attention heads; must divide `hidden_size`.
+        intermediate_size: inner width of the feed-forward network.
+        hidden_act: activation of the feed-forward network and the masked-LM head: a key of
+            `transformers.activations.ACT2FN`.
+        hidden_dropout_prob: dropout probability of the embeddings and of each sub-layer's output.
+        attention_probs_dropout_prob: dropout probability of the attention weights.
+        activation_dropout: dropout probability after the activation of the feed-forward network.
+        max_position_embeddings: maximum input length of an encoder, in tokens. As in RoBERTa, positions start at
+            `pad_token_id + 1`, so the position table has `max_position_embeddings + pad_token_id + 1` rows. (RoBERTa's
+            field of this name includes the extra rows.) Decoders, and encoders without positions, have no table and
+            accept inputs of any length.
+        position_period: encoders with learned positions only: number of rows of the position table that are used again
+            and again. The first token has row 0, the others have rows 1 to `position_period - 1` in turn. Inputs may
+            then be as long as `max_position_embeddings` says, without a row for each position.
+        position_embedding_type: `"learned"` (encoders and encoder-decoders only, and their default); `"sinusoidal"`
+            (fixed positions, added to token embeddings scaled by `sqrt(hidden_size)`); or `"rotary"` (decoders alone
+            only, and the default of most; queries and keys are rotated by angles proportional to the position).
+        type_vocab_size: number of segment (token type) embeddings; 0 for none.
+        embedding_size: encoders alone only: width of the token, position and segment embeddings and their LayerNorm,
+            whose states are then projected to `hidden_size`, as in small ELECTRAs; defaults to `hidden_size`, without a
+            projection.
+        embedding_layer_norm: whether to apply LayerNorm to the embeddings.
+        norm_first: whether layers are pre-norm, with a final LayerNorm, instead of post-norm.
+        layer_norm_eps: epsilon of all LayerNorms.
+        initializer_range: standard deviation of the normal initialisation of matrices and embeddings.
+        conv_kernel_size: kernel size of an optional depthwise convolution over the token states, added to the attention
+            output of each layer: 0 for none, as in the papers, or an odd number. In a decoder it is causal.
+        conv_initializer_range: standard deviation of the convolution's initial filters; defaults to
+            `initializer_range`, with which a token hardly sees its neighbours at first. `conv_kernel_size ** -0.5`
+            keeps the scale of the states; encoders that learn to recall need it.
+        local_window: number of tokens, itself included, that each token reads in one softmax with the slots: the tokens
+            around it, or in a decoder the latest ones. 0 for none, as in the papers. Needs a mechanism that reads
+            slots.
+        slot_count_bias: with `local_window` only: whether the logarithm of the number of tokens that a slot stands for
+            is added to its logit, with a learned scale per head. Without it, a slot weighs as much as a single token.
+        slot_counts: with `local_window` only: which tokens the slots of a query stand for. `"outside"`: those that it
+            reads nowhere else, so a text that every window holds is read by softmax attention, exactly. `"all"`: all
+            tokens of the text, and each slot for at least one, as in models saved by versions that lack this field.
+        global_tokens: with `local_window` only: which tokens a task head marks if it gets no `global_attention_mask`:
+            `"first"` (the first token), `"question"` (the tokens before the first separator, if a second text follows
+            and they are at most `max_global_tokens`; otherwise the first token), `"none"`, or `"auto"` (`"first"` for
+            sequence classification, `"question"` for question answering and multiple choice, `"none"` for other heads).
+        global_tokens_read_all: whether marked tokens also read all tokens, instead of what every token reads.
+        max_global_tokens: maximum number of marked tokens in a row. Compiled and exported models always have so many
+            places.
+        num_selected_tokens: encoders with a `local_window` only: number of tokens `m` that each head of each layer
+            selects from the whole text, to be read exactly by every query: those that `num_selection_queries` spaced
+            queries attend to most outside their own windows. 0 for none.
+        softmax_length: with `num_selected_tokens` only: texts of up to so many tokens select all their tokens, so they
+            are read by softmax attention, exactly, and in its time. Compiled and exported models always have so many
+            places.
+        num_selection_queries: with `num_selected_tokens` only: number of queries `r` that select.
+        sep_token_id: the token between two texts, for `global_tokens`; defaults to `eos_token_id`, as in RoBERTa.
+            Without either, `token_type_ids` tell the texts apart.
+        full_attention_layers: encoders only: indices (from 0) of the layers that keep RoBERTa's softmax attention, in
+            quadratic time. `"all"` becomes the list of all layers.
+        sparse_prediction: whether to apply the masked-LM head only to labelled positions in training. Loss and
+            gradients stay the same, but `logits` then has the shape `(number of labels, vocab_size)`.
+        unpad_inputs: encoders only: whether padding is left out of the computation. By default where that is faster,
+            but not with eager attention, nor where hidden states or attentions are returned; `False` computes every row
+            as it is. Outputs are padded either way and the same at real tokens, and padding has states of zero if left
+            out.
+        classifier_pooling: input of the classification heads: `"cls"` (the first token's state) or `"mean"` (the mean
+            over all tokens). A family may add others.
+        classifier_dropout: dropout probability of the classification heads; defaults to `hidden_dropout_prob`.
+        classifier_hidden_size: inner width of the sequence-classification and multiple-choice heads; defaults to
+            `hidden_size`.
+        classifier_activation: activation of the sequence-classification and multiple-choice heads.
+        pad_token_id, bos_token_id, eos_token_id: special tokens, as in RoBERTa.
+        tie_word_embeddings: whether the language modelling head shares its output matrix with the token embedding.
+        scale_embedding: whether token embeddings are multiplied by `sqrt(hidden_size)`; by default, if positions are
+            sinusoidal, and in an encoder-decoder.
+        is_decoder: whether the model is causal. Set automatically by the `...ForCausalLM` classes, see `as_decoder`.
+        is_encoder_decoder: whether the model has an encoder and a decoder. Set automatically by the
+            `...ForConditionalGeneration` classes, see `as_encoder_decoder`. The fields above hold for both parts,
+            except `full_attention_layers`.
+        decoder_layers: encoder-decoders only: number of layers of the decoder; defaults to `num_hidden_layers`.
+        decoder_vocab_size: encoder-decoders only: vocabulary size of the target; defaults to `vocab_size`.
+        share_encoder_decoder_embeddings: encoder-decoders only: whether source and target share one token embedding,
+            which needs one vocabulary.
+        decoder_start_token_id: encoder-decoders only: the target's first input; defaults to `eos_token_id`, as in
+            fairseq.
+        use_cache: decoders only: whether a forward pass outside training returns the decoding state.
+        chunk_size_feed_forward: number of tokens that the feed-forward network processes at a time. By default (0), all
+            at once in training, and in inference in blocks small enough to save memory.
 
     Raises:
         ValueError: A value is out of range, or a keyword is no field. A file may hold others, which become attributes.
@@ -194,6 +154,22 @@ class BoundedMemoryConfig(PreTrainedConfig):
     # Fields of earlier versions. Saved files may have them; nothing reads them any more.
     removed_fields: ClassVar[tuple[str, ...]] = ()
     presets: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
+    # Smallest values of numbers, and the values of other fields. Families add theirs.
+    minimum: ClassVar[dict[str, int]] = {
+        **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), 1),
+        **dict.fromkeys(("intermediate_size", "max_position_embeddings", "embedding_size", "max_global_tokens"), 1),
+        **dict.fromkeys(("num_selection_queries", "classifier_hidden_size", "decoder_layers", "decoder_vocab_size"), 1),
+        **dict.fromkeys(("type_vocab_size", "local_window", "num_selected_tokens", "softmax_length"), 0),
+        **dict.fromkeys(("chunk_size_feed_forward", "conv_kernel_size", "decoder_start_token_id"), 0),
+        "position_period": 2,
+    }
+    choices: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "slot_counts": ("outside", "all"),
+        "global_tokens": ("auto", "none", "first", "question"),
+        "classifier_pooling": ("cls", "mean"),
+        "hidden_act": tuple(sorted(ACT2FN)),
+        "classifier_activation": tuple(sorted(ACT2FN)),
+    }
     # `hub.write_code` while the package is imported; transformers copies the code that came with a checkpoint.
     write_code: ClassVar[Callable[..., None] | None] = None
 
@@ -266,99 +242,78 @@ class BoundedMemoryConfig(PreTrainedConfig):
             value = list(range(self.num_hidden_layers))
         super().__setattr__(name, value)
 
-    @classmethod
-    def classifier_poolings(cls) -> tuple[str, ...]:
-        """Return the values of `classifier_pooling` that the family accepts."""
-        return ("cls", "mean")
-
     def validate_values(self) -> None:
         """Validate every field, at construction and again when the config is saved."""
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            self._require(name, lambda value: value >= 1, "at least 1")
-        self._require("max_position_embeddings", lambda value: value >= 1, "at least 1")
-        self._require("type_vocab_size", lambda value: value >= 0, "0 (no token types) or more")
-        self._require("embedding_size", lambda value: value is None or value >= 1, "None or at least 1")
-        if self.is_decoder or self.is_encoder_decoder:
-            alone = "None in a model other than an encoder"
-            self._require("embedding_size", lambda value: value is None, alone)
-        self._validate_period()
-        self._require("layer_norm_eps", lambda value: value > 0, "above 0, for example 1e-5")
-        self._require("initializer_range", lambda value: value > 0, "above 0, for example 0.02")
-        self._require("conv_initializer_range", lambda v: v is None or v > 0, "None or above 0, for example 0.5")
-        self._require("chunk_size_feed_forward", lambda value: value >= 0, "0 (automatic) or more")
-        self._require("classifier_hidden_size", lambda value: value is None or value >= 1, "None or at least 1")
-        self._require("conv_kernel_size", lambda k: k == 0 or (k > 0 and k % 2 == 1), "0 (none) or odd, for example 5")
-        self._require("local_window", lambda value: value >= 0, "0 (none) or more, for example 32")
-        self._validate_exact_tokens()
-        layers = range(self.num_hidden_layers)
-        allowed = f"None, 'all' or a list of different indices below num_hidden_layers={len(layers)}"
-        full = self.full_attention_layers
-        fits = isinstance(full, list) and sorted({*full} & {*layers}) == sorted(full)
-        self._require("full_attention_layers", lambda v: v is None or fits, allowed)
-        if self.is_decoder:
-            constant = "None in a decoder, whose state has constant size"
-            self._require("full_attention_layers", lambda value: not value, constant)
-        alone = self.is_decoder and not self.is_encoder_decoder
-        positions, kind = self.positions[alone], "a decoder" if alone else "an encoder"
-        self._require("position_embedding_type", lambda v: v in positions, f"{' or '.join(positions)} in {kind}")
+        for name, smallest in self.minimum.items():
+            value = getattr(self, name)
+            self._require(name, value is None or value >= smallest, f"at least {smallest}")
+        for name, values in self.choices.items():
+            self._require(name, getattr(self, name) in values, f"one of {', '.join(map(str, values))}")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "classifier_dropout"):
+            self._require(name, 0 <= (getattr(self, name) or 0) < 1, "a probability in [0, 1)")
+        for name in ("layer_norm_eps", "initializer_range", "conv_initializer_range"):
+            value = getattr(self, name)
+            self._require(name, value is None or value > 0, "above 0")
+        odd = not self.conv_kernel_size or self.conv_kernel_size % 2 == 1
+        self._require("conv_kernel_size", odd, "0 (none) or odd, for example 5")
+        self._require("pad_token_id", 0 <= self.pad_token_id < self.vocab_size, f"in [0, vocab_size={self.vocab_size})")
         self._require_divides("num_attention_heads")
-        if self.position_embedding_type == "rotary":
-            self._require_even_heads()
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"):
-            self._require(name, lambda p: 0 <= p < 1, "a probability in [0, 1)")
-        self._require("classifier_dropout", lambda p: p is None or 0 <= p < 1, "None or a probability in [0, 1)")
-        for name in ("hidden_act", "classifier_activation"):
-            self._require(name, lambda act: act in ACT2FN, f"one of {', '.join(sorted(ACT2FN))}")
-        poolings = self.classifier_poolings()
-        self._require("classifier_pooling", lambda v: v in poolings, f"one of {', '.join(poolings)}")
-        self._require("pad_token_id", lambda v: 0 <= v < self.vocab_size, f"in [0, vocab_size={self.vocab_size})")
-        for name in ("decoder_layers", "decoder_vocab_size"):
-            self._require(name, lambda value: value is None or value >= 1, "None or at least 1")
-        self._require("decoder_start_token_id", lambda value: value is None or value >= 0, "None or a token's id")
+        self._validate_positions()
+        self._validate_exact_tokens()
         if self.is_encoder_decoder and not self.is_decoder:
             self._validate_encoder_decoder()
 
-    def _validate_period(self) -> None:
-        self._require("position_period", lambda value: value is None or value >= 2, "None or at least 2")
-        if self.is_decoder or self.is_encoder_decoder or self.position_embedding_type != "learned":
-            none = "None in a model other than an encoder with learned positions"
-            self._require("position_period", lambda value: value is None, none)
+    def _validate_positions(self) -> None:
+        alone = self.is_decoder and not self.is_encoder_decoder
+        positions, kind = self.positions[alone], "a decoder" if alone else "an encoder"
+        found = self.position_embedding_type
+        self._require("position_embedding_type", found in positions, f"{' or '.join(positions)} in {kind}")
+        if found == "rotary":
+            self._require_even_heads()
+        is_encoder = not self.is_decoder and not self.is_encoder_decoder
+        self._require("embedding_size", is_encoder or self.embedding_size is None, "None unless in an encoder")
+        has_table = is_encoder and found == "learned"
+        only = "None in a model other than an encoder with learned positions"
+        self._require("position_period", has_table or self.position_period is None, only)
 
     def _validate_exact_tokens(self) -> None:
-        self._require("slot_counts", lambda value: value in SLOT_COUNTS, f"one of {', '.join(SLOT_COUNTS)}")
-        self._require("global_tokens", lambda value: value in GLOBAL_TOKENS, f"one of {', '.join(GLOBAL_TOKENS)}")
-        for name in ("max_global_tokens", "num_selection_queries"):
-            self._require(name, lambda value: value >= 1, "at least 1")
-        self._require("num_selected_tokens", lambda value: value >= 0, "0 (none) or more, for example 64")
-        self._require("softmax_length", lambda value: value >= 0, "0 (none) or more, for example 256")
-        if not self.num_selected_tokens:
-            self._require("softmax_length", lambda value: value == 0, "0 without `num_selected_tokens`")
+        full, layers = self.full_attention_layers, range(self.num_hidden_layers)
+        fits = full is None or (isinstance(full, list) and sorted({*full} & {*layers}) == sorted(full))
+        allowed = f"None, 'all' or a list of different indices below num_hidden_layers={len(layers)}"
+        self._require("full_attention_layers", fits, allowed)
+        if self.is_decoder:
+            self._require("full_attention_layers", not full, "None in a decoder, whose state has constant size")
+        selected = self.num_selected_tokens
+        self._require("softmax_length", selected or not self.softmax_length, "0 without `num_selected_tokens`")
         if not self.reads_exact_tokens:
             none = f"0 in {self.model_type} models, which have no softmax over slots and window"
-            self._require("num_selected_tokens", lambda value: value == 0, none)
         elif self.is_decoder:
             none = "0 in a decoder, whose state would have to keep every token to select from"
-            self._require("num_selected_tokens", lambda value: value == 0, none)
-        elif not self.local_window:
-            self._require("num_selected_tokens", lambda value: value == 0, "0 without `local_window`")
+        else:
+            none = "" if self.local_window else "0 without `local_window`"
+        self._require("num_selected_tokens", not none or not selected, none)
 
     def _validate_encoder_decoder(self) -> None:
-        if self.share_encoder_decoder_embeddings:
-            same = f"vocab_size={self.vocab_size}, or share_encoder_decoder_embeddings=False"
-            self._require("decoder_vocab_size", lambda value: value == self.vocab_size, same)
-        tokens = range(self.decoder_vocab_size)
-        self._require("decoder_start_token_id", lambda v: v in tokens, f"in [0, decoder_vocab_size={len(tokens)})")
+        tokens, start = self.decoder_vocab_size, self.decoder_start_token_id
+        same = f"vocab_size={self.vocab_size}, or share_encoder_decoder_embeddings=False"
+        is_shared = self.share_encoder_decoder_embeddings
+        self._require("decoder_vocab_size", not is_shared or tokens == self.vocab_size, same)
+        fits = start is not None and start < tokens
+        self._require("decoder_start_token_id", fits, f"in [0, decoder_vocab_size={tokens})")
         self.decoder_part().validate_values()
 
     def _complete_encoder_decoder(self) -> None:
         """Set the fields of an encoder-decoder that follow from others."""
-        if self.decoder_layers is None:
-            self.decoder_layers = self.num_hidden_layers
-        if self.decoder_vocab_size is None:
-            self.decoder_vocab_size = self.vocab_size
-        if self.decoder_start_token_id is None:
-            ends = self.eos_token_id
-            self.decoder_start_token_id = ends[0] if isinstance(ends, list) else ends
+        ends = self.eos_token_id
+        first_end = ends[0] if isinstance(ends, list) else ends
+        missing = {
+            "decoder_layers": self.num_hidden_layers,
+            "decoder_vocab_size": self.vocab_size,
+            "decoder_start_token_id": first_end,
+        }
+        for name, value in missing.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
     def fixed_length(self) -> str | None:
         """Return the reason why the model cannot take longer inputs even with more positions, or `None` if it can."""
@@ -395,10 +350,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
         self.refuse_encoder_decoder("A causal model")
         if self.is_decoder:
             return self
-        config = copy.deepcopy(self)
-        config.is_decoder = True
-        if config.position_embedding_type == "learned":
-            config.position_embedding_type = config.positions[True][0]
+        learned = self.position_embedding_type == "learned"
+        position = self.positions[True][0] if learned else self.position_embedding_type
+        config = self._with(is_decoder=True, position_embedding_type=position)
         config.validate_values()
         return config
 
@@ -415,30 +369,30 @@ class BoundedMemoryConfig(PreTrainedConfig):
             )
         if self.is_encoder_decoder:
             return self
-        config = copy.deepcopy(self)
-        config.is_encoder_decoder = True
+        config = self._with(is_encoder_decoder=True)
         config._complete_encoder_decoder()
         config.validate_values()
         return config
 
     def encoder_part(self) -> "BoundedMemoryConfig":
         """Return the config of an encoder-decoder's encoder."""
-        config = copy.deepcopy(self)
-        config.is_encoder_decoder, config.scale_embedding = False, self.scales_embedding()
-        return config
+        return self._with(is_encoder_decoder=False, scale_embedding=self.scales_embedding())
 
     def decoder_part(self) -> "BoundedMemoryConfig":
         """Return the config of an encoder-decoder's decoder, with both `is_decoder` and `is_encoder_decoder`."""
-        config = copy.deepcopy(self)
-        config.is_decoder, config.scale_embedding = True, self.scales_embedding()
-        config.num_hidden_layers, config.vocab_size = self.decoder_layers, self.decoder_vocab_size
-        config.full_attention_layers, config.num_selected_tokens, config.softmax_length = None, 0, 0
-        return config
+        sizes = {"num_hidden_layers": self.decoder_layers, "vocab_size": self.decoder_vocab_size}
+        encoders_own = {"full_attention_layers": None, "num_selected_tokens": 0, "softmax_length": 0}
+        return self._with(is_decoder=True, scale_embedding=self.scales_embedding(), **sizes, **encoders_own)
 
     def across(self) -> "BoundedMemoryConfig":
         """Return the config with which a decoder creates its cross-attention, which reads no window."""
+        return self._with(local_window=0, num_selected_tokens=0, softmax_length=0)
+
+    def _with(self, **values: Any) -> Self:
+        """Return a copy with other values, which are not validated."""
         config = copy.deepcopy(self)
-        config.local_window = config.num_selected_tokens = config.softmax_length = 0
+        for name, value in values.items():
+            setattr(config, name, value)
         return config
 
     def scales_embedding(self) -> bool:
@@ -455,24 +409,19 @@ class BoundedMemoryConfig(PreTrainedConfig):
                 "AutoModelForSeq2SeqLM, or without its head with AutoModel."
             )
 
-    def _require(self, name: str, accepts: Callable[[Any], bool], allowed: str) -> None:
-        value = getattr(self, name)
-        if not accepts(value):
-            raise ValueError(f"{type(self).__name__}: `{name}` is {value!r}, but must be {allowed}.")
+    def _require(self, name: str, accepted: Any, allowed: str) -> None:
+        """Raise a `ValueError` that names a field, its value and what is allowed, unless the value is accepted."""
+        if not accepted:
+            raise ValueError(f"{type(self).__name__}: `{name}` is {getattr(self, name)!r}, but must be {allowed}.")
 
     def _require_divides(self, name: str) -> None:
-        heads = getattr(self, name)
-        if self.hidden_size % heads:
-            divisors = [str(h) for h in range(1, self.hidden_size + 1) if self.hidden_size % h == 0]
-            raise ValueError(
-                f"{type(self).__name__}: `hidden_size` ({self.hidden_size}) is not a multiple of `{name}` ({heads}). "
-                f"Choose one of {', '.join(divisors)} heads, or change `hidden_size`."
-            )
+        heads, width = getattr(self, name), self.hidden_size
+        divisors = ", ".join(str(count) for count in range(1, width + 1) if width % count == 0)
+        self._require(name, width % heads == 0, f"a divisor of `hidden_size` ({width}): one of {divisors}")
 
     def _require_even_heads(self) -> None:
-        head_size = self.hidden_size // self.num_attention_heads
         even = "chosen so that the head size is even, as rotary positions require"
-        self._require("num_attention_heads", lambda _: head_size % 2 == 0, even)
+        self._require("num_attention_heads", self.hidden_size // self.num_attention_heads % 2 == 0, even)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "BoundedMemoryConfig":
@@ -531,37 +480,34 @@ class BoundedMemoryConfig(PreTrainedConfig):
         Warns of what is dropped, except for removed fields that were not set. Transformers saves every attribute ever
         set on a config, and the saved file must load again.
         """
-        misspelt = cls._misspelt(config_dict)
         if "slot_counts" not in config_dict and config_dict.get("local_window"):
             # From a version whose slots stood for all tokens, and whose heads marked none.
             config_dict = {**config_dict, "slot_counts": "all", "global_tokens": "none"}
-        for name, field in {**misspelt, **cls._misspelt(kwargs)}.items():
-            logger.warning(f"{cls.__name__} has no field `{name}`: its value is ignored. Did you mean `{field}`?")
-        for name in cls.removed_fields:
-            if {**config_dict, **kwargs}.get(name):
-                logger.warning(f"{cls.__name__} has no field `{name}` any more: its value is ignored.")
-        dropped = {*misspelt, *cls.removed_fields}
+        dropped = set()
+        for name, value in {**config_dict, **kwargs}.items():
+            field = cls._similar_field(name) if cls._is_unknown(name) else None
+            if field or name in cls.removed_fields:
+                dropped.add(name)
+            if field or (name in cls.removed_fields and value):
+                advice = f"Did you mean `{field}`?" if field else "Earlier versions had it."
+                logger.warning(f"{cls.__name__} has no field `{name}`: its value is ignored. {advice}")
         kept = {name: value for name, value in config_dict.items() if name not in dropped}
         return super().from_dict({**kept, "_from_file": True}, **kwargs)
 
     @classmethod
     def _refuse_unknown(cls, keywords: dict[str, Any]) -> None:
         """Raise for a keyword that is no field; transformers would silently keep it as an attribute."""
-        for name in sorted(cls._unknown(keywords)):
-            if name in cls.removed_fields and not keywords[name]:
-                continue
-            field = cls._misspelt({name: None}).get(name)
-            advice = f"Did you mean `{field}`?" if field else f"`help({cls.__name__})` lists its fields."
-            raise ValueError(f"{cls.__name__} has no field `{name}`. {advice}")
+        for name, value in keywords.items():
+            if cls._is_unknown(name) and (name not in cls.removed_fields or value):
+                field = cls._similar_field(name)
+                advice = f"Did you mean `{field}`?" if field else f"`help({cls.__name__})` lists its fields."
+                raise ValueError(f"{cls.__name__} has no field `{name}`. {advice}")
 
     @classmethod
-    def _misspelt(cls, keywords: dict[str, Any]) -> dict[str, str]:
-        """Map each unknown name that closely resembles a field to that field."""
-        known, unknown = [*cls.__dataclass_fields__, "num_labels"], sorted(cls._unknown(keywords))
-        close = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in unknown}
-        return {name: match[0] for name, match in close.items() if match}
+    def _similar_field(cls, name: str) -> str | None:
+        known = [*cls.__dataclass_fields__, "num_labels"]
+        return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.85)), None)
 
     @classmethod
-    def _unknown(cls, keywords: dict[str, Any]) -> set[str]:
-        unknown = keywords.keys() - _LIBRARY_KEYWORDS - cls.__dataclass_fields__.keys()
-        return {name for name in unknown if not name.startswith("_")}
+    def _is_unknown(cls, name: str) -> bool:
+        return not name.startswith("_") and name not in cls.__dataclass_fields__ and name not in _LIBRARY_KEYWORDS

@@ -9,38 +9,20 @@ from transformers import PreTrainedConfig
 
 # Rules of a table, besides the name of a source parameter to copy.
 INITIALISED = "initialised as in a new model"
-
 ZERO = "zero"
-
 IDENTITY = "the identity"
-
 
 # Slots stand for all tokens of a text that are read nowhere else, and badly if trained attention writes them
 # (docs/results/teacher.md). Beside a window, the logits that write them therefore start at a tenth: the slots are near
 # means of the text, yet unlike.
 BLUR, BLURRED = 0.1, ", its logits times 0.1"
 
-
+# Names of parameters.
 ATTENTION = "encoder.layer.{}.attention"
-
 CONVOLUTION = f"{ATTENTION}.convolution.weight"
-
 POSITIONS = "embeddings.position_embeddings.weight"
-
 SEGMENTS = "embeddings.token_type_embeddings.weight"
-
 PROJECTION = "embeddings.embeddings_project"
-
-
-# The decoder's bias comes first: it can differ from the head's if the matrices are untied.
-HEAD_NAMES = {
-    "lm_head.dense.weight": ("lm_head.dense.weight",),
-    "lm_head.dense.bias": ("lm_head.dense.bias",),
-    "lm_head.layer_norm.weight": ("lm_head.layer_norm.weight",),
-    "lm_head.layer_norm.bias": ("lm_head.layer_norm.bias",),
-    "lm_head.decoder.weight": ("lm_head.decoder.weight",),
-    "lm_head.bias": ("lm_head.decoder.bias", "lm_head.bias"),
-}
 
 
 @dataclass(frozen=True)
@@ -48,17 +30,15 @@ class Layout:
     """How a model type stores what all encoders of RoBERTa's architecture have.
 
     Args:
-        head: for each parameter of our masked-LM head, the source's names for it; the first that exists is used.
-        names: what to replace in the names of the encoder's parameters, in this order, for ours.
+        names: what to replace in its parameters' names, in this order, for ours.
         fields: fields of our config that the source's has by another name -> that name.
         constants: fields of our config that the source's has not -> what its code computes with.
         counts_pad_rows: whether `max_position_embeddings` includes the rows of the position table up to padding's.
         has_pad_rows: whether the table has those rows.
-        fixed_head_activation: whether the head uses gelu regardless of `hidden_act`.
+        fixed_head_activation: whether the masked-LM head uses gelu regardless of `hidden_act`.
         ordered_vocabulary: whether token ids are ordered by frequency.
     """
 
-    head: dict[str, tuple[str, ...]]
     names: dict[str, str] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)
     constants: dict[str, object] = field(default_factory=dict)
@@ -68,7 +48,7 @@ class Layout:
     ordered_vocabulary: bool = True
 
     def rename(self, name: str) -> str:
-        """Our name of a parameter of the source's encoder."""
+        """Our name of a parameter of the source, without the prefix of its base model."""
         for theirs, ours in self.names.items():
             name = name.replace(theirs, ours)
         return name
@@ -76,7 +56,7 @@ class Layout:
 
 @dataclass
 class LoadedSource:
-    """A source: its config, and its parameters, the encoder's by our names and the head's by its own."""
+    """A source: its config, and its parameters by our names."""
 
     config: PreTrainedConfig
     layout: Layout
@@ -184,9 +164,6 @@ class WarmStartRules:
         if rule == ZERO:
             return torch.zeros_like(empty)
         return torch.eye(len(empty)) if rule == IDENTITY else self.loaded.tensors[rule].clone()
-
-    def finish(self, new: dict[str, str]) -> None:
-        """Raise a ValueError for an option that had no effect; `new` is that of the report."""
 
 
 def spread_places(count: int, length: int) -> Tensor:

@@ -27,14 +27,8 @@ logger = logging.get_logger(__name__)
 _FIXED_FIELDS = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
     *("position_embedding_type", "type_vocab_size", "embedding_layer_norm", "norm_first", "layer_norm_eps"),
-    *("embedding_size", "pad_token_id", "tie_word_embeddings"),
+    *("embedding_size", "pad_token_id", "tie_word_embeddings", "max_position_embeddings"),
 }
-
-# Keywords of every config that are not fields.
-_KEYWORDS = ("attn_implementation", "num_labels")
-
-# Slots per token of the longest input; more would be a typing error, and would exhaust the memory.
-_MOST_SLOTS = 100
 
 # Parameters that every source must have.
 _SHARED = re.compile(
@@ -93,23 +87,19 @@ def template_of(name: str) -> tuple[str, str | None]:
 
 def _grouped(made: dict[str, str], with_how: bool) -> list[str]:
     """Names with `{0..11}` for the layers and `{weight,bias}` for both, each with how it was made."""
-    layers: dict[tuple[str, str], list[int]] = {}
+    layers: dict[tuple[str, str], list[str]] = {}
     for name, how in made.items():
         template, layer = template_of(name)
-        numbers = layers.setdefault((template, template_of(how)[0] if with_how else ""), [])
-        numbers += [] if layer is None else [int(layer)]
-    stems: dict[tuple[str, str], list[str]] = {}
+        layers.setdefault((template, template_of(how)[0] if with_how else ""), []).append(layer or "")
+    kinds: dict[tuple[str, str], list[str]] = {}
     for (template, how), numbers in layers.items():
-        span = "" if not numbers else f"{{{min(numbers)}..{max(numbers)}}}" if len(numbers) > 1 else str(numbers[0])
-        stem, _, last = template.replace("{}", span).rpartition(".")
-        # Copies of `b.weight` and `b.bias` share a line.
-        how = how.replace("{}", span).removesuffix(last) + "*" if how.endswith(f".{last}") else how
-        stems.setdefault((stem, how), []).append(last)
+        span = numbers[0] if len(numbers) == 1 else f"{{{numbers[0]}..{numbers[-1]}}}"
+        stem, dot, kind = template.replace("{}", span).rpartition(".")
+        kinds.setdefault((stem + dot, how.replace("{}", span).replace(f".{kind}", ".*")), []).append(kind)
     lines = []
-    for (stem, how), lasts in stems.items():
-        last = lasts[0] if len(lasts) == 1 else f"{{{','.join(sorted(lasts, reverse=True))}}}"  # weight first
-        name = f"{stem}.{last}" if stem else last
-        lines.append(f"{name}: {how.removesuffix('*')}{last if how.endswith('*') else ''}" if how else name)
+    for (stem, how), own in kinds.items():
+        kind = own[0] if len(own) == 1 else f"{{{','.join(sorted(own, reverse=True))}}}"  # weight first
+        lines.append(f"{stem}{kind}" + (f": {how.replace('*', kind)}" if how else ""))
     return lines
 
 
@@ -120,16 +110,14 @@ def _find_family(model_class: type[PreTrainedModel], is_decoder: bool) -> Family
     """The family of a model class, by model type, since the code in a checkpoint folder defines other classes.
 
     Raises:
-        ValueError: It has none, or is a causal model.
+        ValueError: It is a causal model.
     """
-    name, family = model_class.__name__, FAMILIES.get(model_class.config_class.model_type)
-    if family is None:
-        raise ValueError(f"{name} is not a model of this package, which has the families {', '.join(FAMILIES)}.")
+    family = FAMILIES[model_class.config_class.model_type]
     causal = {causal_class.__name__ for causal_class in family.causal_models}
     if is_decoder or causal & {parent.__name__ for parent in model_class.__mro__}:
         raise ValueError(
-            f"A {name} cannot start from an encoder, because its tokens see only earlier ones. Train it from scratch, "
-            f"or start a {family.masked_lm.__name__}."
+            f"A {model_class.__name__} cannot start from an encoder, because its tokens see only earlier ones. Train "
+            f"it from scratch, or start a {family.masked_lm.__name__}."
         )
     return family
 
@@ -149,65 +137,38 @@ def _find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _target_config(
-    config_class: type[PreTrainedConfig],
-    rules: type[WarmStartRules],
-    loaded: LoadedSource,
-    max_length: int | None,
-    given: dict[str, Any],
+    config_class: type[PreTrainedConfig], loaded: LoadedSource, max_length: int | None, given: dict[str, Any]
 ) -> PreTrainedConfig:
     """The config of the new model.
 
     Raises:
         ValueError: A field is unknown, decided by the source, or has a wrong value; or positions would be lost.
     """
-    known, own = {item.name for item in fields(config_class)}, loaded.values
+    own, decided = loaded.values, FAMILIES[config_class.model_type].warm_start.decided
     for name, value in given.items():
-        if name == "max_position_embeddings":
-            raise ValueError("Pass `max_length` (in tokens) instead of `max_position_embeddings`.")
         if name in _FIXED_FIELDS:
-            raise ValueError(f"The source decides `{name}` ({own.get(name)!r}). Leave it out.")
-        decided, reason = rules.decided.get(name, (value, ""))
-        if value != decided:
-            raise ValueError(f"`{name}={value!r}` is not possible in a warm start: {reason}. Leave it out.")
-        if name not in known and name not in _KEYWORDS:
-            others = [kind for kind, family in FAMILIES.items() if name in family.warm_start.options()]
-            if not others:
-                config_class(**{name: value})  # its error suggests similar names
-            hint = f"; it is an option of {', '.join(others)} models" if others else ""
-            raise ValueError(f"{config_class.__name__} has no field `{name}`{hint}.")
+            raise ValueError(f"The source decides `{name}` ({own.get(name)!r}); only `max_length` adds positions.")
+        if name in decided and value != decided[name][0]:
+            raise ValueError(f"`{name}={value!r}` is not possible in a warm start: {decided[name][1]}. Leave it out.")
     length = loaded.longest if max_length is None else max_length
     if length < loaded.longest and not given.get("position_period"):
         raise ValueError(
             f"`max_length` is {length}, but the source's {loaded.longest} positions are all kept. Leave it out; the "
             "model also takes shorter texts."
         )
-    base = {item.name for item in fields(PreTrainedConfig)}
-    shared = known & own.keys() - base - {"tie_word_embeddings"}
+    known, base = ({item.name for item in fields(one)} for one in (config_class, PreTrainedConfig))
     values = {"position_embedding_type": "learned"}  # unless the source says otherwise
-    values |= {name: own[name] for name in shared}
-    values |= {name: value for name, (value, _) in rules.decided.items()}
+    values |= {name: own[name] for name in known & own.keys() - base - {"tie_word_embeddings"}}
+    values |= {name: value for name, (value, _) in decided.items()}
     values |= {"max_position_embeddings": length, "tie_word_embeddings": _is_tied(loaded)}
     return config_class(**{**values, **given})
 
 
 def _is_tied(loaded: LoadedSource) -> bool:
-    decoder = loaded.tensors.get(loaded.layout.head["lm_head.decoder.weight"][0])
+    decoder = loaded.tensors.get("lm_head.decoder.weight")
     if decoder is None:
         return bool(loaded.config.tie_word_embeddings)
     return decoder.data_ptr() == loaded.embedding.data_ptr()
-
-
-def _check_slots(config: PreTrainedConfig, name: str | None) -> None:
-    """Refuse a memory far larger than any text before it is allocated.
-
-    Raises:
-        ValueError: It has over `_MOST_SLOTS` slots per token of the longest input.
-    """
-    slots, longest = getattr(config, name) if name else 0, config.max_position_embeddings
-    if slots > _MOST_SLOTS * longest:
-        raise ValueError(
-            f"`{name}` is {slots:,}, but inputs have at most {longest:,} tokens. Choose no more slots than tokens."
-        )
 
 
 # ---- its parameters ----
@@ -227,26 +188,17 @@ class _Maker:
         """The values of every parameter, by its name in the new model.
 
         Raises:
-            ValueError: See `check_head` and `make`.
+            ValueError: The source lacks a required parameter, or its masked-LM head has another activation than ours.
         """
-        named = dict(self.model.named_parameters())
-        self.check_head(named)
-        # Required parameters come first, because rules read them.
-        return {name: self.make(name, named[name]) for name in sorted(named, key=lambda name: not self.is_shared(name))}
-
-    def check_head(self, named: dict[str, Tensor]) -> None:
-        """Refuse a masked-LM head that would not compute what the source's computes.
-
-        Raises:
-            ValueError: Its activation differs from the layers'.
-        """
-        layout, activation = self.loaded.layout, self.loaded.values["hidden_act"]
-        has_head = any(name in named and owns[0] in self.loaded.tensors for name, owns in layout.head.items())
-        if has_head and layout.fixed_head_activation and activation not in ("gelu", "gelu_python"):
+        named, activation = dict(self.model.named_parameters()), self.loaded.values["hidden_act"]
+        has_head = "lm_head.dense.weight" in named and "lm_head.dense.weight" in self.loaded.tensors
+        if has_head and self.loaded.layout.fixed_head_activation and activation not in ("gelu", "gelu_python"):
             raise ValueError(
                 f"The source's masked-LM head uses gelu but its layers {activation}; ours have one `hidden_act`. Pass "
                 "the encoder alone (load it with AutoModel) to start with a new head."
             )
+        # Required parameters come first, because rules read them.
+        return {name: self.make(name, named[name]) for name in sorted(named, key=lambda name: not self.is_shared(name))}
 
     def is_head(self, name: str) -> bool:
         """Whether a parameter is not the base model's."""
@@ -268,42 +220,32 @@ class _Maker:
         Raises:
             ValueError: The source lacks a required parameter, or has it in another shape.
         """
-        ours, is_shared = name.removeprefix(self.prefix), self.is_shared(name)
-        # Of all heads, only the masked-LM head has the same purpose in the source.
-        owns = self.loaded.layout.head.get(name, ()) if self.is_head(name) else (ours,)
-        own = next((own for own in owns if own in self.loaded.tensors), None)
-        if own is None and is_shared:
-            raise ValueError(f"The source has no parameter for {name}. Merge any adapters into it first.")
-        if own is None:
+        ours, is_required = name.removeprefix(self.prefix), self.is_shared(name)
+        # Of all heads, only the masked-LM head has the same purpose in the source. The bias of its decoder comes first:
+        # it can differ from the head's if the matrices are untied.
+        own = "lm_head.decoder.bias" if name == "lm_head.bias" else ours
+        own = own if own in self.loaded.tensors else ours
+        if own not in self.loaded.tensors or (self.is_head(name) and not name.startswith("lm_head.")):
+            if is_required:
+                raise ValueError(f"The source has no parameter for {name}. Merge any adapters into it first.")
             return self.make_new(name, empty)
         values, own_name = self.loaded.tensors[own], self.loaded.names[own]
         kind, wanted = (self.rules.kind(ours, config) for config in (self.loaded.config, self.model.config))
         fits = values.shape == empty.shape and kind == wanted
-        if not fits and not is_shared and not self.is_head(name):
+        if not fits and not is_required and not self.is_head(name):
             size = " x ".join(map(str, values.shape))
             return self.make_new(name, empty, f"; the source's own ({kind}{', ' * bool(kind)}{size}) does not fit")
         self.used.add(values.data_ptr())
-        if fits:
-            self.report.copied[name] = own_name
-        elif ours == POSITIONS:
+        if ours == POSITIONS and not fits:
             values, self.report.extended[name] = self.extend(values, own_name)
         else:
-            raise ValueError(
-                f"The source's {own_name} has the shape {tuple(values.shape)}, but its config requires "
-                f"{tuple(empty.shape)}. Restore the config that belongs to the weights."
-            )
+            self.report.copied[name] = own_name
         return values.clone()
 
     def extend(self, table: Tensor, own_name: str) -> tuple[Tensor, str]:
         """The position table with our padding rows and the config's positions, and what was done to it."""
         config, trained, first = self.model.config, self.loaded.longest, self.loaded.first
-        wanted, length = config.pad_token_id + 1, config.position_rows()
-        if table.shape[0] != first + trained:
-            raise ValueError(
-                f"The source's {own_name} has {table.shape[0]} rows, but its config requires {first + trained}. "
-                "Restore the config that belongs to the weights."
-            )
-        done = [own_name]
+        wanted, length, done = config.pad_token_id + 1, config.position_rows(), [own_name]
         if wanted > first:
             table = torch.cat([table.new_zeros(wanted - first, table.shape[1]), table])
             done.append(f"{wanted - first} row{'s' * (wanted - first > 1)} of zeros added in front for padding")
@@ -337,12 +279,7 @@ class _Maker:
             self.model._init_weights(self.model.get_submodule(owner))
 
     def finish(self) -> WarmStart:
-        """The report, with the source's unused parameters.
-
-        Raises:
-            ValueError: See the rules' `finish`.
-        """
-        self.rules.finish(self.report.new)
+        """The report, with the source's unused parameters."""
         unused = {}  # by address
         for own, tensor in self.loaded.tensors.items():
             unused.setdefault(tensor.data_ptr(), self.loaded.names[own])
@@ -388,8 +325,8 @@ def warm_start(
 
     Raises:
         ValueError: The model is causal; the source cannot be read or mapped; `dtype` is no floating-point type; a field
-            is unknown or decided by the source; there would be fewer positions than the source's, or far more slots
-            than tokens; or the family's rules refuse.
+            is unknown or decided by the source; there would be fewer positions than the source's; or the family's
+            rules refuse.
     """
     family = _find_family(model_class, given.pop("is_decoder", False))
     if preset is not None:
@@ -398,10 +335,9 @@ def warm_start(
     options = {name: given.pop(name) for name in family.warm_start.options() if name in given}
     with torch.random.fork_rng(devices=[]):
         loaded = load_source(source, allow_pickle)
-        config = _target_config(model_class.config_class, family.warm_start, loaded, max_length, given)
+        config = _target_config(model_class.config_class, loaded, max_length, given)
         rules = family.warm_start(loaded, config, seed, **options)
         rules.check()
-        _check_slots(config, rules.slots_field(config))
         with no_init_weights():
             model = model_class(config)
         model.tie_weights()

@@ -34,27 +34,22 @@ class AbcConfig(BoundedMemoryConfig):
     In addition to the fields of all families (see `BoundedMemoryConfig`):
 
     Args:
-        memory_control (`str`, defaults to `"mlp"`):
-            Control strategy that writes the memory. With learned parameters: `"mlp"` (the paper's ABC-MLP; each slot is
-            a learned attention over the tokens, equation 7) and `"linformer"` (one weight per position and slot,
-            section 3.1). Without parameters: `"random"` (a random slot per token, appendix A.2), `"cluster"` (centroids
-            of k-means, section 3.2), `"sliding_window"` (the `memory_size` tokens around each token, including itself,
-            section 3.3), `"dilated"` (the same over every other token, appendix A.4), `"local_to_global"` (evenly
-            spaced tokens, appendix A.1) and `"compressive"` (means of neighbouring tokens, appendix A.3). `"full"` is
-            ordinary softmax attention in quadratic time, for comparison. Decoders support `"mlp"`, `"linformer"`
-            (positions wrap around at the end of the matrix), `"random"` and `"sliding_window"` (the last `memory_size`
-            tokens).
-        memory_size (`int`, defaults to 64):
-            Number of slots `m` per head, or the window's length; ignored by `"full"`. Empty slots are never read.
-        control_activation (`str`, defaults to `"exp"`):
-            `"mlp"` only: `"exp"`, or the paper's ablations `"relu"` and `"sigmoid"`.
-        share_control (`bool`, defaults to `True`):
-            `"mlp"`, `"linformer"` and `"random"` only: whether all layers share one control. An encoder and a decoder
-            have one each, and each layer's cross-attention has its own.
-        control_seed (`int`, defaults to 0):
-            `"random"` only: seed of the random slots.
-        cluster_iterations (`int`, defaults to 2):
-            `"cluster"` only: number of k-means iterations in each layer.
+        memory_control: control strategy that writes the memory. With learned parameters: `"mlp"` (the paper's ABC-MLP;
+            each slot is a learned attention over the tokens, equation 7) and `"linformer"` (one weight per position and
+            slot, section 3.1). Without parameters: `"random"` (a random slot per token, appendix A.2), `"cluster"`
+            (centroids of k-means, section 3.2), `"sliding_window"` (the `memory_size` tokens around each token,
+            including itself, section 3.3), `"dilated"` (the same over every other token, appendix A.4),
+            `"local_to_global"` (evenly spaced tokens, appendix A.1) and `"compressive"` (means of neighbouring tokens,
+            appendix A.3). `"full"` is ordinary softmax attention in quadratic time, for comparison. Decoders support
+            `"mlp"`, `"linformer"` (positions wrap around at the end of the matrix), `"random"` and `"sliding_window"`
+            (the last `memory_size` tokens).
+        memory_size: number of slots `m` per head, or the window's length; ignored by `"full"`. Empty slots are never
+            read.
+        control_activation: `"mlp"` only: `"exp"`, or the paper's ablations `"relu"` and `"sigmoid"`.
+        share_control: `"mlp"`, `"linformer"` and `"random"` only: whether all layers share one control. An encoder and
+            a decoder have one each, and each layer's cross-attention has its own.
+        control_seed: `"random"` only: seed of the random slots.
+        cluster_iterations: `"cluster"` only: number of k-means iterations in each layer.
 
     ```python
     >>> from luna_hf import AbcConfig
@@ -82,6 +77,9 @@ class AbcConfig(BoundedMemoryConfig):
         },
     }
 
+    minimum = {**BoundedMemoryConfig.minimum, "memory_size": 1, "control_seed": 0, "cluster_iterations": 1}
+    choices = {**BoundedMemoryConfig.choices, "memory_control": CONTROLS, "control_activation": ACTIVATIONS}
+
     memory_control: str = "mlp"
     memory_size: int = 64
     control_activation: str = "exp"
@@ -97,26 +95,20 @@ class AbcConfig(BoundedMemoryConfig):
 
     def across(self) -> "AbcConfig":
         """Like `BoundedMemoryConfig.across`; a shared control is written from other states, the decoder's own."""
-        config = super().across()
-        config.share_control = False
-        return config
+        return super().across()._with(share_control=False)
 
     def validate_values(self) -> None:
         """Validate every field, at construction and again when the config is saved."""
         super().validate_values()
-        self._require("memory_control", lambda value: value in CONTROLS, f"one of {', '.join(CONTROLS)}")
         if self.is_decoder:
             causal = f"one of {', '.join(CAUSAL_CONTROLS)} in a causal model"
-            self._require("memory_control", lambda value: value in CAUSAL_CONTROLS, causal)
+            self._require("memory_control", self.memory_control in CAUSAL_CONTROLS, causal)
+        has_slots = self.memory_control not in WITHOUT_SLOTS
+        if self.is_decoder and self.is_encoder_decoder:
             slots = "a control with slots in an encoder-decoder, whose cross-attention reads no window"
-            across = not self.is_encoder_decoder or self.memory_control not in WITHOUT_SLOTS
-            self._require("memory_control", lambda _: across, slots)
-        if self.memory_control in WITHOUT_SLOTS:
-            self._require("local_window", lambda w: w == 0, f"0 with memory_control={self.memory_control!r}")
-        self._require("memory_size", lambda value: value >= 1, "at least 1 (64 or 128 in the paper)")
-        self._require("control_activation", lambda value: value in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")
-        self._require("control_seed", lambda value: value >= 0, "at least 0")
-        self._require("cluster_iterations", lambda value: value >= 1, "at least 1")
+            self._require("memory_control", has_slots, slots)
+        without = f"0 with memory_control={self.memory_control!r}"
+        self._require("local_window", has_slots or not self.local_window, without)
 
 
 __all__ = ["AbcConfig"]

@@ -16,7 +16,6 @@ from ..warm_start_rules import (
     ATTENTION,
     BLUR,
     BLURRED,
-    HEAD_NAMES,
     INITIALISED,
     POSITIONS,
     PROJECTION,
@@ -59,7 +58,7 @@ class AbcRules(WarmStartRules):
 
     table = {"control.weight": OWN_ATTENTION, f"{ATTENTION}.self.control.weight": OWN_ATTENTION}
     softmax = {"memory_control": "full"}
-    layout = Layout(HEAD_NAMES, counts_pad_rows=False, fixed_head_activation=False, ordered_vocabulary=False)
+    layout = Layout(counts_pad_rows=False, fixed_head_activation=False, ordered_vocabulary=False)
 
     @staticmethod
     def slots_field(config: PreTrainedConfig) -> str | None:
@@ -74,12 +73,8 @@ class AbcRules(WarmStartRules):
     @staticmethod
     def without_effect(name: str, config: PreTrainedConfig) -> str:
         """The controls to which a field or option applies, if the config's is not one of them; otherwise empty."""
-        users = _USERS.get(name, (config.memory_control,))
-        return (
-            ""
-            if config.memory_control in users
-            else f"`memory_control` {', '.join(users)}, not {config.memory_control}"
-        )
+        users, control = _USERS.get(name), config.memory_control
+        return "" if users is None or control in users else f"`memory_control` {', '.join(users)}, not {control}"
 
     def check(self) -> None:
         """Refuse a start that the control cannot have.
@@ -87,29 +82,23 @@ class AbcRules(WarmStartRules):
         Raises:
             ValueError: `control_init` is unknown or does not suit the control or the source.
         """
-        start, config = self.control_init, self.config
-        if start not in (None, "attention", "random"):
-            raise ValueError(f"`control_init` is {start!r}, but must be 'attention' or 'random'.")
-        if start and (users := self.without_effect("control_init", config)):
+        if self.control_init not in (None, "attention", "random"):
+            raise ValueError(f"`control_init` is {self.control_init!r}, but must be 'attention' or 'random'.")
+        if self.control_init and (users := self.without_effect("control_init", self.config)):
             raise ValueError(f"`control_init` only applies to {users}. Leave it out.")
-        if start == "attention" and not self.can_attend():
-            reason = "the source is not post-norm with learned positions and a LayerNorm on the embeddings"
-            if self.weighs_otherwise():
-                reason = f"`control_activation` {config.control_activation!r} is no softmax"
+        if self.control_init == "attention" and not self.can_attend():
             raise ValueError(
-                f"`control_init` cannot be 'attention', because {reason}. Leave it out to start at random."
+                "`control_init` cannot be 'attention': it needs a control with a softmax, and a post-norm source with "
+                "learned positions and a LayerNorm on the embeddings. Leave it out to start at random."
             )
-
-    def weighs_otherwise(self) -> bool:
-        """Whether the control weighs tokens by anything other than a softmax."""
-        return self.config.memory_control == "mlp" and self.config.control_activation != "exp"
 
     def can_attend(self) -> bool:
         """Whether the control can start as the source's attention, which must be able to read embedded positions."""
-        loaded = self.loaded
+        loaded, config = self.loaded, self.config
         has_positions = loaded.first + loaded.longest == len(loaded.tensors.get(POSITIONS, ()))
-        has_norm = "embeddings.LayerNorm.weight" in loaded.tensors and not self.config.norm_first
-        return has_positions and has_norm and not self.weighs_otherwise()
+        has_norm = "embeddings.LayerNorm.weight" in loaded.tensors and not config.norm_first
+        is_softmax = config.memory_control != "mlp" or config.control_activation == "exp"
+        return has_positions and has_norm and is_softmax
 
     def rule(self, template: str) -> str:
         """The rule for a parameter, by its name in `table`."""
@@ -150,13 +139,9 @@ class AbcRules(WarmStartRules):
         tensors = self.loaded.tensors
         states = tensors[POSITIONS][self.loaded.first :].float()
         states = states + tensors[SEGMENTS][0].float() if SEGMENTS in tensors else states
-        norm = (tensors[f"embeddings.LayerNorm.{kind}"].float() for kind in ("weight", "bias"))
+        norm, projection = (
+            [tensors[f"{name}.{kind}"].float() for kind in ("weight", "bias") if f"{name}.{kind}" in tensors]
+            for name in ("embeddings.LayerNorm", PROJECTION)
+        )
         states = F.layer_norm(states, states.shape[-1:], *norm, self.config.layer_norm_eps)
-        if f"{PROJECTION}.weight" not in tensors:
-            return states
-        return F.linear(states, *(tensors[f"{PROJECTION}.{kind}"].float() for kind in ("weight", "bias")))
-
-    def finish(self, new: dict[str, str]) -> None:
-        """Refuse `control_init` if the source's own control is kept."""
-        if self.control_init and not any("control." in name for name in new):
-            raise ValueError("`control_init` has no effect because the source's own control is kept. Leave it out.")
+        return F.linear(states, *projection) if projection else states

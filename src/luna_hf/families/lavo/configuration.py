@@ -19,17 +19,13 @@ class LavoConfig(BoundedMemoryConfig):
     positions rotate the queries and keys of the window only.
 
     Args:
-        num_bases (`int`, defaults to 64):
-            Number of orthogonal bases `r` per head, which are the slots of the memory.
-        attention_parts (`str`, defaults to `"both"`):
-            Output of the attention: `"both"`, the mean of the global part, which reads the memory, and of the local
-            part, which reads the window; or one of them, `"global"` or `"local"`.
-        context_dissection (`bool`, defaults to `True`):
-            Whether the tokens pass through the local attention before they are written to the memory (section 3.2).
-            Without it, or without a `local_window`, the memory holds their values.
-        window_position_bias (`bool`, defaults to `True`):
-            Whether the scores of the local attention get a learned bias that depends on the distance between query and
-            key (section 3.3).
+        num_bases: number of orthogonal bases `r` per head, which are the slots of the memory.
+        attention_parts: output of the attention: `"both"`, the mean of the global part, which reads the memory, and of
+            the local part, which reads the window; or one of them, `"global"` or `"local"`.
+        context_dissection: whether the tokens pass through the local attention before they are written to the memory
+            (section 3.2). Without it, or without a `local_window`, the memory holds their values.
+        window_position_bias: whether the scores of the local attention get a learned bias that depends on the distance
+            between query and key (section 3.3).
 
     ```python
     >>> from luna_hf import LavoConfig
@@ -47,6 +43,9 @@ class LavoConfig(BoundedMemoryConfig):
     # `lra`: appendix C.
     presets = {"base": {}, "lra": {"num_bases": 32, "local_window": 256}}
 
+    minimum = {**BoundedMemoryConfig.minimum, "num_bases": 1}
+    choices = {**BoundedMemoryConfig.choices, "attention_parts": PARTS}
+
     local_window: int = 64
     num_bases: int = 64
     attention_parts: str = "both"
@@ -60,13 +59,11 @@ class LavoConfig(BoundedMemoryConfig):
     def validate_values(self) -> None:
         """Validate every field, at construction and again when the config is saved."""
         super().validate_values()
-        self._require("num_bases", lambda value: value >= 1, "at least 1 (64 in the paper's language models)")
-        self._require("attention_parts", lambda value: value in PARTS, f"one of {', '.join(PARTS)}")
-        if self.attention_parts == "local":
-            self._require("local_window", lambda value: value >= 1, "at least 1 with attention_parts='local'")
-        if self.is_encoder_decoder:
-            memory = "'both' or 'global' in an encoder-decoder, whose cross-attention reads the memory"
-            self._require("attention_parts", lambda value: value != "local", memory)
+        is_local = self.attention_parts == "local"
+        window = "at least 1 with attention_parts='local'"
+        self._require("local_window", self.local_window or not is_local, window)
+        memory = "'both' or 'global' in an encoder-decoder, whose cross-attention reads the memory"
+        self._require("attention_parts", not (is_local and self.is_encoder_decoder), memory)
 
 
 __all__ = ["LavoConfig"]

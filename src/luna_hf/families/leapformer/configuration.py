@@ -27,16 +27,13 @@ class LeapformerConfig(BoundedMemoryConfig):
     grow where the normaliser is tiny, as it may be with `"relu"` features.
 
     Args:
-        reweighting (`str`, defaults to `"learned"`):
-            Factor of the similarity of a query and a key. `"learned"` (LeaPformer, equation 10): the cosine of the
-            difference of two proportions, which a small network derives from the query and from the key. `"cosine"`
+        reweighting: factor of the similarity of a query and a key. `"learned"` (LeaPformer, equation 10): the cosine of
+            the difference of two proportions, which a small network derives from the query and from the key. `"cosine"`
             (cosFormer, equation 9): the same with static proportions, the position of a token divided by the number of
             real tokens; encoders only, since a decoder does not know that number. `"rotary"` (appendix A.6): rotary
             positions, which rotate the features of queries and keys. `"none"`: plain linear attention.
-        feature_map (`str`, defaults to `"relu"`):
-            Feature map of queries and keys: `"relu"`, or `"elu"` for elu + 1.
-        leap_factor (`int`, defaults to 4):
-            `"learned"` only: the head size divided by the inner size of the network, 1, 2 or 4.
+        feature_map: feature map of queries and keys: `"relu"`, or `"elu"` for elu + 1.
+        leap_factor: `"learned"` only: the head size divided by the inner size of the network, 1, 2 or 4.
 
     ```python
     >>> from luna_hf import LeapformerConfig
@@ -57,6 +54,13 @@ class LeapformerConfig(BoundedMemoryConfig):
         "rope": {"reweighting": "rotary", "feature_map": "elu"},
     }
 
+    choices = {
+        **BoundedMemoryConfig.choices,
+        "reweighting": REWEIGHTINGS,
+        "feature_map": FEATURE_MAPS,
+        "leap_factor": LEAP_FACTORS,
+    }
+
     attention_probs_dropout_prob: float | int = 0.0
     reweighting: str = "learned"
     feature_map: str = "relu"
@@ -65,16 +69,12 @@ class LeapformerConfig(BoundedMemoryConfig):
     def validate_values(self) -> None:
         """Validate every field, at construction and again when the config is saved."""
         super().validate_values()
-        self._require("reweighting", lambda value: value in REWEIGHTINGS, f"one of {', '.join(REWEIGHTINGS)}")
-        if self.is_decoder:
-            causal = f"one of {', '.join(CAUSAL_REWEIGHTINGS)} in a causal model, which does not know its length"
-            self._require("reweighting", lambda value: value in CAUSAL_REWEIGHTINGS, causal)
+        causal = f"one of {', '.join(CAUSAL_REWEIGHTINGS)} in a causal model, which does not know its length"
+        self._require("reweighting", not self.is_decoder or self.reweighting in CAUSAL_REWEIGHTINGS, causal)
         if self.reweighting == "rotary":
             self._require_even_heads()
-        self._require("feature_map", lambda value: value in FEATURE_MAPS, f"one of {', '.join(FEATURE_MAPS)}")
-        self._require("leap_factor", lambda value: value in LEAP_FACTORS, f"one of {', '.join(map(str, LEAP_FACTORS))}")
         no_softmax = "0, since linear attention has no softmax that a window could join"
-        self._require("local_window", lambda value: value == 0, no_softmax)
+        self._require("local_window", not self.local_window, no_softmax)
 
 
 __all__ = ["LeapformerConfig"]

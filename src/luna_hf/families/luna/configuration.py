@@ -16,30 +16,23 @@ class LunaConfig(BoundedMemoryConfig):
     In addition to the fields of all families (see `BoundedMemoryConfig`):
 
     Args:
-        projection_length (`int`, defaults to 128):
-            Number of slots `l` of the packed sequence P.
-        num_projected_attention_heads (`int`, *optional*):
-            Number of heads of the pack attention; must divide `hidden_size`. Defaults to `num_attention_heads`, the
-            only choice in a decoder alone, and what causal attention always has.
-        tie_kv (`bool`, defaults to `True`):
-            Whether keys and values share one matrix, in both pack and unpack attention. The base model has 132 M
+        projection_length: number of slots `l` of the packed sequence P.
+        num_projected_attention_heads: number of heads of the pack attention; must divide `hidden_size`. Defaults to
+            `num_attention_heads`, the only choice in a decoder alone, and what causal attention always has.
+        tie_kv: whether keys and values share one matrix, in both pack and unpack attention. The base model has 132 M
             parameters if tied and 146 M if not (147 M in the paper).
-        dynamic_projection (`bool`, defaults to `True`):
-            Whether a row with fewer tokens than slots uses only as many slots as it has tokens. Otherwise, and always
-            in a decoder alone, every row uses all slots.
-        tokens_per_slot (`int`, defaults to 1):
-            With `dynamic_projection` only: a row uses one slot for so many tokens, rounded up, as long as there are
-            slots. With 4 and 128 slots, a row of 128 tokens uses 32 slots, and one of 512 tokens or more all of them.
-            Not in the paper; short texts take less time.
-        pack_activation (`str`, defaults to `"softplus"`):
-            Decoders only: activation of the pack attention, `"softplus"` (log2(1 + 2^x), as in the authors' code) or
-            `"elu"` (elu(x) + 1), divided by the number of tokens so far; or, not in the paper, `"exp"`, divided by its
-            running sum: softmax over the tokens so far, without dropout. Only `"exp"` lets a slot hold few tokens,
-            which recall needs.
-        classifier_pooling (`str`, defaults to `"cls"`):
-            `"cls"` and `"mean"` read the token states. `"packed_max"` (a projection and a maximum, as in the authors'
-            code), `"packed_mean"` (as in the paper) and `"packed_attention"` (attention of `<s>` over P) read the
-            packed states.
+        dynamic_projection: whether a row with fewer tokens than slots uses only as many slots as it has tokens.
+            Otherwise, and always in a decoder alone, every row uses all slots.
+        tokens_per_slot: with `dynamic_projection` only: a row uses one slot for so many tokens, rounded up, as long as
+            there are slots. With 4 and 128 slots, a row of 128 tokens uses 32 slots, and one of 512 tokens or more all
+            of them. Not in the paper; short texts take less time.
+        pack_activation: decoders only: activation of the pack attention, `"softplus"` (log2(1 + 2^x), as in the
+            authors' code) or `"elu"` (elu(x) + 1), divided by the number of tokens so far; or, not in the paper,
+            `"exp"`, divided by its running sum: softmax over the tokens so far, without dropout. Only `"exp"` lets a
+            slot hold few tokens, which recall needs.
+        classifier_pooling: `"cls"` and `"mean"` read the token states. `"packed_max"` (a projection and a maximum, as
+            in the authors' code), `"packed_mean"` (as in the paper) and `"packed_attention"` (attention of `<s>` over
+            P) read the packed states.
 
     `preset` returns the models of the paper and of the authors' release:
 
@@ -69,6 +62,18 @@ class LunaConfig(BoundedMemoryConfig):
         },
     }
 
+    minimum = {
+        **BoundedMemoryConfig.minimum,
+        "projection_length": 1,
+        "tokens_per_slot": 1,
+        "num_projected_attention_heads": 1,
+    }
+    choices = {
+        **BoundedMemoryConfig.choices,
+        "pack_activation": ("softplus", "elu", "exp"),
+        "classifier_pooling": ("cls", "mean", "packed_max", "packed_mean", "packed_attention"),
+    }
+
     projection_length: int = 128
     num_projected_attention_heads: int | None = None
     tie_kv: bool = True
@@ -84,27 +89,17 @@ class LunaConfig(BoundedMemoryConfig):
         """
         return (tokens + self.tokens_per_slot - 1) // self.tokens_per_slot
 
-    @classmethod
-    def classifier_poolings(cls) -> tuple[str, ...]:
-        """Return the values of `classifier_pooling` that Luna accepts."""
-        return (*super().classifier_poolings(), "packed_max", "packed_mean", "packed_attention")
-
     def validate_values(self) -> None:
         """Validate every field, at construction and again when the config is saved."""
         super().validate_values()
-        self._require("projection_length", lambda value: value >= 1, "at least 1")
-        self._require("tokens_per_slot", lambda value: value >= 1, "at least 1")
-        self._require(
-            "tokens_per_slot", lambda value: value == 1 or self.dynamic_projection, "1 without `dynamic_projection`"
-        )
-        self._require("num_projected_attention_heads", lambda value: value is None or value >= 1, "None or at least 1")
-        if self.num_projected_attention_heads is not None:
+        one = self.tokens_per_slot == 1 or self.dynamic_projection
+        self._require("tokens_per_slot", one, "1 without `dynamic_projection`")
+        heads = self.num_projected_attention_heads
+        if heads is not None:
             self._require_divides("num_projected_attention_heads")
-        activations = ("softplus", "elu", "exp")
-        self._require("pack_activation", lambda value: value in activations, f"one of {', '.join(activations)}")
         if self.is_decoder and not self.is_encoder_decoder:
-            heads, allowed = self.num_attention_heads, "None in a decoder, which packs and unpacks with the same heads"
-            self._require("num_projected_attention_heads", lambda value: value in (None, heads), allowed)
+            same = "None in a decoder, which packs and unpacks with the same heads"
+            self._require("num_projected_attention_heads", heads in (None, self.num_attention_heads), same)
 
 
 __all__ = ["LunaConfig"]

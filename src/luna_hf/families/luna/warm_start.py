@@ -27,7 +27,6 @@ PACK_QUERY = f"{ATTENTION}.self.pack.query"
 
 TEXT_TOKENS = "embeddings of text tokens at evenly spread positions, before their LayerNorm"
 
-
 _COPIES = {
     "packed_embeddings.LayerNorm": "embeddings.LayerNorm",
     PACK_QUERY: f"{ATTENTION}.self.query",
@@ -70,19 +69,16 @@ class LunaRules(WarmStartRules):
             ValueError: The source is pre-norm, or lacks learned positions or a LayerNorm on the embeddings, or its
                 embeddings are projected.
         """
+        config = self.config
         needed = {"norm_first": False, "position_embedding_type": "learned", "embedding_layer_norm": True}
-        for name, value in needed.items():
-            if getattr(self.config, name) != value:
+        # Slots start as embeddings.
+        for name, value in {**needed, "embedding_size": config.hidden_size}.items():
+            found = config.embedding_width() if name == "embedding_size" else getattr(config, name)
+            if found != value:
                 raise ValueError(
-                    f"The source has `{name}` {getattr(self.config, name)!r}, but Luna only starts from encoders with "
-                    f"{value!r}, such as RoBERTa."
+                    f"The source has `{name}` {found!r}, but Luna only starts from encoders with {value!r}, such as "
+                    "RoBERTa. Choose another source, or start ABC."
                 )
-        width, embedded = self.config.hidden_size, self.config.embedding_width()
-        if embedded != width:
-            raise ValueError(
-                f"The source projects its embeddings from `embedding_size` {embedded} to `hidden_size` {width}, but "
-                "Luna's slots start as embeddings of that size: choose a source without a projection, or start ABC."
-            )
 
     def rule(self, template: str) -> str:
         """The rule for a parameter, by its name in `table`."""
@@ -121,11 +117,8 @@ class LunaRules(WarmStartRules):
             ranks = torch.arange(1, len(ids) + 1, dtype=torch.float64)
             weights = 1 / ranks if self.loaded.layout.ordered_vocabulary else torch.ones_like(ranks)
             return ids[torch.multinomial(weights, slots, replacement=True, generator=generator)]
-        if not len(ids):
-            raise ValueError("`slot_tokens` holds no tokens other than special ones. Pass the ids of a text.")
-        if ids.min() < 0 or ids.max() >= config.vocab_size:
+        if not len(ids) or ids.min() < 0 or ids.max() >= config.vocab_size:
             raise ValueError(
-                f"`slot_tokens` holds ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has "
-                f"{config.vocab_size} tokens. Use the source's tokenizer."
+                f"`slot_tokens` must hold ids below {config.vocab_size}, and more than special tokens. Pass a text's."
             )
         return ids[torch.randint(len(ids), (slots,), generator=generator)]

@@ -11,20 +11,16 @@ class ToyConfig(BoundedMemoryConfig):
     Configuration of the toy models. In addition to the fields of all families (see `BoundedMemoryConfig`):
 
     Args:
-        num_slots (`int`, defaults to 64):
-            Number of slots per head.
+        num_slots: number of slots per head.
     """
 
     model_type = "toy"
     state_fields = (*BoundedMemoryConfig.state_fields, "num_slots")
     slots_field = "num_slots"
 
-    num_slots: int = 64
+    minimum = {**BoundedMemoryConfig.minimum, "num_slots": 1}
 
-    def validate_values(self) -> None:
-        """Validate every field, at construction and again when the config is saved."""
-        super().validate_values()
-        self._require("num_slots", lambda value: value >= 1, "at least 1")
+    num_slots: int = 64
 
 
 __all__ = ["ToyConfig"]
