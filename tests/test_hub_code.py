@@ -214,7 +214,8 @@ def test_a_folder_carries_two_files_of_code(saved, family, kind):
     assert {path.name for path in first.glob("*.py")} == {path.name for path in second.glob("*.py")} == files
     assert all((first / name).read_text() == (second / name).read_text() for name in files)
     for command in (["check", "--select", "E,F,I,W"], ["format", "--check"]):
-        subprocess.run([sys.executable, "-m", "ruff", *command, "--isolated", "--line-length=120", first], check=True)
+        options = ["--isolated", "--line-length=120", "--config", "lint.isort.force-single-line=true"]
+        subprocess.run([sys.executable, "-m", "ruff", *command, *options, first], check=True)
 
 
 @families
@@ -260,6 +261,23 @@ def test_a_loaded_configuration_is_saved_with_the_code_of_its_models(saved, fami
 @families
 def test_a_configuration_alone_carries_its_code(saved, family):
     assert saved[1][family, "configuration"] == (FAMILIES[family].config.__name__, 48)
+
+
+@families
+def test_a_configuration_of_earlier_versions_names_the_files_it_has(family, tmp_path):
+    """They had one file for encoders and one for decoders; a user's own file stays named."""
+    row, own = FAMILIES[family], code_name(family)
+    config = row.config(is_decoder=True)
+    config.auto_map = {
+        "AutoModelForCausalLM": f"modeling_{own}_causal.{row.causal_lm.__name__}",
+        "AutoModelForMaskedLM": f"modeling_{own}.{row.masked_lm.__name__}",
+        "AutoModelForTokenClassification": "mine.Tagger",
+    }
+    config.save_pretrained(tmp_path)
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert auto_map.pop("AutoModelForTokenClassification") == "mine.Tagger"
+    for file, _, name in (entry.partition(".") for entry in auto_map.values()):
+        assert f"class {name}(" in (tmp_path / f"{file}.py").read_text()
 
 
 def test_importing_the_package_loads_nothing_heavy():

@@ -6,8 +6,7 @@ import pytest
 import torch
 from helpers import refused, tiny_model
 from safetensors.torch import load_file, save_file
-from test_warm_start import SMALL, make_source
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, RobertaForMaskedLM
+from test_warm_start import make_source
 
 from luna_hf import AbcForMaskedLM, LunaForMaskedLM
 from luna_hf.warm_start import warm_start
@@ -19,13 +18,9 @@ from luna_hf.warm_start import warm_start
         ("bert", {"is_decoder": True}, "`is_decoder`"),
         ("bert", {"add_cross_attention": True}, "`add_cross_attention`"),
         ("bert", {"is_encoder_decoder": True}, "`is_encoder_decoder`"),
-        ("bert", {"position_embedding_type": "relative_key"}, "'relative_key'"),
+        ("bert", {"position_embedding_type": "relative_key"}, "relative positions"),
         ("roberta", {"quantization_config": {"quant_method": "x"}}, "`quantization_config`"),
         ("roberta", {"pad_token_id": None}, "`pad_token_id`"),
-        ("roberta", {"model_type": None}, "None"),
-        ("roberta", {"hidden_size": 52}, "52,)"),
-        ("roberta", {"vocab_size": 130}, "(130"),
-        ("bert", {"num_hidden_layers": 2}, "3 layers, but `num_hidden_layers` is 2"),
         ("roberta", {"num_hidden_layers": 4}, "roberta.encoder.layer.3"),
         ("roberta", {"num_attention_heads": "four"}, "num_attention_heads"),
         ("roberta", {"hidden_act": "relu"}, "`hidden_act`"),
@@ -39,25 +34,6 @@ def test_configs_that_cannot_be_mapped(kind, fields, named, tmp_path):
         warm_start(AbcForMaskedLM, tmp_path)
 
 
-BART = {"d_model": 12, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 9, "max_position_embeddings": 9}
-BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 9, "decoder_ffn_dim": 9}
-OTHERS = {
-    "gpt2": (AutoModelForCausalLM, {"n_embd": 12, "n_layer": 1, "n_head": 2, "vocab_size": 9}, "gpt2"),
-    "bart": (AutoModelForSeq2SeqLM, BART, "`is_encoder_decoder`"),
-    **{kind: (None, {**SMALL, "num_hidden_layers": 1}, kind) for kind in ("albert", "roberta-prelayernorm")},
-}
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_architectures(kind, tmp_path):
-    auto_class, fields, named = OTHERS[kind]
-    config = AutoConfig.for_model(kind, **fields)
-    config.save_pretrained(tmp_path)  # refused before weights are needed
-    for source in (tmp_path, *([auto_class.from_config(config)] if auto_class else [])):
-        with refused(named, "roberta, xlm-roberta"):
-            warm_start(LunaForMaskedLM, source)
-
-
 def test_sources_of_our_own():
     with refused("luna", "`from_pretrained`"):
         warm_start(LunaForMaskedLM, tiny_model("luna", "mlm"))
@@ -67,9 +43,6 @@ def test_sources_of_our_own():
     ):
         with refused(named):
             warm_start(LunaForMaskedLM, tiny_model("abc_memory", "mlm", **fields))
-    for start in ("attention", "random"):  # its own control is kept
-        with refused("`control_init`"):
-            warm_start(AbcForMaskedLM, tiny_model("abc_memory", "mlm"), control_init=start)
     norm_first = tiny_model("abc_memory", "mlm", norm_first=True, memory_control="full")
     with refused("`control_init`", "'attention'"):
         warm_start(AbcForMaskedLM, norm_first, memory_control="mlp", control_init="attention")
@@ -92,20 +65,9 @@ def test_damaged_weights(file, tmp_path):
         whole = (tmp_path / file).read_bytes()
     for content in (*GARBAGE, whole[:-1000]):
         (tmp_path / file).write_bytes(content)
-        with pytest.raises(ValueError, match="Copy or download") as raised:
+        with pytest.raises(ValueError, match="cannot be loaded") as raised:
             warm_start(AbcForMaskedLM, tmp_path, allow_pickle=file == "pytorch_model.bin")
         assert str(tmp_path) in str(raised.value) and "weights_only" not in str(raised.value)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_weights_that_are_not_finite(value, tmp_path):
-    source = make_source()
-    with torch.no_grad():
-        source.roberta.encoder.layer[1].output.dense.weight[2, 3] = value
-    source.save_pretrained(tmp_path)
-    for given in (source, tmp_path):
-        with refused("roberta.encoder.layer.1.output.dense.weight"):
-            warm_start(LunaForMaskedLM, given)
 
 
 def test_folders_that_are_incomplete(tmp_path):
@@ -126,7 +88,6 @@ def test_folders_that_are_incomplete(tmp_path):
     ("model_class", "fields", "named"),
     [
         (AbcForMaskedLM, {"memory_size": 0}, "`memory_size` is 0"),
-        (AbcForMaskedLM, {"memory_size": 20_000_000_000}, "20,000,000,000"),
         (AbcForMaskedLM, {"memory_control": "mpl"}, "'mpl'"),
         (AbcForMaskedLM, {"conv_kernel_size": 4}, "`conv_kernel_size` is 4"),
         (AbcForMaskedLM, {"memory_sise": 8}, "`memory_size`"),
@@ -137,32 +98,14 @@ def test_folders_that_are_incomplete(tmp_path):
         (AbcForMaskedLM, {"max_length": 37}, "37, but the source's 38"),
         (AbcForMaskedLM, {"control_init": "zero"}, "'zero'"),
         (AbcForMaskedLM, {"memory_control": "sliding_window", "control_init": "random"}, "sliding_window"),
-        (AbcForMaskedLM, {"control_activation": "relu", "control_init": "attention"}, "'relu'"),
+        (AbcForMaskedLM, {"control_activation": "relu", "control_init": "attention"}, "'attention'"),
         (LunaForMaskedLM, {"tie_kv": True}, "`tie_kv=True`"),
         (LunaForMaskedLM, {"pack_activation": "elu"}, "`pack_activation='elu'`"),
         (LunaForMaskedLM, {"num_projected_attention_heads": 5}, "`num_projected_attention_heads`"),
         (LunaForMaskedLM, {"slot_tokens": [0, 1]}, "`slot_tokens`"),
-        (LunaForMaskedLM, {"slot_tokens": [5, 120]}, "5 to 120"),
+        (LunaForMaskedLM, {"slot_tokens": [5, 120]}, "`slot_tokens`"),
     ],
 )
 def test_wrong_fields(model_class, fields, named):
     with refused(named):
         warm_start(model_class, make_source(), **fields)
-
-
-def test_other_classes_and_sources():
-    with refused("RobertaForMaskedLM", "luna"):
-        warm_start(RobertaForMaskedLM, make_source())
-    with refused("Linear"):
-        warm_start(AbcForMaskedLM, torch.nn.Linear(2, 2))
-    with refused("roberta.embeddings.word_embeddings.weight"):
-        warm_start(AbcForMaskedLM, make_source().to("meta"))
-    adapted = make_source()
-    attention = adapted.roberta.encoder.layer[0].attention.self
-    attention.query = torch.nn.Sequential(attention.query)
-    with refused("abc.encoder.layer.0.attention.self.query.weight"):
-        warm_start(AbcForMaskedLM, adapted)
-    fewer = make_source()
-    fewer.config.num_hidden_layers = 2
-    with refused("3 layers", "2"):
-        warm_start(AbcForMaskedLM, fewer)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig
 
 PACKAGE = __name__.partition(".")[0]
-_WIDTH = 120
 _HEADER = """\
 # luna_hf {version}. SPDX-License-Identifier: Apache-2.0
 # Joined from the package's modules by `save_pretrained`; changes belong there.
@@ -28,8 +27,6 @@ class Definition(NamedTuple):
     names: tuple[str, ...]  # that it defines
     uses: frozenset[str]
     source: str  # with the comment above it
-    is_block: bool  # a class or function
-    spaced: bool  # whether blank lines separate it from what stands above it
 
 
 class External(NamedTuple):
@@ -62,16 +59,20 @@ def write_code(config: PreTrainedConfig, folder: str | Path) -> None:
     family = path[-2]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config.auto_map = {
-        **(getattr(config, "auto_map", None) or {}),
-        "AutoConfig": f"configuration_{family}.{own.__name__}",
-    }
     (folder / f"configuration_{family}.py").write_text(join(path), encoding="utf-8")
-    prefix = f"modeling_{family}."
-    models = {name.removeprefix(prefix) for name in config.auto_map.values() if name.startswith(prefix)}
+    # Earlier versions wrote the models into several files.
+    modeling, names = f"modeling_{family}", defined(take_apart((*path[:-1], "modeling")))
+    auto_map, models = {"AutoConfig": f"configuration_{family}.{own.__name__}"}, set()
+    for auto, entry in (getattr(config, "auto_map", None) or {}).items():
+        file, _, name = entry.partition(".")
+        if file.startswith(modeling) and name in names:
+            entry = f"{modeling}.{name}"
+            models.add(name)
+        auto_map.setdefault(auto, entry)
+    config.auto_map = auto_map
     if models:
         code = join((*path[:-1], "modeling"), frozenset(models), path, f"configuration_{family}")
-        (folder / f"modeling_{family}.py").write_text(code, encoding="utf-8")
+        (folder / f"{modeling}.py").write_text(code, encoding="utf-8")
 
 
 @cache
@@ -98,14 +99,13 @@ def join(
     docstring = modules[-1].docstring + ("\n" if "\n" in modules[-1].docstring else "")
     parts = [_HEADER.format(version=sys.modules[PACKAGE].__version__), f'"""{docstring}"""', ""]
     parts += _import_lines(imports)
-    if beside_used:
-        parts += ["", _import_line(f".{beside_name}", beside_used)]
-    sections = []
+    parts += ["", *(f"from .{beside_name} import {name}" for name in beside_used)] if beside_used else []
     for module in modules:
-        definitions = [own for own in module.definitions if kept & {*own.names}]
-        sections += [[*_section(module, definitions, is_root=module is modules[-1])]] if definitions else []
-    for number, section in enumerate(sections):
-        parts += ["", *section] if number else section
+        sources = [own.source for own in module.definitions if kept & {*own.names}]
+        # The docstring of the root is the file's.
+        about = [] if module is modules[-1] else ["", *module.docstring.splitlines()]
+        comment = "\n".join(f"# {line}".rstrip() for line in [f"---- {'/'.join(module.path)}.py ----", *about])
+        parts += ["\n\n" + "\n\n\n".join([comment, *sources])] if sources else []
     return "\n".join(parts) + "\n"
 
 
@@ -129,20 +129,17 @@ def take_apart(path: tuple[str, ...]) -> Module:
     """Parse a module of the package."""
     source = files(PACKAGE).joinpath(*path[:-1], f"{path[-1]}.py").read_text(encoding="utf-8")
     tree, lines = ast.parse(source), source.splitlines()
-    definitions, externals, needs, end = [], {}, [], 0
+    definitions, externals, needs = [], {}, []
     for node in tree.body:
-        start, above = min([node.lineno, *(own.lineno for own in getattr(node, "decorator_list", ()))]) - 1, end
-        end = node.end_lineno
+        start = min([node.lineno, *(own.lineno for own in getattr(node, "decorator_list", ()))]) - 1
         if isinstance(node, ast.ImportFrom) and node.level:
             needs.append((*path[: -node.level], *node.module.split(".")))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             externals |= {own.bound: own for own in _externals(node)}
         elif not isinstance(node, ast.Expr) and (names := _names(node)) != ("__all__",):
-            while start > above and lines[start - 1].startswith("#"):
+            while lines[start - 1].startswith("#"):
                 start -= 1
-            code = "\n".join(lines[start:end])
-            is_block = isinstance(node, ast.ClassDef | ast.FunctionDef)
-            definitions.append(Definition(names, _uses(node), code, is_block, start > above))
+            definitions.append(Definition(names, _uses(node), "\n".join(lines[start : node.end_lineno])))
     return Module(path, ast.get_docstring(tree), tuple(definitions), externals, tuple(needs))
 
 
@@ -190,41 +187,11 @@ def _reach(modules: list[Module], roots: Iterable[str]) -> set[str]:
     return kept
 
 
-def _import_lines(imports: set[External]) -> Iterator[str]:
-    """Import statements in the order of isort: the standard library, then other packages."""
-    sections = ([], [])
-    for own in imports:
-        sections[own.module.partition(".")[0] not in sys.stdlib_module_names].append(own)
-    for number, section in enumerate(sections):
-        yield from [""] if number and all(sections) else []
-        for module, bound in sorted((own.module, own.bound) for own in section if own.name is None):
-            yield f"import {module}" if bound == module.partition(".")[0] else f"import {module} as {bound}"
-        members: dict[tuple[str, str], list[str]] = {}
-        for module, name, bound in sorted(own for own in section if own.name):
-            alias = "" if name == bound else f"{name} as {bound}"
-            members.setdefault((module, alias), []).append(alias or name)
-        for (module, _), names in sorted(members.items()):
-            yield _import_line(module, names)
-
-
-def _import_line(module: str, names: list[str]) -> str:
-    names = sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
-    line = f"from {module} import {', '.join(names)}"
-    return (
-        line if len(line) <= _WIDTH else f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")"
-    )
-
-
-def _section(module: Module, definitions: list[Definition], is_root: bool) -> Iterator[str]:
-    """The definitions of a module, below its docstring as a comment; the docstring of the root is the file's."""
-    yield from ("", f"# ---- {'/'.join(module.path)}.py ----")
-    if not is_root:
-        yield from ("#", *(f"# {line}".rstrip() for line in module.docstring.splitlines()))
-    before = None
-    for own in definitions:
-        if own.is_block or (before and before.is_block):
-            yield from ("", "")
-        elif before is None or own.spaced:
-            yield ""
-        yield own.source
-        before = own
+def _import_lines(imports: set[External]) -> list[str]:
+    """Import statements, a line each: the standard library, then other packages."""
+    lines: tuple[list[str], list[str]] = ([], [])
+    for module, name, bound in sorted(imports, key=lambda own: (own.name is not None, own.module, own.bound)):
+        alias = "" if bound in (name, module.partition(".")[0]) else f" as {bound}"
+        line = f"import {module}{alias}" if name is None else f"from {module} import {name}{alias}"
+        lines[module.partition(".")[0] not in sys.stdlib_module_names].append(line)
+    return [*lines[0], "", *lines[1]]

@@ -20,7 +20,12 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import date
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing keeps two processes apart
+    fcntl = None
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,20 +77,18 @@ def run_script(
         the reader of the output has closed it.
     """
     try:
-        with _without_progress_bars(), _sigterm_unwinds(stopped) if clean_on_sigterm else nullcontext():
+        _hide_progress_bars()
+        with _sigterm_unwinds(stopped) if clean_on_sigterm else nullcontext():
             try:
                 return script() or 0
             finally:
                 sys.stdout.flush()  # at exit, a closed output would be a traceback
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _stop(f"error: {error}")
     except PermissionError as error:
-        print(f"error: no permission to use {error.filename or error}", file=sys.stderr)
-        return 2
+        return _stop(f"error: no permission to use {error.filename or error}")
     except KeyboardInterrupt:
-        print(f"interrupted: {stopped}", file=sys.stderr)
-        return 130
+        return _stop(f"interrupted: {stopped}", 130)
     except BrokenPipeError:
         try:
             print(flush=True)
@@ -97,8 +100,12 @@ def run_script(
         if not is_disk_full(error):
             raise
         place = getattr(error, "filename", None)
-        print(f"error: the disk is full{f' ({place})' if place else ''}: {stopped}", file=sys.stderr)
-        return 2
+        return _stop(f"error: the disk is full{f' ({place})' if place else ''}: {stopped}")
+
+
+def _stop(message: str, status: int = 2) -> int:
+    print(message, file=sys.stderr)
+    return status
 
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -116,21 +123,28 @@ def is_disk_full(error: BaseException) -> bool:
     return bool(own) or (cause is not None and is_disk_full(cause))
 
 
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def _hide_progress_bars() -> None:
     """Hide transformers' bars for reading and writing files, which take seconds; keep those of downloads."""
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
-    shown, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    hides_downloads = are_progress_bars_disabled()
     logging.disable_progress_bar()
-    if downloads:
+    if not hides_downloads:
         enable_progress_bars()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide the warnings of transformers."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        if shown:
-            logging.enable_progress_bar()
+        logging.set_verbosity(verbosity)
 
 
 @contextmanager
@@ -156,9 +170,6 @@ def progress(message: str) -> None:
 
 # ---- files ----
 
-# Windows lets nobody read what is locked, so it is a byte far behind the text.
-_LOCKED_BYTE = 1 << 20
-
 
 @contextmanager
 def locked(path: Path, folder: Path | None = None) -> Iterator[None]:
@@ -171,46 +182,30 @@ def locked(path: Path, folder: Path | None = None) -> Iterator[None]:
     Raises:
         UserError: Another process holds it.
     """
-    with path.open("ab", buffering=0) as file:
+    with path.open("a+", encoding="utf-8") as file:
         if not _lock(file):
-            holder = "another process"
-            with suppress(OSError, ValueError):  # it has not written its name yet
-                process, host = path.read_text(encoding="utf-8").split()
-                holder = f"process {process} on {host}"
+            file.seek(0)
+            holder = file.read().strip() or "another process"  # which has not written its name yet
             raise UserError(f"{folder or path.parent} is in use by {holder}. Wait for it, or name another folder.")
         try:
             file.truncate(0)
-            file.write(f"{os.getpid()}\n{platform.node()}\n".encode())
+            print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
             yield
         finally:
             with suppress(OSError):  # Windows keeps a file that is open
                 path.unlink()
-            _unlock(file)
+            if fcntl:  # at once: closing the file is not enough while a forked child has it open
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _lock(file: BinaryIO) -> bool:
+def _lock(file: TextIO) -> bool:
     """Lock an open file for this process; false if another one holds it, or has removed it since it was opened."""
     try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            file.seek(_LOCKED_BYTE)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
+        if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
-    except (BlockingIOError, PermissionError, FileNotFoundError):
+    except (BlockingIOError, FileNotFoundError):
         return False
-
-
-def _unlock(file: BinaryIO) -> None:
-    """Free the lock at once: on Unix, closing the file is not enough while a forked child has it open."""
-    if sys.platform != "win32":
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -240,7 +235,6 @@ def writing(target: Path) -> Iterator[Path]:
     """
     target = target.resolve()  # replaces what a link points to, not the link
     lock, unfinished, earlier = (target.parent / f".{target.name}.{word}" for word in ("lock", "unfinished", "earlier"))
-    made = [parent for parent in target.parents if not parent.exists()]
 
     def tidy() -> None:
         if earlier.exists() and not target.exists():
@@ -261,16 +255,10 @@ def writing(target: Path) -> Iterator[Path]:
             if target.exists():
                 target.rename(earlier)
             unfinished.rename(target)
-    except Exception as error:
-        # Libraries written in Rust report a full disk in words only.
-        is_disk = isinstance(error, OSError) or "(os error" in str(error)
-        if isinstance(error, UserError | BrokenPipeError) or not is_disk:
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
             raise
-        raise UserError(f"{target} cannot be written ({getattr(error, 'strerror', None) or error}).") from error
-    finally:
-        for parent in made if not target.exists() else ():
-            with suppress(OSError):  # not empty
-                parent.rmdir()
+        raise UserError(f"{target} cannot be written ({error.strerror or error}).") from error
 
 
 def _is_free(target: Path) -> bool:
@@ -359,23 +347,20 @@ def load_tokenizer(source: str, required: bool = False, subfolder: str = "") -> 
         UserError: Its files cannot be read or are incomplete; or, with `required`, there are none.
     """
     from transformers import AutoTokenizer
-    from transformers.utils import cached_file, logging
+    from transformers.utils import cached_file
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
-        tokenizer, why = AutoTokenizer.from_pretrained(source, subfolder=subfolder), "its vocabulary is missing"
+        with quiet():
+            tokenizer, why = AutoTokenizer.from_pretrained(source, subfolder=subfolder), "its vocabulary is missing"
     except Exception as error:  # tokenizer files fail in many ways, all of them the user's to fix
         tokenizer, why = None, reason(error)
-    finally:
-        logging.set_verbosity(verbosity)
     # transformers makes an empty tokenizer where there are no files.
     if tokenizer is not None and len(tokenizer) > len(tokenizer.all_special_ids):
         return tokenizer
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    silent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     present = []
     with suppress(OSError, ValueError):  # no such source
-        present = [name for name in TOKENIZER_FILES if cached_file(source, name, subfolder=subfolder, **quiet)]
+        present = [name for name in TOKENIZER_FILES if cached_file(source, name, subfolder=subfolder, **silent)]
     if present:
         raise UserError(f"The tokenizer at {source} ({present[0]}) cannot be read: {why}.")
     if required:

@@ -1,11 +1,14 @@
 """The card of a converted encoder."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from string import Template
 from typing import Any
 
 from huggingface_hub import ModelCardData
+
+from ..scripting import markdown_table, portable
+from .files import source_card
+from .report import Figure, table
 
 _CARD = Template("""---
 $metadata
@@ -52,6 +55,7 @@ _LINEAR = (
 
 _FULL = "All layers keep softmax attention, in time that grows with the square of the length."
 
+_NO_LICENCE = "The source's card states no licence. Ask its authors before you pass the model on."
 
 _SENTENCES = """from sentence_transformers import SentenceTransformer
 
@@ -81,72 +85,40 @@ def usage(kind: str, name: str) -> str:
     return Template(_SENTENCES if kind == "sentences" else _STATES).substitute(name=name, auto=auto)
 
 
-@dataclass(frozen=True)
-class Card:
-    """What a card says.
+def make_card(name: str, source: str, kind: str, longest: int, is_full: bool, facts: dict[str, Any]) -> str:
+    """The card as Markdown, with its metadata.
 
     Args:
-        kind: what the result is for: "sentences", "masked words" or "states".
         name: the folder's.
-        source: what was converted.
-        base_model: its name on the Hub, or `None` for a folder.
-        known: the metadata of the source's card, see `source_card`.
+        source: folder or Hub name of what was converted.
+        kind: one of `KINDS`.
         longest: the longest input in tokens.
         is_full: whether all layers keep softmax attention.
-        results: the table and what it means, a paragraph each.
         facts: the content of `conversion.json`.
     """
-
-    kind: str
-    name: str
-    source: str
-    base_model: str | None
-    known: ModelCardData
-    longest: int
-    is_full: bool
-    results: Sequence[str]
-    facts: dict[str, Any]
-
-    def text(self) -> str:
-        """The card as Markdown, with its metadata."""
-        versions = ", ".join(f"{name} {self.facts['versions'][name]}" for name in ("torch", "transformers", "luna_hf"))
-        return _CARD.substitute(
-            metadata=self.metadata().to_yaml(),
-            name=self.name,
-            source=self.source,
-            longest=f"{self.longest:,}",
-            attention=_FULL if self.is_full else _LINEAR,
-            licence=self.licence(),
-            usage=usage(self.kind, self.name),
-            results="\n\n".join(self.results),
-            measured=self.measured(),
-            command=self.facts["command"],
-            date=self.facts["date"],
-            versions=versions,
-        )
-
-    def metadata(self) -> ModelCardData:
-        """The metadata for the Hub."""
-        library, task, tags = KINDS[self.kind]
-        return ModelCardData(
-            language=self.known.language,
-            license=self.known.license,
-            license_name=self.known.get("license_name"),
-            license_link=self.known.get("license_link"),
-            library_name=library,
-            pipeline_tag=task,
-            tags=[*tags, "abc_memory", "linear-attention", "custom_code"],
-            base_model=self.base_model,
-        )
-
-    def licence(self) -> str:
-        """A sentence on the licence."""
-        if self.known.license:
-            return f"The licence is the one on the source's card: `{self.known.license}`."
-        return "The source's card states no licence. Ask its authors before you pass the model on."
-
-    def measured(self) -> str:
-        """A sentence on the texts and the machine of the figures."""
-        if not self.facts["figures"]:
-            return "Nothing has been measured."
-        return f"Measured on {self.facts['texts']}, with this CPU: {self.facts['machine']['cpu']}."
+    known, (library, task, tags) = source_card(source), KINDS[kind]
+    metadata = ModelCardData(
+        **{key: known.get(key) for key in ("language", "license", "license_name", "license_link")},
+        library_name=library,
+        pipeline_tag=task,
+        tags=[*tags, "abc_memory", "linear-attention", "custom_code"],
+        base_model=None if Path(source).exists() else source,
+    )
+    licence = f"The licence is the one on the source's card: `{known.license}`."
+    measured = f"Measured on {facts['texts']}, with this CPU: {facts['machine']['cpu']}."
+    header, *rows = table([Figure(**figure) for figure in facts["figures"]])
+    results = [*([markdown_table(header, rows)] if rows else []), *facts["explanations"]]
+    return _CARD.substitute(
+        metadata=metadata.to_yaml(),
+        name=name,
+        source=portable(source),
+        longest=f"{longest:,}",
+        attention=_FULL if is_full else _LINEAR,
+        licence=licence if known.license else _NO_LICENCE,
+        usage=usage(kind, name),
+        results="\n\n".join(results),
+        measured=measured if rows else "Nothing has been measured.",
+        command=facts["command"],
+        date=facts["date"],
+        versions=", ".join(f"{name} {facts['versions'][name]}" for name in ("torch", "transformers", "luna_hf")),
+    )

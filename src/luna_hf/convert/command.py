@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModel, PreTrainedModel
-from transformers.utils import logging
 
 from ..families.abc.modeling import AbcForMaskedLM, AbcModel
 from ..families.warm_start_rules import LoadedSource
@@ -31,6 +30,7 @@ from ..scripting import (
     load_tokenizer,
     portable,
     progress,
+    quiet,
     run_script,
     write_json,
     writing,
@@ -38,8 +38,8 @@ from ..scripting import (
 from ..warm_start.sentence_folder import SentenceFolder, find_transformer, read_sentence_folder
 from ..warm_start.source import load_source, read_config
 from ..warm_start.transfer import WarmStart, warm_start
-from .card import Card
-from .files import check_target, check_tokenizer, source_card
+from .card import make_card
+from .files import check_target, check_tokenizer
 from .report import (
     Encoder,
     Figure,
@@ -50,7 +50,6 @@ from .report import (
     shipped_texts,
     special_tokens,
     table_lines,
-    table_markdown,
 )
 
 if TYPE_CHECKING:
@@ -80,16 +79,9 @@ _CALL_SETTINGS = ("max_length", "stride", "truncation", "truncation_strategy", "
 # ---- the command line ----
 
 
-def full_layers(text: str) -> list[int] | str:
-    """The value of `--full_attention_layers`.
-
-    Raises:
-        argparse.ArgumentTypeError: It is neither `all` nor numbers.
-    """
-    try:
-        return text if text == "all" else [int(number) for number in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not `all` or numbers such as 0,5") from error
+def layers(text: str) -> list[int] | str:
+    """The value of `--full_attention_layers`."""
+    return text if text == "all" else [int(number) for number in text.split(",")]
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -110,7 +102,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         add(f"--{name}", type=int, metavar="N", help=about + default)
     add(
         "--full_attention_layers",
-        type=full_layers,
+        type=layers,
         metavar="LAYERS",
         help="layers that keep softmax attention, in quadratic time: `all`, or numbers from 0, such as 0,5",
     )
@@ -144,7 +136,7 @@ class Source:
     @property
     def has_head(self) -> bool:
         """Whether its masked-LM head is converted."""
-        return self.sentences is None and self.loaded.layout.head["lm_head.dense.weight"][0] in self.loaded.tensors
+        return self.sentences is None and "lm_head.dense.weight" in self.loaded.tensors
 
     @property
     def longest(self) -> int:
@@ -154,7 +146,7 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """What the result is for, see `conversion_card`."""
+        """What the result is for: one of `card.KINDS`."""
         return "sentences" if self.sentences else "masked words" if self.has_head else "states"
 
 
@@ -200,7 +192,7 @@ def make_model(source: Source, options: argparse.Namespace) -> tuple[PreTrainedM
         own["num_selected_tokens"] = 0
     if 0 in (given["num_selected_tokens"], own.get("num_selected_tokens")):
         own["softmax_length"] = 0
-    given |= {name: value for name, value in own.items() if given[name] is None}
+    given = {**own, **{name: value for name, value in given.items() if value is not None}}
     return warm_start(
         AbcForMaskedLM if source.has_head else AbcModel,
         options.source,
@@ -208,7 +200,7 @@ def make_model(source: Source, options: argparse.Namespace) -> tuple[PreTrainedM
         max_length=max(DEFAULT_LENGTH, longest) if options.max_length is None else options.max_length,
         dtype=options.dtype,
         allow_pickle=options.allow_pickle,
-        **{name: value for name, value in given.items() if value is not None},
+        **given,
     )
 
 
@@ -233,12 +225,8 @@ def compare(source: Source, model: PreTrainedModel, texts: list[str], options: a
         UserError: The texts are too short.
     """
     dtype = measured_dtype(model)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # the source's head is not loaded
-    try:
+    with quiet():  # the source's head is not loaded
         original = AutoModel.from_pretrained(options.source, subfolder=find_transformer(options.source), dtype=dtype)
-    finally:
-        logging.set_verbosity(verbosity)
     pooling, lower = (source.sentences.pooling, source.sentences.lower) if source.sentences else ("mean", False)
     specials, padding = special_tokens(source.tokenizer), source.tokenizer.pad_token_id
     ours, theirs = (
@@ -271,30 +259,25 @@ def save(folder: Path, source: Source, model: PreTrainedModel) -> None:
         shutil.copymode(folder / "config.json", path)  # safetensors makes its files readable to their owner only
 
 
-def explanations(source: Source, model: PreTrainedModel, figures: list[Figure]) -> list[str]:
-    """What to know about the result, in sentences."""
-    dtype = str(measured_dtype(model)).removeprefix("torch.")
-    rounded = "" if model.dtype == source.loaded.embedding.dtype else f" up to the rounding of {model.dtype}"
-    exact = min(exact_length(model.config), source.longest)
-    lines = explain(figures, exact, source.longest, dtype, rounded.replace("torch.", ""))
-    if figures and source.sentences and source.sentences.has_dense:
-        lines.append("The cosines are those of the pooled states, before the Dense module.")
-    return lines
-
-
 def describe(
     source: Source, model: PreTrainedModel, figures: list[Figure], options: argparse.Namespace
 ) -> dict[str, Any]:
     """The content of `conversion.json`."""
-    rounded = [
-        {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(figure).items()}
-        for figure in figures
-    ]
+    rounded = "" if model.dtype == source.loaded.embedding.dtype else f" up to the rounding of {model.dtype}"
+    exact = min(exact_length(model.config), source.longest)
+    words = [str(word).replace("torch.", "") for word in (measured_dtype(model), rounded)]
+    explained = explain(figures, exact, source.longest, *words)
+    if figures and source.sentences and source.sentences.has_dense:
+        explained.append("The cosines are those of the pooled states, before the Dense module.")
     return {
         **describe_run("-m", [*COMMAND.split(), *options.words], "cpu"),
         "texts": portable(options.texts) if options.texts else "English novels that luna_hf ships",
-        "exact_length": min(exact_length(model.config), source.longest),
-        "figures": rounded,
+        "exact_length": exact,
+        "explanations": explained,
+        "figures": [
+            {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(figure).items()}
+            for figure in figures
+        ],
     }
 
 
@@ -304,55 +287,34 @@ def convert(options: argparse.Namespace) -> None:
     Raises:
         UserError: The user can fix the options, the source or the target.
     """
-    texts = [] if options.no_measure else read_texts(options.texts)
-    check_target(options.target, options.source, options.overwrite, f"python -m {COMMAND}", is_module)
-    with writing(options.target) as folder:
+    texts, target = [] if options.no_measure else read_texts(options.texts), options.target
+    check_target(target, options.source, options.overwrite, f"python -m {COMMAND}", is_module)
+    with writing(target) as folder:
         progress(f"reading {options.source} ...")
         try:
             source = read_source(options)
             model, made = make_model(source, options)
         except (ValueError, StrictDataclassError) as error:
-            raise UserError(_one_line(error)) from error
+            raise UserError(" ".join(str(error).split()).replace("`allow_pickle=True`", "--allow_pickle")) from error
         save(folder, source, model)
         figures = compare(source, model, texts, options) if texts else []
-        lines, facts = explanations(source, model, figures), describe(source, model, figures, options)
+        facts = describe(source, model, figures, options)
         write_json(folder / "conversion.json", facts)
-        card = Card(
-            kind=source.kind,
-            name=options.target.resolve().name,
-            source=portable(options.source),
-            base_model=None if Path(options.source).exists() else options.source,
-            known=source_card(options.source),
-            longest=model.config.max_position_embeddings,
-            is_full=len(model.config.full_attention_layers or ()) == model.config.num_hidden_layers,
-            results=[*([table_markdown(figures)] if figures else []), *lines],
-            facts=facts,
-        )
-        (folder / "README.md").write_text(card.text(), encoding="utf-8")
-    print_result(options.target, model, made, figures, lines)
-
-
-def print_result(
-    target: Path, model: PreTrainedModel, made: WarmStart, figures: list[Figure], explained: list[str]
-) -> None:
-    """Print the table, what it means, what was written, and what was not converted."""
-    parameters, longest = model.num_parameters(), model.config.max_position_embeddings
-    lines = [*explained]
+        longest, full = model.config.max_position_embeddings, model.config.full_attention_layers or ()
+        is_full = len(full) == model.config.num_hidden_layers
+        card = make_card(target.resolve().name, options.source, source.kind, longest, is_full, facts)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    lines = [*facts["explanations"]]
     if made.unused:
         names = ", ".join(line.strip() for line in made.lines("unused")[1:])
         lines.append(f"Not converted, because only heads of the source use it: {names}.")
-    lines.append(f"Written to {target}: {parameters:,} parameters, inputs of up to {longest:,} tokens.")
+    lines.append(f"Written to {target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
     print("\n".join([*table_lines(figures), ""] * bool(figures) + [fill(line, 100) for line in lines]))
 
 
 def is_module(folder: Path) -> bool:
     """Whether a folder is one that sentence-transformers makes for a module."""
     return folder.name.partition("_")[0].isdecimal()
-
-
-def _one_line(error: Exception) -> str:
-    """An error's message, with the spelling of this command's options."""
-    return " ".join(str(error).split()).replace("`allow_pickle=True`", "--allow_pickle")
 
 
 def main(words: Sequence[str]) -> int:

@@ -37,15 +37,12 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", config: PreTrainedConf
         UserError: It has more tokens than the model has rows, or another padding token.
     """
     if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"The tokenizer at {source} has {len(tokenizer):,} tokens, but its model only {config.vocab_size:,}. Save "
-            "the right tokenizer there."
-        )
-    if tokenizer.pad_token_id != config.pad_token_id:
-        raise UserError(
-            f"The tokenizer at {source} pads with token {tokenizer.pad_token_id}, but its model with token "
-            f"{config.pad_token_id}. Save the right tokenizer there."
-        )
+        problem = f"has {len(tokenizer):,} tokens, but its model only {config.vocab_size:,}"
+    elif tokenizer.pad_token_id != config.pad_token_id:
+        problem = f"pads with token {tokenizer.pad_token_id}, but its model with token {config.pad_token_id}"
+    else:
+        return
+    raise UserError(f"The tokenizer at {source} {problem}. Save the right tokenizer there.")
 
 
 def check_target(target: Path, source: str, overwrite: bool, mark: str, is_own: Callable[[Path], bool]) -> None:
@@ -68,13 +65,11 @@ def check_target(target: Path, source: str, overwrite: bool, mark: str, is_own: 
         raise UserError(f"TARGET {target} is SOURCE, or one contains the other. Name another folder.")
     if target.resolve() == Path.cwd():
         raise UserError(f"TARGET {target} is the current folder, which cannot be replaced. Name another folder.")
-    present = sorted(target.iterdir()) if target.exists() else []
-    if not present:
-        return
     card = target / "README.md"
-    converted = card.is_file() and mark in card.read_text(encoding="utf-8", errors="replace")
-    foreign = [path for path in present if path.is_dir() and not is_own(path)] if converted else present
+    is_converted = card.is_file() and mark in card.read_text(encoding="utf-8", errors="replace")
+    present = sorted(target.iterdir()) if target.exists() else []
+    foreign = [path for path in present if not is_converted or (path.is_dir() and not is_own(path))]
     if foreign:
         raise UserError(f"TARGET {target} holds {foreign[0].name}, which no conversion wrote. Name another folder.")
-    if not overwrite:
+    if present and not overwrite:
         raise UserError(f"TARGET {target} holds an earlier conversion. Name another folder or add --overwrite.")

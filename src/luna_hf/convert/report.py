@@ -3,11 +3,12 @@
 Nothing here reads or writes a checkpoint. Texts become rows of ids of exactly the lengths that are measured.
 """
 
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..scripting import markdown_table, progress
+from ..scripting import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,18 +38,12 @@ REFERENCE_WINDOW = 128
 # ---- embeddings ----
 
 
-def embed(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
-    """Embed texts (b, n) as sentence-transformers does: pool the last hidden states of an encoder without a head."""
-    states = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-    return pool_states(states, attention_mask, pooling)
-
-
 def pool_states(states: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
-    """Pool states (b, n, d) to (b, d), which is not normalised.
+    """Pool states (b, n, d) to (b, d) as sentence-transformers does; the result is not normalised.
 
     Args:
         attention_mask: (b, n), 1 for tokens and 0 for padding.
-        pooling: one of `sentence_folder.POOLINGS`: the mean over the tokens, the first token, or the largest values.
+        pooling: "mean" over the tokens, "cls" (the first token), or "max" (the largest values).
     """
     if pooling == "cls":
         return states[torch.arange(len(states)), attention_mask.argmax(1)]
@@ -64,7 +59,7 @@ class Encoder:
 
     Args:
         model: an encoder without a head.
-        pooling: one of `sentence_folder.POOLINGS`.
+        pooling: see `pool_states`.
         first: special tokens before a text.
         last: special tokens after it.
         padding: id of the padding token.
@@ -83,7 +78,8 @@ class Encoder:
         lengths = torch.tensor([len(row) for row in rows])
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
         mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-        return normalize(embed(self.model, ids, mask, self.pooling).double(), dim=-1)
+        states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return normalize(pool_states(states, mask, self.pooling).double(), dim=-1)
 
     def read_in_windows(self, text: Tensor, size: int) -> Tensor:
         """Embed a text, (1, d): the normalised mean of equal windows of at most `size` tokens."""
@@ -126,14 +122,13 @@ def spread_rows(texts: Sequence[Tensor], length: int, count: int) -> list[Tensor
     """
     texts = [text for text in texts if len(text) >= length]
     most = math.ceil(count / max(1, len(texts)))
-    numbers = [min(most, len(text) // length) for text in texts]
-    rows = [
-        text[len(text) // number * place :][:length]
-        for place in range(most)
-        for text, number in zip(texts, numbers, strict=True)
-        if place < number
-    ]
-    return rows[:count]
+    of_each = []
+    for text in texts:
+        number = min(most, len(text) // length)
+        starts = [len(text) // number * place for place in range(number)]
+        of_each.append([text[start : start + length] for start in starts])
+    turns = itertools.zip_longest(*of_each)
+    return [row for turn in turns for row in turn if row is not None][:count]
 
 
 # ---- figures ----
@@ -177,16 +172,6 @@ def exact_length(config: PreTrainedConfig) -> int:
     return min(exact, config.position_rows())
 
 
-def _timed(read: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    start = time.perf_counter()
-    result = read()
-    return time.perf_counter() - start, result
-
-
-def _mean_cosine(found: Sequence[Tensor], goals: Sequence[Tensor]) -> float:
-    return statistics.mean(float((one * goal).sum()) for one, goal in zip(found, goals, strict=True))
-
-
 def measure_length(ours: Encoder, source: Encoder, rows: Sequence[Tensor], longest: int) -> Figure:
     """Compare both models on rows of one length, one row at a time; passes of the two alternate.
 
@@ -197,24 +182,30 @@ def measure_length(ours: Encoder, source: Encoder, rows: Sequence[Tensor], longe
         longest: the source's longest input in tokens.
     """
     tokens = len(rows[0]) + len(source.first) + len(source.last)
-    beyond = tokens > longest
-    if not beyond:  # the first pass of a shape is slow
+    is_long = tokens > longest
+    goals, found, short, ratios, times = [], [], [], [], []
+    if not is_long:  # the first pass of a shape is slow
         source.read(rows[:1]), ours.read(rows[:1])
-    goals, found, ratios, times = [], [], [], []
     for row in rows:
-        for _ in range(1 if beyond else REPEATS):
-            spent, goal = _timed(lambda row=row: source.read_in_windows(row, longest) if beyond else source.read([row]))
-            own, embedding = _timed(lambda row=row: ours.read([row]))
-            ratios.append(spent / own)
+        for _ in range(1 if is_long else REPEATS):
+            start = time.perf_counter()
+            goal = source.read_in_windows(row, longest) if is_long else source.read([row])
+            between = time.perf_counter()
+            embedding = ours.read([row])
+            own = time.perf_counter() - between
+            ratios.append((between - start) / own)
             times.append(1000 * own)
         goals.append(goal)
         found.append(embedding)
-    cosine, speed = _mean_cosine(found, goals), statistics.median(ratios)
-    figure = Figure(tokens, len(rows), cosine, speed, statistics.median(times))
-    if not beyond:
-        return figure
-    short = [source.read_in_windows(row, min(REFERENCE_WINDOW, longest)) for row in rows]
-    return replace(figure, short_windows=_mean_cosine(found, short), source_short_windows=_mean_cosine(goals, short))
+        short += [source.read_in_windows(row, min(REFERENCE_WINDOW, longest))] if is_long else []
+
+    def cosine(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float | None:
+        return float((torch.cat([*ones]) * torch.cat([*others])).sum(-1).mean()) if others else None
+
+    windows = (cosine(found, short), cosine(goals, short)) if is_long else (None, None)
+    return Figure(
+        tokens, len(rows), cosine(found, goals), statistics.median(ratios), statistics.median(times), *windows
+    )
 
 
 def measure(ours: Encoder, source: Encoder, texts: Sequence[Tensor], longest: int, max_length: int) -> Iterator[Figure]:
@@ -254,12 +245,6 @@ def table_lines(figures: Sequence[Figure]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def table_markdown(figures: Sequence[Figure]) -> str:
-    """The same table for the card."""
-    header, *rows = table(figures)
-    return markdown_table(header, rows)
-
-
 def explain(figures: Sequence[Figure], exact: int, longest: int, dtype: str, rounded: str = "") -> list[str]:
     """What the table means, a paragraph each.
 
@@ -271,13 +256,13 @@ def explain(figures: Sequence[Figure], exact: int, longest: int, dtype: str, rou
         rounded: words for the rounding of the weights, if they are not the source's.
     """
     lines = [f"Texts of up to {exact:,} tokens are read exactly as by the source{rounded}."]
-    if not figures:
-        return lines
-    count, threads = max(figure.rows for figure in figures), torch.get_num_threads()
-    lines.append(
-        "cosine: to the source's embedding. speed: the source's time over this model's, so 2 is twice as fast. Up to "
-        f"{count} texts of each length, one at a time, in {dtype} on {threads} CPU thread{'s' * (threads > 1)}."
-    )
+    if figures:
+        threads = torch.get_num_threads()
+        lines.append(
+            "cosine: to the source's embedding. speed: the source's time over this model's, so 2 is twice as fast. Up "
+            f"to {WITHIN} texts of each length, one at a time, in {dtype} on {threads} CPU "
+            f"thread{'s' * (threads > 1)}."
+        )
     if any(figure.short_windows is not None for figure in figures):
         lines.append(
             f"With a star: the source reads at most {longest:,} tokens, so its embedding is the mean of its windows. "

@@ -18,29 +18,21 @@ TRANSFORMER_CONFIGS = (
     *(f"sentence_{kind}_config.json" for kind in ("roberta", "distilbert", "camembert", "xlm-roberta")),
 )
 
-POOLINGS = ("mean", "cls", "max")
+# Ways to pool, by the fields that a pooling's config had for them in earlier versions.
+POOLINGS = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
 
 _MOST_TOKENS = 10**9
 
 SETTINGS, WEIGHTS = "config_sentence_transformers.json", "model.safetensors"
 
-# Earlier names of the fields of a pooling's config, without `pooling_mode_` -> today's values of `pooling_mode`.
-OLD_POOLINGS = {
-    "cls_token": "cls",
-    "max_tokens": "max",
-    "mean_tokens": "mean",
-    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "weightedmean_tokens": "weightedmean",
-    "lasttoken": "lasttoken",
-}
 
-
-def _read_json(name: str, file: str) -> Any:
+def _read_json(name: str, *parts: str) -> Any:
     """The content of a file of a folder or Hub name, or `None` if there is none.
 
     Raises:
         ValueError: It cannot be read.
     """
+    file = "/".join(filter(None, parts))
     try:
         path = find(name, file)
     except OSError:  # no model of this name, which reading its config reports
@@ -49,22 +41,6 @@ def _read_json(name: str, file: str) -> Any:
         return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"The {file} of {name} cannot be read ({reason(error)}).") from error
-
-
-def _read_modules(name: str) -> list[dict[str, Any]] | None:
-    """The modules of a sentence-transformers model, at least one, or `None` if there is no such model.
-
-    Raises:
-        ValueError: Its `modules.json` cannot be read.
-    """
-    modules = _read_json(name, "modules.json")
-    try:
-        if modules is not None:
-            first, *others = ({"type": "", **module, "path": module["path"]} for module in modules)
-            return [first, *others]
-    except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"The modules.json of {name} cannot be read ({reason(error)}).") from error
-    return None
 
 
 def find_transformer(name: str) -> str:
@@ -80,11 +56,15 @@ def find_transformer(name: str) -> str:
     Raises:
         ValueError: Its `modules.json` cannot be read.
     """
-    modules = _read_modules(name)
-    return modules[0]["path"] if modules else ""
+    modules = _read_json(name, "modules.json")
+    return "" if modules is None else _first_path(modules, name)
 
 
-# ---- everything but the transformer ----
+def _first_path(modules: Any, name: str) -> str:
+    try:
+        return modules[0]["path"]
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"The modules.json of {name} does not list modules.") from error
 
 
 @dataclass(frozen=True)
@@ -93,7 +73,7 @@ class SentenceFolder:
 
     Args:
         modules: the entries of its modules.json, the transformer's first.
-        pooling: how it pools states: one of `POOLINGS`.
+        pooling: how it pools states: one of the values of `POOLINGS`.
         lower: whether it lowercases texts before its tokenizer.
         longest: how many tokens of a text it reads; `None` for all that its transformer can.
         files: what is copied, by the path inside the folder.
@@ -129,46 +109,36 @@ def read_sentence_folder(name: str) -> SentenceFolder | None:
         ValueError: A file cannot be read.
         UserError: It has modules or a pooling that cannot be kept.
     """
-    modules = _read_modules(name)
+    modules = _read_json(name, "modules.json")
     if modules is None:
         return None
-    kinds = [_kind(module) for module in modules]
-    unknown = [module["type"] for module, kind in zip(modules, kinds, strict=True) if kind not in KINDS]
-    if unknown or kinds[:2] != list(KINDS[:2]) or set(kinds[2:]) & set(KINDS[:2]):
-        found = unknown[0] if unknown else ", ".join(kinds)
+    subfolder, settings = _first_path(modules, name), {}
+    paths, kinds = [module["path"] for module in modules], [_kind(module.get("type", "")) for module in modules]
+    if not {*kinds} <= {*KINDS} or kinds[:2] != [*KINDS[:2]] or {*kinds[2:]} & {*KINDS[:2]}:
         raise UserError(
-            f"{name} has sentence-transformers modules that cannot be kept ({found}). Name a model with a Transformer, "
-            f"a Pooling, and optionally {' and '.join(KINDS[2:])}."
+            f"{name} has sentence-transformers modules that cannot be kept ({', '.join(kinds)}). Name a model with a "
+            f"Transformer, a Pooling, and optionally {' and '.join(KINDS[2:])}."
         )
-    if any(PurePosixPath(module["path"]).name != module["path"] for module in modules):
+    if any(PurePosixPath(path).name != path for path in paths):
         raise UserError(f"The modules.json of {name} names files outside their folders. Name another model.")
-    subfolder, settings = modules[0]["path"], {}
     for config in TRANSFORMER_CONFIGS:
-        settings = settings or _read_json(name, f"{subfolder}/{config}".lstrip("/")) or {}
-    files = {}
-    for module, kind in zip(modules[1:], kinds[1:], strict=True):
-        files |= _files_of(name, module["path"], kind)
-    if path := find(name, SETTINGS):
-        files[SETTINGS] = path
+        settings = settings or _read_json(name, subfolder, config) or {}
+    own = [SETTINGS, *(f"{path}/{file}" for path in paths[1:] for file in ("config.json", WEIGHTS))]
+    files = {file: place for file in own if (place := find(name, file))}
+    for path, kind in zip(paths, kinds, strict=True):
+        if kind == "Dense" and f"{path}/{WEIGHTS}" not in files:
+            raise UserError(f"{name} has no {path}/{WEIGHTS}. Save the model again with sentence-transformers.")
     longest = settings.get("max_seq_length")
     if longest is None:  # recent versions store it with the tokenizer, where others store a huge number for none
-        stored = (_read_json(name, f"{subfolder}/tokenizer_config.json".lstrip("/")) or {}).get("model_max_length")
+        stored = (_read_json(name, subfolder, "tokenizer_config.json") or {}).get("model_max_length")
         longest = int(stored) if stored and stored < _MOST_TOKENS else None
-    own = bool(settings.get("do_lower_case")), longest
-    return SentenceFolder(modules, _pooling(name, modules[1]["path"]), *own, files, "Dense" in kinds)
+    pooling, lower = _pooling(name, paths[1]), bool(settings.get("do_lower_case"))
+    return SentenceFolder(modules, pooling, lower, longest, files, "Dense" in kinds)
 
 
-def _kind(module: dict[str, Any]) -> str:
+def _kind(type_name: str) -> str:
     """The class of a module of sentence-transformers; the whole type of any other module."""
-    return module["type"].rpartition(".")[2] if module["type"].startswith("sentence_transformers.") else module["type"]
-
-
-def _files_of(name: str, path: str, kind: str) -> dict[str, str]:
-    """What a module has stored."""
-    found = {file: find(name, file) for file in (f"{path}/config.json", f"{path}/{WEIGHTS}")}
-    if kind == "Dense" and not all(found.values()):
-        raise UserError(f"{name} has no {path}/{WEIGHTS}. Save the model again with sentence-transformers.")
-    return {file: place for file, place in found.items() if place}
+    return type_name.rpartition(".")[2] if type_name.startswith("sentence_transformers.") else type_name
 
 
 def _pooling(name: str, path: str) -> str:
@@ -177,11 +147,12 @@ def _pooling(name: str, path: str) -> str:
     Raises:
         UserError: In a way that is not supported.
     """
-    config = _read_json(name, f"{path}/config.json") or {}
-    chosen = config.get("pooling_mode") or [old for old in OLD_POOLINGS if config.get(f"pooling_mode_{old}")]
-    chosen = [chosen] if isinstance(chosen, str) else [OLD_POOLINGS.get(mode, mode) for mode in chosen]
-    if len(chosen) != 1 or chosen[0] not in POOLINGS:
-        raise UserError(
-            f"{name} pools by {' and '.join(chosen) or 'an unknown rule'}. Name a model that pools by mean, cls or max."
-        )
+    config = _read_json(name, path, "config.json") or {}
+    chosen, prefix = config.get("pooling_mode"), "pooling_mode_"
+    if not chosen:
+        old = [field.removeprefix(prefix) for field, value in config.items() if field.startswith(prefix) and value]
+        chosen = [POOLINGS.get(mode, mode) for mode in old]
+    chosen = [chosen] if isinstance(chosen, str) else chosen
+    if len(chosen) != 1 or chosen[0] not in POOLINGS.values():
+        raise UserError(f"{name} pools by {' and '.join(chosen)}. Name a model that pools by mean, cls or max.")
     return chosen[0]

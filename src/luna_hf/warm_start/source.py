@@ -8,11 +8,10 @@ from typing import Any
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from ..families.warm_start_rules import PROJECTION, Layout, LoadedSource
 from ..registry import FAMILIES
-from ..scripting import reason
+from ..scripting import quiet, reason
 from .sentence_folder import find_transformer
 
 # Raised by files that are truncated, empty, or not weights (a web page, a Git LFS pointer).
@@ -101,19 +100,16 @@ def load_source(source: Source, allow_pickle: bool = False) -> LoadedSource:
     config = read_config(name)
     config.dtype = None  # keep the weights' dtype, whatever the config says
     options = {"config": config, "dtype": "auto", "use_safetensors": None if allow_pickle else True}
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # we report missing weights ourselves
     try:
-        model, info = AutoModelForMaskedLM.from_pretrained(
-            name, subfolder=find_transformer(name), output_loading_info=True, **options
-        )
+        with quiet():  # we report missing weights ourselves
+            model, info = AutoModelForMaskedLM.from_pretrained(
+                name, subfolder=find_transformer(name), output_loading_info=True, **options
+            )
     except _LOADING_ERRORS as error:
         # Torch's message suggests loading a damaged pickle without its safeguard.
         why = "a file is damaged" if isinstance(error, pickle.UnpicklingError) else reason(error)
         advice = "" if allow_pickle else " If they are in a pickle that you trust, pass `allow_pickle=True`."
         raise ValueError(f"The weights of {name} cannot be loaded ({why}).{advice}") from error
-    finally:
-        logging.set_verbosity(verbosity)
     return _take_apart(model, name, sorted(info["missing_keys"]), sorted(info["unexpected_keys"]))
 
 
