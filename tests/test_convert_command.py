@@ -3,7 +3,6 @@
 import json
 import re
 import string
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,16 +21,14 @@ from transformers import (
     BertTokenizer,
     GPT2Config,
     GPT2Model,
-    T5Config,
-    T5Model,
 )
 
 from luna_hf import AbcConfig, __main__
 from luna_hf.convert import command as convert
 from luna_hf.convert.report import (
-    embed,
     exact_length,
     measured_lengths,
+    pool_states,
     read_ids,
     shipped_texts,
     special_tokens,
@@ -149,7 +146,6 @@ def test_a_plain_source(name, auto, own, sources, tmp_path, capsys):
     assert (config.max_position_embeddings, config.position_period) == (MAX_LENGTH, LONGEST)
     assert (config.local_window, config.num_selected_tokens, config.memory_size) == (8, 8, 4)
     assert config.memory_control == "compressive" and config.num_selection_queries == 32
-    assert not list((tmp_path / "out").glob("conver*.py"))
     assert "Nothing has been measured" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -182,7 +178,7 @@ torch.save([torch.as_tensor(found) for found in (model.encode(json.loads(texts),
 def own_embeddings(folder, texts, pooling):
     """The embeddings of this package's model, without sentence-transformers."""
     batch = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
-    return embed(AutoModel.from_pretrained(folder).eval(), batch["input_ids"], batch["attention_mask"], pooling)
+    return pool_states(AutoModel.from_pretrained(folder)(**batch).last_hidden_state, batch["attention_mask"], pooling)
 
 
 def test_sentence_transformers_without_the_package(converted, sources, tmp_path):
@@ -200,7 +196,6 @@ def test_sentence_transformers_without_the_package(converted, sources, tmp_path)
     ("pooling", "name"),
     [
         ({"pooling_mode": "max"}, "max"),
-        ({"pooling_mode": ["mean"]}, "mean"),
         ({"pooling_mode_mean_tokens": True}, "mean"),
     ],
 )
@@ -219,16 +214,6 @@ def test_other_layouts(pooling, name, tmp_path):
     expected = own_embeddings(tmp_path / "out", LONG, name)
     with torch.no_grad():
         torch.testing.assert_close(found, dense.linear(expected).tanh(), atol=ATOL, rtol=0)
-
-
-def test_options_become_fields(sources, tmp_path):
-    words = ["--full_attention_layers", "1", "--position_period", "20", "--dtype", "bfloat16", "--texts", "text.txt"]
-    assert run(sources / "plain", tmp_path / "out", *words[:6]) == 0
-    model = AutoModel.from_pretrained(tmp_path / "out")
-    assert model.config.full_attention_layers == [1] and model.config.position_period == 20
-    assert model.dtype == torch.bfloat16
-    assert convert.parse(["a", "b", *words]).texts == Path("text.txt")
-    assert convert.parse(["a", "b", "--full_attention_layers", "all"]).full_attention_layers == "all"
 
 
 # ---- the figures ----
@@ -269,17 +254,13 @@ def test_the_printed_table(converted, sources, tmp_path, capsys):
 def test_texts_of_the_user(sources, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(WORDS * 4))
-    words = [str(sources / "mlm"), str(tmp_path / "out"), *SMALL, "--texts", str(text)]
-    assert convert.main(words) == 0
-    output = capsys.readouterr()
-    assert re.search(r"^ *16 +\d\.\d{3} +\d+\.\d\d$", output.out, re.MULTILINE) and "\n 64" not in output.out
-    assert "measuring texts of 16 tokens" in output.err
-    facts = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert [(figure["tokens"], figure["rows"]) for figure in facts["figures"]] == [(16, 2)]
+    assert convert.main([str(sources / "mlm"), str(tmp_path / "out"), *SMALL, "--texts", str(text)]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"^ *16 +\d\.\d{3} +\d+\.\d\d$", output, re.MULTILINE) and "\n 64" not in output
     text.write_text("turn")
-    assert convert.main([*words, "--overwrite"]) == 2
-    assert "--texts" in capsys.readouterr().err
-    assert convert.main([*words[:-1], str(tmp_path / "none.txt"), "--overwrite"]) == 2
+    for path in (text, tmp_path / "none.txt"):
+        assert convert.main([str(sources / "mlm"), str(tmp_path / "new"), *SMALL, "--texts", str(path)]) == 2
+        assert "--texts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("limit", [24, 10**30])
@@ -301,10 +282,11 @@ def test_what_is_said_of_other_options(sources, tmp_path, capsys):
         card = (tmp_path / name / "README.md").read_text()
         return AbcConfig.from_pretrained(tmp_path / name), capsys.readouterr().out, card
 
-    config, printed, card = said("full", "--full_attention_layers", "all")
+    config, printed, card = said("full", "--full_attention_layers", "0,1")
     assert "square of the length" in card and f"up to {LONGEST} tokens are read exactly as by the source." in printed
-    config, printed, card = said("rounded", "--dtype", "torch.bfloat16")
+    config, printed, card = said("rounded", "--dtype", "bfloat16", "--position_period", "20")
     assert "source up to the rounding of bfloat16." in printed and "linearly" in card
+    assert config.position_period == 20 and config.dtype == torch.bfloat16
     config, *_ = said("unselected", "--num_selected_tokens", "0")
     assert (config.num_selected_tokens, config.softmax_length, config.local_window) == (0, 0, 8)
     assert convert.main([str(sources / "plain"), str(tmp_path / "alone"), "--local_window", "0", "--no_measure"]) == 0
@@ -351,9 +333,6 @@ def spoil(folder, name):
     if name == "decoder":
         GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50)).save_pretrained(folder)
         (folder / "modules.json").unlink()
-    elif name == "t5":
-        T5Model(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=50)).save_pretrained(folder)
-        (folder / "modules.json").unlink()
     elif name == "clip":
         write_json(folder / "modules.json", [{"path": "0_CLIPModel", "type": "sentence_transformers.models.CLIPModel"}])
     elif name == "no tokenizer":
@@ -367,9 +346,6 @@ def spoil(folder, name):
         (folder / "model.safetensors").unlink()
     elif name == "last token":
         write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "lasttoken"})
-    elif name == "two poolings":
-        two = {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}
-        write_json(folder / "1_Pooling" / "config.json", two)
     else:
         modules = json.loads((folder / "modules.json").read_text())
         if name == "own module":
@@ -385,13 +361,11 @@ def spoil(folder, name):
     ("name", "word"),
     [
         ("decoder", "gpt2"),
-        ("t5", "not an encoder"),
         ("clip", "CLIPModel"),
         ("no tokenizer", "no tokenizer"),
         ("no weights", "no weights"),
         ("pickle", "--allow_pickle"),
         ("last token", "lasttoken"),
-        ("two poolings", "cls and max"),
         ("own module", "custom.Whitening"),
         ("outside", "modules.json"),
         ("dense", "2_Dense/model.safetensors"),
@@ -409,14 +383,10 @@ def test_refused_sources(name, word, tmp_path, capsys):
     "words",
     [
         ["nowhere/none", "out"],
-        ["plain", "out", "--max_length", "0"],
         ["plain", "out", "--local_window", "-1"],
-        ["plain", "out", "--local_window", "wide"],
         ["plain", "out", "--full_attention_layers", "first"],
-        ["plain", "out", "--full_attention_layers", "7"],
         ["plain", "out", "--dtype", "int8"],
         ["plain", "plain"],
-        ["plain", "plain/inside"],
         ["plain", "foreign"],
         ["converted", "out"],
         ["plain"],

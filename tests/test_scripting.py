@@ -74,20 +74,12 @@ def test_lock_is_free_while_a_forked_child_lives(tmp_path):
 def test_a_removed_file_is_no_lock(tmp_path):
     """Its holder has removed it between the opening and the locking by this process."""
     path = tmp_path / ".lock"
-    with path.open("ab") as file:
+    with path.open("a+") as file:
         path.unlink()
         assert not _lock(file)
         path.touch()  # of a third process
         assert not _lock(file)
         with locked(path):
-            pass
-
-
-def test_a_holder_that_has_not_written_its_name(tmp_path):
-    path = tmp_path / ".lock"
-    with path.open("ab") as file:
-        assert _lock(file)
-        with refused(tmp_path, "another process", error=UserError), locked(path):
             pass
 
 
@@ -99,15 +91,11 @@ def _fill_torch(path):
     torch.save(torch.zeros(10_000), path)
 
 
-def _fill_torch_at_once(path):
-    torch.save([0.0] * 30, path)  # above the limit, and written when the file is closed
-
-
 def _fill_safetensors(path):
     save_file({"x": torch.zeros(10_000)}, path)
 
 
-@pytest.mark.parametrize("fill", [_fill_text, _fill_torch, _fill_torch_at_once, _fill_safetensors])
+@pytest.mark.parametrize("fill", [_fill_text, _fill_torch, _fill_safetensors])
 def test_full_disk_takes_one_line(tmp_path, capsys, fill):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
@@ -128,11 +116,6 @@ def test_output_that_its_reader_has_closed_is_no_traceback():
         process.stdout.close()  # as `| head` does
         assert process.stderr.read() == ""
     assert process.returncode == 141
-
-
-def test_other_errors_keep_their_traceback():
-    with pytest.raises(RuntimeError):
-        run_script(lambda: torch.zeros(2) @ torch.zeros(3))
 
 
 @pytest.mark.parametrize("size", [0, 10, 20_000_000])

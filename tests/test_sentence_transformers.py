@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from datasets import Dataset
-from helpers import MODELS, SENTENCES, inputs_for, run_python, tiny_causal_model, tiny_model, tiny_tokenizer
+from helpers import MODELS, SENTENCES, inputs_for, tiny_causal_model, tiny_model, tiny_tokenizer
 
 from luna_hf import FAMILIES
 
@@ -162,32 +162,3 @@ def test_flattened_batches(family, kind, folders, tmp_path, monkeypatch):
         data = Dataset.from_dict({"anchor": SENTENCES[:4], "positive": SENTENCES[1:]})
         trainer = library.SentenceTransformerTrainer, library.SentenceTransformerTrainingArguments
         check(encoder, embed, trainer, data, MultipleNegativesRankingLoss(encoder), tmp_path)
-
-
-WITHOUT_THE_PACKAGE = """
-import torch
-from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
-
-root, texts = sys.argv[1], sys.argv[2:]
-options = {"device": "cpu", "trust_remote_code": True}
-results = [
-    torch.as_tensor(CrossEncoder(f"{root}/sequence", **options).predict([texts])),
-    SparseEncoder(f"{root}/mlm", **options).encode(texts).to_dense(),
-    torch.as_tensor(SentenceTransformer(f"{root}/base", **options).encode(texts)),
-]
-torch.save(results, f"{root}/results.pt")
-"""
-
-
-@pytest.mark.slow
-def test_all_three_without_the_package(folders, tmp_path):
-    from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
-
-    root, texts = folders / REPRESENTATIVE, SENTENCES[:2]
-    run_python(WITHOUT_THE_PACKAGE, root, *texts, env={"HF_HOME": str(tmp_path)}, blocked=True)
-    expected = [
-        torch.as_tensor(CrossEncoder(str(root / "sequence"), device="cpu").predict([texts])),
-        SparseEncoder(str(root / "mlm"), device="cpu").encode(texts).to_dense(),
-        torch.as_tensor(SentenceTransformer(str(root / "base"), device="cpu").encode(texts)),
-    ]
-    torch.testing.assert_close(torch.load(root / "results.pt"), expected, atol=ATOL, rtol=1e-5)
