@@ -83,10 +83,6 @@ def run(family, source, target):
     causal.save_pretrained(f"{root}/{family}/{target}/causal")
 
 for family in families:
-    try:
-        transformers.AutoModel.from_pretrained(f"{root}/{family}/saved/base", trust_remote_code=False)
-    except ValueError as error:
-        results[family, "refused"] = str(error)
     alone = load("AutoConfig", f"{root}/{family}/configuration")
     results[family, "configuration"] = type(alone).__name__, alone.hidden_size
     # One checkpoint, every class that its configuration offers.
@@ -174,11 +170,6 @@ def test_with_the_package_no_flag_is_needed(saved, family):
         assert type(AutoModelForTextEncoding.from_pretrained(folder)) is FAMILIES[family].base_model
         for kind, auto_class in AUTO_CLASSES.items():
             assert type(auto_class.from_pretrained(folder)) is model_class(family, kind)
-
-
-@families
-def test_without_package_and_flag_the_error_names_the_flag(saved, family):
-    assert "trust_remote_code=True" in saved[1][family, "refused"]
 
 
 @families

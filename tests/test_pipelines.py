@@ -63,30 +63,11 @@ def test_fill_mask_in_batches_of_unequal_lengths(folders):
             assert one["score"] == pytest.approx(other["score"], abs=ATOL)
 
 
-def test_text_classification_of_texts_and_pairs(folders):
-    classify = make("text-classification", folders / "sequence")
-    pair = {"text": SENTENCES[0], "text_pair": SENTENCES[1]}
-    scores = {answer["label"]: answer["score"] for answer in classify(pair, top_k=None)}
-    with torch.no_grad():
-        logits = classify.model(**classify.tokenizer(*SENTENCES[:2], return_tensors="pt")).logits[0]
-    expected = dict(zip(["contradiction", "entailment"], logits.softmax(-1).tolist(), strict=True))
-    assert scores == pytest.approx(expected, abs=ATOL)
-    assert classify(SENTENCES[0], top_k=None) != classify(pair, top_k=None)
-
-
 def test_text_classification_in_batches_of_unequal_lengths(folders):
     classify = make("text-classification", folders / "sequence")
     for text, batched in zip(SENTENCES, classify(SENTENCES, batch_size=2, top_k=None), strict=True):
         alone = {answer["label"]: answer["score"] for answer in classify(text, top_k=None)}
         assert alone == pytest.approx({answer["label"]: answer["score"] for answer in batched}, abs=ATOL)
-
-
-def test_token_classification_gives_words_at_their_offsets(folders):
-    tag = make("token-classification", folders / "token", aggregation_strategy="none", ignore_labels=[])
-    entities = tag(SENTENCES[3])
-    covered = "".join(SENTENCES[3][entity["start"] : entity["end"]] for entity in entities)
-    assert covered.replace(" ", "") == SENTENCES[3].replace(" ", "")
-    assert len({entity["entity"] for entity in entities}) > 1
 
 
 def test_token_classification_aggregates(folders):

@@ -7,12 +7,12 @@ import json
 
 import pytest
 import torch
-from helpers import TINY, code_name, inputs_for, run_python, tiny_model, tiny_tokenizer
+from helpers import code_name, inputs_for, run_python, tiny_model, tiny_tokenizer
 from hub_stub import HubStub
-from safetensors.torch import load
 from transformers import Trainer, TrainingArguments, default_data_collator
 
-from luna_hf import FAMILIES
+# Pushing is the same in every family; these differ in the names of their files.
+FAMILIES = ("luna", "abc_memory")
 
 
 def push(family, folder):
@@ -48,7 +48,7 @@ def push(family, folder):
 LOAD = """
 import sys, torch
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
-folder, found = sys.argv[1], {}
+folder = sys.argv[1]
 for family, (batch, masked_lm, classes) in torch.load(f"{folder}/expected.pt").items():
     model = AutoModelForMaskedLM.from_pretrained(f"tester/{family}-pushed", trust_remote_code=True)
     trained = AutoModelForSequenceClassification.from_pretrained(f"tester/{family}-trained", trust_remote_code=True)
@@ -57,26 +57,25 @@ for family, (batch, masked_lm, classes) in torch.load(f"{folder}/expected.pt").i
         assert torch.equal(model(**batch).logits, masked_lm)
         torch.testing.assert_close(trained(**batch).logits, classes)
     fill = pipeline("fill-mask", model=f"tester/{family}-pushed", trust_remote_code=True, device="cpu")
-    found[family] = [len(tokenizer), [proposal["token"] for proposal in fill("the quick <mask>")]]
-torch.save(found, f"{folder}/loaded.pt")
+    assert len({proposal["token"] for proposal in fill("the quick <mask>")}) == 5
 """
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """The stand-in with all repositories, and what the loading process found, by family."""
+    """The stand-in with all repositories, which a process without the package has loaded and compared."""
     folder = tmp_path_factory.mktemp("published")
     with HubStub() as hub, pytest.MonkeyPatch.context() as monkeypatch:
         hub.patch(monkeypatch, folder)
         torch.save({family: push(family, folder) for family in FAMILIES}, folder / "expected.pt")
         run_python(LOAD, folder, env=hub.environment(folder / "loading"), blocked=True)
-        yield hub, torch.load(folder / "loaded.pt")
+        yield hub
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["pushed", "trained"])
 def test_a_pushed_repository_is_complete(published, family, name):
-    files = published[0].repositories[f"tester/{family}-{name}"]
+    files = published.repositories[f"tester/{family}-{name}"]
     own = code_name(family)
     code = {f"configuration_{own}.py", f"modeling_{own}.py"}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", *code} <= set(files)
@@ -89,32 +88,16 @@ def test_a_pushed_repository_is_complete(published, family, name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_configuration_is_pushed_with_its_code(published, family):
-    files = published[0].repositories[f"tester/{family}-configuration"]
+    files = published.repositories[f"tester/{family}-configuration"]
     own = code_name(family)
     assert {"config.json", f"configuration_{own}.py", f"modeling_{own}.py"} <= set(files)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_pushed_weights_are_those_of_the_model(published, family):
-    weights = load(published[0].repositories[f"tester/{family}-pushed"]["model.safetensors"])
-    prefix = FAMILIES[family].base_model.base_model_prefix
-    assert weights[f"{prefix}.embeddings.word_embeddings.weight"].shape[1] == TINY["hidden_size"]
-    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_pushed_model_comes_back_without_the_package(published, family):
-    # The process itself compares outputs; here are the results of its pipeline and tokenizer.
-    vocabulary, proposals = published[1][family]
-    assert vocabulary == len(tiny_tokenizer())
-    assert len(set(proposals)) == 5 and max(proposals) < vocabulary
-
-
 def test_the_stand_in_answered_everything(published):
     # An unknown route means that the libraries have changed, and something here is no longer tested.
-    assert not published[0].unknown
+    assert not published.unknown
 
 
 def test_the_trainer_writes_a_model_card(published):
-    card = published[0].repositories["tester/luna-trained"]["README.md"].decode()
+    card = published.repositories["tester/luna-trained"]["README.md"].decode()
     assert "linear-attention" in card and "made up" in card

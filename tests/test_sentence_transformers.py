@@ -114,28 +114,6 @@ def test_sparse_encoder(family, folders, tmp_path):
     check(encoder, lambda model: model.encode(SENTENCES).to_dense(), trainer, data, loss, tmp_path)
 
 
-@families
-def test_sentence_transformer(family, folders, tmp_path):
-    """From a plain folder, sentence-transformers adds mean pooling."""
-    from sentence_transformers import (
-        SentenceTransformer,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-    )
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-
-    encoder = SentenceTransformer(str(folders / family / "base"), device="cpu")
-    assert encoder.max_seq_length == 64
-    for text, embedding in zip(SENTENCES, encoder.encode(SENTENCES, batch_size=5), strict=True):
-        with torch.no_grad():
-            states = encoder[0].model(**encoder.tokenizer(text, return_tensors="pt")).last_hidden_state[0]
-        assert embedding == pytest.approx(states.mean(0).numpy(), abs=ATOL)
-    data = Dataset.from_dict({"anchor": SENTENCES[:4], "positive": SENTENCES[1:]})
-    trainer = SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-    loss = MultipleNegativesRankingLoss(encoder)
-    check(encoder, lambda model: model.encode(SENTENCES), trainer, data, loss, tmp_path)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["base", "mlm"])
 def test_flattened_batches(family, kind, folders, tmp_path, monkeypatch):

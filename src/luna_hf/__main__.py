@@ -12,10 +12,9 @@ from . import FAMILIES, __version__
 from .ops.dispatch import SLOW_CPU_DTYPES
 from .scripting import Parser, UserError, cpu_name, run_script
 
-_PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "datasets")
+_PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "datasets", "flash-attn")
 # torch's queries for instructions on x86; on Arm only oneDNN knows.
 _BF16_INSTRUCTIONS = {"AVX512-BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
-_ARM = ("aarch64", "arm64")
 
 
 def installed(package: str) -> str:
@@ -26,29 +25,23 @@ def installed(package: str) -> str:
         return "not installed"
 
 
-def backends() -> list[str]:
-    """Values of `attn_implementation` that run here."""
-    found = {"flash_attention_2": is_flash_attn_2_available(), "flex_attention": is_torch_flex_attn_available()}
-    return ["sdpa (default)", "eager", *(name for name, present in found.items() if present)]
-
-
 def cpu_bf16() -> str:
     """Which instructions for bfloat16 the processor has."""
     found = [name for name, query in _BF16_INSTRUCTIONS.items() if getattr(torch.cpu, query, bool)()]
-    if platform.machine().lower() in _ARM and torch.bfloat16 not in SLOW_CPU_DTYPES:
+    if platform.machine().lower() in ("aarch64", "arm64") and torch.bfloat16 not in SLOW_CPU_DTYPES:
         found.append("Arm BF16")
     return f"yes ({', '.join(found)})" if found else "no instructions, emulated"
 
 
 def facts() -> dict[str, str]:
     """What is printed, by its label."""
+    backends = {"flash_attention_2": is_flash_attn_2_available(), "flex_attention": is_torch_flex_attn_available()}
     table = {
         "luna_hf": __version__,
         "families": ", ".join(FAMILIES),
-        "attention backends": ", ".join(backends()),
+        "attention backends": ", ".join(["sdpa (default)", "eager", *(name for name in backends if backends[name])]),
         "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
         **{package: installed(package) for package in _PACKAGES},
-        "flash-attn": installed("flash-attn"),
         "CPU": cpu_name(),
         "CPU bf16": cpu_bf16(),
         "CUDA": f"yes ({torch.version.cuda})" if torch.cuda.is_available() else "no device",
@@ -60,13 +53,6 @@ def facts() -> dict[str, str]:
             native = torch.cuda.is_bf16_supported(including_emulation=False)
         table[f"GPU {number} bf16"] = "yes" if native else "no instructions, emulated"
     return table
-
-
-def describe() -> str:
-    """The facts as lines of text."""
-    table = facts()
-    width = max(map(len, table))
-    return "\n".join(f"{label:<{width}}  {value}" for label, value in table.items())
 
 
 def main(words: Sequence[str]) -> int:
@@ -81,7 +67,9 @@ def main(words: Sequence[str]) -> int:
             raise UserError(f"There is no command {words[0]!r}. The command is `python -m luna_hf convert`.")
         more = "`python -m luna_hf convert --help` describes the command that converts a trained encoder."
         Parser(prog="python -m luna_hf", description=__doc__, epilog=more).parse_args(words)
-        print(describe())
+        table = facts()
+        width = max(map(len, table))
+        print("\n".join(f"{label:<{width}}  {value}" for label, value in table.items()))
 
     return run_script(script)
 

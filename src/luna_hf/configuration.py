@@ -285,13 +285,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
             self._require("full_attention_layers", not full, "None in a decoder, whose state has constant size")
         selected = self.num_selected_tokens
         self._require("softmax_length", selected or not self.softmax_length, "0 without `num_selected_tokens`")
-        if not self.reads_exact_tokens:
-            none = f"0 in {self.model_type} models, which have no softmax over slots and window"
-        elif self.is_decoder:
-            none = "0 in a decoder, whose state would have to keep every token to select from"
-        else:
-            none = "" if self.local_window else "0 without `local_window`"
-        self._require("num_selected_tokens", not none or not selected, none)
+        selects = self.reads_exact_tokens and self.local_window and not self.is_decoder
+        allowed = "0 unless an encoder with a `local_window` reads it in one softmax with slots"
+        self._require("num_selected_tokens", selects or not selected, allowed)
 
     def _validate_encoder_decoder(self) -> None:
         tokens, start = self.decoder_vocab_size, self.decoder_start_token_id

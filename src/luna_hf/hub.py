@@ -6,7 +6,7 @@ in the package, below a comment with the docstring of their module. The same cla
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -29,21 +29,13 @@ class Definition(NamedTuple):
     source: str  # with the comment above it
 
 
-class External(NamedTuple):
-    """An import from another package: `import module`, `from module import name`, either with `as bound`."""
-
-    module: str
-    name: str | None
-    bound: str
-
-
 class Module(NamedTuple):
     """A module of the package, taken apart."""
 
     path: tuple[str, ...]  # below the package, such as ("ops", "attention")
     docstring: str
     definitions: tuple[Definition, ...]
-    externals: dict[str, External]  # by the name that each binds
+    externals: dict[str, str]  # import statements from other packages, by the name that each binds
     needs: tuple[tuple[str, ...], ...]  # paths of the modules that it imports
 
 
@@ -98,7 +90,9 @@ def join(
     beside_used = sorted(used & elsewhere)
     docstring = modules[-1].docstring + ("\n" if "\n" in modules[-1].docstring else "")
     parts = [_HEADER.format(version=sys.modules[PACKAGE].__version__), f'"""{docstring}"""', ""]
-    parts += _import_lines(imports)
+    for is_other in (False, True):  # the standard library, then other packages
+        lines = [line for line in imports if (_top_module(line) not in sys.stdlib_module_names) == is_other]
+        parts += [*sorted(lines, key=lambda line: (line.startswith("from"), line)), *[""] * (not is_other)]
     parts += ["", *(f"from .{beside_name} import {name}" for name in beside_used)] if beside_used else []
     for module in modules:
         sources = [own.source for own in module.definitions if kept & {*own.names}]
@@ -135,7 +129,7 @@ def take_apart(path: tuple[str, ...]) -> Module:
         if isinstance(node, ast.ImportFrom) and node.level:
             needs.append((*path[: -node.level], *node.module.split(".")))
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            externals |= {own.bound: own for own in _externals(node)}
+            externals |= _externals(node)
         elif not isinstance(node, ast.Expr) and (names := _names(node)) != ("__all__",):
             while lines[start - 1].startswith("#"):
                 start -= 1
@@ -163,12 +157,17 @@ def _uses(node: ast.AST) -> frozenset[str]:
     return frozenset(found)
 
 
-def _externals(node: ast.Import | ast.ImportFrom) -> Iterator[External]:
+def _externals(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+    """A statement for each name that an import binds."""
+    found, start = {}, f"from {node.module} import" if isinstance(node, ast.ImportFrom) else "import"
     for own in node.names:
-        if isinstance(node, ast.ImportFrom):
-            yield External(node.module, own.name, own.asname or own.name)
-        else:
-            yield External(own.name, None, own.asname or own.name.partition(".")[0])
+        bound = own.asname or (own.name if isinstance(node, ast.ImportFrom) else own.name.partition(".")[0])
+        found[bound] = f"{start} {own.name}" + (f" as {own.asname}" if own.asname else "")
+    return found
+
+
+def _top_module(line: str) -> str:
+    return line.split()[1].partition(".")[0]
 
 
 def defined(module: Module) -> list[str]:
@@ -185,13 +184,3 @@ def _reach(modules: list[Module], roots: Iterable[str]) -> set[str]:
             kept.add(name)
             waiting += uses[name]
     return kept
-
-
-def _import_lines(imports: set[External]) -> list[str]:
-    """Import statements, a line each: the standard library, then other packages."""
-    lines: tuple[list[str], list[str]] = ([], [])
-    for module, name, bound in sorted(imports, key=lambda own: (own.name is not None, own.module, own.bound)):
-        alias = "" if bound in (name, module.partition(".")[0]) else f" as {bound}"
-        line = f"import {module}{alias}" if name is None else f"from {module} import {name}{alias}"
-        lines[module.partition(".")[0] not in sys.stdlib_module_names].append(line)
-    return [*lines[0], "", *lines[1]]

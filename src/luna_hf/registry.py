@@ -42,6 +42,11 @@ _HEADS = {
 }
 
 
+def _model(kind: str) -> property:
+    """A property of `Family`: the class `<Name><kind>`."""
+    return property(lambda family: family.model(kind))
+
+
 @dataclass(frozen=True)
 class Family:
     """A row of the table: a mechanism's `<Name>Config`, the module of its models, and its rules for a warm start."""
@@ -54,35 +59,12 @@ class Family:
         """Return the class `<Name><kind>`."""
         return getattr(self.modeling, self.config.__name__.removesuffix("Config") + kind)
 
-    @property
-    def base_model(self) -> type[PreTrainedModel]:
-        """The encoder."""
-        return self.model("Model")
-
-    @property
-    def causal_model(self) -> type[PreTrainedModel]:
-        """The decoder."""
-        return self.model("CausalModel")
-
-    @property
-    def masked_lm(self) -> type[PreTrainedModel]:
-        """The encoder with a masked language modelling head."""
-        return self.model("ForMaskedLM")
-
-    @property
-    def causal_lm(self) -> type[PreTrainedModel]:
-        """The decoder with a language modelling head."""
-        return self.model("ForCausalLM")
-
-    @property
-    def seq2seq_model(self) -> type[PreTrainedModel]:
-        """The encoder-decoder."""
-        return self.model("Seq2SeqModel")
-
-    @property
-    def seq2seq_lm(self) -> type[PreTrainedModel]:
-        """The encoder-decoder with a language modelling head."""
-        return self.model("ForConditionalGeneration")
+    base_model = _model("Model")  # the encoder
+    masked_lm = _model("ForMaskedLM")
+    causal_model = _model("CausalModel")  # the decoder
+    causal_lm = _model("ForCausalLM")
+    seq2seq_model = _model("Seq2SeqModel")  # the encoder-decoder
+    seq2seq_lm = _model("ForConditionalGeneration")
 
     @property
     def heads(self) -> dict[type, type[PreTrainedModel]]:

@@ -38,19 +38,10 @@ from ..scripting import (
 from ..warm_start.sentence_folder import SentenceFolder, find_transformer, read_sentence_folder
 from ..warm_start.source import load_source, read_config
 from ..warm_start.transfer import WarmStart, warm_start
+from . import report
 from .card import make_card
 from .files import check_target, check_tokenizer
-from .report import (
-    Encoder,
-    Figure,
-    exact_length,
-    explain,
-    measure,
-    read_ids,
-    shipped_texts,
-    special_tokens,
-    table_lines,
-)
+from .report import Encoder, Figure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,11 +125,6 @@ class Source:
     sentences: SentenceFolder | None
 
     @property
-    def has_head(self) -> bool:
-        """Whether its masked-LM head is converted."""
-        return self.sentences is None and "lm_head.dense.weight" in self.loaded.tensors
-
-    @property
     def longest(self) -> int:
         """How many tokens of a text it reads."""
         longest = self.sentences and self.sentences.longest
@@ -147,15 +133,15 @@ class Source:
     @property
     def kind(self) -> str:
         """What the result is for: one of `card.KINDS`."""
-        return "sentences" if self.sentences else "masked words" if self.has_head else "states"
+        has_head = "lm_head.dense.weight" in self.loaded.tensors
+        return "sentences" if self.sentences else "masked words" if has_head else "states"
 
 
 def read_source(options: argparse.Namespace) -> Source:
     """Read everything, before anything is converted.
 
     Raises:
-        UserError: A part is missing, or cannot be converted.
-        ValueError: The weights or their config cannot be read or mapped.
+        ValueError: A part is missing, or cannot be read or converted.
     """
     name = options.source
     sentences, config = read_sentence_folder(name), read_config(name)
@@ -185,22 +171,19 @@ def make_model(source: Source, options: argparse.Namespace) -> tuple[PreTrainedM
     Raises:
         ValueError: An option has a wrong value, or the source cannot be converted.
     """
-    longest = source.loaded.longest
-    given = {name: getattr(options, name) for name in (*FIELDS, "full_attention_layers")}
-    own = {"position_period": source.longest, "softmax_length": min(source.longest, MOST_SOFTMAX)}
-    if given["local_window"] == 0:  # nothing is selected without a window, nor does a text select all its tokens
-        own["num_selected_tokens"] = 0
-    if 0 in (given["num_selected_tokens"], own.get("num_selected_tokens")):
-        own["softmax_length"] = 0
-    given = {**own, **{name: value for name, value in given.items() if value is not None}}
+    chosen = {name: getattr(options, name) for name in (*FIELDS, "full_attention_layers")}
+    given = {name: value for name, value in chosen.items() if value is not None}
+    # Nothing is selected without a window, nor does a text select all its tokens.
+    selected = {"num_selected_tokens": 0} if given.get("local_window") == 0 else {}
+    selects = {**selected, **given}.get("num_selected_tokens") != 0
+    own = {"position_period": source.longest, "softmax_length": min(source.longest, MOST_SOFTMAX) if selects else 0}
     return warm_start(
-        AbcForMaskedLM if source.has_head else AbcModel,
-        options.source,
+        AbcForMaskedLM if source.kind == "masked words" else AbcModel,
+        source.loaded,
         preset="selected",
-        max_length=max(DEFAULT_LENGTH, longest) if options.max_length is None else options.max_length,
+        max_length=max(DEFAULT_LENGTH, source.loaded.longest) if options.max_length is None else options.max_length,
         dtype=options.dtype,
-        allow_pickle=options.allow_pickle,
-        **given,
+        **{**selected, **own, **given},
     )
 
 
@@ -210,10 +193,8 @@ def read_texts(path: Path | None) -> list[str]:
     Raises:
         UserError: The file cannot be read.
     """
-    if path is None:
-        return shipped_texts()
     try:
-        return [path.read_text(encoding="utf-8")]
+        return report.shipped_texts() if path is None else [path.read_text(encoding="utf-8")]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--texts {path} cannot be read as UTF-8 text ({error}).") from error
 
@@ -224,16 +205,16 @@ def compare(source: Source, model: PreTrainedModel, texts: list[str], options: a
     Raises:
         UserError: The texts are too short.
     """
-    dtype = measured_dtype(model)
+    dtype, tokenizer = measured_dtype(model), source.tokenizer
     with quiet():  # the source's head is not loaded
         original = AutoModel.from_pretrained(options.source, subfolder=find_transformer(options.source), dtype=dtype)
     pooling, lower = (source.sentences.pooling, source.sentences.lower) if source.sentences else ("mean", False)
-    specials, padding = special_tokens(source.tokenizer), source.tokenizer.pad_token_id
     ours, theirs = (
-        Encoder(encoder.eval(), pooling, *specials, padding) for encoder in (model.base_model.to(dtype), original)
+        Encoder(encoder.eval(), pooling, *report.special_tokens(tokenizer), tokenizer.pad_token_id)
+        for encoder in (model.base_model.to(dtype), original)
     )
-    ids = read_ids(source.tokenizer, texts, lower)
-    figures = list(measure(ours, theirs, ids, source.longest, model.config.max_position_embeddings))
+    ids = report.read_ids(tokenizer, texts, lower)
+    figures = list(report.measure(ours, theirs, ids, source.longest, model.config.max_position_embeddings))
     if not figures:
         raise UserError(f"--texts {options.texts} is too short. Name a file with at least a page of text.")
     return figures
@@ -264,9 +245,9 @@ def describe(
 ) -> dict[str, Any]:
     """The content of `conversion.json`."""
     rounded = "" if model.dtype == source.loaded.embedding.dtype else f" up to the rounding of {model.dtype}"
-    exact = min(exact_length(model.config), source.longest)
+    exact = min(report.exact_length(model.config), source.longest)
     words = [str(word).replace("torch.", "") for word in (measured_dtype(model), rounded)]
-    explained = explain(figures, exact, source.longest, *words)
+    explained = report.explain(figures, exact, source.longest, *words)
     if figures and source.sentences and source.sentences.has_dense:
         explained.append("The cosines are those of the pooled states, before the Dense module.")
     return {
@@ -282,11 +263,7 @@ def describe(
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Convert, measure, write, and print the table.
-
-    Raises:
-        UserError: The user can fix the options, the source or the target.
-    """
+    """Convert, measure, write, and print the table."""
     texts, target = [] if options.no_measure else read_texts(options.texts), options.target
     check_target(target, options.source, options.overwrite, f"python -m {COMMAND}", is_module)
     with writing(target) as folder:
@@ -309,7 +286,7 @@ def convert(options: argparse.Namespace) -> None:
         names = ", ".join(line.strip() for line in made.lines("unused")[1:])
         lines.append(f"Not converted, because only heads of the source use it: {names}.")
     lines.append(f"Written to {target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
-    print("\n".join([*table_lines(figures), ""] * bool(figures) + [fill(line, 100) for line in lines]))
+    print("\n".join([*report.table_lines(figures), ""] * bool(figures) + [fill(line, 100) for line in lines]))
 
 
 def is_module(folder: Path) -> bool:

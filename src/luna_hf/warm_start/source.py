@@ -17,7 +17,7 @@ from .sentence_folder import find_transformer
 # Raised by files that are truncated, empty, or not weights (a web page, a Git LFS pointer).
 _LOADING_ERRORS = (OSError, SafetensorError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError)
 
-Source = str | os.PathLike | PreTrainedModel
+Source = str | os.PathLike | PreTrainedModel | LoadedSource
 
 _BERT_NAMES = {
     "cls.predictions.transform.LayerNorm.": "lm_head.layer_norm.",
@@ -86,12 +86,15 @@ def load_source(source: Source, allow_pickle: bool = False) -> LoadedSource:
     """Read a source with transformers.
 
     Args:
-        source: folder, Hub name or model in memory; of a sentence-transformers model, the transformer is read.
+        source: folder, Hub name or model in memory; of a sentence-transformers model, the transformer is read. What
+            this function has returned before is returned again.
         allow_pickle: whether to read weights from a pickle where there are no safetensors.
 
     Raises:
         ValueError: It cannot be read or mapped, or its weights are pickled and `allow_pickle` is false.
     """
+    if isinstance(source, LoadedSource):
+        return source
     if isinstance(source, PreTrainedModel):
         name = type(source).__name__
         _check_config(source.config, name)

@@ -128,9 +128,9 @@ def _find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     Raises:
         ValueError: It is no floating-point type.
     """
-    found = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
-    if found in (None, "auto"):
+    if dtype in (None, "auto"):
         return None
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"`dtype` is {dtype!r}, but must be a floating-point type, such as torch.bfloat16.")
     return found
