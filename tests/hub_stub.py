@@ -26,7 +26,6 @@ class HubStub:
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
-        self.objects: dict[str, bytes] = {}  # large files by their SHA-256
         self.private: set[str] = set()  # repositories that were created as private
         self.unknown: list[str] = []  # requests that the stub has no answer for
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -121,18 +120,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer({"url": f"{self.hub.url}/{repo}", "name": repo}, 409 if exists else 200)
         elif path == "/api/validate-yaml":
             self.answer({"errors": [], "warnings": []})
-        elif path.endswith("/info/lfs/objects/batch"):
-            objects = [
-                {**item, "actions": {"upload": {"href": f"{self.hub.url}/objects/{item['oid']}"}}}
-                for item in json.loads(body)["objects"]
-            ]
-            self.answer({"transfer": "basic", "objects": objects}, Content_Type="application/vnd.git-lfs+json")
         elif parts[:2] == ["api", "models"] and parts[4:5] == ["preupload"]:
-            names = [file["path"] for file in json.loads(body)["files"]]
-            modes = [
-                {"path": name, "uploadMode": "lfs" if name.endswith(".safetensors") else "regular"} for name in names
-            ]
-            self.answer({"files": [{**mode, "shouldIgnore": False} for mode in modes]})
+            # The Hub itself wants large files in its storage for them.
+            mode = {"uploadMode": "regular", "shouldIgnore": False}
+            self.answer({"files": [{"path": file["path"], **mode} for file in json.loads(body)["files"]]})
         elif parts[:2] == ["api", "models"] and parts[4:5] == ["commit"]:
             self.commit(f"{parts[2]}/{parts[3]}", body)
         else:
@@ -145,20 +136,10 @@ class _Handler(BaseHTTPRequestHandler):
             value = entry["value"]
             if entry["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif entry["key"] == "lfsFile":
-                files[value["path"]] = self.hub.objects[value["oid"]]
             elif entry["key"] == "deletedFile":
                 files.pop(value["path"], None)
         sha = _sha(files)
         self.answer({"success": True, "commitOid": sha, "commitUrl": f"{self.hub.url}/{repo}/commit/{sha}"})
-
-    def do_PUT(self) -> None:
-        content = self.body()
-        oid = self.path.rsplit("/", 1)[-1]
-        same = hashlib.sha256(content).hexdigest() == oid
-        if same:
-            self.hub.objects[oid] = content
-        self.answer(b"", 200 if same else 400)
 
     def do_GET(self) -> None:
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")

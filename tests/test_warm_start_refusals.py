@@ -21,6 +21,7 @@ from luna_hf.warm_start import warm_start
         ("bert", {"position_embedding_type": "relative_key"}, "relative positions"),
         ("roberta", {"quantization_config": {"quant_method": "x"}}, "`quantization_config`"),
         ("roberta", {"pad_token_id": None}, "`pad_token_id`"),
+        ("bert", {"num_hidden_layers": 2}, "bert.encoder.layer.2"),
         ("roberta", {"num_hidden_layers": 4}, "roberta.encoder.layer.3"),
         ("roberta", {"num_attention_heads": "four"}, "num_attention_heads"),
         ("roberta", {"hidden_act": "relu"}, "`hidden_act`"),

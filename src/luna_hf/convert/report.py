@@ -199,13 +199,19 @@ def measure_length(ours: Encoder, source: Encoder, rows: Sequence[Tensor], longe
         found.append(embedding)
         short += [source.read_in_windows(row, min(REFERENCE_WINDOW, longest))] if is_long else []
 
-    def cosine(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float | None:
-        return float((torch.cat([*ones]) * torch.cat([*others])).sum(-1).mean()) if others else None
-
-    windows = (cosine(found, short), cosine(goals, short)) if is_long else (None, None)
     return Figure(
-        tokens, len(rows), cosine(found, goals), statistics.median(ratios), statistics.median(times), *windows
+        tokens=tokens,
+        rows=len(rows),
+        cosine=_mean_cosine(found, goals),
+        speed=statistics.median(ratios),
+        milliseconds=statistics.median(times),
+        short_windows=_mean_cosine(found, short) if short else None,
+        source_short_windows=_mean_cosine(goals, short) if short else None,
     )
+
+
+def _mean_cosine(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    return float((torch.cat([*ones]) * torch.cat([*others])).sum(-1).mean())
 
 
 def measure(ours: Encoder, source: Encoder, texts: Sequence[Tensor], longest: int, max_length: int) -> Iterator[Figure]:

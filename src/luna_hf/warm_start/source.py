@@ -163,7 +163,7 @@ def _take_apart(model: PreTrainedModel, name: str, missing: list[str], ignored: 
     """The parameters of a model, without those missing from its files.
 
     Raises:
-        ValueError: Parts of the encoder or head are missing.
+        ValueError: Parts of the encoder or head are missing, or there are more layers than in the config.
     """
     layout, prefix = layouts()[model.config.model_type], model.base_model_prefix + "."
     tensors, names = {}, {}
@@ -177,9 +177,11 @@ def _take_apart(model: PreTrainedModel, name: str, missing: list[str], ignored: 
     biases = {"lm_head.bias", "lm_head.decoder.bias"}
     if biases & tensors.keys():
         lacking = [own for own in lacking if layout.rename(own) not in biases]
-    if lacking:
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        raise ValueError(f"{name} lacks weights that its config requires ({', '.join(lacking[:3])}{more}).")
+    beyond = [own for own in ignored if "encoder.layer." in layout.rename(own)]
+    if wrong := lacking or beyond:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        problem = "lacks weights that its config requires" if lacking else "has layers beyond those of its config"
+        raise ValueError(f"{name} {problem} ({', '.join(wrong[:3])}{more}).")
     if not has_head:  # in memory, a tied decoder exists anyway
         embedding = tensors["embeddings.word_embeddings.weight"].data_ptr()
         parts = [ours for ours in tensors if _is_head(ours)]
