@@ -89,15 +89,6 @@ def test_activations_that_are_no_softmax_start_at_random(activation):
     assert report.new["abc.control.weight"] != OWN_ATTENTION
 
 
-def test_linformer_has_no_activation():
-    model, report = warm_start(
-        AbcForMaskedLM, source(), memory_control="linformer", memory_size=SIZE, control_activation="relu"
-    )
-    plain, _ = warm_start(AbcForMaskedLM, source(), memory_control="linformer", memory_size=SIZE)
-    assert report.new["abc.control.weight"] == OWN_ATTENTION
-    assert torch.equal(model.abc.control.weight, plain.abc.control.weight)
-
-
 @pytest.mark.parametrize(
     ("own", "fields", "said"),
     [

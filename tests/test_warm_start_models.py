@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import MODELS, code_name, inputs_for, model_class, refused, run_python, tiny_causal_model
 from test_warm_start import body, make_source
-from transformers.dynamic_module_utils import get_imports
 
 from luna_hf import FAMILIES
 from luna_hf.families import warm_start_rules
@@ -20,17 +19,6 @@ from luna_hf.warm_start import warm_start
 families = pytest.mark.parametrize("family", FAMILIES)
 kinds = pytest.mark.parametrize("kind", MODELS)
 heads = pytest.mark.parametrize("kind", ["sequence", "span"])
-
-# Runs without luna_hf.
-WITHOUT_PACKAGE = """
-import sys
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-for folder, reference in (words.split("--") for words in sys.argv[1:]):
-    try:
-        get_class_from_dynamic_module(reference, folder).from_roberta("FacebookAI/roberta-base")
-    except ImportError as error:
-        print(error)
-"""
 
 
 def head_names(model):
@@ -149,14 +137,6 @@ def saved(tmp_path_factory):
     return root
 
 
-@families
-def test_a_folder_carries_nothing_of_the_warm_start(saved, family):
-    code = list((saved / family).glob("*.py"))
-    assert f"modeling_{code_name(family)}.py" in {path.name for path in code}
-    assert not [path.name for path in code if "class WarmStart" in path.read_text()]
-    assert not [path.name for path in code if "luna_hf" in get_imports(path)]
-
-
 def references(saved):
     """`folder--module.Class` of the masked and the causal language model of every family."""
     return [
@@ -164,13 +144,6 @@ def references(saved):
         for family, row in FAMILIES.items()
         for folder, model in ((family, row.masked_lm), (f"{family}-causal", row.causal_lm))
     ]
-
-
-def test_without_the_package_the_error_names_the_fix(saved, tmp_path):
-    environment, classes = {"HF_MODULES_CACHE": str(tmp_path / "modules")}, references(saved)
-    said = run_python(WITHOUT_PACKAGE, *classes, env=environment, blocked=True).splitlines()
-    assert len(said) == len(classes)
-    assert all("pip install luna-hf" in message for message in said)
 
 
 def test_a_class_from_a_folder_starts_like_the_package_s(saved, tmp_path):
