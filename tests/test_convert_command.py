@@ -363,7 +363,7 @@ def spoil(folder, name):
         ("decoder", "gpt2"),
         ("clip", "CLIPModel"),
         ("no tokenizer", "no tokenizer"),
-        ("no weights", "no weights"),
+        ("no weights", "cannot be loaded"),
         ("pickle", "--allow_pickle"),
         ("last token", "lasttoken"),
         ("own module", "custom.Whitening"),

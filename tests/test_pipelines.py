@@ -70,17 +70,6 @@ def test_text_classification_in_batches_of_unequal_lengths(folders):
         assert alone == pytest.approx({answer["label"]: answer["score"] for answer in batched}, abs=ATOL)
 
 
-def test_token_classification_aggregates(folders):
-    tag = make("token-classification", folders / "token", aggregation_strategy="average", ignore_labels=[])
-    for text, batched in zip(SENTENCES, tag(SENTENCES, batch_size=2), strict=True):
-        groups = tag(text)
-        assert groups and {group["entity_group"] for group in groups} <= {"O", "LOC"}
-        spans = [(group["start"], group["end"], group["entity_group"]) for group in groups]
-        assert spans == [(group["start"], group["end"], group["entity_group"]) for group in batched]
-        scores = [group["score"] for group in batched]
-        assert [group["score"] for group in groups] == pytest.approx(scores, abs=ATOL)
-
-
 def test_feature_extraction_gives_the_token_states(folders):
     extract = make("feature-extraction", folders / "base")
     with torch.no_grad():
