@@ -16,14 +16,21 @@ import tomllib
 import torch
 from helpers import ROOT, tiny_causal_model, tiny_model
 
-SOURCE = ROOT / "src" / "luna_hf"
-SOURCES = {path.relative_to(SOURCE).with_suffix("").as_posix(): path for path in SOURCE.rglob("*.py")}
+
+def modules_in(folder):
+    """The file of every module below a folder, by its name with dots."""
+    files = {".".join(path.relative_to(folder).with_suffix("").parts): path for path in folder.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for name, path in files.items()}
+
+
+SOURCE, TRAINING = ROOT / "src" / "luna_hf", ROOT / "training"
+SOURCES, MODULES = modules_in(SOURCE), modules_in(TRAINING)
 # What the modules of a room may import besides each other; all may import the shared configuration.
 ROOMS = {
-    "ops": set(),
-    "layers": {"ops"},
-    "models": {"ops", "layers"},
-    "families": {"ops", "layers", "models"},
+    "ops": {"configuration"},
+    "layers": {"configuration", "ops"},
+    "models": {"configuration", "ops", "layers"},
+    "families": {"configuration", "ops", "layers", "models"},
 }
 
 DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
@@ -40,11 +47,6 @@ FOLDERS = {
     "examples": set(),
 }
 
-TRAINING = ROOT / "training"
-MODULES = {
-    ".".join(path.relative_to(TRAINING).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in TRAINING.rglob("*.py")
-}
 # What the modules of a package may import besides each other.
 ALLOWED = {
     "common": set(),
@@ -58,40 +60,51 @@ ALLOWED = {
 }
 
 
-def room_imports(module):
-    """The modules of the package that a module imports, as paths, also inside functions."""
-    found, parents = set(), module.split("/")
-    for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = [*parents[: -node.level], *(node.module or "").split(".")]
-            path = "/".join(filter(None, base))
-            names = {"/".join(filter(None, (path, alias.name))) for alias in node.names}
-            found |= {name for name in names if name in SOURCES} or {path if path in SOURCES else f"{path}/__init__"}
-    return found
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("module", [module for module in SOURCES if module.partition("/")[0] in ROOMS])
-def test_rooms_follow_the_direction(module):
-    room = module.partition("/")[0]
-    wrong = {
-        name for name in room_imports(module) if name.partition("/")[0] not in {room, "configuration", *ROOMS[room]}
-    }
-    assert not wrong
+def imports_of(folder, path, modules):
+    """The modules below a folder that a file there imports, also under `TYPE_CHECKING` and inside functions."""
+    found = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = path.relative_to(folder).parts[: -node.level] if node.level else ()
+            base = ".".join(filter(None, (*parents, node.module)))
+            names = {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
+            found |= {name if name in modules else base or "__init__" for name in names}
+    return found & modules.keys()
 
 
-def test_the_package_has_no_circle():
-    graph = {module: room_imports(module) for module in SOURCES}
+def package_of(module):
+    package = module.partition(".")[0]
+    return package if package in {**ALLOWED, **ROOMS, "configuration": 0} else "commands"
+
+
+@pytest.mark.parametrize(("folder", "modules", "allowed"), [(SOURCE, SOURCES, ROOMS), (TRAINING, MODULES, ALLOWED)])
+def test_imports_follow_the_direction(folder, modules, allowed):
+    graph = {module: imports_of(folder, path, modules) for module, path in modules.items()}
     assert sum(map(len, graph.values())) > 200
-    TopologicalSorter(graph).prepare()
+    TopologicalSorter({module: names - {module} for module, names in graph.items()}).prepare()  # has no circle
+    for module, names in graph.items():
+        own = package_of(module)
+        # Commands of `training/` do not import each other.
+        may = {*allowed.get(own, ()), *([own] if own != "commands" else [])}
+        if own in allowed:
+            assert {package_of(name) for name in names} <= may, module
 
 
-@pytest.mark.parametrize("module", [module for module in SOURCES if module.partition("/")[0] in ROOMS])
+ROOM_MODULES = [module for module in SOURCES if package_of(module) in ROOMS]
+
+
+@pytest.mark.parametrize("module", ROOM_MODULES)
 def test_rooms_import_at_module_level_only(module):
-    body = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
-    inner = [node for node in ast.walk(body) if isinstance(node, ast.ImportFrom) and node.col_offset]
+    inner = [node for node in ast.walk(parsed(SOURCES[module])) if isinstance(node, ast.ImportFrom) and node.col_offset]
     inner = [node for node in inner if node.level or node.module.partition(".")[0] == "luna_hf"]
     # A model needs the installed package for a warm start only.
-    assert [node.module for node in inner] == (["luna_hf.warm_start"] if module == "models/base" else [])
+    assert [node.module for node in inner] == (["luna_hf.warm_start"] if module == "models.base" else [])
 
 
 def outer_imports(nodes):
@@ -109,8 +122,8 @@ def test_the_package_needs_only_its_dependencies(module):
 
 
 def test_scripting_is_light():
-    body = ast.parse(SOURCES["scripting"].read_text(encoding="utf-8")).body
-    assert outer_imports(body) <= sys.stdlib_module_names and not room_imports("scripting")
+    body = parsed(SOURCES["scripting"]).body
+    assert outer_imports(body) <= sys.stdlib_module_names and not imports_of(SOURCE, SOURCES["scripting"], SOURCES)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -122,37 +135,6 @@ def test_folders_import_each_other_in_one_direction(folder):
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in paths)
     found = set().union(*(outer_imports([*ast.walk(tree)]) for tree in trees)) - own
     assert {places[name] for name in found & places.keys()} == FOLDERS[folder]
-
-
-def package_of(module):
-    package = module.partition(".")[0]
-    return package if package in ALLOWED else "commands"
-
-
-def imports_of(module):
-    """The modules of `training/` that a module imports, also under `TYPE_CHECKING` and inside functions."""
-    found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{module} has a relative import"
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else node.module for name in names}
-    return found & MODULES.keys()
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_follow_the_direction(module):
-    allowed = {package_of(module), *ALLOWED[package_of(module)]}
-    wrong = {name for name in imports_of(module) if package_of(name) not in allowed}
-    if package_of(module) == "commands":
-        wrong |= {name for name in imports_of(module) if package_of(name) == "commands"}
-    assert not wrong
-
-
-def test_there_is_no_circle():
-    TopologicalSorter({module: imports_of(module) - {module} for module in MODULES}).prepare()
 
 
 # ---- the way through a layer ----
