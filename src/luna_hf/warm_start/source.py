@@ -125,7 +125,9 @@ def read_config(name: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(name, subfolder=find_transformer(name))
     except (OSError, ValueError, HFValidationError, HfHubHTTPError, StrictDataclassError) as error:
-        raise ValueError(f"The config.json of {name} cannot be read ({reason(error)}).") from error
+        raise ValueError(
+            f"{name} is neither a folder with a readable config.json nor a model on the Hub ({reason(error)})."
+        ) from error
     _check_config(config, name)
     return config
 
