@@ -19,8 +19,6 @@ from transformers import (
     BertForSequenceClassification,
     BertModel,
     BertTokenizer,
-    GPT2Config,
-    GPT2Model,
 )
 
 from luna_hf import AbcConfig, __main__
@@ -328,52 +326,37 @@ def test_rows():
 # ---- what is refused ----
 
 
-def spoil(folder, name):
-    """Change a copy of a folder of sentence-transformers into one that is refused."""
-    if name == "decoder":
-        GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50)).save_pretrained(folder)
-        (folder / "modules.json").unlink()
-    elif name == "clip":
-        write_json(folder / "modules.json", [{"path": "0_CLIPModel", "type": "sentence_transformers.models.CLIPModel"}])
-    elif name == "no tokenizer":
-        for path in folder.glob("*token*"):
-            path.unlink()
-        (folder / "vocab.txt").unlink(missing_ok=True)
-    elif name == "no weights":
-        (folder / "model.safetensors").unlink()
-    elif name == "pickle":
-        torch.save({}, folder / "pytorch_model.bin")
-        (folder / "model.safetensors").unlink()
-    elif name == "last token":
-        write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "lasttoken"})
-    else:
-        modules = json.loads((folder / "modules.json").read_text())
-        if name == "own module":
-            modules[2]["type"] = "custom.Whitening"
-        elif name == "outside":
-            modules[2]["path"] = "../2_Normalize"
-        elif name == "dense":
-            modules[2] |= {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
-        write_json(folder / "modules.json", modules)
+def with_third(**changes):
+    """Modules of which the third, which would be Normalize, is another."""
+    first = {"": "Transformer", "1_Pooling": "Pooling"}.items()
+    first = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in first]
+    return [*first, {"path": "2_Normalize", "type": "sentence_transformers.models.Normalize", **changes}]
 
 
-@pytest.mark.parametrize(
-    ("name", "word"),
-    [
-        ("decoder", "gpt2"),
-        ("clip", "CLIPModel"),
-        ("no tokenizer", "no tokenizer"),
-        ("no weights", "cannot be loaded"),
-        ("pickle", "--allow_pickle"),
-        ("last token", "lasttoken"),
-        ("own module", "custom.Whitening"),
-        ("outside", "modules.json"),
-        ("dense", "2_Dense/model.safetensors"),
-    ],
-)
-def test_refused_sources(name, word, tmp_path, capsys):
-    spoil(write_sentences(tmp_path / "source"), name)
-    assert run(tmp_path / "source", tmp_path / "out") == 2
+DENSE = {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
+# What is wrong with a source -> the changed files, of which some are removed, and what the error names.
+SPOILT = {
+    "a decoder": ({"modules.json": None, "config.json": {"model_type": "gpt2"}}, "gpt2"),
+    "another library's": ({"modules.json": [{"path": "", "type": "CLIPModel"}]}, "CLIPModel"),
+    "an own module": ({"modules.json": with_third(type="custom.Whitening")}, "custom.Whitening"),
+    "files outside": ({"modules.json": with_third(path="../2_Normalize")}, "modules.json"),
+    "Dense without weights": ({"modules.json": with_third(**DENSE)}, "2_Dense/model.safetensors"),
+    "another pooling": ({"1_Pooling/config.json": {"pooling_mode": "lasttoken"}}, "lasttoken"),
+    "no tokenizer": (dict.fromkeys(["tokenizer.json", "tokenizer_config.json"]), "no tokenizer"),
+    "no weights": ({"model.safetensors": None}, "cannot be loaded"),
+    "a pickle": ({"model.safetensors": None, "pytorch_model.bin": {}}, "--allow_pickle"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_refused_sources(name, tmp_path, capsys):
+    (changed, word), source = SPOILT[name], write_sentences(tmp_path / "source")
+    for file, content in changed.items():
+        if content is None:
+            (source / file).unlink()
+        else:
+            write_json(source / file, content)
+    assert run(source, tmp_path / "out") == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: ") and word in line
     assert not (tmp_path / "out").exists()

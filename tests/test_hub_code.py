@@ -42,7 +42,7 @@ KINDS = {"base": AutoModel, "mlm": AutoModelForMaskedLM, "sequence": HEADS["sequ
 AUTO_CLASSES = {"base": AutoModel, "mlm": AutoModelForMaskedLM, **HEADS}
 TEXT = "the quick brown fox"
 
-# Runs without luna_hf: loads every folder from its own code, computes, saves it again, and loads that, too.
+# Runs without luna_hf: loads every folder from its own code, computes, and saves it again.
 WITHOUT_PACKAGE = """
 import json
 import torch, transformers
@@ -52,27 +52,27 @@ results = {}
 def load(auto_class, folder, **fields):
     return getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True, **fields)
 
-def run(family, source, target):
+def run(family):
     for kind, auto_class in kinds.items():
-        folder = f"{root}/{family}/{source}/{kind}"
+        folder = f"{root}/{family}/saved/{kind}"
         config, model, tokenizer = load("AutoConfig", folder), load(auto_class, folder), load("AutoTokenizer", folder)
         with torch.no_grad():
             outputs = model(**torch.load(f"{root}/{family}/inputs.pt"))[0]
-        results[family, source, kind] = {
+        results[family, kind] = {
             "class": type(model).__name__,
             "modules": [type(config).__module__, type(model).__module__],
             "outputs": outputs,
             "tokens": tokenizer("the quick brown fox")["input_ids"],
             "tokenizer": type(tokenizer).__name__,
         }
-        model.save_pretrained(f"{root}/{family}/{target}/{kind}")
-        tokenizer.save_pretrained(f"{root}/{family}/{target}/{kind}")
-    folder, prompt = f"{root}/{family}/{source}/causal", torch.load(f"{root}/{family}/inputs.pt")
+        model.save_pretrained(f"{root}/{family}/again/{kind}")
+        tokenizer.save_pretrained(f"{root}/{family}/again/{kind}")
+    folder, prompt = f"{root}/{family}/saved/causal", torch.load(f"{root}/{family}/inputs.pt")
     causal, trunk = load("AutoModelForCausalLM", folder), load("AutoModel", folder)
     options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     with torch.no_grad():
         generated = causal.generate(**prompt, **options, cache_implementation="static", disable_compile=True)
-        results[family, source, "causal"] = {
+        results[family, "causal"] = {
             "classes": [type(causal).__name__, type(trunk).__name__],
             "modules": [type(causal).__module__, type(trunk).__module__],
             "outputs": causal(**prompt).logits,
@@ -80,7 +80,7 @@ def run(family, source, target):
             "generated": generated.sequences,
             "cache": type(generated.cache).__name__,
         }
-    causal.save_pretrained(f"{root}/{family}/{target}/causal")
+    causal.save_pretrained(f"{root}/{family}/again/causal")
 
 for family in families:
     alone = load("AutoConfig", f"{root}/{family}/configuration")
@@ -89,8 +89,7 @@ for family in families:
     mlm = f"{root}/{family}/saved/mlm"
     results[family, "auto_map"] = {name: type(load(name, mlm)).__name__ for name in load("AutoConfig", mlm).auto_map}
     results[family, "longer"] = load("AutoModel", mlm, max_position_embeddings=99).config.max_position_embeddings
-    run(family, "saved", "again")
-    run(family, "again", "third")
+    run(family)
 assert sys.modules["luna_hf"] is None
 torch.save(results, f"{root}/results.pt")
 """
@@ -121,16 +120,15 @@ def saved(tmp_path_factory):
 def test_equal_outputs_without_the_package(saved, family):
     root, results = saved
     inputs = torch.load(root / family / "inputs.pt")
-    for source in ("saved", "again"):
-        for kind in KINDS:
-            expected, result = model_class(family, kind), results[family, source, kind]
-            assert result["class"] == expected.__name__
-            assert all(module.startswith("transformers_modules.") for module in result["modules"])
-            for folder in ("saved", "again"):
-                model = expected.from_pretrained(root / family / folder / kind)
-                assert torch.equal(result["outputs"], model(**inputs)[0]), (source, kind)
-            assert result["tokens"] == tiny_tokenizer()(TEXT)["input_ids"]
-            assert result["tokenizer"] == "RobertaTokenizer"
+    for kind in KINDS:
+        expected, result = model_class(family, kind), results[family, kind]
+        assert result["class"] == expected.__name__
+        assert all(module.startswith("transformers_modules.") for module in result["modules"])
+        for folder in ("saved", "again"):
+            model = expected.from_pretrained(root / family / folder / kind)
+            assert torch.equal(result["outputs"], model(**inputs)[0]), (folder, kind)
+        assert result["tokens"] == tiny_tokenizer()(TEXT)["input_ids"]
+        assert result["tokenizer"] == "RobertaTokenizer"
 
 
 @families
@@ -150,7 +148,7 @@ def test_a_causal_checkpoint_generates_the_same_without_the_package(saved, famil
     classes, prompt = FAMILIES[family], torch.load(root / family / "inputs.pt")
     for source in ("saved", "again"):
         model = AutoModelForCausalLM.from_pretrained(root / family / source / "causal")
-        result = results[family, source, "causal"]
+        result = results[family, "causal"]
         assert type(model) is classes.causal_lm
         assert result["classes"] == [classes.causal_lm.__name__, classes.causal_model.__name__]
         assert result["cache"] == "MemoryCache"
@@ -175,9 +173,9 @@ def test_with_the_package_no_flag_is_needed(saved, family):
 @families
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_configuration_is_the_same_in_every_folder(saved, family, kind):
-    folders = [saved[0] / family / source / kind for source in ("saved", "again", "third")]
-    first, second, third = (json.loads((folder / "config.json").read_text()) for folder in folders)
-    assert first == second == third
+    folders = [saved[0] / family / source / kind for source in ("saved", "again")]
+    first, second = (json.loads((folder / "config.json").read_text()) for folder in folders)
+    assert first == second
     assert "auto_map" in first and first["architectures"] == [model_class(family, kind).__name__]
 
 
