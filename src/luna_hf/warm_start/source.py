@@ -123,10 +123,10 @@ def read_config(name: str) -> PreTrainedConfig:
         ValueError: It cannot be read, or its model cannot be mapped.
     """
     try:
-        config = AutoConfig.from_pretrained(name, subfolder=find_transformer(name))
+        config = AutoConfig.from_pretrained(name, subfolder=find_transformer(name), trust_remote_code=False)
     except (OSError, ValueError, HFValidationError, HfHubHTTPError, StrictDataclassError) as error:
         raise ValueError(
-            f"{name} is neither a folder with a readable config.json nor a model on the Hub ({reason(error)})."
+            f"{name} is neither a folder with a config.json nor a Hub model that transformers knows ({reason(error)})."
         ) from error
     _check_config(config, name)
     return config
