@@ -71,6 +71,11 @@ def batch_for(model, lengths=(12, 7, 3)):
 
 
 @torch.no_grad()
+def states(model, batch):
+    return model.base_model(**batch).last_hidden_state[batch["attention_mask"].bool()]
+
+
+@torch.no_grad()
 def logits(model, batch):
     return model(**batch).logits[batch["attention_mask"].bool()]
 
