@@ -1,5 +1,6 @@
 """What all commands share: locks on folders, full disks, fingerprints of data."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 import torch
 from common.fingerprint import changed_files, fingerprint
-from helpers import refused
+from helpers import ROOT, refused
 from safetensors.torch import save_file
 
 from luna_hf.scripting import UserError, _lock, locked, run_script
@@ -15,7 +16,7 @@ from luna_hf.scripting import UserError, _lock, locked, run_script
 _HOLD = """
 import sys
 from pathlib import Path
-from luna_hf.scripting import locked
+from scripting import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -25,7 +26,7 @@ with locked(Path(sys.argv[1])):
 _FORK = """
 import os, sys
 from pathlib import Path
-from luna_hf.scripting import locked
+from scripting import locked
 with locked(Path(sys.argv[1])):
     child = os.fork()
     if not child:
@@ -36,10 +37,16 @@ os.waitpid(child, 0)
 """
 
 
+def start(program, folder):
+    """A process that imports `scripting.py` alone, which takes no time."""
+    command = [sys.executable, "-c", program, str(folder / ".lock")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src" / "luna_hf")}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 @pytest.fixture
 def holder(tmp_path):
-    command = [sys.executable, "-c", _HOLD, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with start(_HOLD, tmp_path) as process:
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()
@@ -64,8 +71,7 @@ def test_lock_is_free_after_an_error(tmp_path):
 
 
 def test_lock_is_free_while_a_forked_child_lives(tmp_path):
-    command = [sys.executable, "-c", _FORK, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with start(_FORK, tmp_path) as process:
         assert process.stdout.readline() == "free\n"
         with locked(tmp_path / ".lock"):
             pass
