@@ -300,16 +300,13 @@ class BoundedMemoryConfig(PreTrainedConfig):
 
     def _complete_encoder_decoder(self) -> None:
         """Set the fields of an encoder-decoder that follow from others."""
-        ends = self.eos_token_id
-        first_end = ends[0] if isinstance(ends, list) else ends
-        missing = {
-            "decoder_layers": self.num_hidden_layers,
-            "decoder_vocab_size": self.vocab_size,
-            "decoder_start_token_id": first_end,
-        }
-        for name, value in missing.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+        if self.decoder_layers is None:
+            self.decoder_layers = self.num_hidden_layers
+        if self.decoder_vocab_size is None:
+            self.decoder_vocab_size = self.vocab_size
+        if self.decoder_start_token_id is None:
+            ends = self.eos_token_id
+            self.decoder_start_token_id = ends[0] if isinstance(ends, list) else ends
 
     def fixed_length(self) -> str | None:
         """Return the reason why the model cannot take longer inputs even with more positions, or `None` if it can."""
@@ -317,9 +314,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
 
     def longest_input(self) -> int | None:
         """Return the maximum input length in tokens, or `None` if there is none."""
-        limited = self.position_embedding_type == "learned" if self.is_decoder else True
-        endless = not limited or self.position_embedding_type == "none"
-        return None if endless else self.max_position_embeddings
+        positions = self.position_embedding_type
+        is_limited = positions == "learned" or (positions != "none" and not self.is_decoder)
+        return self.max_position_embeddings if is_limited else None
 
     def embedding_width(self) -> int:
         """Return the width of the embeddings, which is the states' unless `embedding_size` says otherwise."""
