@@ -4,7 +4,7 @@ import copy
 import difflib
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -381,7 +381,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         """Return the config with which a decoder creates its cross-attention, which reads no window."""
         return self._with(local_window=0, num_selected_tokens=0, softmax_length=0)
 
-    def _with(self, **values: Any) -> Self:
+    def _with(self, **values: Any) -> "BoundedMemoryConfig":
         """Return a copy with other values, which are not validated."""
         config = copy.deepcopy(self)
         for name, value in values.items():
