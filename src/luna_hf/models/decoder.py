@@ -18,7 +18,7 @@ from ..layers.cache import MemoryCache, state_fields
 from ..ops.attention import linear
 from ..ops.context import ForwardContext, make_context
 from ..ops.convolution import causal_convolution
-from ..ops.positions import rotary_angles
+from ..ops.positions import rotation
 from ..ops.tokens import move_to_ranks, token_ranks
 from .base import BaseModelMixin, HeadMixin
 from .generation import GenerationHooks, check_mask_of_past, text_checksum
@@ -105,7 +105,8 @@ class DecoderModelMixin(BaseModelMixin):
 
         Further arguments are passed to `run_layers`.
         """
-        self.check_keywords(keywords)
+        if keywords:
+            self.check_keywords(keywords)
         self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=cache is not None)
         use_cache = use_cache and (cache is not None or not self.training)
         first = input_ids if inputs_embeds is None else inputs_embeds
@@ -116,15 +117,18 @@ class DecoderModelMixin(BaseModelMixin):
                 "`cache` cannot be used with gradient checkpointing, which runs each layer twice, the second "
                 "time from the updated state. Leave it out, or turn checkpointing off."
             )
+        keep = None
         if attention_mask is not None:
             check_mask_of_past(attention_mask, length, cache)
-            attention_mask = attention_mask[:, -length:]
-        keep = self.given_mask(attention_mask)
-        self.check_positions(position_ids, keep)
+            keep = self.tokens_to_keep(None, attention_mask[:, -length:])  # unlike in an encoder, ids are ignored
+        if position_ids is not None:
+            self.check_positions(position_ids, keep)
         context = make_context(keep, length, first.device, cache, keywords, self.config.local_window)
-        self.check_length(length, context)
+        if self.config.position_embedding_type == "learned":
+            self.check_length(length, context)
         positions = context.ranks if position_ids is None else position_ids
-        context = context._replace(angles=self.rotary_angles(positions))
+        if self.config.position_embedding_type == "rotary":
+            context = context._replace(rotation=self.rotation(positions))
         hidden_states = self.embeddings(input_ids, inputs_embeds, positions, token_type_ids, keep)
         hidden_states = self.run_layers(hidden_states, context, *source)
         if cache is not None:
@@ -137,31 +141,24 @@ class DecoderModelMixin(BaseModelMixin):
         return self.encoder(hidden_states, self.first_carried(), context)[0]
 
     def check_length(self, length: int, context: ForwardContext) -> None:
-        """Reject n tokens that go beyond the learned positions, if the decoder has any; skipped while tracing.
+        """Reject n tokens that go beyond the learned positions; skipped while tracing.
 
         Raises:
             ValueError: A row has more tokens than positions.
         """
-        limit = self.config.longest_input()
-        if limit is None or is_tracing(context.lengths) or context.lengths.is_meta:
+        if is_tracing(context.lengths) or context.lengths.is_meta:
             return
-        seen = 0 if context.cache is None else context.cache.get_seq_length()
+        limit, seen = self.config.longest_input(), 0 if context.cache is None else context.cache.get_seq_length()
         if seen + length > limit and context.lengths.max() > limit:
             raise ValueError(
                 f"The target has {context.lengths.max()} tokens, but the decoder has {limit} learned positions "
                 "(`max_position_embeddings`). Generate fewer tokens, or use a model with sinusoidal positions."
             )
 
-    def rotary_angles(self, positions: Tensor) -> Tensor | None:
-        """Return rotary angles (b or 1, n, r / 2) of positions (b or 1, n); `None` if positions are not rotary."""
-        if self.config.position_embedding_type != "rotary":
-            return None
+    def rotation(self, positions: Tensor) -> Tensor:
+        """Return the cosines and sines (b or 1, n, 2, r / 2) of rotary positions (b or 1, n)."""
         size = self.attention_class.rotary_size(self.config)
-        return rotary_angles(positions, size, self.get_input_embeddings().weight.dtype)
-
-    def given_mask(self, attention_mask: Tensor | None) -> Tensor | None:
-        """Return the padding mask (b, n), or `None` if nothing is padded; unlike in an encoder, ids are ignored."""
-        return None if attention_mask is None else self.tokens_to_keep(None, attention_mask)
+        return rotation(positions, size, self.embeddings.word_embeddings.weight.dtype)
 
     def open_cache(self, cache: Any, use_cache: bool, batch: int) -> MemoryCache | None:
         """Validate the given cache; without one, create a new one if `use_cache`.
@@ -177,12 +174,14 @@ class DecoderModelMixin(BaseModelMixin):
                 f"`cache` is a {type(cache).__name__}, but must be a `luna_hf.MemoryCache` for a "
                 f"{self.config.model_type} model. Leave it out, or create one with `MemoryCache(model.config)`."
             )
-        own, given = state_fields(self.config), cache.made_for
-        differing = [f"{name}={given.get(name)!r}, not {own[name]!r}" for name in own if own[name] != given.get(name)]
-        if differing:
-            raise ValueError(
-                f"The cache was made for a different model ({'; '.join(differing)}). Create one from this config."
-            )
+        if cache.made_for is not self.config:
+            own, given = state_fields(self.config), state_fields(cache.made_for)
+            differing = [f"{name}={given.get(name)!r}, not {own[name]!r}" for name in own if own[name] != given.get(name)]
+            if differing:
+                raise ValueError(
+                    f"The cache was made for a different model ({'; '.join(differing)}). Create one from this config."
+                )
+            cache.made_for = self.config  # so that the next pass need not compare the two
         if cache.batch_size not in (-1, batch):
             raise ValueError(
                 f"The cache holds {cache.batch_size} rows, but the input has {batch}. Create a new cache, or "

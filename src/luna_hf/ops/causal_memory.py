@@ -89,10 +89,10 @@ def attend_causal_memory(
     tokens = SlotTokens(query, key, value, weights, divisor, bias, beside)
     with maybe_autocast(query.device.type, enabled=False):
         if length == 1:
-            attend = _attend_at_once
+            out, read, memory = attend_tokens(tokens, memory, own, scan_token)
         else:
-            attend = _ATTENTION[choose("causal_softmax_memory" if kind.has_logits else "causal_memory", query)]
-        out, read, memory = attend(tokens, memory, own)
+            form = choose("causal_softmax_memory" if kind.has_logits else "causal_memory", query)
+            out, read, memory = _FORMS[form](tokens, memory, own)
     return out.to(query.dtype), read.to(query.dtype) if own.need_weights else None, memory._replace(count=count)
 
 
@@ -102,12 +102,14 @@ def attend_tokens(
     """Write tokens to the memory and read it: outputs, read weights and the state after them.
 
     Args:
-        tokens: so few that no exponential of logits underflows; in the precision of the memory, except for the keys.
-        memory: the state before them.
+        tokens: so few that no exponential of logits underflows.
+        memory: the state before them, in the precision to compute in.
         options: see `SlotOptions`; the mask of slots is broadcastable to the write weights.
         scan: `causal_scan` or a faster form for these tokens.
     """
     query, key, value, weights, divisor, bias, beside = tokens
+    precise = memory.key.dtype
+    query, key, value, weights = query.to(precise), key.to(precise), value.to(precise), weights.to(precise)
     if options.normaliser.has_logits:
         # The peak cancels in every quotient, so it needs no gradient.
         peak = torch.maximum(memory.peak, weights.detach().amax(-2, keepdim=True))
@@ -124,25 +126,18 @@ def attend_tokens(
     return out, read, memory._replace(key=keys, value=values)
 
 
-def _in_precision(tokens: SlotTokens, dtype: torch.dtype) -> SlotTokens:
-    query, key, value, weights = tokens[:4]
-    return tokens._replace(query=query.to(dtype), key=key.to(dtype), value=value.to(dtype), weights=weights.to(dtype))
-
-
 def _attend_at_once(
     tokens: SlotTokens, memory: CausalMemory, options: SlotOptions
 ) -> tuple[Tensor, Tensor, CausalMemory]:
-    """Without a loop over the tokens: a decoding step, and any length on an accelerator or in a graph."""
-    is_step = tokens.query.shape[2] == 1
-    scan = scan_token if is_step else partial(causal_scan, chunk_size=options.chunk_size)
-    return attend_tokens(_in_precision(tokens, memory.key.dtype), memory, options, scan)
+    """Without a loop over the tokens, on an accelerator or in a graph."""
+    return attend_tokens(tokens, memory, options, partial(causal_scan, chunk_size=options.chunk_size))
 
 
 def _attend_in_a_loop(
     tokens: SlotTokens, memory: CausalMemory, options: SlotOptions
 ) -> tuple[Tensor, Tensor | None, CausalMemory]:
     """Chunk by chunk."""
-    (batch, heads, length, _), precise = tokens.query.shape, memory.key.dtype
+    batch, heads, length, _ = tokens.query.shape
     sizes = [min(options.chunk_size, length - first) for first in range(0, length, options.chunk_size)]
     if options.normaliser.has_logits:
         sizes = _split_at_rises(tokens.weights.detach(), sizes, memory.peak[:, :, 0], options.keep)
@@ -154,7 +149,7 @@ def _attend_in_a_loop(
     )
 
     def attend(chunk: Sequence[Tensor | None], state: CausalMemory) -> tuple[list[Tensor], CausalMemory]:
-        out, read, state = attend_tokens(_in_precision(SlotTokens(*chunk), precise), state, shared, scan_chunk)
+        out, read, state = attend_tokens(SlotTokens(*chunk), state, shared, scan_chunk)
         return [out, read] if shared.need_weights else [out], state
 
     state = CausalMemory(*(None if part is None else part.flatten(0, 1) for part in memory))
@@ -195,4 +190,4 @@ def _split_at_rises(logits: Tensor, sizes: list[int], peak: Tensor, keep: Tensor
     return split
 
 
-_ATTENTION = {"loop": _attend_in_a_loop, "at_once": _attend_at_once, "tree": attend_in_a_tree}
+_FORMS = {"loop": _attend_in_a_loop, "at_once": _attend_at_once, "tree": attend_in_a_tree}
