@@ -146,7 +146,7 @@ class MemoryCache(Cache):
     def nbytes(self) -> int:
         """Total size of all tensors in bytes."""
         layers = (*self.layers, self.rows)
-        return sum(tensor.nbytes for layer in layers for part in (layer.states, layer.constants) for tensor in part.values())
+        return sum(tensor.nbytes for layer in layers for tensor in (*layer.states.values(), *layer.constants.values()))
 
     @property
     def batch_size(self) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, ModelOutput
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, is_tracing
@@ -51,6 +51,8 @@ class DecoderModelMixin(BaseModelMixin):
     """The decoder without a head, the base model of a family's causal language model."""
 
     convolution_class = CausalConvolution
+    output_class = BaseModelOutputWithPast
+    layer_inputs: tuple[str, ...] = ()  # keywords of `forward` for `run_layers`
     _supports_flash_attn = False
     _supports_flex_attn = False
 
@@ -67,7 +69,7 @@ class DecoderModelMixin(BaseModelMixin):
         cache: MemoryCache | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
+    ) -> ModelOutput:
         """
         Args:
             input_ids: (b, n) token ids.
@@ -85,56 +87,32 @@ class DecoderModelMixin(BaseModelMixin):
             ValueError: A shape is wrong, the input is empty, the cache belongs to another model or batch, the mask
                 contradicts the tokens in the state, `position_ids` fall within a row, or a keyword is unknown.
         """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        hidden_states, cache = self.decode(*inputs, cache, use_cache, kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
-
-    def decode(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        cache: MemoryCache | None,
-        use_cache: bool | None,
-        keywords: dict[str, Any],
-        *source: Any,
-    ) -> tuple[Tensor, MemoryCache | None]:
-        """Do what `forward` does, for its arguments; returns states (b, n, d), and the state if `use_cache`.
-
-        Further arguments are passed to `run_layers`.
-        """
-        if keywords:
-            self.check_keywords(keywords)
+        layer_inputs = {name: kwargs.pop(name, None) for name in self.layer_inputs}
+        if kwargs:
+            self.check_keywords(kwargs)
         self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=cache is not None)
         use_cache = use_cache and (cache is not None or not self.training)
-        first = input_ids if inputs_embeds is None else inputs_embeds
-        batch, length = first.shape[:2]
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        batch, length = inputs.shape[:2]
         cache = self.open_cache(cache, use_cache, batch)
-        if cache is not None and self.training and self.gradient_checkpointing:
-            raise ValueError(
-                "`cache` cannot be used with gradient checkpointing, which runs each layer twice, the second "
-                "time from the updated state. Leave it out, or turn checkpointing off."
-            )
         keep = None
         if attention_mask is not None:
             check_mask_of_past(attention_mask, length, cache)
             keep = self.tokens_to_keep(None, attention_mask[:, -length:])  # unlike in an encoder, ids are ignored
         if position_ids is not None:
             self.check_positions(position_ids, keep)
-        context = make_context(keep, length, first.device, cache, keywords, self.config.local_window)
+        context = make_context(keep, length, inputs.device, cache, kwargs, self.config.local_window)
         if self.config.position_embedding_type == "learned":
             self.check_length(length, context)
         positions = context.ranks if position_ids is None else position_ids
         if self.config.position_embedding_type == "rotary":
             context = context._replace(rotation=self.rotation(positions))
         hidden_states = self.embeddings(input_ids, inputs_embeds, positions, token_type_ids, keep)
-        hidden_states = self.run_layers(hidden_states, context, *source)
+        hidden_states = self.run_layers(hidden_states, context, **layer_inputs)
         if cache is not None:
             checksum = -1 if input_ids is None else text_checksum(input_ids, context.ranks, keep)
             cache.count(context.lengths[:, 0].expand(batch), length, checksum)
-        return hidden_states, cache if use_cache else None
+        return self.output_class(last_hidden_state=hidden_states, cache=cache if use_cache else None)
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
         """Apply the layers to embedded tokens (b, n, d)."""
@@ -164,10 +142,16 @@ class DecoderModelMixin(BaseModelMixin):
         """Validate the given cache; without one, create a new one if `use_cache`.
 
         Raises:
-            ValueError: The cache is not a `MemoryCache`, or was made for another model or batch size.
+            ValueError: The cache is not a `MemoryCache`, was made for another model or batch size, or layers are
+                checkpointed.
         """
         if cache is None:
             return MemoryCache(self.config) if use_cache else None
+        if self.training and self.gradient_checkpointing:
+            raise ValueError(
+                "`cache` cannot be used with gradient checkpointing, which runs each layer twice, the second "
+                "time from the updated state. Leave it out, or turn checkpointing off."
+            )
         # Not `isinstance`: a model loaded from a checkpoint's code has its own copy of the class.
         if not hasattr(cache, "made_for"):
             raise ValueError(
@@ -176,10 +160,12 @@ class DecoderModelMixin(BaseModelMixin):
             )
         if cache.made_for is not self.config:
             own, given = state_fields(self.config), state_fields(cache.made_for)
-            differing = [f"{name}={given.get(name)!r}, not {own[name]!r}" for name in own if own[name] != given.get(name)]
-            if differing:
+            if own != given:
+                wrong = [
+                    f"{name}={given.get(name)!r}, not {own[name]!r}" for name in own if own[name] != given.get(name)
+                ]
                 raise ValueError(
-                    f"The cache was made for a different model ({'; '.join(differing)}). Create one from this config."
+                    f"The cache was made for a different model ({'; '.join(wrong)}). Create one from this config."
                 )
             cache.made_for = self.config  # so that the next pass need not compare the two
         if cache.batch_size not in (-1, batch):
@@ -257,12 +243,10 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
                 num_items_in_batch=num_items_in_batch,
                 shift_labels=shift_labels,
             )
-        return self.make_output(outputs, loss=loss, logits=logits)
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The output layer, tied to the token embedding."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the output layer."""
-        self.lm_head = new_embeddings
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

@@ -130,9 +130,7 @@ def read_weights(
 # ---- how many tokens a slot stands for ----
 
 
-def slot_bias(
-    weights: Tensor, options: SlotOptions, before: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+def slot_bias(weights: Tensor, options: SlotOptions, before: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Compute the bias of the slots' logits by the number of tokens that they stand for.
 
     Args:
