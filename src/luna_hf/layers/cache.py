@@ -29,15 +29,15 @@ class MemoryCacheLayer(CacheLayerMixin):
 
     def write(self, **states: Tensor | None) -> None:
         """Replace the named tensors; `None` leaves one unchanged."""
-        # Without gradients, no backward pass needs the old tensor. Only inference mode may write its own tensors.
-        may_overwrite, in_inference = not torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        compiling = is_torchdynamo_compiling()
+        may_overwrite = not torch.is_grad_enabled()  # no backward pass needs the old tensor
+        # Outside of inference mode, its tensors cannot be written; a compiler cannot trace the question.
+        any_tensor = is_torchdynamo_compiling() or torch.is_inference_mode_enabled()
         for name, state in states.items():
             if state is None:
                 continue
             old = self.states.get(name)
             fits = old is not None and old.shape == state.shape and old.dtype == state.dtype and not old.requires_grad
-            if may_overwrite and fits and (compiling or in_inference or not old.is_inference()):
+            if may_overwrite and fits and (any_tensor or not old.is_inference()):
                 old.copy_(state)
             else:
                 self.states[name] = state if state.requires_grad else _own(state)
