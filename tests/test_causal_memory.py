@@ -284,13 +284,13 @@ def test_a_first_token_of_very_small_logits(use, form):
 
 def chunk_sizes(monkeypatch, logits, keep=None):
     """Sizes of the chunks that the loop forms for these slot logits."""
-    sizes, attend_chunk = [], causal_memory._attend_chunk
+    sizes, attend_tokens = [], causal_memory.attend_tokens
 
-    def record(query, *args):
-        sizes.append(query.shape[1])
-        return attend_chunk(query, *args)
+    def record(tokens, *args):
+        sizes.append(tokens.query.shape[1])
+        return attend_tokens(tokens, *args)
 
-    monkeypatch.setattr(causal_memory, "_attend_chunk", record)
+    monkeypatch.setattr(causal_memory, "attend_tokens", record)
     states = [torch.zeros(*logits.shape[:3], SIZE) for _ in range(3)]
     attend_causal_memory(*states, logits, "softmax", keep=keep)
     return sizes

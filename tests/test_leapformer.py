@@ -39,7 +39,7 @@ def attend(kind, states, keep=None, dtype=torch.float32, change=lambda attention
     states = states.to(dtype).requires_grad_()
     context = make_context(keep, states.shape[1], states.device)
     if kind == "causal":
-        context = context._replace(angles=base.rotary_angles(context.ranks))
+        context = context._replace(rotation=base.rotation(context.ranks))
     output, _, _ = attention(states, None, context)
     output.double().square().sum().backward()
     return output.detach(), [states.grad, *(p.grad for p in attention.parameters() if p.grad is not None)]

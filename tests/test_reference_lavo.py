@@ -63,7 +63,7 @@ def assert_equal_results(ours, theirs, tensors, literal_tensors):
 
 def context_of(model, kind, states, keep):
     context = make_context(keep, states.shape[1], states.device, window=model.config.local_window)
-    return context if kind == "encoder" else context._replace(angles=model.rotary_angles(context.ranks))
+    return context if kind == "encoder" else context._replace(rotation=model.rotation(context.ranks))
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])

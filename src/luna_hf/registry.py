@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import transformers
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -92,11 +94,34 @@ class Family:
         # Checkpoints find either by name; one that names no tokenizer class gets the last one registered.
         for tokenizer_class in (FairseqBpeTokenizer, RobertaTokenizer):
             AutoTokenizer.register(self.config, tokenizer_class, exist_ok=True)
-        self.base_model.causal_model_class = self.causal_model
-        self.base_model.seq2seq_model_class = self.seq2seq_model
         for model_class in (*self.models, self.causal_lm, self.seq2seq_lm):
             for auto_class in model_class.auto_classes:
                 getattr(transformers, auto_class).register(self.config, model_class, exist_ok=True)
+        AutoModel.register(self.config, _trunk(self), exist_ok=True)
+
+
+def _trunk(family: Family) -> type:
+    """Return what AutoModel loads: it knows one class for a config class, whose config may also be a decoder's."""
+
+    class Trunk:
+        """Makes the encoder, decoder or encoder-decoder without a head, by its config."""
+
+        config_class = family.config
+
+        @staticmethod
+        def from_pretrained(*args: Any, config: BoundedMemoryConfig, **kwargs: Any) -> PreTrainedModel:
+            return model_class(config).from_pretrained(*args, config=config, **kwargs)
+
+        @staticmethod
+        def _from_config(config: BoundedMemoryConfig, **kwargs: Any) -> PreTrainedModel:
+            return model_class(config)._from_config(config, **kwargs)
+
+    def model_class(config: BoundedMemoryConfig) -> type[PreTrainedModel]:
+        if config.is_decoder:
+            return family.causal_model
+        return family.seq2seq_model if config.is_encoder_decoder else family.base_model
+
+    return Trunk
 
 
 FAMILIES: dict[str, Family] = {

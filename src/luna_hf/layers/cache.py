@@ -6,8 +6,6 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils import is_torchdynamo_compiling
 
-from ..ops.causal_memory import CausalMemory
-
 # Prefix of the names of what a decoder keeps of the source.
 SOURCE = "source_"
 
@@ -25,27 +23,25 @@ class MemoryCacheLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.states: dict[str, Tensor] = {}
-        # Tensors that do not depend on the input, cached across steps, and the keys that they are valid for.
+        # Tensors that do not depend on the input, kept from step to step, and the keys that they are valid for.
         self.constants: dict[str, Tensor] = {}
         self.constant_keys: dict[str, object] = {}
 
     def write(self, **states: Tensor | None) -> None:
         """Replace the named tensors; `None` leaves one unchanged."""
+        may_overwrite = not torch.is_grad_enabled()  # no backward pass needs the old tensor
+        # Outside of inference mode, its tensors cannot be written; a compiler cannot trace the question.
+        any_tensor = is_torchdynamo_compiling() or torch.is_inference_mode_enabled()
         for name, state in states.items():
             if state is None:
                 continue
             old = self.states.get(name)
-            if old is not None and _may_be_overwritten(old, state):
+            fits = old is not None and old.shape == state.shape and old.dtype == state.dtype and not old.requires_grad
+            if may_overwrite and fits and (any_tensor or not old.is_inference()):
                 old.copy_(state)
             else:
                 self.states[name] = state if state.requires_grad else _own(state)
         self.is_initialized = True
-
-    def sums(self) -> CausalMemory | None:
-        """Return the running sums of a causal scan, or `None` before the first token."""
-        if "value" not in self.states:
-            return None
-        return CausalMemory(**{name: self.states.get(name) for name in CausalMemory._fields})
 
     def lazy_initialization(self, *args: Tensor, **kwargs: Tensor) -> None:
         """Do nothing: the first `write` creates the tensors."""
@@ -72,10 +68,7 @@ class MemoryCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Discard the state."""
-        self.states.clear()
-        self.constants.clear()
-        self.constant_keys.clear()
-        self.is_initialized = False
+        self.__init__()
 
     def detach(self) -> None:
         """Cut the state off from the graph of gradients, in place."""
@@ -92,13 +85,6 @@ class MemoryCacheLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select rows by index."""
         self.write(**{name: state[indices.to(state.device)] for name, state in self.states.items()})
-
-
-def _may_be_overwritten(old: Tensor, new: Tensor) -> bool:
-    """Whether the old tensor can be overwritten, that is, no backward pass may still need it."""
-    if torch.is_grad_enabled() or old.requires_grad or old.shape != new.shape or old.dtype != new.dtype:
-        return False
-    return is_torchdynamo_compiling() or not old.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _own(state: Tensor) -> Tensor:
@@ -137,7 +123,7 @@ class MemoryCache(Cache):
             config = config.decoder_part()
         super().__init__(layers=[MemoryCacheLayer() for _ in range(config.num_hidden_layers)])
         self.compileable = compileable
-        self.made_for = state_fields(config)
+        self.made_for = config
         # Input columns and real tokens so far, and a checksum of their ids, per row; they belong to no layer.
         self.rows = MemoryCacheLayer()
 
@@ -149,7 +135,7 @@ class MemoryCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether any token has been processed."""
-        return bool(self.rows.states)
+        return self.tokens is not None
 
     @property
     def has_source(self) -> bool:
@@ -160,14 +146,14 @@ class MemoryCache(Cache):
     def nbytes(self) -> int:
         """Total size of all tensors in bytes."""
         layers = (*self.layers, self.rows)
-        tensors = [tensor for layer in layers for tensor in (*layer.states.values(), *layer.constants.values())]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for layer in layers for tensor in (*layer.states.values(), *layer.constants.values()))
 
     @property
     def batch_size(self) -> int:
         """Number of rows; -1 before the first token or source."""
-        states = self.rows.states if self.is_initialized else self.layers[0].states
-        return next((state.shape[0] for state in states.values()), -1)
+        for state in (self.rows.states or self.layers[0].states).values():
+            return state.shape[0]
+        return -1
 
     @property
     def tokens(self) -> Tensor | None:
@@ -186,8 +172,9 @@ class MemoryCache(Cache):
             columns: number of input columns of this pass.
             checksum: (b,) checksum of the ids in this pass; negative if unknown.
         """
-        none = torch.zeros_like(tokens)
-        seen, before = (self.rows.states.get(name, none) for name in ("columns", "checksum"))
+        seen, before = self.rows.states.get("columns"), self.rows.states.get("checksum")
+        if seen is None:
+            seen = before = torch.zeros_like(tokens)
         checksum = (before + checksum).masked_fill((before < 0) | (checksum < 0), -1)
         self.rows.write(tokens=tokens, columns=seen + columns, checksum=checksum)
 

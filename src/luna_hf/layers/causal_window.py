@@ -24,60 +24,35 @@ def write_window(
     Returns:
         A window; or, for a single token with a cache, the queue as slots with that token last.
     """
-    queue = None if cache is None else _open_queue(key, window, cache, prefix)
-    if queue is not None and key.shape[2] == 1:
-        queue = _push(queue, key, value, context.keep)
-        cache.write(**{prefix + name: states for name, states in queue.items()})
-        return SlotMemory(queue["key"], queue["value"], _filled(window, context.ranks + 1)[:, None])
-    batch, length, keep = key.shape[0], key.shape[2], context.keep
-    ranks = None if keep is None else token_ranks(keep, length, keep.device)
+    (batch, heads, length, size), keep, device = key.shape, context.keep, key.device
+    names = (f"{prefix}key", f"{prefix}value")
+    if cache is not None:  # newest last; zeros where there were fewer tokens
+        zeros = key.new_zeros(batch, heads, window, size)
+        queue = [cache.states.get(name, zeros).to(key.dtype) for name in names]
+        if length == 1:
+            pushed = [torch.cat(pair, dim=2)[:, :, 1:] for pair in zip(queue, (key, value), strict=True)]
+            if keep is not None:  # padding is not pushed
+                real = keep[:, None, :, None]
+                pushed = [torch.where(real, new, old) for new, old in zip(pushed, queue, strict=True)]
+            cache.write(**dict(zip(names, pushed, strict=True)))
+            return SlotMemory(*pushed, _filled(window, context.ranks + 1)[:, None])
+    ranks = None if keep is None else token_ranks(keep, length, device)
     # Real tokens move to the front, so that no padding lies between them.
     key, value = (move_to_ranks(states, ranks, keep) for states in (key, value))
-    real = None if keep is None else torch.arange(length, device=keep.device) < keep.sum(1, keepdim=True)
-    if queue is None:
-        return WindowMemory(key, value, real, window, ranks=ranks, keep=keep, ordered=True, causal=True)
-    real = torch.ones(batch, length, dtype=torch.bool, device=key.device) if real is None else real
-    filled = _filled(window, context.before).expand(batch, -1)
-    key, value = (
-        torch.cat([queue[name].to(states.dtype), states], dim=2) for name, states in (("key", key), ("value", value))
-    )
-    cache.write(**{prefix + name: states for name, states in _newest(key, value, real, window).items()})
-    real = torch.cat([filled, real], dim=1)
-    order = {"earlier": window, "ranks": ranks, "keep": keep, "ordered": True}
-    return WindowMemory(key, value, real, window, **order, causal=True)
+    real = None if keep is None else torch.arange(length, device=device) < keep.sum(1, keepdim=True)
+    order = {"ranks": ranks, "keep": keep, "ordered": True, "causal": True}
+    if cache is None:
+        return WindowMemory(key, value, real, window, **order)
+    real = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
+    key, value = (torch.cat(pair, dim=2) for pair in zip(queue, (key, value), strict=True))
+    # The last real tokens, of the queue and the new ones, stay in the cache.
+    last = real.sum(1, keepdim=True) + torch.arange(window, device=device)
+    last = last[:, None, :, None].expand(-1, heads, -1, size)
+    cache.write(**{name: states.gather(2, last) for name, states in zip(names, (key, value), strict=True)})
+    real = torch.cat([_filled(window, context.before).expand(batch, -1), real], dim=1)
+    return WindowMemory(key, value, real, window, earlier=window, **order)
 
 
 def _filled(window: int, tokens: Tensor) -> Tensor:
     """Mask the filled end of a queue: number of tokens so far (b or 1, 1) to (b or 1, w)."""
     return torch.arange(window, 0, -1, device=tokens.device) <= tokens
-
-
-def _open_queue(key: Tensor, window: int, cache: MemoryCacheLayer, prefix: str) -> dict[str, Tensor]:
-    """Return the cached keys and values, newest last; zeros where there were fewer tokens."""
-    batch, heads, _, size = key.shape
-    zeros = key.new_zeros(batch, heads, window, size)
-    return {name: cache.states.get(prefix + name, zeros) for name in ("key", "value")}
-
-
-def _push(queue: dict[str, Tensor], key: Tensor, value: Tensor, keep: Tensor | None) -> dict[str, Tensor]:
-    """Push one token (b, h, 1, c) onto the queue (b, h, w, c), except in rows where it is padding (`keep`, (b, 1))."""
-    pushed = {
-        name: torch.cat([queue[name][:, :, 1:].to(states.dtype), states], dim=2)
-        for name, states in (("key", key), ("value", value))
-    }
-    if keep is None:
-        return pushed
-    return {name: torch.where(keep[:, None, :, None], states, queue[name]) for name, states in pushed.items()}
-
-
-def _newest(key: Tensor, value: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-    """Return the last `size` real tokens of a queue followed by n new tokens.
-
-    Args:
-        key, value: (b, h, size + n, c), with padding at the end.
-        real: (b, n) padding mask of the new tokens.
-    """
-    first = real.sum(1, keepdim=True)
-    places = (first + torch.arange(size, device=real.device))[:, None, :, None]
-    expanded = places.expand(-1, key.shape[1], -1, key.shape[-1])
-    return {"key": key.gather(2, expanded), "value": value.gather(2, expanded)}

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, ModelOutput
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, is_tracing
@@ -18,7 +18,7 @@ from ..layers.cache import MemoryCache, state_fields
 from ..ops.attention import linear
 from ..ops.context import ForwardContext, make_context
 from ..ops.convolution import causal_convolution
-from ..ops.positions import rotary_angles
+from ..ops.positions import rotation
 from ..ops.tokens import move_to_ranks, token_ranks
 from .base import BaseModelMixin, HeadMixin
 from .generation import GenerationHooks, check_mask_of_past, text_checksum
@@ -51,6 +51,8 @@ class DecoderModelMixin(BaseModelMixin):
     """The decoder without a head, the base model of a family's causal language model."""
 
     convolution_class = CausalConvolution
+    output_class = BaseModelOutputWithPast
+    layer_inputs: tuple[str, ...] = ()  # keywords of `forward` for `run_layers`
     _supports_flash_attn = False
     _supports_flex_attn = False
 
@@ -67,7 +69,7 @@ class DecoderModelMixin(BaseModelMixin):
         cache: MemoryCache | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
+    ) -> ModelOutput:
         """
         Args:
             input_ids: (b, n) token ids.
@@ -85,104 +87,87 @@ class DecoderModelMixin(BaseModelMixin):
             ValueError: A shape is wrong, the input is empty, the cache belongs to another model or batch, the mask
                 contradicts the tokens in the state, `position_ids` fall within a row, or a keyword is unknown.
         """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        hidden_states, cache = self.decode(*inputs, cache, use_cache, kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
-
-    def decode(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        cache: MemoryCache | None,
-        use_cache: bool | None,
-        keywords: dict[str, Any],
-        *source: Any,
-    ) -> tuple[Tensor, MemoryCache | None]:
-        """Do what `forward` does, for its arguments; returns states (b, n, d), and the state if `use_cache`.
-
-        Further arguments are passed to `run_layers`.
-        """
-        self.check_keywords(keywords)
+        layer_inputs = {name: kwargs.pop(name, None) for name in self.layer_inputs}
+        if kwargs:
+            self.check_keywords(kwargs)
         self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=cache is not None)
         use_cache = use_cache and (cache is not None or not self.training)
-        first = input_ids if inputs_embeds is None else inputs_embeds
-        batch, length = first.shape[:2]
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        batch, length = inputs.shape[:2]
         cache = self.open_cache(cache, use_cache, batch)
-        if cache is not None and self.training and self.gradient_checkpointing:
-            raise ValueError(
-                "`cache` cannot be used with gradient checkpointing, which runs each layer twice, the second "
-                "time from the updated state. Leave it out, or turn checkpointing off."
-            )
+        keep = None
         if attention_mask is not None:
             check_mask_of_past(attention_mask, length, cache)
-            attention_mask = attention_mask[:, -length:]
-        keep = self.given_mask(attention_mask)
-        self.check_positions(position_ids, keep)
-        context = make_context(keep, length, first.device, cache, keywords, self.config.local_window)
-        self.check_length(length, context)
+            keep = self.tokens_to_keep(None, attention_mask[:, -length:])  # unlike in an encoder, ids are ignored
+        if position_ids is not None:
+            self.check_positions(position_ids, keep)
+        context = make_context(keep, length, inputs.device, cache, kwargs, self.config.local_window)
+        if self.config.position_embedding_type == "learned":
+            self.check_length(length, context)
         positions = context.ranks if position_ids is None else position_ids
-        context = context._replace(angles=self.rotary_angles(positions))
+        if self.config.position_embedding_type == "rotary":
+            context = context._replace(rotation=self.rotation(positions))
         hidden_states = self.embeddings(input_ids, inputs_embeds, positions, token_type_ids, keep)
-        hidden_states = self.run_layers(hidden_states, context, *source)
+        hidden_states = self.run_layers(hidden_states, context, **layer_inputs)
         if cache is not None:
             checksum = -1 if input_ids is None else text_checksum(input_ids, context.ranks, keep)
             cache.count(context.lengths[:, 0].expand(batch), length, checksum)
-        return hidden_states, cache if use_cache else None
+        return self.output_class(last_hidden_state=hidden_states, cache=cache if use_cache else None)
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
         """Apply the layers to embedded tokens (b, n, d)."""
         return self.encoder(hidden_states, self.first_carried(), context)[0]
 
     def check_length(self, length: int, context: ForwardContext) -> None:
-        """Reject n tokens that go beyond the learned positions, if the decoder has any; skipped while tracing.
+        """Reject n tokens that go beyond the learned positions; skipped while tracing.
 
         Raises:
             ValueError: A row has more tokens than positions.
         """
-        limit = self.config.longest_input()
-        if limit is None or is_tracing(context.lengths) or context.lengths.is_meta:
+        if is_tracing(context.lengths) or context.lengths.is_meta:
             return
-        seen = 0 if context.cache is None else context.cache.get_seq_length()
+        limit, seen = self.config.longest_input(), 0 if context.cache is None else context.cache.get_seq_length()
         if seen + length > limit and context.lengths.max() > limit:
             raise ValueError(
                 f"The target has {context.lengths.max()} tokens, but the decoder has {limit} learned positions "
                 "(`max_position_embeddings`). Generate fewer tokens, or use a model with sinusoidal positions."
             )
 
-    def rotary_angles(self, positions: Tensor) -> Tensor | None:
-        """Return rotary angles (b or 1, n, r / 2) of positions (b or 1, n); `None` if positions are not rotary."""
-        if self.config.position_embedding_type != "rotary":
-            return None
+    def rotation(self, positions: Tensor) -> Tensor:
+        """Return the cosines and sines (b or 1, n, 2, r / 2) of rotary positions (b or 1, n)."""
         size = self.attention_class.rotary_size(self.config)
-        return rotary_angles(positions, size, self.get_input_embeddings().weight.dtype)
-
-    def given_mask(self, attention_mask: Tensor | None) -> Tensor | None:
-        """Return the padding mask (b, n), or `None` if nothing is padded; unlike in an encoder, ids are ignored."""
-        return None if attention_mask is None else self.tokens_to_keep(None, attention_mask)
+        return rotation(positions, size, self.embeddings.word_embeddings.weight.dtype)
 
     def open_cache(self, cache: Any, use_cache: bool, batch: int) -> MemoryCache | None:
         """Validate the given cache; without one, create a new one if `use_cache`.
 
         Raises:
-            ValueError: The cache is not a `MemoryCache`, or was made for another model or batch size.
+            ValueError: The cache is not a `MemoryCache`, was made for another model or batch size, or layers are
+                checkpointed.
         """
         if cache is None:
             return MemoryCache(self.config) if use_cache else None
+        if self.training and self.gradient_checkpointing:
+            raise ValueError(
+                "`cache` cannot be used with gradient checkpointing, which runs each layer twice, the second "
+                "time from the updated state. Leave it out, or turn checkpointing off."
+            )
         # Not `isinstance`: a model loaded from a checkpoint's code has its own copy of the class.
         if not hasattr(cache, "made_for"):
             raise ValueError(
                 f"`cache` is a {type(cache).__name__}, but must be a `luna_hf.MemoryCache` for a "
                 f"{self.config.model_type} model. Leave it out, or create one with `MemoryCache(model.config)`."
             )
-        own, given = state_fields(self.config), cache.made_for
-        differing = [f"{name}={given.get(name)!r}, not {own[name]!r}" for name in own if own[name] != given.get(name)]
-        if differing:
-            raise ValueError(
-                f"The cache was made for a different model ({'; '.join(differing)}). Create one from this config."
-            )
+        if cache.made_for is not self.config:
+            own, given = state_fields(self.config), state_fields(cache.made_for)
+            if own != given:
+                wrong = [
+                    f"{name}={given.get(name)!r}, not {own[name]!r}" for name in own if own[name] != given.get(name)
+                ]
+                raise ValueError(
+                    f"The cache was made for a different model ({'; '.join(wrong)}). Create one from this config."
+                )
+            cache.made_for = self.config  # so that the next pass need not compare the two
         if cache.batch_size not in (-1, batch):
             raise ValueError(
                 f"The cache holds {cache.batch_size} rows, but the input has {batch}. Create a new cache, or "
@@ -258,12 +243,10 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
                 num_items_in_batch=num_items_in_batch,
                 shift_labels=shift_labels,
             )
-        return self.make_output(outputs, loss=loss, logits=logits)
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The output layer, tied to the token embedding."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the output layer."""
-        self.lm_head = new_embeddings
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

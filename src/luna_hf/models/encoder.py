@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
@@ -108,22 +108,13 @@ class EncoderModelMixin(BaseModelMixin):
     convolution_class = DepthwiseConvolution
     own_keywords = _OWN_KEYWORDS
     one_text_per_row = False  # whether rows of several texts are refused, for a head or decoder that reads whole rows
-    causal_model_class: type[PreTrainedModel] | None = None  # both are set by `registry.py`
-    seq2seq_model_class: type[PreTrainedModel] | None = None
 
-    def __new__(cls, config: BoundedMemoryConfig | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Create the encoder, or the decoder or encoder-decoder if the config is one's: AutoModel knows one class.
-
-        Raises:
-            ValueError: It is, but `cls` comes from an encoder checkpoint's code.
-        """
-        if config is None or not (config.is_decoder or config.is_encoder_decoder):
-            return super().__new__(cls)
-        model_class = cls.causal_model_class if config.is_decoder else cls.seq2seq_model_class
-        if model_class is None:
-            kind = "is_decoder" if config.is_decoder else "is_encoder_decoder"
-            raise ValueError(f"{cls.__name__} is an encoder, but the config has `{kind}=True`. Load it with AutoModel.")
-        return model_class(config, *args, **kwargs)
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        for kind in ("is_decoder", "is_encoder_decoder"):
+            if getattr(config, kind):
+                name = type(self).__name__
+                raise ValueError(f"{name} is an encoder, but the config has `{kind}=True`. Load it with AutoModel.")
+        super().__init__(config)
 
     @capture_outputs
     def forward(

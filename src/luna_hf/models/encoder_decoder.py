@@ -9,7 +9,7 @@ cross-attention to a memory of constant size: once the source is written, nothin
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.deprecation import deprecate_kwarg
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration import BoundedMemoryConfig
 from ..layers.block import LayerStack
@@ -47,17 +47,16 @@ _SOURCE_WORDS = "encoder.embeddings.word_embeddings.weight"
 _TARGET_WORDS = "decoder.embeddings.word_embeddings.weight"
 
 
-class Source(NamedTuple):
-    """What a decoder gets from the encoder."""
-
-    outputs: ModelOutput
-    keep: Tensor | None  # (b, s) padding mask
-
-
 class CrossDecoderMixin(DecoderModelMixin):
-    """The decoder of an encoder-decoder, without a head."""
+    """The decoder of an encoder-decoder, without a head.
+
+    `forward` also takes `encoder_outputs`, the output of the encoder, and `encoder_attention_mask`, (b, s), the padding
+    mask of the source. Neither is read if the state contains the memory of the source.
+    """
 
     cross_attention_class: type[MemoryAttention]
+    output_class = BaseModelOutputWithPastAndCrossAttentions
+    layer_inputs = ("encoder_outputs", "encoder_attention_mask")
     _no_split_modules = [*BoundedMemoryPreTrainedModel._no_split_modules, "CrossLayer"]
     _can_record_outputs = {
         **BoundedMemoryPreTrainedModel._can_record_outputs,
@@ -70,58 +69,6 @@ class CrossDecoderMixin(DecoderModelMixin):
         classes = (self.attention_class, self.convolution_class, self.cross_attention_class)
         self.encoder = LayerStack(config, *classes, layer_class=CrossLayer)
 
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        cache: MemoryCache | None = None,
-        use_cache: bool | None = None,
-        encoder_outputs: ModelOutput | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """
-        Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, use_cache: see
-                `DecoderModelMixin.forward`.
-            cache: the state after earlier tokens, or one with only the memory of the source, or a new
-                `MemoryCache`; updated in place.
-            encoder_outputs: output of the encoder; not read if the state contains the memory of the source.
-            encoder_attention_mask: (b, s) padding mask of the source; without it nothing is padding.
-            local_window, read_slots: keyword only, see `EncoderModelMixin.forward`; of the target's own attention.
-
-        Raises:
-            ValueError: See `DecoderModelMixin.forward`; or the source is missing, or has another number of rows.
-        """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        source = self.make_source(encoder_outputs, encoder_attention_mask)
-        hidden_states, cache = self.decode(*inputs, cache, use_cache, kwargs, source)
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states, cache=cache)
-
-    def make_source(self, encoder_outputs: ModelOutput | tuple | None, attention_mask: Tensor | None) -> Source | None:
-        """Check and return what the encoder and its caller gave; `None` without an encoder output.
-
-        Raises:
-            ValueError: The shapes of states and mask differ.
-        """
-        if isinstance(encoder_outputs, tuple | list):
-            encoder_outputs = self.name_outputs(encoder_outputs)
-        states = None if encoder_outputs is None else encoder_outputs.get("last_hidden_state")
-        if states is None:
-            return None
-        if attention_mask is not None and attention_mask.shape != states.shape[:2]:
-            raise ValueError(
-                f"The source's mask must have shape {tuple(states.shape[:2])} (batch, length), like the encoder's "
-                f"states, but has shape {tuple(attention_mask.shape)}."
-            )
-        return Source(encoder_outputs, None if attention_mask is None else drop_if_full(attention_mask != 0))
-
     def name_outputs(self, outputs: Sequence[Tensor]) -> ModelOutput:
         """Return the encoder's outputs that the decoder reads, given as a tuple (`return_dict=False`), by name."""
         return BaseModelOutput(*outputs[:1])
@@ -130,61 +77,86 @@ class CrossDecoderMixin(DecoderModelMixin):
         """Return the first layer's `carried` input, see `MemoryAttention.write`, and its mask."""
         return self.first_carried(), None
 
-    def run_layers(self, hidden_states: Tensor, context: ForwardContext, source: Source | None) -> Tensor:
+    def run_layers(
+        self,
+        hidden_states: Tensor,
+        context: ForwardContext,
+        encoder_outputs: ModelOutput | tuple | None,
+        encoder_attention_mask: Tensor | None,
+    ) -> Tensor:
         """Apply the layers to embedded tokens (b, n, d), after writing the source to the cache if there is one."""
-        cache = context.cache
-        if cache is not None and not cache.has_source:
-            self.write_source(cache, source, hidden_states.shape[0], context.options)
-        states, carried = None, self.first_carried()
-        if cache is None:
-            states, carried, context = self.begin_source(source, hidden_states.shape[0], context)
+        cache, source = context.cache, (encoder_outputs, encoder_attention_mask, hidden_states.shape[0])
+        if cache is not None:
+            if not cache.has_source:
+                self.write_source(cache, *source, context.options)
+            return self.encoder(hidden_states, self.first_carried(), None, context)[0]
+        states, carried, context = self.begin_source(*source, context)
         hidden_states, carried = self.encoder(hidden_states, carried, states, context)
-        return hidden_states if states is None else self.join_carried(hidden_states, carried)
+        return self.join_carried(hidden_states, carried)
 
     def join_carried(self, hidden_states: Tensor, carried: Tensor | None) -> Tensor:
         """Return the states (b, n, d), linked to the last layer's `carried` output if that has parameters."""
         return hidden_states
 
     def write_source(
-        self, cache: MemoryCache, source: Source | None, rows: int, options: dict[str, Any] | None = None
+        self,
+        cache: MemoryCache,
+        outputs: ModelOutput | tuple | None,
+        attention_mask: Tensor | None,
+        rows: int,
+        options: dict[str, Any] | None = None,
     ) -> None:
         """Write a source to a state that has none, for any number of targets; the encoder's states are not kept.
 
         Args:
             cache: a new state.
-            source: from `make_source`.
-            rows: number of rows of the target.
+            outputs, attention_mask, rows: see `begin_source`.
             options: keyword arguments for the attention backend.
-
-        Raises:
-            ValueError: There is no source, or its number of rows is wrong.
         """
         context = ForwardContext(None, None, None, None, cache=cache, options=options or {})
-        states, carried, context = self.begin_source(source, rows, context)
+        states, carried, context = self.begin_source(outputs, attention_mask, rows, context)
         for layer in self.encoder.layer:
             carried = layer.write_source(carried, states, context)
 
     def begin_source(
-        self, source: Source | None, rows: int, context: ForwardContext
+        self,
+        outputs: ModelOutput | tuple | None,
+        attention_mask: Tensor | None,
+        rows: int,
+        context: ForwardContext,
     ) -> tuple[Tensor, Tensor | None, ForwardContext]:
         """Return the source's states (b, s, d), the first layer's `carried` input, and the context with the source's.
 
+        Args:
+            outputs: output of the encoder.
+            attention_mask: (b, s) padding mask of the source.
+            rows: number of rows of the target.
+            context: context of the target.
+
         Raises:
-            ValueError: There is no source, or its number of rows is wrong.
+            ValueError: There is no source, or its number of rows or the shape of its mask is wrong.
         """
-        if source is None:
+        if isinstance(outputs, tuple | list):
+            outputs = self.name_outputs(outputs)
+        states = None if outputs is None else outputs.get("last_hidden_state")
+        if states is None:
             raise ValueError(
                 "The decoder has no source: pass `input_ids` or `encoder_outputs`, or a state in `cache` "
                 "that contains one."
             )
-        states = source.outputs.last_hidden_state
+        if attention_mask is not None and attention_mask.shape != states.shape[:2]:
+            raise ValueError(
+                f"The source's mask must have shape {tuple(states.shape[:2])} (batch, length), like the encoder's "
+                f"states, but has shape {tuple(attention_mask.shape)}."
+            )
         if states.shape[0] != rows:
             raise ValueError(
                 f"The source has {states.shape[0]} rows, but the target has {rows}. Repeat the source's rows "
                 "(`repeat_interleave`), or select them."
             )
-        carried, carried_keep = self.source_carried(source.outputs)
-        written = make_context(source.keep, states.shape[1], states.device, options=context.options)
+        carried, carried_keep = self.source_carried(outputs)
+        keep = None if attention_mask is None else drop_if_full(attention_mask != 0)
+        written = make_context(keep, states.shape[1], states.device, options=context.options)
         written = written._replace(carried_keep=carried_keep)
         written = self.cross_attention_class.prepare(self.config, states, carried, written)
         return states, carried, context._replace(source=written)
@@ -436,14 +408,6 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         first = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
         return torch.cat([first, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], dim=1)
 
-    def get_output_embeddings(self) -> nn.Module:
-        """The output layer, which may be tied to the token embedding of the target."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the output layer."""
-        self.lm_head = new_embeddings
-
     # ---- hooks of `generate` ----
 
     def _prepare_text_encoder_decoder_kwargs_for_generation(
@@ -470,8 +434,7 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
             return
         decoder = self.get_decoder()
         if not decoder.open_cache(cache, False, cache.batch_size).has_source:
-            source = decoder.make_source(outputs, model_kwargs.pop("attention_mask", None))
-            decoder.write_source(cache, source, outputs[0].shape[0])
+            decoder.write_source(cache, outputs, model_kwargs.pop("attention_mask", None), outputs[0].shape[0])
         maps = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
         model_kwargs["encoder_outputs"] = BaseModelOutput(**maps)
 

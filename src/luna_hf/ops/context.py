@@ -25,7 +25,7 @@ class ForwardContext(NamedTuple):
     ranks: Tensor  # (b or 1, n) long: index of a token among its row's real tokens, counting earlier passes
     before: Tensor  # (b or 1, 1) long: number of real tokens of the row in earlier passes
     lengths: Tensor  # (b or 1, 1) long: number of real tokens of the row, including this pass
-    angles: Tensor | None = None  # (b or 1, n, r / 2) rotary angles, of the r entries of a head that are rotated
+    rotation: Tensor | None = None  # (b or 1, n, 2, r / 2) of rotary positions, which rotate r entries of a head
     cache: Cache | None = None  # decoders only: a `state.MemoryCache`
     carried_keep: Tensor | None = None  # (b, l) mask of the states carried alongside the tokens
     masks: Any = None  # the family's masks, in the attention backend's form
@@ -65,7 +65,7 @@ class ForwardContext(NamedTuple):
     def split(self, length: int, size: int) -> list[tuple[slice, "ForwardContext"]]:
         """Split the tokens into parts of at most `size`: where each is, and its context, without the family's masks."""
         parts = [slice(first, first + size) for first in range(0, length, size)]
-        own = {name: getattr(self, name) for name in ("keep", "ranks", "angles")}
+        own = {name: getattr(self, name) for name in ("keep", "ranks", "rotation")}
         own = {name: tensor for name, tensor in own.items() if tensor is not None}
         return [
             (part, self._replace(masks=None, **{name: tensor[:, part] for name, tensor in own.items()}))
@@ -98,13 +98,15 @@ def make_context(
     options = dict(options or {})
     given, slots = options.pop("local_window", None), options.pop("read_slots", None)
     reads = {"window": window if given is None else given, "slots": slots is not False}
-    ranks, lengths = token_ranks(keep, length, device), row_lengths(keep, length, device)
-    before = torch.zeros(1, 1, dtype=torch.long, device=device)
-    if cache is not None and cache.tokens is not None:
-        before = cache.tokens.to(device).unsqueeze(1)
+    seen = None if cache is None else cache.tokens
+    if seen is None:
+        ranks, lengths = token_ranks(keep, length, device), row_lengths(keep, length, device)
+        before = torch.zeros(1, 1, dtype=torch.long, device=device)
+    else:
+        before = seen.to(device).unsqueeze(1)
         # Left padding gets the rank of the last token of an earlier pass, or 0 without one.
-        ranks = ranks + before if keep is None else (keep.long().cumsum(-1) + before - 1).clamp(min=0)
-        lengths = lengths + before
+        places = torch.arange(1, length + 1, device=device) if keep is None else keep.long().cumsum(-1)
+        ranks, lengths = (places + before - 1).clamp(min=0), places[..., -1:] + before
     return ForwardContext(keep, ranks, before, lengths, cache=cache, options=options, **reads)
 
 

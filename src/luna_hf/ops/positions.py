@@ -5,28 +5,34 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def rotary_angles(positions: Tensor, size: int, dtype: torch.dtype = torch.float32, base: float = 10000.0) -> Tensor:
-    """Compute the angles of rotary positions (Su et al. 2021, RoFormer, equation 15): (b, n) to (b, n, size / 2).
+def rotation(positions: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Compute the cosines and sines of rotary positions (Su et al. 2021, RoFormer, equation 15).
 
-    The angles are float32 or wider, whatever the `dtype` of the states to rotate.
+    Args:
+        positions: (b, n).
+        size: number of entries of a head that are rotated.
+        dtype: of the states to rotate; the result is float32 or wider.
+
+    Returns:
+        (b, n, 2, size / 2).
     """
     dtype = torch.promote_types(dtype, torch.float32)
-    frequencies = base ** (-torch.arange(0, size, 2, dtype=dtype, device=positions.device) / size)
-    return positions.unsqueeze(-1) * frequencies
+    frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=dtype, device=positions.device) / size)
+    angles = positions.unsqueeze(-1) * frequencies
+    return torch.stack([angles.cos(), angles.sin()], dim=-2)
 
 
-def rotate(states: Tensor, angles: Tensor) -> Tensor:
+def rotate(states: Tensor, rotation: Tensor) -> Tensor:
     """Apply rotary positions: rotate entries i and i + c / 2 of each head by the token's i-th angle.
 
     Args:
         states: (b, h, n, c).
-        angles: (b or 1, n, c / 2).
+        rotation: (b or 1, n, 2, c / 2) cosines and sines, from `rotation`.
 
     Returns:
         (b, h, n, c) in the dtype of `states`. The product of two rotated states depends on their relative position.
     """
-    angles = angles.unsqueeze(1)
-    cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+    cos, sin = rotation.unsqueeze(1).to(states.dtype).unbind(-2)
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

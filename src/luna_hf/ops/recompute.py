@@ -38,6 +38,8 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> Any:
     """Compute `function(states, *inputs)`, such that only the inputs are kept, if `may_recompute(states)`."""
+    if not torch.is_grad_enabled():
+        return function(states, *inputs)
     return keep_inputs(function, states, *inputs) if may_recompute(states) else function(states, *inputs)
 
 

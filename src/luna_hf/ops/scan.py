@@ -3,6 +3,8 @@
 Shape letters: b batch, h heads, n tokens, p and r sizes of the factors. `keep` masks are boolean with True = keep.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +14,15 @@ from transformers.utils import is_tracing
 from transformers.utils.generic import maybe_autocast
 
 from .dispatch import choose
-from .recompute import may_recompute
+from .recompute import keep_inputs, may_recompute
 from .tokens import first_places
 
 # Chunk size of the causal scan: at this size products within a chunk cost about as much as those with the state.
 SCAN_CHUNK = 64
+
+# Where chunks are computed again in the backward pass, a group of them has as many as the root of their number divided
+# by this. More chunks in a group mean fewer states to keep, but more to hold while a group is computed again.
+_GROUPS = 8
 
 
 def causal_scan(
@@ -49,10 +55,18 @@ def causal_scan(
     if state is None:
         state = x.new_zeros(*x.shape[:2], x.shape[-1], z.shape[-1], dtype=precise)
     with maybe_autocast(x.device.type, enabled=False):
-        short = x.shape[2] == 1 or (not is_tracing(x) and x.shape[2] <= chunk_size)
-        implementation = "loop" if short else choose("causal_scan", x)
-        out, state = _SCANS[implementation](x, y, z, state, chunk_size)
+        if x.shape[2] == 1:
+            out, state = scan_token(*(states.to(precise) for states in (x, y, z)), state)
+        else:
+            short = not is_tracing(x) and x.shape[2] <= chunk_size
+            out, state = _SCANS["loop" if short else choose("causal_scan", x)](x, y, z, state, chunk_size)
     return out.to(x.dtype), state
+
+
+def scan_token(x: Tensor, y: Tensor, z: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Scan a single token (b, h, 1, ...), which reads the state after it."""
+    after = torch.addcmul(state, y.mT, z)
+    return torch.matmul(x, after), after
 
 
 def _scan_in_a_loop(x: Tensor, y: Tensor, z: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
@@ -104,8 +118,6 @@ def _scan_chunks(
 def scan_chunk(x: Tensor, y: Tensor, z: Tensor, state: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
     """Scan one chunk (b h, n, p), (b h, n, p), (b h, n, r), given the state (b h, p, r) before it."""
     after = torch.baddbmm(state, y.transpose(1, 2), z)
-    if x.shape[1] == 1:  # a decoding step: the token reads the updated state
-        return torch.bmm(x, after), after
     within = torch.bmm(x, y.transpose(1, 2))
     within = within.triu_() if backwards else within.tril_()
     return torch.baddbmm(torch.bmm(within, z), x, state), after
@@ -129,3 +141,46 @@ def to_chunks(states: Tensor, chunk_size: int, fill: float = 0.0) -> Tensor:
     chunks = (states.shape[2] + (2 if is_tracing(states) else 1) * chunk_size - 1) // chunk_size
     padded = F.pad(states, (0, 0, 0, chunks * chunk_size - states.shape[2]), value=fill)
     return padded.unflatten(2, (chunks, chunk_size))
+
+
+Rows = Sequence[Tensor | None]  # (b, h, n, ...) each
+
+
+def scan_in_chunks(
+    step: Callable[..., tuple[list[Tensor], Any]], tokens: Rows, state: Any, sizes: list[int]
+) -> tuple[list[Tensor], Any]:
+    """Apply `step(chunk, state) -> (outputs, state)` to one chunk of the tokens after the other.
+
+    For the backward pass only the states between groups of chunks are kept; each group is computed again.
+
+    Args:
+        step: reads and returns chunks (b h, n, ...) of tokens, and the state. It must not hold tensors of all tokens.
+        tokens: (b, h, n, ...) each; `None` is passed on.
+        state: before the first token: a tensor, or a tuple with `None` where there is none.
+        sizes: of the chunks.
+
+    Returns:
+        The outputs (b, h, n, ...) for all tokens, and the state after the last.
+    """
+    heads = tokens[0].shape[1]
+    # Tokens before heads, as in the outputs of projections. Split once: the backward of `split` is one concatenation,
+    # that of each slice a full-length tensor.
+    parts = ([None] * len(sizes) if row is None else row.transpose(1, 2).split(sizes, dim=1) for row in tokens)
+    chunks = list(zip(*parts, strict=True))
+
+    def scan_group(group: Sequence[Rows], state: Any) -> tuple[list[list[Tensor]], Any]:
+        results = []
+        for chunk in group:
+            chunk = [None if part is None else part.transpose(1, 2).flatten(0, 1) for part in chunk]
+            outputs, state = step(chunk, state)
+            results.append([out.unflatten(0, (-1, heads)).transpose(1, 2) for out in outputs])
+        return results, state
+
+    if may_recompute(tokens[0]):
+        results, number = [], max(1, round(math.sqrt(len(sizes) / _GROUPS)))
+        for first in range(0, len(sizes), number):
+            outputs, state = keep_inputs(scan_group, chunks[first : first + number], state)
+            results += outputs
+    else:
+        results, state = scan_group(chunks, state)
+    return [torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*results, strict=True)], state

@@ -269,8 +269,8 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
 
     def attend_window(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Read | None:
         """Update the window of the state, and read it; `None` if this pass leaves it out."""
-        if context.angles is not None:
-            query, key = rotate(query, context.angles), rotate(key, context.angles)
+        if context.rotation is not None:
+            query, key = rotate(query, context.rotation), rotate(key, context.rotation)
         cache = context.layer_cache(self.layer_idx)
         window = write_window(key, value, self.config.local_window, context, cache, prefix="window_")
         if not context.window:

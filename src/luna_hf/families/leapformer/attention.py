@@ -36,7 +36,7 @@ from ...layers.memory_attention import Memory, MemoryAttention
 from ...ops.attention import linear, project_heads
 from ...ops.context import ForwardContext
 from ...ops.memory_read import AttentionMap, Views
-from ...ops.positions import rotary_angles, rotate
+from ...ops.positions import rotate, rotation
 from ...ops.recompute import may_recompute
 from ...ops.scan import causal_scan
 from .configuration import LeapformerConfig
@@ -75,22 +75,22 @@ def map_features(states: Tensor, feature_map: str) -> Tensor:
     return torch.where(states > 0, states + 1.0, states.clamp(max=0.0).exp())
 
 
-def make_features(features: Tensor, proportions: Tensor | None = None, angles: Tensor | None = None) -> Features:
+def make_features(features: Tensor, proportions: Tensor | None = None, turn: Tensor | None = None) -> Features:
     """Re-weight features.
 
     Args:
         features: (b, h, n, c), from `map_features`.
         proportions: (b or 1, h or 1, n) in [0, 1], of equation 8; `None` for no re-weighting.
-        angles: (b or 1, n, r / 2) rotary angles, which rotate the first r features of each head.
+        turn: (b or 1, n, 2, r / 2) rotary positions, which rotate the first r features of each head.
     """
     rotated = features
-    if angles is not None:
-        size = 2 * angles.shape[-1]
-        rotated = torch.cat([rotate(features[..., :size], angles), features[..., size:]], dim=-1)
+    if turn is not None:
+        size = 2 * turn.shape[-1]
+        rotated = torch.cat([rotate(features[..., :size], turn), features[..., size:]], dim=-1)
     if proportions is None:
         return Features(rotated, features)
     plain = reweight(features, proportions)
-    return Features(plain if angles is None else reweight(rotated, proportions), plain)
+    return Features(plain if turn is None else reweight(rotated, proportions), plain)
 
 
 def reweight(features: Tensor, proportions: Tensor) -> Tensor:
@@ -201,14 +201,14 @@ class LinearAttention(MemoryAttention):
         features = map_features(states, self.config.feature_map)
         if keep is not None:
             features = features.masked_fill(~keep[:, None, :, None], 0.0)
-        proportions, angles = None, context.angles
+        proportions, turn = None, context.rotation
         if network is not None:
             proportions = network(features.to(states.dtype))
         elif self.config.reweighting == "cosine":  # equation 9, with the number of real tokens
             proportions = ((context.ranks + 1).to(features.dtype) / context.lengths.clamp(min=1)).unsqueeze(1)
-        elif self.config.reweighting == "rotary" and angles is None:
-            angles = rotary_angles(context.ranks, self.rotary_size(self.config), features.dtype)
-        return make_features(features, proportions, angles)
+        elif self.config.reweighting == "rotary" and turn is None:
+            turn = rotation(context.ranks, self.rotary_size(self.config), features.dtype)
+        return make_features(features, proportions, turn)
 
     def drop_tokens(self, value: Tensor) -> Tensor:
         """Apply attention dropout to values (b, h, n, c), each token of a head as a whole."""

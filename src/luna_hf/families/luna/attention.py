@@ -227,7 +227,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
     ) -> tuple[Tensor, str]:
         """Return A_pack (b, h, n, l), or its logarithm with "exp", and how the sums are normalised."""
         pack_key = project_heads(self.pack.key, hidden_states, self.num_heads)
-        cache = context.layer_cache(self.layer_idx)
+        cache = None if context.cache is None else context.cache.layers[self.layer_idx]
         if self.pack.slots is None:
             pack_query = cache.states[_SOURCE_QUERY] if carried is None else self.source_query(carried)
         else:
@@ -262,18 +262,12 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
             return split_heads(linear(self.pack.query, self.pack.slots).unsqueeze(0), self.num_heads)
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
             return cache.constants["pack_query"]
-        key = self.pack_query_key()
+        # It changes with the parameters' identity, version, dtype and device, and with autocast.
+        device = self.pack.slots.device.type
+        key: list[object] = [torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None]
+        for own in (self.pack.slots, *self.pack.query.parameters()):
+            key += [id(own), own.dtype, own.device, 0 if own.is_inference() else own._version]
         if cache.constant_keys.get("pack_query") != key:
             cache.constants["pack_query"] = self.pack_query(None).contiguous()
             cache.constant_keys["pack_query"] = key
         return cache.constants["pack_query"]
-
-    def pack_query_key(self) -> tuple[object, ...]:
-        """Return a key that changes whenever P W_pq does: parameter identity, version, dtype, device, and autocast."""
-        parameters = [
-            (id(parameter), parameter.dtype, parameter.device, 0 if parameter.is_inference() else parameter._version)
-            for parameter in self.pack.parameters()
-        ]
-        device = self.pack.slots.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return (*parameters, autocast)
