@@ -358,15 +358,6 @@ def test_an_untouched_model_calls_its_modules(used):
     assert not used and len(seen) == 4
 
 
-def test_where_it_does_not_pay_half_precision_is_not_emulated(monkeypatch):
-    """The output projection goes through `linear`, as in the ordinary block."""
-    model, called = absorb_projections(tiny_model("luna", num_hidden_layers=1)).eval(), []
-    linear = absorb.linear
-    monkeypatch.setattr(absorb, "linear", lambda layer, states: called.append(layer) or linear(layer, states))
-    model(**padded_batch([21, 17]))
-    assert called == [model.encoder.layer[0].attention.output.dense]
-
-
 def test_what_is_saved_stays_the_same(tmp_path):
     model = tiny_model("luna", num_hidden_layers=1)
     model.save_pretrained(tmp_path / "before")

@@ -9,7 +9,7 @@ from .families.abc.attention import AbcAttention, Sources, sum_over
 from .families.luna.attention import LunaAttention, LunaPackAttention
 from .layers.block import AttentionBlock
 from .ops.absorbed import absorbed_pack, absorbed_read, project_slots
-from .ops.attention import linear, product, project_heads
+from .ops.attention import product, project_heads
 from .ops.context import ForwardContext
 from .ops.memory_read import SlotMemory
 
@@ -101,7 +101,7 @@ class AbsorbedBlock(AttentionBlock):
         (slots, *others), (_, length, width) = memory.parts, states.shape
         few = not others and isinstance(slots, SlotMemory)
         if not few or not pays(length, slots.key.shape[2], width, attention.num_heads, training=attention.training):
-            return linear(output, attention.read(states, memory, context)[0]), memory.carried
+            return output(attention.read(states, memory, context)[0]), memory.carried
         dropout = attention.attention_dropout if attention.training else 0.0
         sides = slots.key, slots.value, output, slots.mask(), dropout
         return absorbed_read(states, attention.query, *sides), memory.carried

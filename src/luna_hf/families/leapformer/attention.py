@@ -33,7 +33,7 @@ from transformers.utils.generic import maybe_autocast
 
 from ...layers.causal_attention import CausalAttention
 from ...layers.memory_attention import Memory, MemoryAttention
-from ...ops.attention import linear, project_heads
+from ...ops.attention import project_heads
 from ...ops.context import ForwardContext
 from ...ops.memory_read import AttentionMap, Views
 from ...ops.positions import rotary_angles, rotate
@@ -163,8 +163,8 @@ class LearnedProportion(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Map features (b, h, n, c) to proportions (b, h, n)."""
         # Tokens come before heads in memory, so that flattening them is a view.
-        inner = F.relu(linear(self.inner, features.transpose(1, 2)))
-        return linear(self.outer, inner).squeeze(-1).transpose(1, 2).sigmoid()
+        inner = F.relu(self.inner(features.transpose(1, 2)))
+        return self.outer(inner).squeeze(-1).transpose(1, 2).sigmoid()
 
 
 class LinearAttention(MemoryAttention):

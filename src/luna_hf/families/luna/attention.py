@@ -76,11 +76,11 @@ class LunaProjections:
 
     def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
+        shape = (*states.shape[:-1], self.num_heads, self.head_size)
         if self.config.tie_kv:
-            both = project_heads(self.key_value, states, self.num_heads)
+            both = self.key_value(states).view(shape).transpose(1, 2)
             return both, both
-        heads = self.num_heads
-        return project_heads(self.key, states, heads), project_heads(self.value, states, heads)
+        return self.key(states).view(shape).transpose(1, 2), self.value(states).view(shape).transpose(1, 2)
 
 
 class LunaPackAttention(LunaProjections, nn.Module):
@@ -92,12 +92,14 @@ class LunaPackAttention(LunaProjections, nn.Module):
         super().__init__()
         self.config = config
         self.num_heads = config.num_projected_attention_heads or config.num_attention_heads
+        self.head_size = config.hidden_size // self.num_heads
         self.attention_dropout = config.attention_probs_dropout_prob
         self.add_projections(config)
 
     def forward(self, packed_query: Tensor, states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Compute Y_P (b, l, d) from P (b, l, d) and (b, n, d) states; if eager, also the weights (b, h_p, l, n)."""
-        query = project_heads(self.query, packed_query, self.num_heads)
+        shape = (*packed_query.shape[:-1], self.num_heads, self.head_size)
+        query = self.query(packed_query).view(shape).transpose(1, 2)
         return attend_heads(self, query, *self.key_and_value(states), context.masks.tokens, **context.options)
 
 

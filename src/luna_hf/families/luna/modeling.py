@@ -26,7 +26,7 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, is_tracing
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -49,9 +49,8 @@ from ...models.encoder_heads import (
     SequenceClassificationMixin,
     TokenClassificationMixin,
 )
-from ...ops.attention import attend, make_key_mask
+from ...ops.attention import attend_heads, make_key_mask, split_heads
 from ...ops.context import ForwardContext, drop_if_full
-from ...ops.dispatch import choose
 from ...ops.tokens import first_kept, join_gradients, masked_mean
 from ...ops.unpadding import Stream, StreamContext
 from .attention import LunaAttention, LunaCausalAttention, LunaPackAttention, valid_slots
@@ -249,9 +248,9 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
             context = context._replace(carried_keep=torch.ones(given.shape[:2], dtype=torch.bool, device=given.device))
         elif self.config.dynamic_projection:
             # Slots beyond the padded length would be masked in every row, so they can be dropped.
-            if choose("dynamic_slots", hidden_states) == "cut":
+            if not is_tracing(hidden_states):
                 num_slots = min(num_slots, self.config.slots_for(length))
-            else:
+            else:  # taking the smaller number would specialise a graph to one side
                 used = valid_slots(self.config, context.lengths, num_slots).expand(batch, -1)
                 context = context._replace(carried_keep=used)
         packed_queries = hidden_states[:, :1].expand(-1, num_slots, -1)  # a stand-in: masks need only P's shape
@@ -334,8 +333,8 @@ class LunaPooling(nn.Module):
             return masked_mean(packed, slots)
         first = first_kept(outputs.last_hidden_state, keep).unsqueeze(1)  # (b, 1, d)
         mask = make_key_mask(self.config, slots, queries=first, keys=packed)
-        heads = self.config.num_attention_heads
-        pooled, _ = attend(self, self.query(first), self.key(packed), self.value(packed), mask, heads)
+        sides = (self.query(first), self.key(packed), self.value(packed))
+        pooled, _ = attend_heads(self, *(split_heads(side, self.config.num_attention_heads) for side in sides), mask)
         return self.LayerNorm(self.output(pooled)).squeeze(1)
 
 
