@@ -93,7 +93,7 @@ class AbsorbedBlock(AttentionBlock):
     def attend(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Like `AttentionBlock.attend`."""
         attention, output = self.self, self.output.dense
-        # The tokens of a stream, whose context is another, are projected together.
+        # The tokens of an unpadded batch, whose context is another, are projected together.
         fits = isinstance(context, ForwardContext) and isinstance(attention, LunaAttention | AbcAttention)
         if not fits or context.whole or not may_absorb(attention, states, attention.query, output):
             return super().attend(states, carried, context)

@@ -58,7 +58,7 @@ class ForwardContext(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """Apply what needs whole texts, a function of (b, n, d) states, carried states and a context.
 
-        The context of a stream (`unpadding.StreamContext`) does so in several calls.
+        The context of an unpadded batch (`unpadding.UnpaddedContext`) does so in several calls.
         """
         return function(states, carried, self)[:2]
 

@@ -52,7 +52,7 @@ from ...models.encoder_heads import (
 from ...ops.attention import attend_heads, make_key_mask, split_heads
 from ...ops.context import ForwardContext, drop_if_full
 from ...ops.tokens import first_kept, join_gradients, masked_mean
-from ...ops.unpadding import Stream, StreamContext
+from ...ops.unpadding import UnpaddedBatch, UnpaddedContext
 from .attention import LunaAttention, LunaCausalAttention, LunaPackAttention, valid_slots
 from .configuration import LunaConfig
 
@@ -175,6 +175,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     """The Luna encoder without a head; returns token states and packed states."""
 
     attention_class = LunaAttention
+    reads_packed_states = True  # whether a head, or the caller without one, reads the packed states
     own_keywords = (*EncoderModelMixin.own_keywords, "packed_states", "reads_packed_states")
 
     def add_layers(self, config: LunaConfig) -> None:
@@ -260,26 +261,26 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     def make_context(
         self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
     ) -> ForwardContext:
-        """Like `StreamMixin.make_context`; packed states that nothing reads need not be updated in inference."""
+        """Like `EncoderModelMixin.make_context`; packed states that nothing reads need not be updated in inference."""
         options = dict(options)
-        asked = options.pop("reads_packed_states", True)
+        asked = options.pop("reads_packed_states", self.reads_packed_states)
         for name in ("output_packed_hidden_states", "output_pack_attentions"):
             asked = asked or options.get(name, getattr(self.config, name, False))
         context = super().make_context(states, keep, marked, options)
         return context._replace(carries=asked or torch.is_grad_enabled())
 
-    def carried_by_texts(self, stream: Stream) -> tuple[Tensor, tuple[int, ...]]:
+    def carried_by_texts(self, unpadded: UnpaddedBatch) -> tuple[Tensor, tuple[int, ...]]:
         """Return P_0 for every text, in as many slots as padded rows would have, and the slots of each bucket."""
         num_slots, slots, keep = self.config.projection_length, None, None
         if self.config.dynamic_projection:
-            num_slots = min(num_slots, self.config.slots_for(stream.longest))
-            slots = [min(num_slots, self.config.slots_for(bucket.length)) for bucket in stream.buckets]
-            keep = valid_slots(self.config, stream.lengths.sort(dim=0).values, num_slots)
-        texts = len(stream.lengths)
-        return self.packed_embeddings(texts, num_slots, keep), tuple(slots or [num_slots] * len(stream.buckets))
+            num_slots = min(num_slots, self.config.slots_for(unpadded.longest))
+            slots = [min(num_slots, self.config.slots_for(bucket.length)) for bucket in unpadded.buckets]
+            keep = valid_slots(self.config, unpadded.lengths.sort(dim=0).values, num_slots)
+        texts = len(unpadded.lengths)
+        return self.packed_embeddings(texts, num_slots, keep), tuple(slots or [num_slots] * len(unpadded.buckets))
 
     def make_output(
-        self, hidden_states: Tensor, carried: Tensor, context: ForwardContext | StreamContext
+        self, hidden_states: Tensor, carried: Tensor, context: ForwardContext | UnpaddedContext
     ) -> LunaModelOutput:
         """Return the output with both streams."""
         # A loss uses one stream; the last layer's parameters that serve only the other need a gradient, too.
@@ -341,11 +342,11 @@ class LunaPooling(nn.Module):
 class LunaHeadMixin:
     """A head on Luna's token states, or on its packed states."""
 
-    def encode(self, *inputs: Any, **kwargs: Any) -> LunaModelOutput:
-        """Like `EncoderHeadMixin.encode`; only some heads read the packed states."""
+    def add_head(self, config: LunaConfig) -> None:
+        """Create the head's modules; only some of them read the packed states."""
+        super().add_head(config)
         pooling = getattr(self, "pooling", None)
-        kwargs.setdefault("reads_packed_states", pooling is not None and pooling.kind.startswith("packed"))
-        return super().encode(*inputs, **kwargs)
+        self.luna.reads_packed_states = pooling is not None and pooling.kind.startswith("packed")
 
 
 class LunaForMaskedLM(LunaHeadMixin, MaskedLMMixin, LunaPreTrainedModel):
