@@ -27,7 +27,7 @@ from ..ops.exact_tokens import (
     spaced_places,
     tokens_outside,
 )
-from ..ops.memory_read import Memories, SlotMemory, Views, WindowMemory, read_memories, tokens_in_window, view_parts
+from ..ops.memory_read import Memories, SlotMemory, WindowMemory, read_memories, tokens_in_window
 from ..ops.recompute import recomputed
 from ..ops.tokens import join_gradients
 
@@ -290,12 +290,6 @@ class MemoryAttention(nn.Module):
         weights = None if weights is None else weights.masked_fill(tokens.mask.unsqueeze(-1), 0.0)
         return put_tokens(output, whole, tokens), weights
 
-    def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
-        """Return what a probe can inspect, by name, for the arguments of `forward`; needs eager attention."""
-        memory = self.write_own(states, carried, context)
-        _, weights = self.read(states, memory, context)
-        return view_parts(memory.parts, weights, context.tokens(states))
-
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -324,7 +318,3 @@ class FullAttention(MemoryAttention):
         """Keep one slot per token; `carried` passes by unchanged."""
         mask = make_key_mask(self.config, context.keep, queries=states, keys=states)
         return Memory([SlotMemory(*self.key_and_value(states), mask)], carried)
-
-    def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
-        """Return the attention map."""
-        return {"attention_entropy": super().views(states, carried, context)["read_entropy"]}

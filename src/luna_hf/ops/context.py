@@ -49,10 +49,6 @@ class ForwardContext(NamedTuple):
             return self.written if self.keep is None else self.keep[:, None]
         return self.written & self.keep[:, None]
 
-    def tokens(self, states: Tensor) -> Tensor:
-        """Return the padding mask (b, n) of (b, n, d) states; all True if nothing is padded."""
-        return torch.ones_like(states[..., 0], dtype=torch.bool) if self.keep is None else self.keep
-
     def in_rows(
         self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:

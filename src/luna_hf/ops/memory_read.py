@@ -42,24 +42,6 @@ _PART_QUERIES, _PART_BLOCK = 512, 64
 _SHORT_ROW = 128
 
 
-class AttentionMap(NamedTuple):
-    """Attention weights for a probe."""
-
-    weights: Tensor  # (b, h, q, k), summing to one over the keys in use
-    queries: Tensor  # (b, q) boolean, True for queries that are not padding
-    keys: Tensor  # (b, k), (b, 1 or h, k) or (b, h, q, k) boolean, True for keys in use
-
-
-class Slots(NamedTuple):
-    """Slot states for a probe."""
-
-    states: Tensor  # (b, l, d), or per head (b, h, l, c)
-    used: Tensor  # (b, l) or (b, h, l) boolean, True for slots that are not empty
-
-
-Views = dict[str, AttentionMap | Slots]
-
-
 class SlotMemory(NamedTuple):
     """Keys and values of slots, or of single tokens, which every query may read."""
 
@@ -86,12 +68,6 @@ class SlotMemory(NamedTuple):
         """Return the mask of a read, (b, 1 or h, 1 or q, m): boolean, or with a bias additive; `None` for no mask."""
         return _join_masks([self.mask_terms()], [self.key.shape[2]], self.key)
 
-    def views(self, weights: Tensor, tokens: Tensor) -> Views:
-        """Return what a probe can inspect, given the read weights (b, h, n, m) and the queries' padding mask (b, n)."""
-        filled, each = self.filled_slots(), self.key[..., 0]  # (b, h, m)
-        used = torch.ones_like(each, dtype=torch.bool) if filled is None else filled.expand_as(each)
-        return {"read_entropy": AttentionMap(weights, tokens, used), "slot_similarity": Slots(self.key, used)}
-
 
 class WindowMemory(NamedTuple):
     """Keys and values of tokens, each read by the queries around it, ordered with real tokens before padding.
@@ -112,10 +88,6 @@ class WindowMemory(NamedTuple):
     bias: Tensor | None = None  # (w,) added to the logits of a window's tokens, from the first to the last
     elsewhere: Tensor | None = None  # (b, 1 or h, n) tokens that another part of the same read holds
 
-    def views(self, weights: Tensor, tokens: Tensor) -> Views:
-        """Return what a probe can inspect; a window's positions beyond the text have no weight."""
-        return {"attention_entropy": AttentionMap(weights, tokens, weights > 0)}
-
 
 Memories = Sequence[SlotMemory | WindowMemory]
 
@@ -134,17 +106,6 @@ def tokens_in_window(
         return WindowMemory(key, value, None, window, **own)
     real = torch.arange(key.shape[2], device=key.device) < context.lengths
     return WindowMemory(key, value, real, window, ranks=context.ranks, keep=context.keep, **own)
-
-
-def view_parts(memories: Memories, weights: Tensor, tokens: Tensor) -> Views:
-    """Return what a probe can inspect of each memory, given the weights (b, h, n, keys) of reading them together."""
-    sizes = [memory.window if isinstance(memory, WindowMemory) else memory.key.shape[2] for memory in memories]
-    views: Views = {}
-    for memory, part in zip(memories, weights.split(sizes, -1), strict=True):
-        total = part.sum(-1, keepdim=True)
-        share = part / total.clamp(min=torch.finfo(part.dtype).tiny) if len(sizes) > 1 else part
-        views |= memory.views(share, tokens)
-    return views
 
 
 def read_memories(

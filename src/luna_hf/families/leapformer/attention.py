@@ -35,7 +35,6 @@ from ...layers.causal_attention import CausalAttention
 from ...layers.memory_attention import Memory, MemoryAttention
 from ...ops.attention import project_heads
 from ...ops.context import ForwardContext
-from ...ops.memory_read import AttentionMap, Views
 from ...ops.positions import rotary_angles, rotate
 from ...ops.recompute import may_recompute
 from ...ops.scan import causal_scan
@@ -263,13 +262,6 @@ class LeapformerAttention(LinearAttention):
         key, _ = self.key_and_value(states)
         query = self.query_features(self.queries(states), context)
         return implied_weights(query, self.key_features(key, context)).to(states.dtype)
-
-    def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
-        """Return the attention map; nothing with rotary positions, whose weights are no distribution."""
-        if self.config.reweighting == "rotary":
-            return {}
-        tokens = context.tokens(states)
-        return {"attention_entropy": AttentionMap(self.weights(states, context), tokens, tokens)}
 
 
 def attend_causally(

@@ -36,7 +36,6 @@ from ...layers.causal_attention import CausalMemoryAttention
 from ...layers.memory_attention import Memory, MemoryAttention
 from ...ops.attention import KeyMask, attend_heads, linear, make_key_mask, product, project_heads, split_heads
 from ...ops.context import ForwardContext, drop_if_full
-from ...ops.memory_read import AttentionMap, Slots, Views
 from ...ops.recompute import recomputed
 from .configuration import LunaConfig
 
@@ -162,18 +161,6 @@ class LunaAttention(LunaProjections, MemoryAttention):
         packed_context, _ = self.pack(queries, states, context)
         carried = carried + self.dropout(packed_context)
         return packed_context, carried if self.config.norm_first else self.packed_layer_norm(carried)
-
-    def views(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Views:
-        """Return the weights of both attentions, and the packed context that the tokens read."""
-        queries = self.packed_layer_norm(carried) if self.config.norm_first else carried
-        packed_context, pack_weights = self.pack(queries, states, context)
-        views = super().views(states, carried, context)
-        tokens, slots = context.tokens(states), context.carried_keep
-        slots = torch.ones_like(packed_context[..., 0], dtype=torch.bool) if slots is None else slots
-        views["pack_entropy"] = AttentionMap(pack_weights, slots, tokens)
-        if "read_entropy" in views:
-            views["unpack_entropy"] = views.pop("read_entropy")._replace(keys=slots)
-        return views | {"slot_similarity": Slots(packed_context, slots)}
 
 
 # Names in a decoding state.
