@@ -188,9 +188,8 @@ class EncoderModelMixin(BaseModelMixin):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep, starts = self.tokens_to_keep(input_ids, attention_mask), None
         marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)
-        markers = {name: keywords.pop(name) for name in BOUNDARIES if keywords.get(name) is not None}
-        if markers or position_ids is not None:
-            starts = self.find_texts(inputs, keep, position_ids, markers)
+        if position_ids is not None or not keywords.keys().isdisjoint(BOUNDARIES):
+            starts = self.find_texts(inputs, keep, position_ids, keywords)
             position_ids = self.table_positions(position_ids, keep)
         unpadded = None if keep is None and starts is None else self.unpad(inputs, keep, starts, keywords)
         longest, limit = longest if unpadded is None else unpadded.longest, self.config.longest_input()
@@ -205,7 +204,10 @@ class EncoderModelMixin(BaseModelMixin):
         if unpadded is None:
             hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
             return hidden_states, *self.begin(hidden_states, keep, marked, **options)
-        position_ids = self.unpadded_positions(position_ids, unpadded)
+        if position_ids is None:
+            position_ids = unpadded.positions + self.config.pad_token_id + 1
+        else:
+            position_ids = unpadded.select(position_ids)
         tokens = map(unpadded.select, (input_ids, inputs_embeds, token_type_ids, marked))
         input_ids, inputs_embeds, token_type_ids, marked = tokens
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, None)
@@ -267,13 +269,14 @@ class EncoderModelMixin(BaseModelMixin):
         return marked if not is_readable(marked) or marked.any() else None
 
     def find_texts(
-        self, inputs: Tensor, keep: Tensor | None, position_ids: Tensor | None, markers: dict[str, Tensor]
+        self, inputs: Tensor, keep: Tensor | None, position_ids: Tensor | None, keywords: dict[str, Any]
     ) -> Tensor | None:
         """Return where the texts of (b, n) or (b, n, d) inputs begin, see `find_starts`.
 
         Raises:
-            ValueError: A row holds several texts, and is read as one; or positions fall within a text.
+            ValueError: A row holds several texts, and is read as one; or positions fall in a row that is one text.
         """
+        markers = {name: keywords[name] for name in BOUNDARIES if keywords.get(name) is not None}
         starts = find_starts(inputs.shape[:2], keep, position_ids, markers)
         if starts is None:
             self.check_positions(position_ids, keep)
@@ -334,16 +337,3 @@ class EncoderModelMixin(BaseModelMixin):
         padding_idx = self.config.pad_token_id
         real = position_ids if keep is None else position_ids.masked_fill(~keep, padding_idx + 1)
         return position_ids + (real.amin(-1, keepdim=True) == 0) * (padding_idx + 1)
-
-    def unpadded_positions(self, position_ids: Tensor | None, unpadded: UnpaddedBatch) -> Tensor:
-        """Return the positions of an unpadded batch's tokens, rows of the position table (1, t).
-
-        Raises:
-            ValueError: They fall within a text.
-        """
-        if position_ids is None:
-            return unpadded.positions + self.config.pad_token_id + 1
-        positions = unpadded.select(position_ids)
-        if ((positions[:, 1:] < positions[:, :-1]) & (unpadded.positions[:, 1:] > 0)).any():
-            raise ValueError("`position_ids` fall within a text: count them up from each text's first token.")
-        return positions

@@ -103,7 +103,7 @@ class LunaPackAttention(LunaProjections, nn.Module):
 
 
 class LunaAttention(LunaProjections, MemoryAttention):
-    """A layer's pack and unpack attention, with the residual connection and LayerNorm of the packed stream.
+    """A layer's pack and unpack attention, with the residual connection and LayerNorm of the packed states.
 
     The unpack projections belong to this module, under RoBERTa's names; the pack projections are in `pack`.
     """

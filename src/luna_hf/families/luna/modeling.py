@@ -1,6 +1,6 @@
 """Luna models (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021, arXiv 2106.01540).
 
-Two streams pass through every layer of an encoder: the tokens X and a packed sequence P of fixed length. This file
+Through every layer of an encoder pass the tokens X and a packed sequence P of fixed length. This file
 has the embedding of P, the base models and the heads; the attention is in `attention.py`.
 
 In an encoder-decoder (section 3.4) the packed states of the source are the queries with which the decoder's causal
@@ -58,8 +58,8 @@ from .configuration import LunaConfig
 
 
 @dataclass
-class PackedStreamOutput(ModelOutput):
-    """Fields of the packed stream, added to the outputs of Luna's models.
+class PackedOutput(ModelOutput):
+    """Fields of the packed states, added to the outputs of Luna's models.
 
     Args:
         packed_hidden_states: packed states (b, l, d) after the embedding and after each layer, with
@@ -86,7 +86,7 @@ class LunaModelOutput(ModelOutput):
             first t / `tokens_per_slot` slots, rounded up, and the others are never read. `None` without dynamic
             projection.
         hidden_states, attentions: token states and unpack weights (b, h, n, l) of each layer.
-        packed_hidden_states, pack_attentions, packed_states: see `PackedStreamOutput`.
+        packed_hidden_states, pack_attentions, packed_states: see `PackedOutput`.
     """
 
     last_hidden_state: Tensor | None = None
@@ -100,28 +100,28 @@ class LunaModelOutput(ModelOutput):
 
 
 @dataclass
-class LunaMaskedLMOutput(PackedStreamOutput, MaskedLMOutput):
-    """`MaskedLMOutput` with the packed stream."""
+class LunaMaskedLMOutput(PackedOutput, MaskedLMOutput):
+    """`MaskedLMOutput` with the packed states."""
 
 
 @dataclass
-class LunaSequenceClassifierOutput(PackedStreamOutput, SequenceClassifierOutput):
-    """`SequenceClassifierOutput` with the packed stream."""
+class LunaSequenceClassifierOutput(PackedOutput, SequenceClassifierOutput):
+    """`SequenceClassifierOutput` with the packed states."""
 
 
 @dataclass
-class LunaMultipleChoiceOutput(PackedStreamOutput, MultipleChoiceModelOutput):
-    """`MultipleChoiceModelOutput` with the packed stream."""
+class LunaMultipleChoiceOutput(PackedOutput, MultipleChoiceModelOutput):
+    """`MultipleChoiceModelOutput` with the packed states."""
 
 
 @dataclass
-class LunaTokenClassifierOutput(PackedStreamOutput, TokenClassifierOutput):
-    """`TokenClassifierOutput` with the packed stream."""
+class LunaTokenClassifierOutput(PackedOutput, TokenClassifierOutput):
+    """`TokenClassifierOutput` with the packed states."""
 
 
 @dataclass
-class LunaQuestionAnsweringOutput(PackedStreamOutput, QuestionAnsweringModelOutput):
-    """`QuestionAnsweringModelOutput` with the packed stream."""
+class LunaQuestionAnsweringOutput(PackedOutput, QuestionAnsweringModelOutput):
+    """`QuestionAnsweringModelOutput` with the packed states."""
 
 
 class LunaPackedEmbeddings(nn.Module):
@@ -282,8 +282,8 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     def make_output(
         self, hidden_states: Tensor, carried: Tensor, context: ForwardContext | UnpaddedContext
     ) -> LunaModelOutput:
-        """Return the output with both streams."""
-        # A loss uses one stream; the last layer's parameters that serve only the other need a gradient, too.
+        """Return the output with token states and packed states."""
+        # A loss uses one of them; the last layer's parameters that serve only the other need a gradient, too.
         hidden_states, packed = join_gradients(hidden_states, self.packed_layer_norm(carried))
         # Not `context.carried_keep`, which is `None` if nothing is padded: output fields must not depend on the data.
         slots = None
