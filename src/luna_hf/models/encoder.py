@@ -188,7 +188,10 @@ class EncoderModelMixin(BaseModelMixin):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep, starts = self.tokens_to_keep(input_ids, attention_mask), None
         marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)
-        if position_ids is not None or not keywords.keys().isdisjoint(BOUNDARIES):
+        may_hold_several = position_ids is not None
+        for name in BOUNDARIES:
+            may_hold_several = may_hold_several or keywords.get(name) is not None
+        if may_hold_several:
             starts = self.find_texts(inputs, keep, position_ids, keywords)
             position_ids = self.table_positions(position_ids, keep)
         unpadded = None if keep is None and starts is None else self.unpad(inputs, keep, starts, keywords)

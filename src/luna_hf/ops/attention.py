@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import is_torchdynamo_exporting
+from transformers.utils import is_torchdynamo_exporting, is_tracing
 
 from .dispatch import SLOW_CPU_DTYPES, multiplies_in_float32, prefers_products
 
@@ -105,7 +105,8 @@ def float32_products(states: Tensor) -> AbstractContextManager:
     cent of float32 throughput, while the conversion is cheap and loses no precision. A mode and not a subclass of
     `nn.Linear`, because quantization replaces modules by their exact type, and adapters wrap them.
     """
-    is_slow = states.dtype in SLOW_CPU_DTYPES and states.device.type == "cpu"
+    # Not in graphs, which should be the same on whatever machine they are made.
+    is_slow = states.dtype in SLOW_CPU_DTYPES and states.device.type == "cpu" and not is_tracing(states)
     return _LinearInFloat32() if is_slow else nullcontext()
 
 
