@@ -27,7 +27,7 @@ from transformers import DataCollatorWithFlattening
 from variants import ROWS
 
 from luna_hf.ops import dispatch
-from luna_hf.ops.attention import attend, linear, make_key_mask, masked_softmax
+from luna_hf.ops.attention import attend_heads, linear, make_key_mask, masked_softmax
 from luna_hf.ops.context import whole_length
 
 
@@ -62,9 +62,9 @@ def test_unequal_lengths_match_the_definition(implementation, queries, keys):
     keep[1] = False  # a row without any key
     caller = Caller(implementation).eval()
     for mask in (keep, None):
-        out, _ = attend(caller, query, key, value, make_key_mask(caller.config, mask), 4)
-        every = torch.ones_like(keep) if mask is None else mask
         split = [states.view(3, -1, 4, 3).transpose(1, 2) for states in (query, key, value)]
+        out, _ = attend_heads(caller, *split, make_key_mask(caller.config, mask))
+        every = torch.ones_like(keep) if mask is None else mask
         expected = literal_attention(*split, every).transpose(1, 2).flatten(-2)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 

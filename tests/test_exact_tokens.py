@@ -167,25 +167,6 @@ def test_slots_weigh_the_tokens_that_are_read_nowhere_else(write, more, length):
         assert outside.max() <= 1
 
 
-@pytest.mark.parametrize("selected", [0, 4])
-@backends
-@torch.no_grad()
-def test_slots_of_equal_tokens_beside_a_window_equal_these_tokens(backend, selected):
-    """The means of runs of equal tokens, by ABC's compressive control: softmax attention over the row."""
-    fields = {"memory_control": "compressive", "memory_size": 6, "num_hidden_layers": 1}
-    mixed = float64("abc_memory", local_window=5, num_selected_tokens=selected, **fields)
-    mixed.encoder.layer[0].attention.self.slot_scale.fill_(1.0)
-    full = with_weights_of(float64("abc_memory", **{**fields, "memory_control": "full"}), mixed)
-    states = normal_states(2, 6, 48).repeat_interleave(7, 1)
-    for model in (mixed, full):
-        model.set_attn_implementation(backend)
-    (output, _, weights), (expected, _, _) = (
-        model.encoder.layer[0].attention.self(states, *model.begin(states, None)) for model in (mixed, full)
-    )
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-    assert weights is None or weights[..., :6].sum(-1).min() > 0.01  # the slots take part
-
-
 @families
 @pytest.mark.parametrize("length", [WINDOW, 3 * WINDOW])
 @torch.no_grad()
@@ -441,16 +422,6 @@ def test_texts_up_to_the_softmax_length_are_read_by_softmax_attention(write, pat
                 torch.testing.assert_close(mixed(**alone)[0][0], states[row, :length], rtol=0, atol=1e-11)
 
 
-@writes
-@torch.no_grad()
-def test_selected_tokens_stay_where_a_pass_leaves_the_window_out(write):
-    mixed, full = pair(write, num_selected_tokens=30)
-    inputs = padded_batch([30, 21, 2])
-    real = inputs["attention_mask"] == 1
-    states = mixed(**inputs, local_window=0)[0][real]
-    torch.testing.assert_close(states, full(**inputs)[0][real], rtol=0, atol=1e-11)
-
-
 def test_equal_scores_are_taken_in_order():
     scores = torch.tensor([[[0.5, 0.1, 0.5, -torch.inf, 0.5, 0.1]]])
     chosen = first_tokens(scores, 4)
@@ -459,20 +430,6 @@ def test_equal_scores_are_taken_in_order():
     all_of_them = first_tokens(scores, 9)
     assert all_of_them.places.tolist() == [[[0, 2, 4, 1, 5, 0]]]
     assert all_of_them.valid.tolist() == [[[True] * 5 + [False]]]
-
-
-@torch.no_grad()
-def test_equal_tokens_are_selected_in_order_whatever_the_padding():
-    """A text of one word without positions: all scores are equal."""
-    fields = {"memory_control": "compressive", "memory_size": 2, "local_window": 4, "num_selected_tokens": 6}
-    model = float64("abc_memory", **fields)
-    model.embeddings.position_embeddings.weight.zero_()
-    ids, mask = torch.full((1, 40), 7), torch.ones(1, 45, dtype=torch.long)
-    mask[0, :5] = 0
-    padded = torch.cat([torch.full((1, 5), 7), ids], 1)
-    for unpad in (False, True):
-        output = model(padded, mask, unpad_inputs=unpad)[0][:, 5:]
-        torch.testing.assert_close(output, model(ids)[0], rtol=0, atol=1e-12)
 
 
 def test_the_choice_has_no_gradient_and_keys_and_values_do():

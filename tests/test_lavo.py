@@ -14,7 +14,7 @@ from helpers import (
 )
 
 from luna_hf import LavoConfig, LavoForMaskedLM, LavoModel, MemoryCache, read_memory, write_memory
-from luna_hf.families.lavo.attention import compress, running_sums
+from luna_hf.families.lavo.attention import running_sums
 from luna_hf.layers import memory_attention
 from luna_hf.ops.context import make_context
 
@@ -45,27 +45,6 @@ def test_the_bases_start_orthonormal():
             products = drawn @ drawn.mT if bases <= 12 else drawn.mT @ drawn
             torch.testing.assert_close(products, torch.eye(min(bases, 12)).expand_as(products), rtol=0, atol=error)
             assert len({tuple(head.flatten().tolist()) for head in drawn.flatten(0, 1)}) == 12
-
-
-@torch.no_grad()
-def test_the_slots_are_orthogonal_while_the_bases_are():
-    bases = torch.linalg.qr(normal_states(3, 8, 5)).Q.mT
-    memory = compress(normal_states(6, 20, 8).view(2, 3, 20, 8), bases)
-    products = memory @ memory.mT
-    assert memory.norm(dim=-1).min() > 1e-3
-    torch.testing.assert_close(products, products.diagonal(dim1=-2, dim2=-1).diag_embed(), rtol=0, atol=1e-12)
-
-
-def test_the_bases_are_trained_without_a_constraint():
-    model = tiny_model("lavo", "mlm").train()
-    optimizer, inputs = torch.optim.SGD(model.parameters(), lr=10.0), padded_batch([12, 7])
-    bases = attention_of(model).bases
-    before = bases.detach().clone()
-    model(**inputs, labels=inputs["input_ids"]).loss.backward()
-    optimizer.step()
-    assert (bases - before).abs().max() > 1e-6
-    names = [name for name, _ in model.named_parameters() if "parametrizations" in name]
-    assert not names
 
 
 @torch.no_grad()
@@ -193,22 +172,6 @@ def test_the_bias_of_a_place_chooses_a_neighbour(kind, window):
 
 @kinds
 @torch.no_grad()
-def test_the_output_is_the_mean_of_its_parts(kind):
-    """Without dissection, the parts are those of a model with one part."""
-    whole, *parts = (
-        attention_of(MAKE[kind]("lavo", attention_parts=part, context_dissection=False)).double()
-        for part in ("both", "global", "local")
-    )
-    for part in parts:
-        part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
-    states, keep = normal_states(2, 17, 48), torch.ones(2, 17, dtype=torch.bool)
-    keep[1, 9:] = False
-    expected = sum(attend(part, states, keep=keep) for part in parts) / 2
-    torch.testing.assert_close(attend(whole, states, keep=keep)[keep], expected[keep], rtol=0, atol=1e-12)
-
-
-@kinds
-@torch.no_grad()
 def test_a_pass_with_a_smaller_window_is_that_of_a_model_with_it(kind):
     """Its bias is that of the same distances; 0 leaves the local part out."""
     attention, states = attention_of(MAKE[kind]("lavo")).double(), normal_states(2, 17, 48)
@@ -248,13 +211,6 @@ def test_switches_that_are_refused(kind):
         for reads in given:
             with refused(*reads, *reads.values(), WINDOW):
                 model(random_ids(1, 9), **reads)
-
-
-def test_a_model_with_a_local_part_alone():
-    with refused("local_window", 0, "local"):
-        tiny_model("lavo", attention_parts="local", local_window=0)
-    with refused("attention_parts", "local"):
-        write_memory(attention_of(tiny_model("lavo", attention_parts="local")).double(), normal_states(1, 9, 48))
 
 
 # ---- the state ----

@@ -14,12 +14,10 @@ from luna_hf.ops import memory_control
 from luna_hf.ops.memory_control import cluster_slots, compressive_slots, control_weights, global_slots, tokens_per_slot
 from luna_hf.ops.tokens import move_to_ranks, row_lengths, token_ranks, write_to_slots
 from luna_hf.ops.window import (
-    interleave,
     join_blocks,
     key_blocks,
     key_places,
     query_blocks,
-    undo_interleave,
     window_mask,
     window_reach,
 )
@@ -118,17 +116,6 @@ def test_random_slots_never_change():
     assert random_slots(ranks, 64, 0)[0].tolist() == [50, 19, 58, 5, 50, 1, 10, 44, 25, 10, 49, 50, 62, 45, 43, 12]
     assert random_slots(ranks, 64, 1)[0].tolist() == [60, 47, 48, 14, 43, 51, 53, 17, 20, 54, 48, 31, 3, 41, 9, 15]
     assert random_slots(ranks, 5, 12345)[0].tolist() == [1, 1, 3, 0, 0, 0, 1, 1, 3, 2, 3, 3, 1, 1, 3, 4]
-
-
-def test_random_slots_depend_on_rank_and_seed_alone():
-    long = random_slots(torch.arange(1000)[None], 64, 3)
-    assert torch.equal(random_slots(torch.arange(10)[None], 64, 3), long[:, :10])
-    assert torch.equal(random_slots(torch.arange(1000).expand(4, -1), 64, 3), long.expand(4, -1))
-    for seed in (0, 4, 2**31 - 1, 2**40):
-        other = random_slots(torch.arange(1000)[None], 64, seed)
-        assert (other == long).double().mean() < 0.1
-    torch.manual_seed(123)
-    assert torch.equal(random_slots(torch.arange(1000)[None], 64, 3), long)
 
 
 # ---- compressive, global ----
@@ -252,13 +239,6 @@ def test_blocks_hold_the_neighbours_of_their_queries(window, block, length):
             expected = [i for i in range(t - before, t + after + 1) if 0 <= i < length and keep[b, i]]
             assert queries[b, t, 0] == t
             assert keys[b, t][mask[b, t]].tolist() == expected
-
-
-def test_interleaving_separates_even_and_odd_places():
-    states = torch.arange(24).view(2, 6, 2)
-    apart = interleave(states)
-    assert torch.equal(apart[0], states[0, 0::2]) and torch.equal(apart[1], states[0, 1::2])
-    assert torch.equal(undo_interleave(apart), states)
 
 
 # ---- cost ----

@@ -99,21 +99,6 @@ def test_the_bias_is_that_of_each_head_and_empty_slots_stay_unread(backend):
     torch.testing.assert_close(output, (weights @ value).transpose(1, 2).flatten(2), rtol=0, atol=1e-12)
 
 
-@torch.no_grad()
-def test_slots_of_equal_tokens_equal_softmax_attention():
-    """The means of 3, 2, 3 and 2 equal tokens, by ABC's compressive control, read without the window."""
-    fields = {"memory_control": "compressive", "memory_size": 4, "num_hidden_layers": 1}
-    mixed = float64("abc_memory", local_window=WINDOW, **fields)
-    mixed.encoder.layer[0].attention.self.slot_scale.fill_(1.0)
-    full = with_weights_of(float64("abc_memory", **{**fields, "memory_control": "full"}), mixed)
-    states = normal_states(2, 4, 48).repeat_interleave(torch.tensor([3, 2, 3, 2]), 1)
-    (output, _, _), (expected, _, _) = (
-        model.encoder.layer[0].attention.self(states, *model.begin(states, None, **reads))
-        for model, reads in ((mixed, {"local_window": 0}), (full, {}))
-    )
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-
-
 # ---- other attention as a special case ----
 
 

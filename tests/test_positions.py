@@ -80,20 +80,6 @@ def test_another_number_of_positions_while_loading(family, kind, positions, tmp_
 
 
 @families
-def test_a_decoder_has_no_table(family, tmp_path):
-    for positions in ("rotary", "sinusoidal"):
-        model = tiny_causal_model(family, position_embedding_type=positions)
-        expected = output(model, LONGER)
-        model.save_pretrained(tmp_path)
-        model.resize_position_embeddings(LONGER)
-        for longer in (model, type(model).from_pretrained(tmp_path, max_position_embeddings=LONGER)):
-            assert longer.config.max_position_embeddings == LONGER
-            assert torch.equal(output(longer, LONGER), expected)
-        trunk = AutoModel.from_pretrained(tmp_path, max_position_embeddings=LONGER)
-        assert trunk.config.max_position_embeddings == LONGER
-
-
-@families
 def test_impossible_sizes_are_refused_and_change_nothing(family, tmp_path):
     model = tiny_model(family, position_embedding_type="learned")
     before = output(model, TRAINED)

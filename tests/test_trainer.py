@@ -238,7 +238,7 @@ def test_checkpointing_changes_no_gradient(family, kind, variant, reentrant):
 
 def test_reentrant_checkpointing_draws_the_same_dropout_in_blocks_of_rows(monkeypatch):
     """Its first pass has no gradients but is part of training: the feed-forward network must not split into blocks."""
-    monkeypatch.setattr(modeling_layers, "_FEED_FORWARD_ROWS", {"cpu": 8})
+    monkeypatch.setattr(modeling_layers, "_CPU_ROWS", 8)
     model = tiny_model("luna", "mlm", hidden_dropout_prob=0.1, activation_dropout=0.1).double().train()
     batch = inputs_for("mlm", labels=True)
     expected = gradients(model, batch)

@@ -244,25 +244,6 @@ def test_one_softmax_over_a_list_of_memories(backend, windows, causal):
     torch.testing.assert_close(whole.detach(), output, rtol=0, atol=1e-12)
 
 
-@torch.no_grad()
-def test_empty_slots_do_not_change_a_window():
-    attention, query, key, value = make_attention(), *(by_heads(13, seed) for seed in range(3))
-    window = WindowMemory(key, value, None, 5)
-    empty = SlotMemory(by_heads(4, 3), by_heads(4, 4), torch.zeros(2, 1, 4, dtype=torch.bool))
-    alone, _ = read_memories(attention, query, [window])
-    both, weights = read_memories(attention, query, [empty, window])
-    torch.testing.assert_close(both, alone, rtol=0, atol=1e-14)
-    assert not weights[..., :4].any()
-
-
-@torch.no_grad()
-def test_a_window_over_the_whole_row_is_full_attention():
-    attention, query, key, value = make_attention(), *(by_heads(9, seed) for seed in range(3))
-    full, _ = read_memories(attention, query, [SlotMemory(key, value)])
-    window, _ = read_memories(attention, query, [WindowMemory(key, value, None, 19)])
-    torch.testing.assert_close(window, full, rtol=0, atol=1e-14)
-
-
 @pytest.mark.parametrize("control", [*WINDOWS, "mixed"])
 @backends
 def test_blocks_in_parts_equal_all_blocks_at_once(control, backend, monkeypatch):

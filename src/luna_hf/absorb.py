@@ -9,7 +9,7 @@ from .families.abc.attention import AbcAttention, Sources, sum_over
 from .families.luna.attention import LunaAttention, LunaPackAttention
 from .layers.block import AttentionBlock
 from .ops.absorbed import absorbed_pack, absorbed_read, project_slots
-from .ops.attention import linear, product, project_heads
+from .ops.attention import product, project_heads
 from .ops.context import ForwardContext
 from .ops.memory_read import SlotMemory
 
@@ -25,7 +25,7 @@ def absorb_projections(model: PreTrainedModel) -> PreTrainedModel:
     """Let the layers of a Luna or ABC encoder with few slots project these instead of the tokens, in place.
 
     On a CPU with `sdpa` attention, in inference and training, wherever that takes fewer operations: up to about 50
-    slots at width 768 (see `pays`). The numbers stay the same. Parameters and saved folders do not change.
+    slots at width 768 (see `is_cheaper`). The numbers stay the same. Parameters and saved folders do not change.
 
     The layers then use weights without calling the modules that hold them, so hooks on the attention (`attention.self`)
     and its projections do not run. Adapters and quantized weights that are added later keep the ordinary form.
@@ -46,7 +46,7 @@ def absorb_projections(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def pays(
+def is_cheaper(
     tokens: int, slots: int, width: int, heads: int, matrices: int = 2, products: int = 2, training: bool = False
 ) -> bool:
     """Whether absorbing projections takes less time than applying them to the tokens.
@@ -93,15 +93,16 @@ class AbsorbedBlock(AttentionBlock):
     def attend(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Like `AttentionBlock.attend`."""
         attention, output = self.self, self.output.dense
-        # The tokens of a stream, whose context is another, are projected together.
+        # The tokens of an unpadded batch, whose context is another, are projected together.
         fits = isinstance(context, ForwardContext) and isinstance(attention, LunaAttention | AbcAttention)
         if not fits or context.whole or not may_absorb(attention, states, attention.query, output):
             return super().attend(states, carried, context)
         memory = attention.write_own(states, carried, context)
         (slots, *others), (_, length, width) = memory.parts, states.shape
-        few = not others and isinstance(slots, SlotMemory)
-        if not few or not pays(length, slots.key.shape[2], width, attention.num_heads, training=attention.training):
-            return linear(output, attention.read(states, memory, context)[0]), memory.carried
+        is_alone = not others and isinstance(slots, SlotMemory)
+        sizes = length, slots.key.shape[2], width, attention.num_heads
+        if not (is_alone and is_cheaper(*sizes, training=attention.training)):
+            return output(attention.read(states, memory, context)[0]), memory.carried
         dropout = attention.attention_dropout if attention.training else 0.0
         sides = slots.key, slots.value, output, slots.mask(), dropout
         return absorbed_read(states, attention.query, *sides), memory.carried
@@ -114,7 +115,7 @@ class AbsorbedPackAttention(LunaPackAttention):
         """Like `LunaPackAttention.forward`."""
         layers = (self.key_value,) * 2 if self.config.tie_kv else (self.key, self.value)
         sizes = states.shape[1], packed_query.shape[1], states.shape[2], self.num_heads
-        if not may_absorb(self, states, *layers) or not pays(*sizes, len(set(layers)), training=self.training):
+        if not may_absorb(self, states, *layers) or not is_cheaper(*sizes, len(set(layers)), training=self.training):
             return super().forward(packed_query, states, context)
         query = project_heads(self.query, packed_query, self.num_heads)
         mask, dropout = context.masks.tokens, self.attention_dropout if self.training else 0.0
@@ -129,7 +130,7 @@ class AbsorbedAbcAttention(AbcAttention):
         sizes = states.shape[1], self.config.memory_size, states.shape[2], self.num_heads
         weighs = self.config.memory_control in ("mlp", "linformer") and context.projected is None
         weighs = weighs and may_absorb(self, states, self.key, self.value)
-        if weighs and pays(*sizes, products=1, training=self.training):
+        if weighs and is_cheaper(*sizes, products=1, training=self.training):
             return (states[:, None],)
         return super().sources(states, context)
 

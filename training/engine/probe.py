@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from luna_hf.inspection import inspect, is_inspectable
+
 Probe = dict[str, list[float | None]]
 
 
@@ -65,7 +67,7 @@ def probe(model: PreTrainedModel, batch: dict[str, Tensor], rows: int = 8) -> Pr
 
     Returns:
         One value per layer, `None` where there is nothing to compare (a single slot or token). An encoder of luna_hf
-        chooses its statistics (`MemoryAttention.views`), each an entropy (`normalised_entropy`) or a similarity
+        chooses its statistics (`luna_hf.inspection`), each an entropy (`normalised_entropy`) or a similarity
         (`slot_similarity`). Luna: `pack_entropy` (slots over tokens), `unpack_entropy` (tokens over slots), and
         `slot_similarity` of the packed context. ABC with slots: `read_entropy` (tokens over slots), `slot_similarity`
         of the slots' keys per head, and for the control `mlp` `write_entropy` (slots over tokens). Other models with
@@ -74,11 +76,11 @@ def probe(model: PreTrainedModel, batch: dict[str, Tensor], rows: int = 8) -> Pr
     ids = batch["input_ids"][:rows]
     mask = batch["attention_mask"][:rows] if "attention_mask" in batch else torch.ones_like(ids)
     trunk = model.base_model
-    shown = [module for module in trunk.modules() if getattr(module, "views", None)]
+    shown = [module for module in trunk.modules() if is_inspectable(module)]
     found: Probe = {}
 
     def measure(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for name, view in module.views(*args).items():
+        for name, view in inspect(module, *args).items():
             value = slot_similarity(*view) if len(view) == 2 else normalised_entropy(*view)
             found.setdefault(name, []).append(value)
 

@@ -92,7 +92,7 @@ def squared_errors(student: PreTrainedModel, lesson: Lesson, keep: Tensor | None
         if number in full:
             sums.append(states.new_zeros(2, dtype=torch.promote_types(states.dtype, torch.float32)))
             continue
-        added, carried = layer.attention.mix(states, carried, context)
+        added, carried = layer.attention(states, carried, context)
         precise = torch.promote_types(added.dtype, torch.float32)
         parts = (added.to(precise) - expected.to(precise), expected.to(precise))
         if keep is not None:

@@ -12,19 +12,17 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_tracing
 
 from ..configuration import BoundedMemoryConfig
-from ..ops.attention import linear
+from ..ops.attention import float32_products
 from ..ops.context import ForwardContext
 from ..ops.convolution import depthwise_convolution
-from ..ops.dispatch import choose
 from ..ops.recompute import keep_inputs, may_recompute
 from .memory_attention import FullAttention, MemoryAttention
 
-# Number of tokens per block of the feed-forward network in inference, by device type; the CPU's blocks fit in cache.
-_FEED_FORWARD_ROWS = {"cpu": 1024}
-
-_FEED_FORWARD_ROWS_DEFAULT = 16384
+# Number of tokens that the feed-forward network takes at a time: on a CPU, whose cache they fit, and elsewhere.
+_CPU_ROWS, _ROWS = 1024, 16384
 
 
 class DepthwiseConvolution(nn.Module):
@@ -68,7 +66,7 @@ class FeedForwardInput(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Map (..., d) to (..., intermediate_size)."""
-        return self.dropout(self.activation(linear(self.dense, states)))
+        return self.dropout(self.activation(self.dense(states)))
 
 
 class AttentionBlock(nn.Module):
@@ -91,28 +89,18 @@ class AttentionBlock(nn.Module):
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply the sub-layer with its residual connection; returns states (b, n, d) and `carried`.
-
-        In a post-norm layer, what follows applies `output.LayerNorm` to the states.
-        """
-        mixed, carried = self.mix(hidden_states, carried, context)
-        return hidden_states + self.output.dropout(mixed), carried
-
-    def mix(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the update that the residual connection adds, before dropout: (b, n, d), and `carried`."""
+        """Compute the update that the layer adds to the states, before dropout: (b, n, d), and `carried`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        mixed, carried = self.attend(states, carried, context)
+        update, carried = self.attend(states, carried, context)
         if self.convolution is not None:
             convolved, _ = context.in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None)
-            mixed = mixed + convolved
-        return mixed, carried
+            update = update + convolved
+        return update, carried
 
     def attend(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Apply attention and output projection to normed states (b, n, d)."""
-        mixed, carried = context.in_rows(self.self, states, carried)
-        return linear(self.output.dense, mixed), carried
+        read, carried = context.in_rows(self.self, states, carried)
+        return self.output.dense(read), carried
 
 
 class TransformerLayer(GradientCheckpointingLayer):
@@ -130,8 +118,10 @@ class TransformerLayer(GradientCheckpointingLayer):
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
         """Apply both sub-layers; returns token states (b, n, d) and `carried`."""
-        hidden_states, carried = self.attention(hidden_states, carried, context)
-        return self.feed_forward(hidden_states, self.attention), carried
+        with float32_products(hidden_states):
+            update, carried = self.attention(hidden_states, carried, context)
+            hidden_states = hidden_states + self.attention.output.dropout(update)
+            return self.feed_forward(hidden_states, self.attention), carried
 
     def feed_forward(self, hidden_states: Tensor, before: nn.Module) -> Tensor:
         """Apply the feed-forward sub-layer with its residual connection, in blocks of tokens if that saves memory.
@@ -141,9 +131,7 @@ class TransformerLayer(GradientCheckpointingLayer):
                 post-norm layer.
         """
         norm = self.output.LayerNorm if self.norm_first else before.output.LayerNorm
-        rows = self.feed_forward_rows
-        if not rows and choose("feed_forward", hidden_states, self.training) == "parts":
-            rows = _FEED_FORWARD_ROWS.get(hidden_states.device.type, _FEED_FORWARD_ROWS_DEFAULT)
+        rows = self.feed_forward_rows or _rows_at_a_time(hidden_states, self.training)
         flat = hidden_states.flatten(0, 1)
         if not rows or flat.shape[0] <= rows:
             return self._feed_forward(hidden_states, norm)
@@ -152,19 +140,19 @@ class TransformerLayer(GradientCheckpointingLayer):
     def _feed_forward(self, states: Tensor, norm: nn.LayerNorm) -> Tensor:
         def widen(states: Tensor) -> tuple[Tensor, Tensor]:
             normed = norm(states)
-            return states if self.norm_first else normed, linear(self.intermediate.dense, normed)
+            return states if self.norm_first else normed, self.intermediate.dense(normed)
 
         def narrow(inner: Tensor) -> Tensor:
-            return linear(self.output.dense, self.intermediate.dropout(self.intermediate.activation(inner)))
+            return self.output.dense(self.intermediate.dropout(self.intermediate.activation(inner)))
 
         def apply(states: Tensor) -> tuple[Tensor, Tensor]:
             states, inner = widen(states)
             return states, narrow(inner)
 
-        if not may_recompute(states, norm, self.intermediate, self.output):
+        if not (torch.is_grad_enabled() and may_recompute(states, norm, self.intermediate, self.output)):
             normed = norm(states)
             states = states if self.norm_first else normed
-            update = linear(self.output.dense, self.intermediate(normed))
+            update = self.output.dense(self.intermediate(normed))
         elif self.gradient_checkpointing and self.training:  # memory counts more than time
             states, update = keep_inputs(apply, states)
         else:  # the large products are kept; norms and activations are cheap
@@ -172,6 +160,16 @@ class TransformerLayer(GradientCheckpointingLayer):
             update = keep_inputs(narrow, inner)
         states = states + self.output.dropout(update)
         return states if self.norm_first else self.output.LayerNorm(states)
+
+
+def _rows_at_a_time(states: Tensor, training: bool) -> int:
+    """Return how many tokens the feed-forward network takes at a time, whose inner states are large; 0 for all."""
+    if is_tracing(states):
+        return 0
+    if states.device.type == "cpu":
+        return _CPU_ROWS
+    # Re-entrant checkpointing, which must draw the same dropout twice, also runs without gradients, but in training.
+    return 0 if training or torch.is_grad_enabled() else _ROWS
 
 
 class LayerStack(nn.Module):

@@ -16,8 +16,6 @@ from .memory_attention import Memory, MemoryAttention
 class CausalAttention(MemoryAttention):
     """Causal attention to any memory; `forward` writes and reads it."""
 
-    views = None  # probes see only the read weights
-
     def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
         """Not supported: a causal memory changes with every token.
 

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from ..configuration import BoundedMemoryConfig
-from ..ops.attention import linear
+from ..ops.attention import float32_products
 from ..ops.context import ForwardContext
 from .block import SubLayerOutput, TransformerLayer
 from .cache import SOURCE
@@ -32,12 +32,12 @@ class CrossAttentionBlock(nn.Module):
 
         Returns:
             The states (b, n, d), `carried` for the next layer, and with eager attention the read weights (b, h, n, m).
-            As in `AttentionBlock.forward`, the LayerNorm of a post-norm layer is not applied.
+            The LayerNorm of a post-norm layer is not applied.
         """
         memory = self.cached(context) if source is None else self.self.write(source, carried, context.source)
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
         mixed, weights = self.self.read(states, memory, context)
-        hidden_states = hidden_states + self.output.dropout(linear(self.output.dense, mixed))
+        hidden_states = hidden_states + self.output.dropout(self.output.dense(mixed))
         return hidden_states, carried if source is None else memory.carried, weights
 
     def cached(self, context: ForwardContext) -> Memory:
@@ -47,7 +47,8 @@ class CrossAttentionBlock(nn.Module):
 
     def write_source(self, carried: Tensor | None, source: Tensor, context: ForwardContext) -> Tensor | None:
         """Write the source (b, s, d) to the memory in the cache; returns `carried` for the next layer."""
-        memory = self.self.write(source, carried, context.source)
+        with float32_products(source):
+            memory = self.self.write(source, carried, context.source)
         (part,) = memory.parts
         if hasattr(part, "filled_slots"):  # a tensor, whatever the attention backend
             part = part._replace(filled=part.filled_slots())
@@ -74,10 +75,13 @@ class CrossLayer(TransformerLayer):
         self, hidden_states: Tensor, carried: Tensor | None, source: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
         """Apply the three sub-layers, see `CrossAttentionBlock.forward`."""
-        hidden_states, carried = self.attention(hidden_states, carried, context)
-        hidden_states = hidden_states if self.norm_first else self.attention.output.LayerNorm(hidden_states)
-        hidden_states, carried, _ = self.crossattention(hidden_states, carried, source, context)
-        return self.feed_forward(hidden_states, self.crossattention), carried
+        output = self.attention.output
+        with float32_products(hidden_states):
+            update, carried = self.attention(hidden_states, carried, context)
+            hidden_states = hidden_states + output.dropout(update)
+            hidden_states = hidden_states if self.norm_first else output.LayerNorm(hidden_states)
+            hidden_states, carried, _ = self.crossattention(hidden_states, carried, source, context)
+            return self.feed_forward(hidden_states, self.crossattention), carried
 
     def write_source(self, carried: Tensor | None, source: Tensor, context: ForwardContext) -> Tensor | None:
         """Put what the layer needs of the source (b, s, d) into the cache; returns `carried` for the next layer."""

@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import ModelOutput
 
 from ..configuration import BoundedMemoryConfig
-from ..ops.attention import linear
+from ..ops.attention import float32_products
 from ..ops.tokens import first_kept, masked_mean
 
 
@@ -36,8 +36,8 @@ class MaskedLMHead(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Compute logits: (..., d) to (..., vocab_size)."""
-        states = self.layer_norm(self.activation(linear(self.dense, states)))
-        return linear(self.decoder, states)
+        with float32_products(states):
+            return self.decoder(self.layer_norm(self.activation(self.dense(states))))
 
 
 class TokenPooling(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..configuration import BoundedMemoryConfig
-from ..ops.attention import KeyMask, attend_heads, count_bias, log_counts, make_key_mask, project_heads
+from ..ops.attention import KeyMask, attend_heads, count_bias, log_counts, make_key_mask, split_heads
 from ..ops.context import ForwardContext
 from ..ops.dispatch import choose
 from ..ops.exact_tokens import (
@@ -27,7 +27,7 @@ from ..ops.exact_tokens import (
     spaced_places,
     tokens_outside,
 )
-from ..ops.memory_read import Memories, SlotMemory, Views, WindowMemory, read_memories, tokens_in_window, view_parts
+from ..ops.memory_read import Memories, SlotMemory, WindowMemory, read_memories, tokens_in_window
 from ..ops.recompute import recomputed
 from ..ops.tokens import join_gradients
 
@@ -71,6 +71,7 @@ class MemoryAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.num_heads = config.num_attention_heads
+        self.head_size = config.hidden_size // self.num_heads
         self.attention_dropout = config.attention_probs_dropout_prob
         counts = config.local_window and config.slot_count_bias and self.has_slots
         self.slot_scale = nn.Parameter(torch.empty(self.num_heads)) if counts else None
@@ -97,8 +98,8 @@ class MemoryAttention(nn.Module):
 
     def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
-        heads = self.num_heads
-        return project_heads(self.key, states, heads), project_heads(self.value, states, heads)
+        shape = (*states.shape[:-1], self.num_heads, self.head_size)
+        return self.key(states).view(shape).transpose(1, 2), self.value(states).view(shape).transpose(1, 2)
 
     @staticmethod
     def rotary_size(config: BoundedMemoryConfig) -> int:
@@ -245,7 +246,7 @@ class MemoryAttention(nn.Module):
         ranks, places = spaced_places(context.ranks, context.lengths, keep, number)
         with torch.no_grad():
             rows = gather_tokens(states.unsqueeze(1), places.unsqueeze(1)).squeeze(1)
-            query = project_heads(self.query, rows, self.num_heads)
+            query = split_heads(self.query(rows), self.num_heads)
             scores = attention_asked(query, key, ranks, context.ranks, keep, context.window)
         may = context.slot_tokens()  # neither padding nor marked
         scores = scores if may is None else scores.masked_fill(~may, -torch.inf)
@@ -269,18 +270,17 @@ class MemoryAttention(nn.Module):
         """Read a memory with (b, n, d) states: (b, n, d) before the output projection, and the weights if eager."""
         memory = memory._replace(carried=None)
         if torch.is_grad_enabled() and self.config._attn_implementation != "eager":
-            keys = sum(
-                2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in memory.parts
-            )
-            if keys <= hidden_states.shape[-1] * _MOST_KEYS:
-                return recomputed(self.read_parts, hidden_states, memory, context)
-        return self.read_parts(hidden_states, memory, context)
+            parts = memory.parts
+            keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in parts)
+            if keys <= hidden_states.shape[-1] * _MOST_KEYS:  # the backward pass reads again
+                return recomputed(self._read, hidden_states, memory, context)
+        return self._read(hidden_states, memory, context)
 
-    def read_parts(
+    def _read(
         self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Do what `read` does; where keys are few, the backward pass does it again instead of keeping the result."""
-        query = project_heads(self.query, hidden_states, self.num_heads)
+        shape = (*hidden_states.shape[:-1], self.num_heads, self.head_size)
+        query = self.query(hidden_states).view(shape).transpose(1, 2)
         options = {} if context is None else context.options
         output, weights = read_memories(self, query, memory.parts, options)
         if memory.marked is None:
@@ -289,12 +289,6 @@ class MemoryAttention(nn.Module):
         whole, _ = attend_heads(self, gather_tokens(query, tokens.places), *sides, **options)
         weights = None if weights is None else weights.masked_fill(tokens.mask.unsqueeze(-1), 0.0)
         return put_tokens(output, whole, tokens), weights
-
-    def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
-        """Return what a probe can inspect, by name, for the arguments of `forward`; needs eager attention."""
-        memory = self.write_own(states, carried, context)
-        _, weights = self.read(states, memory, context)
-        return view_parts(memory.parts, weights, context.tokens(states))
 
     def forward(
         self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
@@ -324,7 +318,3 @@ class FullAttention(MemoryAttention):
         """Keep one slot per token; `carried` passes by unchanged."""
         mask = make_key_mask(self.config, context.keep, queries=states, keys=states)
         return Memory([SlotMemory(*self.key_and_value(states), mask)], carried)
-
-    def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
-        """Return the attention map."""
-        return {"attention_entropy": super().views(states, carried, context)["read_entropy"]}

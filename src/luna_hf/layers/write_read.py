@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ..ops.attention import float32_products
 from ..ops.context import make_context, make_encoder_context
 from .memory_attention import Memory, MemoryAttention
 
@@ -34,7 +35,8 @@ def write_memory(
     slots_alone, mixes = {"local_window": 0}, attention.has_slots
     context = make_encoder_context(attention.config, states, keep, slots_alone, mixes=mixes)
     context = context._replace(carried_keep=carried_keep)
-    return attention.write(states, carried, attention.prepare(attention.config, states, carried, context))
+    with float32_products(states):
+        return attention.write(states, carried, attention.prepare(attention.config, states, carried, context))
 
 
 def read_memory(
@@ -57,4 +59,6 @@ def read_memory(
         ValueError: The memory is a window, which can be read only by the tokens it was written from.
     """
     keep = None if attention_mask is None else attention_mask != 0
-    return attention.read(hidden_states, memory, make_context(keep, hidden_states.shape[1], hidden_states.device))
+    context = make_context(keep, hidden_states.shape[1], hidden_states.device)
+    with float32_products(hidden_states):
+        return attention.read(hidden_states, memory, context)

@@ -1,6 +1,5 @@
 """Base classes shared by all models: loading and saving, input validation, and heads on a base model."""
 
-import difflib
 import os
 import sys
 from dataclasses import fields
@@ -19,12 +18,6 @@ from ..layers.embeddings import TokenEmbeddings
 from ..layers.memory_attention import MemoryAttention
 from ..ops.context import drop_if_full
 
-# Inputs of some model here, in the order in which a misspelt one is compared with them.
-_INPUT_NAMES = (
-    *("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels", "cache"),
-    *("use_cache", "logits_to_keep", "shift_labels", "start_positions", "end_positions", "num_items_in_batch"),
-)
-
 # Keywords of every transformers model, the option of flex attention, and what `generate` passes on for stop strings.
 _OPTIONS = (*TransformersKwargs.__optional_keys__, "kernel_options", "tokenizer")
 
@@ -41,13 +34,6 @@ _REFUSED_KEYWORDS = {
     **dict.fromkeys(("cache", "past_key_values", "use_cache"), _NO_CACHE),
     **dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"), _PACKED),
 }
-
-
-@torch.compiler.assume_constant_result  # torch.compile cannot trace difflib
-def _closest_input(name: str, outputs: tuple[str, ...]) -> str:
-    known = [known for known in (*_INPUT_NAMES, *outputs) if known != name]
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean `{close[0]}`?" if close else ""
 
 
 def add_peft_targets(model_type: str) -> None:
@@ -200,8 +186,12 @@ class BaseModelMixin:
             ValueError: A keyword is unknown or not supported.
         """
         for name, value in keywords.items():
-            if value is not None and name not in self.known_keywords:
-                self.refuse_keyword(name, value)
+            if value is None or name in self.known_keywords:
+                continue
+            if name not in _REFUSED_KEYWORDS:
+                raise ValueError(f"The model has no input `{name}`.")
+            if value is not False:  # switched off
+                raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
         if "local_window" in keywords or "read_slots" in keywords:
             self.check_reads(keywords.get("local_window"), keywords.get("read_slots"))
         if keywords.get("output_attentions") and "attentions" not in self._can_record_outputs:
@@ -209,18 +199,6 @@ class BaseModelMixin:
                 f"`output_attentions` is not supported: a causal {self.config.model_type} model computes no attention "
                 "weights. Leave it out."
             )
-
-    def refuse_keyword(self, name: str, value: Any) -> None:
-        """Reject a keyword, unless it is one that is not supported and switched off.
-
-        Raises:
-            ValueError: See above.
-        """
-        if name not in _REFUSED_KEYWORDS:
-            outputs = tuple(f"output_{recorded}" for recorded in self._can_record_outputs)
-            raise ValueError(f"The model has no input `{name}`.{_closest_input(name, outputs)}")
-        if value is not False:
-            raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
 
     def check_reads(self, window: int | None, slots: bool | None) -> None:
         """Reject a choice of window and slots that the model does not have, or that reads nothing.

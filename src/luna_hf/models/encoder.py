@@ -6,7 +6,7 @@ Each `...Mixin` implements a complete model; a family's class only names its par
 import contextlib
 import copy
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..configuration import BoundedMemoryConfig
 from ..layers.block import DepthwiseConvolution
 from ..ops.context import ForwardContext, make_encoder_context, whole_length
 from ..ops.positions import repeat_positions
-from ..ops.unpadding import BOUNDARIES, Stream, StreamContext, find_starts, is_readable, make_stream
+from ..ops.unpadding import BOUNDARIES, UnpaddedBatch, UnpaddedContext, find_starts, is_readable, unpad_batch
 from .base import BaseModelMixin, BoundedMemoryPreTrainedModel
 
 
@@ -93,14 +93,6 @@ def resize_table(table: nn.Module | None, trained: int, length: int) -> None:
 _OWN_KEYWORDS = (*BOUNDARIES, "max_length_q", "max_length_k", "unpad_inputs", "num_global_tokens")
 
 
-class EncoderInputs(NamedTuple):
-    """What the layers of an encoder get."""
-
-    hidden_states: Tensor  # (b, n, d) embedded tokens, or (1, t, d) as a stream without padding
-    carried: Tensor | None  # the first layer's other input, see `MemoryAttention.write`
-    context: ForwardContext | StreamContext
-
-
 class EncoderModelMixin(BaseModelMixin):
     """The encoder without a head, the base model of a family's task models."""
 
@@ -156,10 +148,10 @@ class EncoderModelMixin(BaseModelMixin):
             ValueError: A shape is wrong, the input is empty or longer than `max_position_embeddings`, `position_ids`
                 fall within a text, or a keyword is unknown or not supported.
         """
-        given = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
-        hidden_states, carried, context = self.prepare_inputs(*given, kwargs)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
+        hidden_states, carried, context = self.prepare_inputs(*inputs, kwargs)
         hidden_states, carried = self.encoder(hidden_states, carried, context)
-        if isinstance(context, StreamContext):
+        if isinstance(context, UnpaddedContext):
             hidden_states, carried = context.restore(hidden_states, carried)
         return self.make_output(hidden_states, carried, context)
 
@@ -172,41 +164,48 @@ class EncoderModelMixin(BaseModelMixin):
         inputs_embeds: Tensor | None,
         global_attention_mask: Tensor | None,
         keywords: dict[str, Any],
-    ) -> EncoderInputs:
-        """Check the arguments of `forward`, lay out the tokens with or without padding, and embed them.
+    ) -> tuple[Tensor, Tensor | None, ForwardContext | UnpaddedContext]:
+        """Check the arguments of `forward`, and decide all that is the same in every layer.
+
+        Returns:
+            The embedded tokens, (b, n, d), or (1, t, d) without padding; the first layer's `carried` input, see
+            `MemoryAttention.write`; and the context shared by all layers.
 
         Raises:
             ValueError: See `forward`.
         """
         self.check_keywords(keywords)
-        length = self.check_shapes(input_ids, inputs_embeds, attention_mask)
-        options = {**keywords, "most_marked": keywords.get("num_global_tokens")}
-        for name in _OWN_KEYWORDS:
-            options.pop(name, None)
+        longest = self.check_shapes(input_ids, inputs_embeds, attention_mask)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
-        keep, stream = self.tokens_to_keep(input_ids, attention_mask), None
+        keep, starts = self.tokens_to_keep(input_ids, attention_mask), None
         marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)
-        starts, may_hold_several = None, position_ids is not None
+        may_hold_several = position_ids is not None
         for name in BOUNDARIES:
             may_hold_several = may_hold_several or keywords.get(name) is not None
         if may_hold_several:
             starts = self.find_texts(inputs, keep, position_ids, keywords)
             position_ids = self.table_positions(position_ids, keep)
-        if keep is not None or starts is not None:
-            stream = self.lay_out(inputs, keep, starts, keywords)
-        limit, longest = self.config.longest_input(), length if stream is None else stream.longest
+        unpadded = None if keep is None and starts is None else self.unpad(inputs, keep, starts, keywords)
+        longest, limit = longest if unpadded is None else unpadded.longest, self.config.longest_input()
         if limit is not None and longest > limit:
             raise ValueError(
                 f"The input has {longest} tokens, but the model accepts at most {limit} (`max_position_embeddings`). "
                 f"Use `tokenizer(..., truncation=True, max_length={limit})`, or a model with more positions."
             )
-        if stream is None:
+        options = {**keywords, "most_marked": keywords.get("num_global_tokens")}
+        for name in _OWN_KEYWORDS:
+            options.pop(name, None)
+        if unpadded is None:
             hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
-            return EncoderInputs(hidden_states, *self.begin(hidden_states, keep, marked, **options))
-        position_ids = self.stream_positions(position_ids, stream)
-        input_ids, inputs_embeds, token_type_ids = map(stream.select, (input_ids, inputs_embeds, token_type_ids))
+            return hidden_states, *self.begin(hidden_states, keep, marked, **options)
+        if position_ids is None:
+            position_ids = unpadded.positions + self.config.pad_token_id + 1
+        else:
+            position_ids = unpadded.select(position_ids)
+        tokens = map(unpadded.select, (input_ids, inputs_embeds, token_type_ids, marked))
+        input_ids, inputs_embeds, token_type_ids, marked = tokens
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, None)
-        return EncoderInputs(hidden_states, *self.begin_stream(hidden_states, stream, stream.select(marked), **options))
+        return hidden_states, *self.begin_unpadded(hidden_states, unpadded, marked, options)
 
     def begin(
         self, hidden_states: Tensor, keep: Tensor | None, marked: Tensor | None = None, **options: Any
@@ -215,6 +214,34 @@ class EncoderModelMixin(BaseModelMixin):
         context = self.make_context(hidden_states, keep, marked, options)
         carried = self.first_carried()
         return carried, self.attention_class.prepare(self.config, hidden_states, carried, context)
+
+    def begin_unpadded(
+        self, hidden_states: Tensor, unpadded: UnpaddedBatch, marked: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor | None, UnpaddedContext]:
+        """Like `begin`, for an unpadded batch (1, t, d)."""
+        carried, slots = self.carried_by_texts(unpadded)
+        marks = [None] * len(unpadded.buckets) if marked is None else unpadded.in_buckets(marked.squeeze(0))
+        context, contexts = UnpaddedContext(unpadded, (), slots, unpadded.lengths), []
+        for bucket, rows, mark in zip(unpadded.buckets, context.split(hidden_states, carried), marks, strict=True):
+            own = self.make_context(rows[0], bucket.keep, mark, options)
+            contexts.append(self.attention_class.prepare(self.config, *rows, own))
+        return carried, context._replace(contexts=tuple(contexts))
+
+    def make_context(
+        self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
+    ) -> ForwardContext:
+        """Return the context of (b, n, d) states, without the family's masks."""
+        return make_encoder_context(self.config, states, keep, options, marked, self.attention_class.has_slots)
+
+    def carried_by_texts(self, unpadded: UnpaddedBatch) -> tuple[Tensor | None, tuple[int, ...] | None]:
+        """Return the first layer's `carried` input for an unpadded batch, and `UnpaddedContext.slots`."""
+        return self.first_carried(), None
+
+    def make_output(
+        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext | UnpaddedContext
+    ) -> BaseModelOutput:
+        """Build the model's output from that of the last layer."""
+        return BaseModelOutput(last_hidden_state=hidden_states)
 
     def find_marked(self, inputs: Tensor, global_attention_mask: Tensor) -> Tensor | None:
         """Return the marked tokens (b, n) of (b, n) or (b, n, d) inputs, or `None` if no token is marked.
@@ -235,96 +262,64 @@ class EncoderModelMixin(BaseModelMixin):
         marked = global_attention_mask != 0
         return marked if not is_readable(marked) or marked.any() else None
 
-    def make_output(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext | StreamContext
-    ) -> BaseModelOutput:
-        """Build the model's output from that of the last layer."""
-        return BaseModelOutput(last_hidden_state=hidden_states)
-
     def find_texts(
         self, inputs: Tensor, keep: Tensor | None, position_ids: Tensor | None, keywords: dict[str, Any]
     ) -> Tensor | None:
         """Return where the texts of (b, n) or (b, n, d) inputs begin, see `find_starts`.
 
         Raises:
-            ValueError: A row holds several texts, and is read as one; or positions fall within a text.
+            ValueError: A row holds several texts, and is read as one; or positions fall in a row that is one text.
         """
-        markers = {name: keywords.get(name) for name in BOUNDARIES}
+        markers = {name: keywords[name] for name in BOUNDARIES if keywords.get(name) is not None}
         starts = find_starts(inputs.shape[:2], keep, position_ids, markers)
         if starts is None:
             self.check_positions(position_ids, keep)
         elif self.one_text_per_row:
-            given = next((name for name, marker in markers.items() if marker is not None), "position_ids")
             raise ValueError(
-                f"`{given}` marks several texts in a row, but what reads this encoder takes one text per row: pad the "
-                "texts instead (DataCollatorWithPadding), whose padding is not computed."
+                f"`{next(iter(markers), 'position_ids')}` marks several texts in a row, but what reads this encoder "
+                "takes one text per row: pad the texts (DataCollatorWithPadding), whose padding is not computed."
             )
         return starts
 
-    def make_context(
-        self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
-    ) -> ForwardContext:
-        """Return the context of (b, n, d) states, without the family's masks."""
-        return make_encoder_context(self.config, states, keep, options, marked, self.attention_class.has_slots)
-
-    def begin_stream(
-        self, hidden_states: Tensor, stream: Stream, marked: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor | None, StreamContext]:
-        """Like `begin`, for a stream (1, t, d)."""
-        carried, slots = self.carried_by_texts(stream)
-        marks = [None] * len(stream.buckets) if marked is None else stream.in_buckets(marked.squeeze(0))
-        context = StreamContext(stream, (), slots, stream.lengths)
-        parts = []
-        for bucket, rows, mark in zip(stream.buckets, context.split(hidden_states, carried), marks, strict=True):
-            own = self.make_context(rows[0], bucket.keep, mark, options)
-            parts.append(self.attention_class.prepare(self.config, *rows, own))
-        return carried, context._replace(parts=tuple(parts))
-
-    def carried_by_texts(self, stream: Stream) -> tuple[Tensor | None, tuple[int, ...] | None]:
-        """Return the first layer's `carried` input for a stream, and `StreamContext.slots`."""
-        return self.first_carried(), None
-
-    def lay_out(
-        self,
-        inputs: Tensor,
-        keep: Tensor | None,
-        starts: Tensor | None,
-        keywords: dict[str, Any],
-    ) -> Stream | None:
-        """Lay out the tokens of a batch as a stream, or return `None` to compute its rows as they are.
+    def unpad(
+        self, inputs: Tensor, keep: Tensor | None, starts: Tensor | None, keywords: dict[str, Any]
+    ) -> UnpaddedBatch | None:
+        """Leave out the padding of a batch, or return `None` to compute its rows as they are.
 
         Args:
             inputs: (b, n) or (b, n, d).
-            keep, starts: see `make_stream`.
+            keep, starts: see `unpad_batch`.
             keywords: keyword arguments of `forward`.
 
         Raises:
             ValueError: Several texts in a row, and an input or output that only padded rows have.
         """
-        unpad = keywords.get("unpad_inputs")
-        unpad = self.config.unpad_inputs if unpad is None else unpad
-        if starts is None and (keep is None or unpad is False):
+        wanted, needs_rows = keywords.get("unpad_inputs"), []
+        wanted = self.config.unpad_inputs if wanted is None else wanted
+        if starts is None and wanted is False:
             return None
-        asked = [f"output_{name}" for name in self._can_record_outputs]
-        asked = [name for name in asked if keywords.get(name, getattr(self.config, name, False))]
-        given = [] if keywords.get("packed_states") is None else ["packed_states"]
+        if keywords.get("packed_states") is not None:
+            needs_rows.append("packed_states")
+        one_text = starts is not None and len(inputs) == 1 and keep is None  # whose states are those of its row
+        for name in self._can_record_outputs:
+            output = f"output_{name}"
+            is_asked = keywords.get(output, getattr(self.config, output, False))
+            if is_asked and not (one_text and name == "hidden_states"):
+                needs_rows.append(output)
+        if starts is not None and needs_rows:
+            raise ValueError(f"`{needs_rows[0]}` needs one text per row: pad the texts (DataCollatorWithPadding).")
         if starts is None:
-            is_possible = is_readable(keep) and not given
             # Eager attention is for looking at attention, row by row.
-            automatic = unpad is None and self.config._attn_implementation != "eager"
-            if asked or not is_possible or not (unpad or automatic):
+            is_automatic = wanted is None and self.config._attn_implementation != "eager"
+            if needs_rows or not is_readable(keep) or not (wanted or is_automatic):
                 return None
-        elif wrong := given + [
-            name for name in asked if name != "output_hidden_states" or len(inputs) > 1 or keep is not None
-        ]:
-            raise ValueError(f"`{wrong[0]}` needs one text per row: pad the texts (DataCollatorWithPadding).")
-        shape, width = inputs.shape[:2], self.config.hidden_size
-        window = keywords.get("local_window")
+        shape, window = inputs.shape[:2], keywords.get("local_window")
         border = whole_length(self.config, self.config.local_window if window is None else window)
-        stream = make_stream(keep, starts, shape, inputs.device, width, border)
-        if starts is None and (len(stream.lengths) < shape[0] or not (unpad or stream.pays(width))):
-            return None  # the first: a row of padding alone
-        return stream
+        unpadded = unpad_batch(keep, starts, shape, inputs.device, self.config.hidden_size, border)
+        if starts is not None:
+            return unpadded
+        has_empty_row = len(unpadded.lengths) < shape[0]
+        return None if has_empty_row or not (wanted or unpadded.cost < shape[0] * shape[1]) else unpadded
 
     def table_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> Tensor | None:
         """Return rows of the position table for `position_ids` (1 or b, n), which may count from 0 instead.
@@ -336,16 +331,3 @@ class EncoderModelMixin(BaseModelMixin):
         padding_idx = self.config.pad_token_id
         real = position_ids if keep is None else position_ids.masked_fill(~keep, padding_idx + 1)
         return position_ids + (real.amin(-1, keepdim=True) == 0) * (padding_idx + 1)
-
-    def stream_positions(self, position_ids: Tensor | None, stream: Stream) -> Tensor:
-        """Return the positions of a stream's tokens, rows of the position table (1, t).
-
-        Raises:
-            ValueError: They fall within a text.
-        """
-        if position_ids is None:
-            return stream.positions + self.config.pad_token_id + 1
-        positions = stream.select(position_ids)
-        if ((positions[:, 1:] < positions[:, :-1]) & (stream.positions[:, 1:] > 0)).any():
-            raise ValueError("`position_ids` fall within a text: count them up from each text's first token.")
-        return positions

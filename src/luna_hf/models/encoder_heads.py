@@ -42,7 +42,7 @@ from .base import HeadMixin
 
 
 class EncoderHeadMixin(HeadMixin):
-    """A head on an encoder; rejects the config of a causal model."""
+    """A head on an encoder; each head implements `add_head`, `predict` and `head_loss`."""
 
     one_text_per_row = False  # whether the head reads whole rows, which must not hold several texts
     marks = "none"  # what `config.global_tokens="auto"` marks
@@ -56,6 +56,43 @@ class EncoderHeadMixin(HeadMixin):
         config.refuse_encoder_decoder(type(self).__name__)
         super().__init__(config)
         self.base_model.one_text_per_row = self.one_text_per_row
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        global_attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
+            labels: what to predict, see the class; a label of -100 is ignored.
+            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
+            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
+
+        Returns:
+            An `output_class` with `loss` if labels are given, and `logits`, see the class.
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
+        outputs = self.encode(*inputs, **kwargs)
+        logits, labels = self.predict(outputs, labels, *inputs)
+        loss = None if labels is None else self.head_loss(logits, labels, num_items_in_batch)
+        return self.make_output(outputs, loss=loss, logits=logits)
+
+    def predict(self, outputs: ModelOutput, labels: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Compute logits from the base model's outputs; returns them and the labels of the loss."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `predict`.")
+
+    def head_loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """Compute the loss: cross-entropy, unless the head has another."""
+        return cross_entropy(logits, labels, num_items_in_batch)
 
     def encode(
         self,
@@ -90,7 +127,11 @@ class EncoderHeadMixin(HeadMixin):
 
 
 class MaskedLMMixin(EncoderHeadMixin):
-    """Masked language modelling; in training with `sparse_prediction`, the head runs only on labelled positions."""
+    """Masked language modelling.
+
+    `labels` are the token ids (b, n) to predict, `logits` (b, n, vocab_size). In training with `sparse_prediction`, the
+    head runs only on labelled positions, and logits are (number of labels, vocab_size).
+    """
 
     auto_classes = ("AutoModelForMaskedLM", "AutoModelForPreTraining")
     output_class = MaskedLMOutput
@@ -117,60 +158,26 @@ class MaskedLMMixin(EncoderHeadMixin):
         tied = super().get_expanded_tied_weights_keys(all_submodels)
         return tied or {name: source for name, source in self._tied_weights_keys.items() if name.endswith("bias")}
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        global_attention_mask: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MaskedLMOutput:
-        """
-        Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
-            labels: (b, n) token ids to predict; -100 is ignored.
-            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
-            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
-
-        Returns:
-            `loss` if labels are given; `logits` (b, n, vocab_size), or (number of labels, vocab_size) in training with
-            `sparse_prediction`.
-        """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
-        outputs = self.encode(*inputs, **kwargs)
-        states, loss = outputs.last_hidden_state, None
+    def predict(self, outputs: ModelOutput, labels: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Like `EncoderHeadMixin.predict`."""
+        states = outputs.last_hidden_state
         if labels is not None and self.training and self.config.sparse_prediction:
             labelled = labels != -100
             states, labels = states[labelled], labels[labelled]
-        logits = self.lm_head(states)
-        if labels is not None:
-            loss = cross_entropy(logits, labels, num_items_in_batch)
-        return self.make_output(outputs, loss=loss, logits=logits)
+        return self.lm_head(states), labels
 
 
-class PooledHeadMixin(EncoderHeadMixin):
-    """A head on one pooled vector per row."""
+class SequenceClassificationMixin(EncoderHeadMixin):
+    """Classification of, or regression on, a whole sequence or pair of sequences.
 
-    one_text_per_row = True
-    pooling_class: type[nn.Module] = TokenPooling
-
-    def pooled_logits(self, outputs: ModelOutput, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
-        """Pool the base model's outputs and compute logits (b, num_labels)."""
-        keep = self.base_model.tokens_to_keep(input_ids, attention_mask)
-        return self.classifier(self.pooling(outputs, keep))
-
-
-class SequenceClassificationMixin(PooledHeadMixin):
-    """Classification of, or regression on, a whole sequence or pair of sequences."""
+    `labels` are class indices or values (b,), or (b, num_labels), see `classification_loss`; `logits` (b, num_labels).
+    """
 
     auto_classes = ("AutoModelForSequenceClassification",)
+    one_text_per_row = True
     marks = "first"
     output_class = SequenceClassifierOutput
+    pooling_class: type[nn.Module] = TokenPooling
 
     def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
@@ -178,90 +185,55 @@ class SequenceClassificationMixin(PooledHeadMixin):
         self.pooling = self.pooling_class(config)
         self.classifier = ClassificationHead(config, config.num_labels)
 
-    @can_return_tuple
-    def forward(
+    def predict(
         self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        global_attention_mask: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutput:
-        """
-        Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
-            labels: (b,) class indices or values, or (b, num_labels); see `classification_loss`.
-            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
-            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
+        outputs: ModelOutput,
+        labels: Tensor | None,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        *inputs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like `EncoderHeadMixin.predict`, from one pooled vector per row."""
+        keep = self.base_model.tokens_to_keep(input_ids, attention_mask)
+        return self.classifier(self.pooling(outputs, keep)), labels
 
-        Returns:
-            `loss` if labels are given; `logits` (b, num_labels).
-        """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
-        outputs = self.encode(*inputs, **kwargs)
-        logits = self.pooled_logits(outputs, input_ids, attention_mask)
-        loss = None if labels is None else classification_loss(logits, labels, self.config, num_items_in_batch)
-        return self.make_output(outputs, loss=loss, logits=logits)
+    def head_loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """Compute the loss for `config.problem_type`."""
+        return classification_loss(logits, labels, self.config, num_items_in_batch)
 
 
-class MultipleChoiceMixin(PooledHeadMixin):
-    """Multiple choice: one score per choice, with a softmax over the choices."""
+class MultipleChoiceMixin(EncoderHeadMixin):
+    """Multiple choice: one score per choice, with a softmax over the choices.
+
+    The inputs have an additional dimension, (b, choices, n) or (b, choices, n, d). `labels` are the indices of the
+    correct choices (b,), `logits` (b, choices).
+    """
 
     auto_classes = ("AutoModelForMultipleChoice",)
+    one_text_per_row = True
     marks = "question"
     output_class = MultipleChoiceModelOutput
+    pooling_class: type[nn.Module] = TokenPooling
 
     def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
         self.pooling = self.pooling_class(config)
         self.classifier = ClassificationHead(config, 1)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        global_attention_mask: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MultipleChoiceModelOutput:
-        """
-        Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`;
-                with an additional dimension for the choices, (b, choices, n) or (b, choices, n, d).
-            labels: (b,) index of the correct choice.
-            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
-            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
+    def encode(self, *inputs: Tensor | None, **kwargs: Any) -> ModelOutput:
+        """Like `EncoderHeadMixin.encode`, with a row for each choice."""
+        return super().encode(*(None if tensor is None else tensor.flatten(0, 1) for tensor in inputs), **kwargs)
 
-        Returns:
-            `loss` if labels are given; `logits` (b, choices).
-        """
-        num_choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-        flat = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-            "global_attention_mask": global_attention_mask,
-        }
-        flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in flat.items()}
-        outputs = self.encode(**flat, **kwargs)
-        logits = self.pooled_logits(outputs, flat["input_ids"], flat["attention_mask"]).view(-1, num_choices)
-        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
-        return self.make_output(outputs, loss=loss, logits=logits)
+    def predict(self, outputs: ModelOutput, labels: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Like `EncoderHeadMixin.predict`."""
+        ids, mask = (None if tensor is None else tensor.flatten(0, 1) for tensor in inputs[:2])
+        scores = self.classifier(self.pooling(outputs, self.base_model.tokens_to_keep(ids, mask)))
+        num_choices = next(tensor for tensor in inputs if tensor is not None).shape[1]
+        return scores.view(-1, num_choices), labels
 
 
 class TokenClassificationMixin(EncoderHeadMixin):
-    """Token classification: one label per token."""
+    """Token classification: `labels` are class indices (b, n), `logits` (b, n, num_labels)."""
 
     auto_classes = ("AutoModelForTokenClassification",)
     output_class = TokenClassifierOutput
@@ -272,34 +244,9 @@ class TokenClassificationMixin(EncoderHeadMixin):
         self.dropout = classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        global_attention_mask: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> TokenClassifierOutput:
-        """
-        Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
-            labels: (b, n) class indices; -100 is ignored.
-            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
-            global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
-
-        Returns:
-            `loss` if labels are given; `logits` (b, n, num_labels).
-        """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
-        outputs = self.encode(*inputs, **kwargs)
-        logits = linear(self.classifier, self.dropout(outputs.last_hidden_state))
-        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
-        return self.make_output(outputs, loss=loss, logits=logits)
+    def predict(self, outputs: ModelOutput, labels: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Like `EncoderHeadMixin.predict`."""
+        return linear(self.classifier, self.dropout(outputs.last_hidden_state)), labels
 
 
 class QuestionAnsweringMixin(EncoderHeadMixin):

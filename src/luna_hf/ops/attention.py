@@ -2,6 +2,7 @@
 products that are fast in half precision on every CPU."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import is_torchdynamo_exporting
+from transformers.utils import is_torchdynamo_exporting, is_tracing
 
 from .dispatch import SLOW_CPU_DTYPES, multiplies_in_float32, prefers_products
 
@@ -97,30 +98,27 @@ class _LinearInFloat32(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def linear(layer: nn.Module, states: Tensor) -> Tensor:
-    """`layer(states)` for a linear layer, computed in float32 where the CPU would have to emulate the states' dtype.
+def float32_products(states: Tensor) -> AbstractContextManager:
+    """Let linear layers compute in float32 where the CPU would have to emulate the dtype of `states`; for `with`.
 
     On CPUs without instructions for it (AVX2 and bfloat16, for example), PyTorch's emulation reaches only a few per
-    cent of float32 throughput, while the conversion is cheap and loses no precision. A call and not a subclass of
-    `nn.Linear`, because quantization replaces modules by their exact type; a mode, because `layer` may be an adapter.
-
-    Args:
-        layer: a linear layer, or what a library has put in its place.
-        states: (..., in_features).
-
-    Returns:
-        (..., out_features) in the dtype of `states`.
+    cent of float32 throughput, while the conversion is cheap and loses no precision. A mode and not a subclass of
+    `nn.Linear`, because quantization replaces modules by their exact type, and adapters wrap them.
     """
-    if states.dtype not in SLOW_CPU_DTYPES or states.device.type != "cpu":
-        return layer(states)
-    with _LinearInFloat32():
+    # Not in graphs, which should be the same on whatever machine they are made.
+    is_slow = states.dtype in SLOW_CPU_DTYPES and states.device.type == "cpu" and not is_tracing(states)
+    return _LinearInFloat32() if is_slow else nullcontext()
+
+
+def linear(layer: nn.Module, states: Tensor) -> Tensor:
+    """Apply a linear layer to (..., in_features), see `float32_products`."""
+    with float32_products(states):
         return layer(states)
 
 
 def project_heads(layer: nn.Module, states: Tensor, num_heads: int) -> Tensor:
-    """Apply a linear layer to (b, n, d) states and split the result into heads (b, h, n, c), see `linear`."""
-    projected = linear(layer, states)
-    # Not `unflatten`: the older ONNX exporter would fix the length to that of the example input.
+    """Apply a linear layer to (b, n, d) states and split the result into heads (b, h, n, c)."""
+    projected = layer(states)
     return projected.view(*projected.shape[:-1], num_heads, projected.shape[-1] // num_heads).transpose(1, 2)
 
 
@@ -231,31 +229,6 @@ def eager_attention_forward(
     return output.transpose(1, 2), weights
 
 
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: KeyMask | None,
-    num_heads: int,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Multi-head softmax attention with any numbers of queries and keys, through transformers' attention interface.
-
-    Args:
-        module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
-        query: (b, q, d) projected queries.
-        key, value: (b, k, d) projected keys and values.
-        mask: from `make_key_mask`, or `None`.
-        num_heads: number of heads; logits are scaled by (d / num_heads)^-1/2.
-
-    Returns:
-        The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).
-    """
-    query, key, value = (split_heads(states, num_heads) for states in (query, key, value))
-    return attend_heads(module, query, key, value, mask, **kwargs)
-
-
 def attend_heads(
     module: nn.Module,
     query: Tensor,
@@ -264,11 +237,11 @@ def attend_heads(
     mask: KeyMask | Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Like `attend`, for states already split into heads.
+    """Multi-head softmax attention with any numbers of queries and keys, through transformers' attention interface.
 
     Args:
-        module: see `attend`.
-        query: (b, h, q, c).
+        module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
+        query: (b, h, q, c); logits are scaled by c^-1/2.
         key, value: (b, h, k, c).
         mask: from `make_key_mask`, or `None`; or a tensor that broadcasts to (b, h, q, k), boolean (True = may be
             attended to) or added to the logits. Only eager and sdpa accept a tensor; other backends fall back to sdpa.

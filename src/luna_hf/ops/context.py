@@ -49,16 +49,12 @@ class ForwardContext(NamedTuple):
             return self.written if self.keep is None else self.keep[:, None]
         return self.written & self.keep[:, None]
 
-    def tokens(self, states: Tensor) -> Tensor:
-        """Return the padding mask (b, n) of (b, n, d) states; all True if nothing is padded."""
-        return torch.ones_like(states[..., 0], dtype=torch.bool) if self.keep is None else self.keep
-
     def in_rows(
         self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Apply what needs whole texts, a function of (b, n, d) states, carried states and a context.
 
-        The context of a stream (`unpadding.StreamContext`) does so in several calls.
+        The context of an unpadded batch (`unpadding.UnpaddedContext`) does so in several calls.
         """
         return function(states, carried, self)[:2]
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers.utils import is_tracing
 
-# Implementation of each operation: "graph" while tracing, otherwise "cpu" or "accelerator". "inference" is any device
-# in eval mode without gradients; re-entrant checkpointing, which must draw the same dropout twice, also runs without
-# gradients, but in training mode. Everything else takes "default".
+# Implementation of each operation: "graph" while tracing, otherwise "cpu", or "cpu inference" in eval mode
+# without gradients; re-entrant checkpointing, which must draw the same dropout twice, also runs without gradients, but
+# in training mode. Everything else takes "default".
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     # On a CPU, chunks processed in turn stay in cache; graphs and accelerators avoid a loop over the length.
     "causal_scan": {"cpu": "loop", "default": "at_once"},
@@ -22,14 +22,6 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     # Features of linear attention, and each token's memory in causal LAVO, are several tensors as large as the queries
     # or larger; those of some hundred tokens fit in a CPU's cache.
     "token_parts": {"cpu inference": "parts", "default": "whole"},
-    # A graph masks the slots beyond the length: taking min(length, slots) would specialise it to one side.
-    "dynamic_slots": {"graph": "mask", "default": "cut"},
-    # A graph pads even and odd lengths alike, so that it is not recompiled.
-    "dilation": {"graph": "uniform", "default": "least"},
-    # Inductor lays a convolution out for one length, and would compile the model again for every other.
-    "convolution": {"graph": "shifted", "default": "library"},
-    # The feed-forward network's inner states are a model's largest tensors.
-    "feed_forward": {"graph": "whole", "cpu": "parts", "inference": "parts", "default": "whole"},
     "nearest_centroid": {"cpu": "parts", "default": "whole"},
 }
 
@@ -45,12 +37,11 @@ def choose(operation: str, states: Tensor, training: bool = True) -> str:
     row = IMPLEMENTATIONS[operation]
     if is_tracing(states):
         return row.get("graph", row["default"])
-    device = "cpu" if states.device.type == "cpu" else "accelerator"
-    if not training and not torch.is_grad_enabled():
-        for place in (f"{device} inference", "inference"):
-            if place in row:
-                return row[place]
-    return row.get(device, row["default"])
+    if states.device.type != "cpu":
+        return row["default"]
+    if not training and not torch.is_grad_enabled() and "cpu inference" in row:
+        return row["cpu inference"]
+    return row.get("cpu", row["default"])
 
 
 def _slow_cpu_dtypes() -> frozenset[torch.dtype]:

@@ -1,14 +1,14 @@
-"""The memories a context is written to, and how queries read them: one softmax over any number of memories.
+"""The memories that queries read: slots, windows and single tokens, all in one softmax.
 
 Every query reads all slots; a window is read only by the tokens around it. A read takes a list of memories, so that a
 layer may mix slots and windows.
 
-Shape letters: b batch, h heads, n tokens or queries, m slots, w tokens of a window, c head size. Every mask is
-boolean with True = keep.
+Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head size.
+Every mask is boolean with True = keep.
 """
 
-import itertools
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from transformers.utils import is_tracing
 from .attention import KeyMask, attend_heads
 from .context import ForwardContext
 from .dispatch import choose
+from .exact_tokens import in_order
 from .tokens import first_places, move_to_ranks
 from .window import (
     band_weights,
@@ -37,30 +38,8 @@ from .window import (
 # keys beyond its windows, but copies more.
 _PART_QUERIES, _PART_BLOCK = 512, 64
 
-# Number of tokens beyond a window up to which a single block reads a whole row.
+# Number of tokens beyond a window up to which its queries read the whole row under a mask, without blocks.
 _SHORT_ROW = 128
-
-
-class AttentionMap(NamedTuple):
-    """Attention weights for a probe."""
-
-    weights: Tensor  # (b, h, q, k), summing to one over the keys in use
-    queries: Tensor  # (b, q) boolean, True for queries that are not padding
-    keys: Tensor  # (b, k), (b, 1 or h, k) or (b, h, q, k) boolean, True for keys in use
-
-
-class Slots(NamedTuple):
-    """Slot states for a probe."""
-
-    states: Tensor  # (b, l, d), or per head (b, h, l, c)
-    used: Tensor  # (b, l) or (b, h, l) boolean, True for slots that are not empty
-
-
-Views = dict[str, AttentionMap | Slots]
-
-
-# Keys, values and mask (b, 1 or h, 1 or q, k) of a read; no mask lets everything be read.
-Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
 class SlotMemory(NamedTuple):
@@ -70,47 +49,8 @@ class SlotMemory(NamedTuple):
     value: Tensor  # (b, h, m, c)
     filled: KeyMask | Tensor | None = None  # slots that may be read; (b, 1 or h, m) if a tensor; `None` for all
     bias: Tensor | None = None  # (b, h, m) added to the logits
-    # (b, 1 or h, 1 or n, 1 or m), also added; beside a window, its queries are ordered as the window's tokens.
+    # (b, 1 or h, 1 or q, 1 or m), also added, or a mask; beside a window, its queries are ordered as the window's.
     query_bias: Tensor | None = None
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values as rows, (b * m, h, c)."""
-        return _as_rows(self.key), _as_rows(self.value)
-
-    def places(self, block_rows: int) -> Tensor:
-        """Find the rows that each of `block_rows` blocks of queries reads, (blocks, m)."""
-        batch, slots = self.key.shape[0], self.key.shape[2]
-        return _rows_of_blocks(block_rows, batch, self.key.device)[:, None] * slots + torch.arange(
-            slots, device=self.key.device
-        )
-
-    @property
-    def is_biased(self) -> bool:
-        """Whether the mask of a read is additive."""
-        return self.bias is not None or self.query_bias is not None
-
-    def mask_blocks(self, blocks: "_Blocks", part: slice) -> Tensor | None:
-        """Return the mask of some blocks of queries, (blocks, 1 or h, 1 or s, m): boolean, or with a bias additive."""
-        batch, rows = self.key.shape[0], _rows_of_blocks(blocks.number, self.key.shape[0], self.key.device)[part]
-        mask = _key_mask(self.filled_slots(), self.bias)
-        mask = None if mask is None else mask.unsqueeze(-2).expand(batch, -1, -1, -1).index_select(0, rows)
-        if self.query_bias is None:
-            return mask
-        bias = self.query_bias.expand(batch, -1, -1, -1)
-        bias = bias.index_select(0, rows) if bias.shape[2] == 1 else query_blocks(bias, blocks.size)[part]
-        return _sum_of_masks(mask, bias).expand(-1, -1, -1, self.key.shape[2])
-
-    def fill_mask(self, blocks: "_Blocks", part: slice, buffer: Tensor) -> None:
-        """Write the mask of some blocks, made additive, to a buffer (blocks, h, s, m)."""
-        mask = self.mask_blocks(blocks, part)
-        zero = buffer.new_zeros(())
-        buffer.copy_(zero if mask is None else mask if mask.is_floating_point() else _added(mask, zero))
-
-    def mask(self) -> Tensor | None:
-        """Return the mask of a read, (b, 1 or h, 1, m): boolean, or with a bias additive; `None` if it does nothing."""
-        mask = _key_mask(self.filled_slots(), self.bias)
-        mask = None if mask is None else mask.unsqueeze(-2)
-        return mask if self.query_bias is None else _sum_of_masks(mask, self.query_bias)
 
     def filled_slots(self) -> Tensor | None:
         """Return the mask as (b, 1 or h, m), or `None` if all slots may be read."""
@@ -118,11 +58,15 @@ class SlotMemory(NamedTuple):
             return self.filled.keep[:, None, : self.key.shape[2]]
         return self.filled
 
-    def views(self, weights: Tensor, tokens: Tensor) -> Views:
-        """Return what a probe can inspect, given the read weights (b, h, n, m) and the queries' padding mask (b, n)."""
-        filled, each = self.filled_slots(), self.key[..., 0]  # (b, h, m)
-        used = torch.ones_like(each, dtype=torch.bool) if filled is None else filled.expand_as(each)
-        return {"read_entropy": AttentionMap(weights, tokens, used), "slot_similarity": Slots(self.key, used)}
+    def mask_terms(self) -> list[Tensor]:
+        """Return what the mask of a read is made of, each (b, 1 or h, 1 or q, 1 or m): masks, and what is added."""
+        of_slots = (self.filled_slots(), self.bias)
+        terms = [None if term is None else term.unsqueeze(2) for term in of_slots]
+        return [term for term in (*terms, self.query_bias) if term is not None]
+
+    def mask(self) -> Tensor | None:
+        """Return the mask of a read, (b, 1 or h, 1 or q, m): boolean, or with a bias additive; `None` for no mask."""
+        return _join_masks([self.mask_terms()], [self.key.shape[2]], self.key)
 
 
 class WindowMemory(NamedTuple):
@@ -144,10 +88,6 @@ class WindowMemory(NamedTuple):
     bias: Tensor | None = None  # (w,) added to the logits of a window's tokens, from the first to the last
     elsewhere: Tensor | None = None  # (b, 1 or h, n) tokens that another part of the same read holds
 
-    def views(self, weights: Tensor, tokens: Tensor) -> Views:
-        """Return what a probe can inspect; a window's positions beyond the text have no weight."""
-        return {"attention_entropy": AttentionMap(weights, tokens, weights > 0)}
-
 
 Memories = Sequence[SlotMemory | WindowMemory]
 
@@ -168,48 +108,6 @@ def tokens_in_window(
     return WindowMemory(key, value, real, window, ranks=context.ranks, keep=context.keep, **own)
 
 
-def _as_rows(states: Tensor) -> Tensor:
-    """Flatten (b, h, n, c) to (b * n, h, c)."""
-    return states.transpose(1, 2).flatten(0, 1)
-
-
-def _rows_of_blocks(block_rows: int, batch: int, device: torch.device) -> Tensor:
-    """Return the row of the batch that each block of queries belongs to, (blocks,)."""
-    # Not `repeat_interleave`, which would need one graph for a single block and another for several.
-    return torch.arange(block_rows, device=device) // (block_rows // batch)
-
-
-def _key_mask(filled: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    if filled is None or bias is None:
-        return filled if bias is None else bias
-    return _added(filled, bias)
-
-
-def _sum_of_masks(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """Add a bias to a mask that is boolean, additive or missing."""
-    if mask is None:
-        return bias
-    return _added(mask, bias) if mask.dtype == torch.bool else mask + bias
-
-
-def _added(keep: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-    """Turn a boolean mask into an additive one that includes a bias."""
-    bias = torch.as_tensor(bias, device=keep.device)
-    # Finite, because a row of minus infinity alone would be NaN.
-    return torch.where(keep, bias, torch.finfo(bias.dtype).min)
-
-
-def view_parts(memories: Memories, weights: Tensor, tokens: Tensor) -> Views:
-    """Return what a probe can inspect of each memory, given the weights (b, h, n, keys) of reading them together."""
-    sizes = [memory.window if isinstance(memory, WindowMemory) else memory.key.shape[2] for memory in memories]
-    views: Views = {}
-    for memory, part in zip(memories, weights.split(sizes, -1), strict=True):
-        total = part.sum(-1, keepdim=True)
-        share = part / total.clamp(min=torch.finfo(part.dtype).tiny) if len(sizes) > 1 else part
-        views |= memory.views(share, tokens)
-    return views
-
-
 def read_memories(
     module: nn.Module, query: Tensor, memories: Memories, options: dict[str, Any] | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -228,114 +126,24 @@ def read_memories(
     Raises:
         ValueError: The number of queries differs from the number of tokens in a window.
     """
-    options, first = options or {}, memories[0]
+    first, options = memories[0], options or {}
     if len(memories) == 1 and isinstance(first, SlotMemory):
         plain = isinstance(first.filled, KeyMask | None) and first.bias is None and first.query_bias is None
         return attend_heads(module, query, first.key, first.value, first.filled if plain else first.mask(), **options)
-    for memory in memories:
-        if isinstance(memory, WindowMemory):
-            return _read_in_blocks(module, query, memories, options)
-    return attend_heads(module, query, *_join_slots(memories), **options)
-
-
-def _join_slots(memories: Sequence[SlotMemory]) -> tuple[Tensor, Tensor, Tensor | None]:
-    key, value = (torch.cat([memory[side] for memory in memories], 2) for side in (0, 1))
-    return key, value, _side_by_side([memory.mask() for memory in memories], [m.key.shape[2] for m in memories], key)
-
-
-def _side_by_side(masks: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) -> Tensor | None:
-    """Concatenate the masks of several memories' keys. They are boolean; if one is additive, so is the result."""
-    if len(masks) == 1 or all(mask is None for mask in masks):
-        return masks[0]
-    shape = torch.broadcast_shapes(*(mask.shape[:-1] for mask in masks if mask is not None))
-    masks = [like.new_ones((), dtype=torch.bool) if mask is None else mask for mask in masks]
-    if any(mask.is_floating_point() for mask in masks):
-        masks = [m if m.is_floating_point() else _added(m, like.new_zeros(())) for m in masks]
-    return torch.cat([mask.expand(*shape, size) for mask, size in zip(masks, sizes, strict=True)], dim=-1)
-
-
-def _read_in_blocks(
-    module: nn.Module, query: Tensor, memories: Memories, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
     windows = [memory for memory in memories if isinstance(memory, WindowMemory)]
-    order, block = windows[0], max(memory.window for memory in windows)
-    in_parts = choose("window_blocks", query, module.training) == "parts"
-    query = _put_in_order(query, order)
-    rows, places = query.shape[0], query.shape[2]
-    # Blocks of a short row would mostly reach beyond it. Eager attention returns weights by window.
-    is_short = not is_tracing(query) and module.config._attn_implementation != "eager" and places <= block + _SHORT_ROW
-    is_short = is_short and all(memory.bias is None and not memory.causal for memory in windows)
-    if is_short:
-        block = places
-    elif in_parts:
-        block = min(block, _PART_BLOCK)
-    query = query_blocks(query, block)
-    blocks = _Blocks.of(memories, block, query.shape[0], is_short)
-
-    def read(part: slice) -> tuple[Tensor, Tensor | None]:
-        mask = blocks.mask(part) if buffer is None else blocks.fill_mask(part, buffer)
-        output, weights = attend_heads(module, query[part], *blocks.keys(part), mask, **options)
-        return output, None if weights is None else blocks.weights(weights)
-
-    size, buffer = max(_PART_QUERIES // block, 1), None
-    if in_parts and blocks.additive:
-        shape = min(size, blocks.number), query.shape[1], block, blocks.places.shape[1]
-        buffer = torch.empty(shape, dtype=blocks.key.dtype, device=query.device)
-    if in_parts:
-        reads = [read(slice(first, first + size)) for first in range(0, query.shape[0], size)]
-        output, weights = (None if part[0] is None else torch.cat(part) for part in zip(*reads, strict=True))
+    if not windows:
+        return _read_slots(module, query, memories, options)
+    query, widest = _put_in_order(query, windows[0]), max(memory.window for memory in windows)
+    # Eager attention returns weights by window.
+    is_short = not is_tracing(query) and module.config._attn_implementation != "eager"
+    is_short = is_short and query.shape[2] <= widest + _SHORT_ROW
+    if is_short and all(memory.bias is None and not (memory.causal or memory.dilated) for memory in windows):
+        memories = [_whole_row(memory) if isinstance(memory, WindowMemory) else memory for memory in memories]
+        output, weights = _read_slots(module, query, memories, options)
     else:
-        output, weights = read(slice(None))
-    if weights is not None:
-        weights = _put_back(join_blocks(weights.transpose(1, 2), rows, places), order).transpose(1, 2)
-    return _put_back(join_blocks(output, rows, places), order), weights
-
-
-class _Blocks:
-    """What blocks of queries read of several memories: one table of keys and values, and the rows of each block."""
-
-    def __init__(self, memories: Sequence["SlotMemory | _WindowBlocks"], block: int, block_rows: int) -> None:
-        self.memories, self.size, self.number = memories, block, block_rows
-        keys, values = zip(*(memory.rows() for memory in memories), strict=True)
-        self.key, self.value = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (keys, values))
-        starts = itertools.accumulate((key.shape[0] for key in keys[:-1]), initial=0)
-        places = [memory.places(block_rows) + start for memory, start in zip(memories, starts, strict=True)]
-        self.sizes = [found.shape[1] for found in places]
-        self.additive = any(memory.is_biased for memory in memories)
-        self.places = torch.cat(places, 1)
-
-    @classmethod
-    def of(cls, memories: Memories, block: int, block_rows: int, is_row: bool = False) -> "_Blocks":
-        """Put windows in order; see `_WindowBlocks.of`."""
-        ordered = [
-            _WindowBlocks.of(memory, block, is_row) if isinstance(memory, WindowMemory) else memory
-            for memory in memories
-        ]
-        return cls(ordered, block, block_rows)
-
-    def keys(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Gather keys and values of some blocks, (blocks, h, keys, c)."""
-        key, value = (key_blocks(rows, self.places[part]).transpose(1, 2) for rows in (self.key, self.value))
-        return key, value
-
-    def mask(self, part: slice) -> Tensor | None:
-        """Return the mask of some blocks, (blocks, 1 or h, 1 or s, keys)."""
-        return _side_by_side([memory.mask_blocks(self, part) for memory in self.memories], self.sizes, self.key)
-
-    def fill_mask(self, part: slice, buffer: Tensor) -> Tensor:
-        """Like `mask`, if it is additive, in a buffer (blocks, h, s, keys): new memory for each part would be slow."""
-        buffer, first = buffer[: len(self.places[part])], 0
-        for memory, size in zip(self.memories, self.sizes, strict=True):
-            memory.fill_mask(self, part, buffer[..., first : first + size])
-            first += size
-        return buffer
-
-    def weights(self, weights: Tensor) -> Tensor:
-        """Leave out the weights of keys outside the windows, which are zero: (blocks, h, s, slots and windows)."""
-        pieces = zip(self.memories, weights.split(self.sizes, -1), strict=True)
-        return torch.cat(
-            [memory.window_weights(w) if isinstance(memory, _WindowBlocks) else w for memory, w in pieces], -1
-        )
+        output, weights = _read_blocks(module, query, memories, widest, options)
+    weights = None if weights is None else _put_back(weights.transpose(1, 2), windows[0]).transpose(1, 2)
+    return _put_back(output, windows[0]), weights
 
 
 def window_logits(query: Tensor, memory: SlotMemory | WindowMemory, window: int) -> Tensor:
@@ -356,8 +164,9 @@ def window_logits(query: Tensor, memory: SlotMemory | WindowMemory, window: int)
     else:
         states = _put_in_order(query, memory)
         rows, places = states.shape[0], states.shape[2]
-        key, _, mask = _WindowBlocks.of(memory, memory.window).in_blocks()
-        logits = torch.matmul(query_blocks(states, memory.window), key.transpose(-1, -2))
+        part = _window_in_blocks(memory, memory.window)
+        logits = torch.matmul(query_blocks(states, memory.window), part.gather(part.key).transpose(-1, -2))
+        mask = _join_masks([part.terms], [logits.shape[-1]], logits)
         logits = window_weights(logits.masked_fill(~mask, torch.finfo(logits.dtype).min), memory.window)
         logits = _put_back(join_blocks(logits.transpose(1, 2), rows, places), memory).transpose(1, 2)
     unread = torch.arange(logits.shape[-1], 0, -1, device=logits.device) > window
@@ -370,10 +179,187 @@ def read_window(weights: Tensor, memory: SlotMemory | WindowMemory) -> Tensor:
         return torch.matmul(weights, memory.value)
     weights = _put_in_order(weights, memory)
     rows, places = weights.shape[0], weights.shape[2]
-    _, value, _ = _WindowBlocks.of(memory, memory.window).in_blocks()
+    part = _window_in_blocks(memory, memory.window)
+    value = part.gather(part.value)
     weights = band_weights(query_blocks(weights, memory.window), value.shape[2])
     states = join_blocks(torch.matmul(weights, value).transpose(1, 2), rows, places)
     return _put_back(states, memory).transpose(1, 2)
+
+
+# ---- masks ----
+
+
+def _join_masks(terms: Sequence[list[Tensor]], sizes: Sequence[int], like: Tensor) -> Tensor | None:
+    """Join the mask's terms of several memories, and put the masks of their m keys (`sizes`) side by side.
+
+    The result is boolean, or additive if a term is; `None` if there are no terms.
+    """
+    if not any(terms):
+        return None
+    if _is_additive(terms):
+        masks = [reduce(torch.add, _added(own, like)) for own in terms]
+    else:
+        every = like.new_ones(1, 1, 1, 1, dtype=torch.bool)
+        masks = [reduce(torch.logical_and, own or [every]) for own in terms]
+    shape = torch.broadcast_shapes(*(mask.shape[:-1] for mask in masks))
+    masks = [mask.expand(*shape, size) for mask, size in zip(masks, sizes, strict=True)]
+    return masks[0] if len(masks) == 1 else torch.cat(masks, dim=-1)
+
+
+def _is_additive(terms: Sequence[list[Tensor]]) -> bool:
+    return any(term.is_floating_point() for own in terms for term in own)
+
+
+def _added(terms: list[Tensor], like: Tensor) -> list[Tensor]:
+    """Turn boolean terms into what is added to logits. Finite in sum, because a row of minus infinity would be NaN."""
+    zero, unread = like.new_zeros(()), torch.finfo(like.dtype).min / 2
+    added = [torch.where(term, zero, unread) if term.dtype == torch.bool else term for term in terms]
+    return added or [zero.view(1, 1, 1, 1)]
+
+
+# ---- reading slots, or short rows ----
+
+
+def _read_slots(
+    module: nn.Module, query: Tensor, memories: Sequence[SlotMemory], options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    key, value = (torch.cat([memory[side] for memory in memories], 2) for side in (0, 1))
+    sizes = [memory.key.shape[2] for memory in memories]
+    mask = _join_masks([memory.mask_terms() for memory in memories], sizes, key)
+    return attend_heads(module, query, key, value, mask, **options)
+
+
+def _whole_row(memory: WindowMemory) -> SlotMemory:
+    """Let the ordered queries of a short row read the whole row, under the mask of their windows."""
+    key, value, readable = _ordered_tokens(memory)
+    place, (before, after) = torch.arange(key.shape[2], device=key.device), window_reach(memory.window)
+    offset = place - place[:, None]
+    return SlotMemory(key, value, readable, query_bias=((offset >= -before) & (offset <= after))[None, None])
+
+
+# ---- reading windows in blocks ----
+
+
+class _BlockPart(NamedTuple):
+    """A memory as a table of keys and values, and which of them each block of queries reads."""
+
+    key: Tensor  # (rows, h, c)
+    value: Tensor  # (rows, h, c)
+    places: Tensor  # (blocks, k) rows that a block reads
+    terms: list[Tensor]  # of the mask, each (1 or blocks, 1 or h, 1 or s, 1 or k)
+
+    def gather(self, states: Tensor, part: slice = slice(None)) -> Tensor:
+        """Take the keys or values of some blocks, (blocks, h, k, c)."""
+        return key_blocks(states, self.places[part]).transpose(1, 2)
+
+
+def _as_rows(states: Tensor) -> Tensor:
+    """Flatten (b, h, n, ...) to (b * n, h, ...)."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def _slots_in_blocks(memory: SlotMemory, block: int, blocks: int) -> _BlockPart:
+    batch, slots, device = memory.key.shape[0], memory.key.shape[2], memory.key.device
+    # Not `repeat_interleave`, which would need one graph for a single block and another for several.
+    rows = torch.arange(blocks, device=device) // (blocks // batch)  # of the batch, for each block
+    terms = [
+        term.index_select(0, rows) if term.shape[2] == 1 else query_blocks(term, block)
+        for term in (term.expand(batch, -1, -1, -1) for term in memory.mask_terms())
+    ]
+    places = rows[:, None] * slots + torch.arange(slots, device=device)
+    return _BlockPart(_as_rows(memory.key), _as_rows(memory.value), places, terms)
+
+
+def _window_in_blocks(memory: WindowMemory, block: int) -> _BlockPart:
+    key, value, readable = _ordered_tokens(memory)
+    rows, _, length, _ = key.shape
+    places, inside = key_places(rows, length, memory.window, block, key.device, memory.causal)
+    reached = inside.unsqueeze(1)
+    if readable is not None:
+        readable = readable.expand(rows, -1, -1)
+        reached = reached & key_blocks(_as_rows(readable), places).transpose(1, 2)
+    terms = [window_mask(torch.ones_like(inside[:1]).unsqueeze(1), block), reached.unsqueeze(2)]
+    if memory.bias is not None:
+        terms.append(band_weights(memory.bias.expand(1, 1, block, memory.window), block + memory.window - 1))
+    return _BlockPart(_as_rows(key), _as_rows(value), places, terms)
+
+
+def _read_blocks(
+    module: nn.Module, query: Tensor, memories: Memories, widest: int, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Read with ordered queries (b, h, n, c): (b, n, d), and if eager the weights over slots and windows."""
+    in_parts = choose("window_blocks", query, module.training) == "parts"
+    rows, places = query.shape[0], query.shape[2]
+    block = min(widest, _PART_BLOCK) if in_parts else widest
+    query = query_blocks(query, block)
+    blocks = query.shape[0]
+    parts = [
+        _window_in_blocks(memory, block)
+        if isinstance(memory, WindowMemory)
+        else _slots_in_blocks(memory, block, blocks)
+        for memory in memories
+    ]
+    sizes, table = [part.places.shape[1] for part in parts], _join_parts(parts)
+    terms = [part.terms for part in parts]
+    step = max(_PART_QUERIES // block, 1) if in_parts else blocks
+    buffer = None
+    if in_parts and _is_additive(terms):  # new memory for the mask of each part would be slow
+        terms = [_added(own, table.key) for own in terms]
+        buffer = table.key.new_empty(min(step, blocks), query.shape[1], block, sum(sizes))
+    reads = []
+    for first in range(0, blocks, step) if in_parts else (0,):
+        part = slice(first, first + step) if in_parts else slice(None)
+        own = [[term if term.shape[0] == 1 else term[part] for term in added] for added in terms]
+        if buffer is None:
+            mask = _join_masks(own, sizes, table.key)
+        else:
+            mask = buffer[: len(query[part])]
+            for added, out in zip(own, mask.split(sizes, -1), strict=True):
+                *others, last = added
+                out.copy_(last) if not others else torch.add(reduce(torch.add, others).expand_as(out), last, out=out)
+        key, value = table.gather(table.key, part), table.gather(table.value, part)
+        reads.append(attend_heads(module, query[part], key, value, mask, **options))
+    outputs, weights = zip(*reads, strict=True)
+    output = join_blocks(outputs[0] if len(outputs) == 1 else torch.cat(outputs), rows, places)
+    if weights[0] is None:
+        return output, None
+    # Without the weights of keys outside of the windows, which are zero.
+    pieces = zip(memories, torch.cat(weights).split(sizes, -1), strict=True)
+    weights = [
+        window_weights(piece, memory.window) if isinstance(memory, WindowMemory) else piece for memory, piece in pieces
+    ]
+    return output, join_blocks(torch.cat(weights, -1).transpose(1, 2), rows, places).transpose(1, 2)
+
+
+def _join_parts(parts: list[_BlockPart]) -> _BlockPart:
+    """Join the tables of several memories, without their masks."""
+    if len(parts) == 1:
+        return parts[0]
+    places, start = [], 0
+    for part in parts:
+        places.append(part.places + start)
+        start += part.key.shape[0]
+    key, value = (torch.cat([part[side] for part in parts]) for side in (0, 1))
+    return _BlockPart(key, value, torch.cat(places, 1), [])
+
+
+# ---- the order of a window's tokens ----
+
+
+def _ordered_tokens(memory: WindowMemory) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return keys, values and the mask (b, 1 or h, n) of the tokens to read, in the order of `_put_in_order`."""
+    key, value, readable = memory.key, memory.value, None if memory.real is None else memory.real[:, None]
+    if not memory.ordered:
+        key, value = (move_to_ranks(states, memory.ranks, memory.keep) for states in (key, value))
+    if memory.elsewhere is not None:
+        left = ~in_order(memory.elsewhere, memory.ranks, memory.keep)
+        readable = left if readable is None else readable & left
+    if memory.dilated:
+        if readable is None and _places_to_add(key) is not None:  # the added positions must be masked
+            readable = torch.ones_like(key[:, :1, :, 0], dtype=torch.bool)
+        key, value = _dilate(key), _dilate(value)
+        readable = None if readable is None else _dilate(readable.unsqueeze(-1)).squeeze(-1)
+    return key, value, readable
 
 
 def _put_in_order(query: Tensor, order: WindowMemory) -> Tensor:
@@ -402,100 +388,6 @@ def _put_back(states: Tensor, order: WindowMemory) -> Tensor:
     return states.flatten(0, 1).index_select(0, found.flatten()).view(*found.shape, *states.shape[2:])
 
 
-class _WindowBlocks(NamedTuple):
-    """A window's keys and values, prepared to be gathered for blocks of queries."""
-
-    key: Tensor  # (b * n, h, c)
-    value: Tensor  # (b * n, h, c)
-    readable: Tensor | None  # (b * n, 1 or h)
-    reached: Tensor  # (b * blocks, s + w - 1), of `key_places`; (b, n) where a block is a row
-    inside: Tensor  # like `reached`
-    band: Tensor  # (1, 1, s, s + w - 1) boolean, the window of each query
-    bias: Tensor | None  # (1, 1, s, s + w - 1)
-    window: int  # w
-
-    @property
-    def is_biased(self) -> bool:
-        """Whether the mask of a read is additive."""
-        return self.bias is not None
-
-    @classmethod
-    def of(cls, memory: WindowMemory, block: int, is_row: bool = False) -> "_WindowBlocks":
-        """Put keys and values in order; with `is_row`, a block is a whole row, and reaches nothing beyond it."""
-        key, value, readable = memory.key, memory.value, memory.real
-        if not memory.ordered:
-            key, value = (move_to_ranks(states, memory.ranks, memory.keep) for states in (key, value))
-        readable = None if readable is None else readable[:, None]
-        if memory.elsewhere is not None:
-            elsewhere = memory.elsewhere
-            if memory.keep is not None:
-                moved = move_to_ranks(elsewhere.unsqueeze(-1).to(key.dtype), memory.ranks, memory.keep)
-                elsewhere = moved.squeeze(-1) != 0
-            readable = ~elsewhere if readable is None else readable & ~elsewhere
-        if memory.dilated:
-            if readable is None and _places_to_add(key) is not None:  # the added positions must be masked
-                readable = torch.ones_like(key[:, :1, :, 0], dtype=torch.bool)
-            key, value = _dilate(key), _dilate(value)
-            readable = None if readable is None else _dilate(readable.unsqueeze(-1)).squeeze(-1)
-        rows, _, length, _ = key.shape
-        reached, inside = key_places(rows, length, memory.window, block, key.device, memory.causal)
-        band = window_mask(torch.ones_like(inside[:1]).unsqueeze(1), block)
-        readable = None if readable is None else readable.expand(rows, -1, -1).transpose(1, 2).flatten(0, 1)
-        bias = None
-        if memory.bias is not None:
-            bias = band_weights(memory.bias.expand(1, 1, block, memory.window), block + memory.window - 1)
-        if is_row:
-            first = window_reach(memory.window, memory.causal)[0]
-            reached, inside, band = (part[..., first : first + length] for part in (reached, inside, band))
-            bias = None if bias is None else bias[..., first : first + length]
-        return cls(_as_rows(key), _as_rows(value), readable, reached, inside, band, bias, memory.window)
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values, (b * n, h, c)."""
-        return self.key, self.value
-
-    def places(self, block_rows: int) -> Tensor:
-        """Return the rows that each block of queries reaches, (blocks, s + w - 1)."""
-        return self.reached
-
-    def mask_blocks(self, blocks: "_Blocks", part: slice) -> Tensor:
-        """Return the mask of some blocks, (blocks, 1 or h, s, s + w - 1): boolean, or additive if the others are."""
-        if not blocks.additive and self.bias is None:
-            return self.readable_keys(part).unsqueeze(-2) & self.band
-        return torch.add(*self.mask_terms(part))
-
-    def fill_mask(self, blocks: "_Blocks", part: slice, buffer: Tensor) -> None:
-        """Write the mask of some blocks, made additive, to a buffer (blocks, h, s, s + w - 1)."""
-        band, keys = self.mask_terms(part)
-        torch.add(band.expand(buffer.shape), keys, out=buffer)
-
-    def readable_keys(self, part: slice) -> Tensor:
-        """Return which keys some blocks may read, (blocks, 1 or h, s + w - 1)."""
-        inside = self.inside[part].unsqueeze(1)
-        if self.readable is None:
-            return inside
-        return inside & key_blocks(self.readable, self.reached[part]).transpose(1, 2)
-
-    def mask_terms(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Return the sum of an additive mask: (1, 1, s, keys) and (blocks, 1 or h, 1, keys).
-
-        One addition is faster than combining boolean masks of every head.
-        """
-        readable, zero = self.readable_keys(part), self.key.new_zeros(())
-        unread = torch.finfo(self.key.dtype).min / 2
-        band = torch.where(self.band, zero if self.bias is None else self.bias, unread)
-        return band, torch.where(readable, zero, unread).unsqueeze(-2)
-
-    def in_blocks(self) -> Parts:
-        """Gather keys, values and mask of all blocks."""
-        key, value = (key_blocks(states, self.reached).transpose(1, 2) for states in (self.key, self.value))
-        return key, value, self.readable_keys(slice(None)).unsqueeze(-2) & self.band
-
-    def window_weights(self, weights: Tensor) -> Tensor:
-        """Select the weights of each query's window, (blocks, h, s, w)."""
-        return window_weights(weights, self.window)
-
-
 def _dilate(states: Tensor) -> Tensor:
     """Split even and odd positions into separate rows, zero-padded if needed: (b, h, n, c) to (2 b, h, n / 2, c)."""
     extra, states = _places_to_add(states), states.transpose(1, 2)
@@ -505,6 +397,7 @@ def _dilate(states: Tensor) -> Tensor:
 def _places_to_add(states: Tensor) -> int | None:
     """Number of positions to add to (b, h, n, c) to make n even; `None` for none."""
     length = states.shape[2]
-    if choose("dilation", states) == "least":
+    if not is_tracing(states):
         return length % 2 or None
-    return 2 * ((length + 3) // 2) - length  # for even and odd lengths, with at least two positions of each parity
+    # A graph pads even and odd lengths alike, with at least two positions of each parity, so that it is not recompiled.
+    return 2 * ((length + 3) // 2) - length

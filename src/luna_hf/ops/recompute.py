@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import is_tracing
 
+from .attention import float32_products
+
 # Number of entries from which a tensor is worth the bookkeeping, some hundred microseconds.
 LEAST_ENTRIES = 2**18
 
@@ -53,6 +55,7 @@ def keep_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
     leaves, structure = tree_flatten(inputs)
 
     def apply(*leaves: Any) -> Any:
-        return function(*tree_unflatten(leaves, structure))
+        with float32_products(leaves[0]):  # in the backward pass, the layer's own has ended
+            return function(*tree_unflatten(leaves, structure))
 
     return checkpoint(apply, *leaves, use_reentrant=False)

@@ -1,12 +1,12 @@
 """Variable-length texts without padding between them.
 
-A *stream* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and feed-forward
+An *unpadded batch* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and feed-forward
 networks run on it as they are. What mixes the tokens of a text, attention and convolutions, needs rows: the texts are
 sorted by length into a few *buckets*, rows (b, n, d) that are padded to the longest of their bucket. As a bucket is
 an ordinary padded batch, no text can reach another, and every mechanism works as it does there.
 
-Shape letters: t tokens of a stream, p places of all buckets, b texts of a bucket, n places of a text, l carried
-states.
+Shape letters: t tokens of an unpadded batch, p places of all buckets, b texts of a bucket, n places of a text, l
+carried states.
 """
 
 from bisect import bisect_right
@@ -40,11 +40,11 @@ class Bucket(NamedTuple):
     keep: Tensor | None  # (b, n) padding mask; `None` if all have the same length
 
 
-class Stream(NamedTuple):
-    """Where the tokens of a batch are: in the input, in the stream, and in the buckets."""
+class UnpaddedBatch(NamedTuple):
+    """Where the tokens of a batch are: in the input, without padding, and in the buckets."""
 
     shape: tuple[int, int]  # of the input
-    tokens: Tensor | None  # (t,) places of the stream's tokens in the flattened input; `None` for all in order
+    tokens: Tensor | None  # (t,) places of the tokens in the flattened input; `None` for all in order
     positions: Tensor  # (1, t) index of each token in its text
     lengths: Tensor  # (texts, 1) numbers of tokens, in the order of the input
     longest: int  # length to which padding would extend every text
@@ -52,18 +52,10 @@ class Stream(NamedTuple):
     gather: Tensor  # (p,) token of each place; padding repeats the last token of its text
     scatter: Tensor  # (t,) place of each token
     by_input: Tensor  # (texts,) for the texts in the order of the input, their numbers by length
-
-    def places(self) -> int:
-        """Return the number of places in all buckets."""
-        return len(self.gather)
-
-    def pays(self, width: int) -> bool:
-        """Whether a model of this width runs faster on the stream than on the padded input."""
-        cost = bucket_cost(self.gather.device, width)
-        return self.places() + cost * len(self.buckets) < self.shape[0] * self.shape[1]
+    cost: float  # of its computation, in tokens
 
     def select(self, inputs: Tensor | None) -> Tensor | None:
-        """Take the tokens of the stream from an input (1 or b, n, ...): (1, t, ...)."""
+        """Take the tokens from an input (1 or b, n, ...): (1, t, ...)."""
         if inputs is None or (self.tokens is None and inputs.shape[:2] == self.shape):
             return inputs if inputs is None else inputs.reshape(1, -1, *inputs.shape[2:])
         flat = inputs.expand(*self.shape, *inputs.shape[2:]).flatten(0, 1)
@@ -71,11 +63,11 @@ class Stream(NamedTuple):
 
     def in_buckets(self, states: Tensor) -> list[Tensor]:
         """Split what belongs to the tokens, (t, ...), into the rows of every bucket; padding holds a token's."""
-        parts = states.index_select(0, self.gather).split([bucket.rows * bucket.length for bucket in self.buckets])
-        return [
-            part.view(bucket.rows, bucket.length, *states.shape[1:])
-            for part, bucket in zip(parts, self.buckets, strict=True)
-        ]
+        places, parts, first = states.index_select(0, self.gather), [], 0
+        for rows, length, _ in self.buckets:
+            parts.append(places[first : first + rows * length].view(rows, length, *states.shape[1:]))
+            first += rows * length
+        return parts
 
     def restore(self, states: Tensor) -> Tensor:
         """Put states (1, t, d) back to the places of the input, with zeros at padding."""
@@ -85,52 +77,52 @@ class Stream(NamedTuple):
         return flat.index_copy(0, self.tokens, states.squeeze(0)).view(*self.shape, -1)
 
 
-class StreamContext(NamedTuple):
-    """The counterpart of `ForwardContext` for a stream: a context for every bucket."""
+class UnpaddedContext(NamedTuple):
+    """The counterpart of `ForwardContext` for an unpadded batch: a context for every bucket."""
 
-    stream: Stream
-    parts: tuple[ForwardContext, ...]
+    batch: UnpaddedBatch
+    contexts: tuple[ForwardContext, ...]
     slots: tuple[int, ...] | None  # number of states (l) carried for each text of a bucket; `None` if texts share them
     lengths: Tensor  # (texts, 1) number of tokens
 
     def split(self, states: Tensor, carried: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-        """Split a stream (1, t, d) and its carried states (texts, l, d), by length, into the rows of every bucket."""
-        buckets = self.stream.buckets
-        owned = [carried] * len(buckets)
-        if self.slots is not None and carried is not None:
-            texts = carried.split([bucket.rows for bucket in buckets])
-            owned = [states[:, :count] for states, count in zip(texts, self.slots, strict=True)]
-        return [*zip(self.stream.in_buckets(states.squeeze(0)), owned, strict=True)]
-
-    def join(self, rows: Sequence[Tensor], carried: Sequence[Tensor | None], most: int) -> tuple[Tensor, Tensor | None]:
-        """Undo `split`, with `most` carried states for each text."""
-        states = torch.cat([part.flatten(0, 1) for part in rows]).index_select(0, self.stream.scatter).unsqueeze(0)
-        if self.slots is None or carried[0] is None:
-            return states, carried[0]
-        return states, torch.cat([F.pad(own, (0, 0, 0, most - own.shape[1])) for own in carried])
+        """Split tokens (1, t, d) and carried states (texts, l, d), by length, into the rows of every bucket."""
+        owned, first = [], 0
+        for number, bucket in enumerate(self.batch.buckets):
+            own = carried
+            if self.slots is not None and carried is not None:
+                own = carried[first : first + bucket.rows, : self.slots[number]]
+            owned.append(own)
+            first += bucket.rows
+        return [*zip(self.batch.in_buckets(states.squeeze(0)), owned, strict=True)]
 
     def in_rows(
         self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Like `ForwardContext.in_rows`, for a stream: bucket by bucket."""
-        outputs = [
-            function(*rows, part)[:2] for rows, part in zip(self.split(states, carried), self.parts, strict=True)
-        ]
-        return self.join(*zip(*outputs, strict=True), 0 if carried is None else carried.shape[1])
+        """Like `ForwardContext.in_rows`, bucket by bucket."""
+        outputs, after = [], []
+        for rows, context in zip(self.split(states, carried), self.contexts, strict=True):
+            output, own = function(*rows, context)[:2]
+            outputs.append(output.flatten(0, 1))
+            if self.slots is not None and own is not None:
+                own = F.pad(own, (0, 0, 0, carried.shape[1] - own.shape[1]))
+            after.append(own)
+        states = torch.cat(outputs).index_select(0, self.batch.scatter).unsqueeze(0)
+        return states, after[0] if self.slots is None or after[0] is None else torch.cat(after)
 
     def restore(self, states: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the states in the shape of the input, and the carried states with its texts in order."""
         if self.slots is not None and carried is not None:
-            carried = carried.index_select(0, self.stream.by_input)
-        return self.stream.restore(states), carried
+            carried = carried.index_select(0, self.batch.by_input)
+        return self.batch.restore(states), carried
 
 
 # ---- where texts begin ----
 
 
-def is_readable(*tensors: Tensor | None) -> bool:
-    """Whether the entries of tensors can be read: not while tracing, and not on the meta device."""
-    return not any(tensor is not None and (is_tracing(tensor) or tensor.is_meta) for tensor in tensors)
+def is_readable(tensor: Tensor | None) -> bool:
+    """Whether the entries of a tensor can be read: not while tracing, and not on the meta device."""
+    return tensor is None or not (is_tracing(tensor) or tensor.is_meta)
 
 
 def find_starts(
@@ -153,7 +145,7 @@ def find_starts(
         ValueError: The boundaries do not match the input.
     """
     cumulated, of_keys, numbers = given = [boundaries.get(name) for name in BOUNDARIES]
-    if not is_readable(*given):
+    if not all(map(is_readable, given)):
         raise ValueError("A compiled or traced model reads one text per row: pad the texts (DataCollatorWithPadding).")
     if cumulated is not None or of_keys is not None:
         starts = _starts_from_lengths(shape, cumulated, of_keys)
@@ -161,7 +153,7 @@ def find_starts(
         if numbers.shape != shape:
             raise ValueError(f"`seq_idx` must have shape {tuple(shape)}, but has shape {tuple(numbers.shape)}.")
         starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
-    elif position_ids is None or shape[1] == 1 or not is_readable(position_ids, keep):
+    elif position_ids is None or shape[1] == 1 or not (is_readable(position_ids) and is_readable(keep)):
         return None
     else:
         starts = _starts_from_positions(shape, keep, position_ids)
@@ -217,15 +209,19 @@ def plan_buckets(lengths: Sequence[int], cost: float) -> list[int]:
         The number of texts in each bucket.
     """
     total = len(lengths)
-    ends = [i for i in range(1, total + 1) if i == total or lengths[i] > lengths[i - 1]]
-    ends = ends[:: -(-len(ends) // _MOST_ENDS)] if len(ends) > _MOST_ENDS else ends
+    if not total:
+        return []
+    # The last text of each length; of many lengths, some of them.
+    lasts = [i for i in range(1, total + 1) if i == total or lengths[i] > lengths[i - 1]]
+    ends = lasts[:: -(-len(lasts) // _MOST_ENDS)]
     ends = ends if ends[-1] == total else [*ends, total]
-    best: list[tuple[float, int]] = [(0.0, 0)]  # for the texts up to each end: the cost, and the end before
+    best: list[tuple[float, int]] = [(0.0, 0)]  # for the texts up to each end: the cost, and which end is before
     starts = [0, *ends]
     for end in ends:
-        length = lengths[end - 1]
-        costs = [before + (end - start) * length + cost for (before, _), start in zip(best, starts, strict=False)]
-        best.append((min(costs), costs.index(min(costs))))
+        length, least = lengths[end - 1], (float("inf"), 0)
+        for number, (before, _) in enumerate(best):
+            least = min(least, (before + (end - starts[number]) * length + cost, number))
+        best.append(least)
     sizes, i = [], len(ends)
     while i:
         before = best[i][1]
@@ -234,15 +230,15 @@ def plan_buckets(lengths: Sequence[int], cost: float) -> list[int]:
     return sizes[::-1]
 
 
-def make_stream(
+def unpad_batch(
     keep: Tensor | None,
     starts: Tensor | None,
     shape: tuple[int, int],
     device: torch.device,
     width: int,
     border: int = 0,
-) -> Stream:
-    """Lay out a batch as a stream.
+) -> UnpaddedBatch:
+    """Lay out a batch without its padding.
 
     Args:
         keep: (b, n) padding mask; `None` if nothing is padded.
@@ -253,7 +249,7 @@ def make_stream(
         border: texts of up to this length share no bucket with longer ones.
 
     Returns:
-        The stream; of each row that is one text there must be a token.
+        The unpadded batch; of each row that is one text there must be a token.
     """
     if starts is None:
         texts = torch.arange(shape[0])[:, None].expand(shape).flatten()
@@ -262,13 +258,13 @@ def make_stream(
     tokens = None if keep is None else keep.flatten().cpu().nonzero().squeeze(-1)
     texts = texts if tokens is None else texts[tokens]
     _, texts, lengths = texts.unique_consecutive(return_inverse=True, return_counts=True)
-    first = lengths.cumsum(0) - lengths  # of each text, its first token in the stream
+    first = lengths.cumsum(0) - lengths  # of each text, its first token
     order = lengths.argsort(stable=True)
     by_length = lengths[order].tolist()
     buckets, gathers, scatter, number, places = [], [], torch.empty_like(texts), 0, 0
     below, cost = bisect_right(by_length, border), bucket_cost(device, width)
-    parts = [part for part in (by_length[:below], by_length[below:]) if part]
-    for rows in [size for part in parts for size in plan_buckets(part, cost)]:
+    sizes = plan_buckets(by_length[:below], cost) + plan_buckets(by_length[below:], cost)
+    for rows in sizes:
         own, length = order[number : number + rows], by_length[number + rows - 1]
         index = torch.arange(length)
         mask = index < lengths[own, None]
@@ -278,7 +274,7 @@ def make_stream(
         buckets.append(Bucket(rows, length, None if equal else mask.to(device)))
         gathers.append(gather.flatten())
         number, places = number + rows, places + rows * length
-    return Stream(
+    return UnpaddedBatch(
         shape=shape,
         tokens=None if tokens is None else tokens.to(device),
         positions=(torch.arange(len(texts)) - first[texts]).unsqueeze(0).to(device),
@@ -288,4 +284,5 @@ def make_stream(
         gather=torch.cat(gathers).to(device),
         scatter=scatter.to(device),
         by_input=order.argsort().to(device),
+        cost=places + cost * len(buckets),
     )

@@ -34,7 +34,7 @@ from ...ops.memory_control import (
     global_slots,
     tokens_per_slot,
 )
-from ...ops.memory_read import AttentionMap, SlotMemory, Views, WindowMemory, read_memories, tokens_in_window
+from ...ops.memory_read import SlotMemory, WindowMemory, read_memories, tokens_in_window
 from ...ops.recompute import recomputed
 from ...ops.tokens import move_to_ranks, weight_shares, write_to_slots
 from .configuration import AbcConfig
@@ -263,20 +263,6 @@ class AbcAttention(AbcControlled):
     def keep_all(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> SlotMemory:
         """Keep one slot per token: ordinary softmax attention."""
         return SlotMemory(*sources, context.masks)
-
-    def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
-        """Like `MemoryAttention.views`, plus the write weights of `mlp`; `full` has only its attention map."""
-        views, control = super().views(states, carried, context), self.config.memory_control
-        if control == "full":
-            return {"attention_entropy": views["read_entropy"]}
-        if control == "mlp":
-            logits = self.control_logits(states, self.control_weight(carried))
-            phi = control_weights(logits, context.keep, self.config.control_activation)
-            slots = views["slot_similarity"].used
-            # Heads become batch rows, because each head fills different slots.
-            tokens = context.tokens(states).repeat_interleave(self.num_heads, 0)
-            views["write_entropy"] = AttentionMap(phi.flatten(0, 1).unsqueeze(1), slots.flatten(0, 1), tokens)
-        return views
 
 
 def sum_over(phi: Tensor, real: Tensor) -> Tensor:

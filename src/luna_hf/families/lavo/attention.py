@@ -46,7 +46,7 @@ from ...layers.causal_window import write_window
 from ...layers.memory_attention import Memory, MemoryAttention
 from ...ops.attention import project_heads, split_heads
 from ...ops.context import ForwardContext
-from ...ops.memory_read import SlotMemory, Views, WindowMemory, read_memories, tokens_in_window
+from ...ops.memory_read import SlotMemory, WindowMemory, read_memories, tokens_in_window
 from ...ops.positions import rotate
 from ...ops.window import window_reach
 from .configuration import LavoConfig
@@ -198,13 +198,6 @@ class LavoAttention(LavoProjections):
         """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, r + w), and sum to one."""
         output, weights = mean_of_parts(self.attend(*self.project(hidden_states), context))
         return output, carried, weights
-
-    def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
-        """Like `MemoryAttention.views`; each part's weights sum to one."""
-        views: Views = {}
-        for memory, _, weights in self.attend(*self.project(states), context):
-            views |= memory.views(weights, context.tokens(states))
-        return views
 
 
 def running_sums(states: Tensor, bases: Tensor, before: Tensor | None = None, keep: Tensor | None = None) -> Tensor:

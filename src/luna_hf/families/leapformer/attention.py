@@ -33,9 +33,8 @@ from transformers.utils.generic import maybe_autocast
 
 from ...layers.causal_attention import CausalAttention
 from ...layers.memory_attention import Memory, MemoryAttention
-from ...ops.attention import linear, project_heads
+from ...ops.attention import project_heads
 from ...ops.context import ForwardContext
-from ...ops.memory_read import AttentionMap, Views
 from ...ops.positions import rotate, rotation
 from ...ops.recompute import may_recompute
 from ...ops.scan import causal_scan
@@ -163,8 +162,8 @@ class LearnedProportion(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Map features (b, h, n, c) to proportions (b, h, n)."""
         # Tokens come before heads in memory, so that flattening them is a view.
-        inner = F.relu(linear(self.inner, features.transpose(1, 2)))
-        return linear(self.outer, inner).squeeze(-1).transpose(1, 2).sigmoid()
+        inner = F.relu(self.inner(features.transpose(1, 2)))
+        return self.outer(inner).squeeze(-1).transpose(1, 2).sigmoid()
 
 
 class LinearAttention(MemoryAttention):
@@ -263,13 +262,6 @@ class LeapformerAttention(LinearAttention):
         key, _ = self.key_and_value(states)
         query = self.query_features(self.queries(states), context)
         return implied_weights(query, self.key_features(key, context)).to(states.dtype)
-
-    def views(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Views:
-        """Return the attention map; nothing with rotary positions, whose weights are no distribution."""
-        if self.config.reweighting == "rotary":
-            return {}
-        tokens = context.tokens(states)
-        return {"attention_entropy": AttentionMap(self.weights(states, context), tokens, tokens)}
 
 
 def attend_causally(

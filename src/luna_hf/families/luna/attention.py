@@ -36,7 +36,6 @@ from ...layers.causal_attention import CausalMemoryAttention
 from ...layers.memory_attention import Memory, MemoryAttention
 from ...ops.attention import KeyMask, attend_heads, linear, make_key_mask, product, project_heads, split_heads
 from ...ops.context import ForwardContext, drop_if_full
-from ...ops.memory_read import AttentionMap, Slots, Views
 from ...ops.recompute import recomputed
 from .configuration import LunaConfig
 
@@ -76,11 +75,11 @@ class LunaProjections:
 
     def key_and_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Project (b, n, d) states to keys and values, (b, h, n, c) each."""
+        shape = (*states.shape[:-1], self.num_heads, self.head_size)
         if self.config.tie_kv:
-            both = project_heads(self.key_value, states, self.num_heads)
+            both = self.key_value(states).view(shape).transpose(1, 2)
             return both, both
-        heads = self.num_heads
-        return project_heads(self.key, states, heads), project_heads(self.value, states, heads)
+        return self.key(states).view(shape).transpose(1, 2), self.value(states).view(shape).transpose(1, 2)
 
 
 class LunaPackAttention(LunaProjections, nn.Module):
@@ -92,17 +91,19 @@ class LunaPackAttention(LunaProjections, nn.Module):
         super().__init__()
         self.config = config
         self.num_heads = config.num_projected_attention_heads or config.num_attention_heads
+        self.head_size = config.hidden_size // self.num_heads
         self.attention_dropout = config.attention_probs_dropout_prob
         self.add_projections(config)
 
     def forward(self, packed_query: Tensor, states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """Compute Y_P (b, l, d) from P (b, l, d) and (b, n, d) states; if eager, also the weights (b, h_p, l, n)."""
-        query = project_heads(self.query, packed_query, self.num_heads)
+        shape = (*packed_query.shape[:-1], self.num_heads, self.head_size)
+        query = self.query(packed_query).view(shape).transpose(1, 2)
         return attend_heads(self, query, *self.key_and_value(states), context.masks.tokens, **context.options)
 
 
 class LunaAttention(LunaProjections, MemoryAttention):
-    """A layer's pack and unpack attention, with the residual connection and LayerNorm of the packed stream.
+    """A layer's pack and unpack attention, with the residual connection and LayerNorm of the packed states.
 
     The unpack projections belong to this module, under RoBERTa's names; the pack projections are in `pack`.
     """
@@ -160,18 +161,6 @@ class LunaAttention(LunaProjections, MemoryAttention):
         packed_context, _ = self.pack(queries, states, context)
         carried = carried + self.dropout(packed_context)
         return packed_context, carried if self.config.norm_first else self.packed_layer_norm(carried)
-
-    def views(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Views:
-        """Return the weights of both attentions, and the packed context that the tokens read."""
-        queries = self.packed_layer_norm(carried) if self.config.norm_first else carried
-        packed_context, pack_weights = self.pack(queries, states, context)
-        views = super().views(states, carried, context)
-        tokens, slots = context.tokens(states), context.carried_keep
-        slots = torch.ones_like(packed_context[..., 0], dtype=torch.bool) if slots is None else slots
-        views["pack_entropy"] = AttentionMap(pack_weights, slots, tokens)
-        if "read_entropy" in views:
-            views["unpack_entropy"] = views.pop("read_entropy")._replace(keys=slots)
-        return views | {"slot_similarity": Slots(packed_context, slots)}
 
 
 # Names in a decoding state.

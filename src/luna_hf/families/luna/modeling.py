@@ -1,6 +1,6 @@
 """Luna models (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021, arXiv 2106.01540).
 
-Two streams pass through every layer of an encoder: the tokens X and a packed sequence P of fixed length. This file
+Through every layer of an encoder pass the tokens X and a packed sequence P of fixed length. This file
 has the embedding of P, the base models and the heads; the attention is in `attention.py`.
 
 In an encoder-decoder (section 3.4) the packed states of the source are the queries with which the decoder's causal
@@ -26,7 +26,7 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, is_tracing
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -49,18 +49,17 @@ from ...models.encoder_heads import (
     SequenceClassificationMixin,
     TokenClassificationMixin,
 )
-from ...ops.attention import attend, make_key_mask
+from ...ops.attention import attend_heads, make_key_mask, split_heads
 from ...ops.context import ForwardContext, drop_if_full
-from ...ops.dispatch import choose
 from ...ops.tokens import first_kept, join_gradients, masked_mean
-from ...ops.unpadding import Stream, StreamContext
+from ...ops.unpadding import UnpaddedBatch, UnpaddedContext
 from .attention import LunaAttention, LunaCausalAttention, LunaPackAttention, valid_slots
 from .configuration import LunaConfig
 
 
 @dataclass
-class PackedStreamOutput(ModelOutput):
-    """Fields of the packed stream, added to the outputs of Luna's models.
+class PackedOutput(ModelOutput):
+    """Fields of the packed states, added to the outputs of Luna's models.
 
     Args:
         packed_hidden_states: packed states (b, l, d) after the embedding and after each layer, with
@@ -87,7 +86,7 @@ class LunaModelOutput(ModelOutput):
             first t / `tokens_per_slot` slots, rounded up, and the others are never read. `None` without dynamic
             projection.
         hidden_states, attentions: token states and unpack weights (b, h, n, l) of each layer.
-        packed_hidden_states, pack_attentions, packed_states: see `PackedStreamOutput`.
+        packed_hidden_states, pack_attentions, packed_states: see `PackedOutput`.
     """
 
     last_hidden_state: Tensor | None = None
@@ -101,28 +100,28 @@ class LunaModelOutput(ModelOutput):
 
 
 @dataclass
-class LunaMaskedLMOutput(PackedStreamOutput, MaskedLMOutput):
-    """`MaskedLMOutput` with the packed stream."""
+class LunaMaskedLMOutput(PackedOutput, MaskedLMOutput):
+    """`MaskedLMOutput` with the packed states."""
 
 
 @dataclass
-class LunaSequenceClassifierOutput(PackedStreamOutput, SequenceClassifierOutput):
-    """`SequenceClassifierOutput` with the packed stream."""
+class LunaSequenceClassifierOutput(PackedOutput, SequenceClassifierOutput):
+    """`SequenceClassifierOutput` with the packed states."""
 
 
 @dataclass
-class LunaMultipleChoiceOutput(PackedStreamOutput, MultipleChoiceModelOutput):
-    """`MultipleChoiceModelOutput` with the packed stream."""
+class LunaMultipleChoiceOutput(PackedOutput, MultipleChoiceModelOutput):
+    """`MultipleChoiceModelOutput` with the packed states."""
 
 
 @dataclass
-class LunaTokenClassifierOutput(PackedStreamOutput, TokenClassifierOutput):
-    """`TokenClassifierOutput` with the packed stream."""
+class LunaTokenClassifierOutput(PackedOutput, TokenClassifierOutput):
+    """`TokenClassifierOutput` with the packed states."""
 
 
 @dataclass
-class LunaQuestionAnsweringOutput(PackedStreamOutput, QuestionAnsweringModelOutput):
-    """`QuestionAnsweringModelOutput` with the packed stream."""
+class LunaQuestionAnsweringOutput(PackedOutput, QuestionAnsweringModelOutput):
+    """`QuestionAnsweringModelOutput` with the packed states."""
 
 
 class LunaPackedEmbeddings(nn.Module):
@@ -176,6 +175,7 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     """The Luna encoder without a head; returns token states and packed states."""
 
     attention_class = LunaAttention
+    reads_packed_states = True  # whether a head, or the caller without one, reads the packed states
     own_keywords = (*EncoderModelMixin.own_keywords, "packed_states", "reads_packed_states")
 
     def add_layers(self, config: LunaConfig) -> None:
@@ -249,9 +249,9 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
             context = context._replace(carried_keep=torch.ones(given.shape[:2], dtype=torch.bool, device=given.device))
         elif self.config.dynamic_projection:
             # Slots beyond the padded length would be masked in every row, so they can be dropped.
-            if choose("dynamic_slots", hidden_states) == "cut":
+            if not is_tracing(hidden_states):
                 num_slots = min(num_slots, self.config.slots_for(length))
-            else:
+            else:  # taking the smaller number would specialise a graph to one side
                 used = valid_slots(self.config, context.lengths, num_slots).expand(batch, -1)
                 context = context._replace(carried_keep=used)
         packed_queries = hidden_states[:, :1].expand(-1, num_slots, -1)  # a stand-in: masks need only P's shape
@@ -261,29 +261,29 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     def make_context(
         self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
     ) -> ForwardContext:
-        """Like `StreamMixin.make_context`; packed states that nothing reads need not be updated in inference."""
+        """Like `EncoderModelMixin.make_context`; packed states that nothing reads need not be updated in inference."""
         options = dict(options)
-        asked = options.pop("reads_packed_states", True)
+        asked = options.pop("reads_packed_states", self.reads_packed_states)
         for name in ("output_packed_hidden_states", "output_pack_attentions"):
             asked = asked or options.get(name, getattr(self.config, name, False))
         context = super().make_context(states, keep, marked, options)
         return context._replace(carries=asked or torch.is_grad_enabled())
 
-    def carried_by_texts(self, stream: Stream) -> tuple[Tensor, tuple[int, ...]]:
+    def carried_by_texts(self, unpadded: UnpaddedBatch) -> tuple[Tensor, tuple[int, ...]]:
         """Return P_0 for every text, in as many slots as padded rows would have, and the slots of each bucket."""
         num_slots, slots, keep = self.config.projection_length, None, None
         if self.config.dynamic_projection:
-            num_slots = min(num_slots, self.config.slots_for(stream.longest))
-            slots = [min(num_slots, self.config.slots_for(bucket.length)) for bucket in stream.buckets]
-            keep = valid_slots(self.config, stream.lengths.sort(dim=0).values, num_slots)
-        texts = len(stream.lengths)
-        return self.packed_embeddings(texts, num_slots, keep), tuple(slots or [num_slots] * len(stream.buckets))
+            num_slots = min(num_slots, self.config.slots_for(unpadded.longest))
+            slots = [min(num_slots, self.config.slots_for(bucket.length)) for bucket in unpadded.buckets]
+            keep = valid_slots(self.config, unpadded.lengths.sort(dim=0).values, num_slots)
+        texts = len(unpadded.lengths)
+        return self.packed_embeddings(texts, num_slots, keep), tuple(slots or [num_slots] * len(unpadded.buckets))
 
     def make_output(
-        self, hidden_states: Tensor, carried: Tensor, context: ForwardContext | StreamContext
+        self, hidden_states: Tensor, carried: Tensor, context: ForwardContext | UnpaddedContext
     ) -> LunaModelOutput:
-        """Return the output with both streams."""
-        # A loss uses one stream; the last layer's parameters that serve only the other need a gradient, too.
+        """Return the output with token states and packed states."""
+        # A loss uses one of them; the last layer's parameters that serve only the other need a gradient, too.
         hidden_states, packed = join_gradients(hidden_states, self.packed_layer_norm(carried))
         # Not `context.carried_keep`, which is `None` if nothing is padded: output fields must not depend on the data.
         slots = None
@@ -334,19 +334,19 @@ class LunaPooling(nn.Module):
             return masked_mean(packed, slots)
         first = first_kept(outputs.last_hidden_state, keep).unsqueeze(1)  # (b, 1, d)
         mask = make_key_mask(self.config, slots, queries=first, keys=packed)
-        heads = self.config.num_attention_heads
-        pooled, _ = attend(self, self.query(first), self.key(packed), self.value(packed), mask, heads)
+        sides = (self.query(first), self.key(packed), self.value(packed))
+        pooled, _ = attend_heads(self, *(split_heads(side, self.config.num_attention_heads) for side in sides), mask)
         return self.LayerNorm(self.output(pooled)).squeeze(1)
 
 
 class LunaHeadMixin:
     """A head on Luna's token states, or on its packed states."""
 
-    def encode(self, *inputs: Any, **kwargs: Any) -> LunaModelOutput:
-        """Like `EncoderHeadMixin.encode`; only some heads read the packed states."""
+    def add_head(self, config: LunaConfig) -> None:
+        """Create the head's modules; only some of them read the packed states."""
+        super().add_head(config)
         pooling = getattr(self, "pooling", None)
-        kwargs.setdefault("reads_packed_states", pooling is not None and pooling.kind.startswith("packed"))
-        return super().encode(*inputs, **kwargs)
+        self.luna.reads_packed_states = pooling is not None and pooling.kind.startswith("packed")
 
 
 class LunaForMaskedLM(LunaHeadMixin, MaskedLMMixin, LunaPreTrainedModel):
