@@ -8,7 +8,8 @@ import finetune_glue
 import pytest
 import torch
 from safetensors.torch import load_file
-from tasks import runs
+from tasks import classification, runs
+from tasks.files import read_files
 from tasks.plan import data_digest
 from tasks.trainer import FinetuneTrainer, checkpoints
 from tiny_finetuning import PLAIN, checkpoint, command, csqa_rows, refused, run, topics, write_rows, write_split
@@ -77,7 +78,7 @@ def break_prediction(monkeypatch):
 
 
 def break_metric(monkeypatch):
-    monkeypatch.setattr(finetune_glue.TextClassification, "scores", lambda *_: {"accuracy": float("nan")})
+    monkeypatch.setattr(classification.TextClassification, "scores", lambda *_: {"accuracy": float("nan")})
 
 
 BREAKS = {"out_proj.bias": break_weight, "predictions": break_prediction, "accuracy": break_metric}
@@ -153,7 +154,7 @@ def test_accepted_data_are_noted_until_the_run_is_finished(luna, tmp_path, monke
 def test_the_digest_of_a_split_is_that_of_its_rows(tmp_path):
     columns = {"text": ["a", "b"], "label": [0, 1]}
     digests = [
-        data_digest(finetune_glue.read_files([write_rows(tmp_path / f"x.{kind}", rows)]))
+        data_digest(read_files([write_rows(tmp_path / f"x.{kind}", rows)]))
         for kind, rows in [
             *[("csv", columns), ("jsonl", columns), ("parquet", columns)],
             *[("json", {**columns, "label": [1, 0]}), ("tsv", {"text": ["b", "a"], "label": [1, 0]})],

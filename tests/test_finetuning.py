@@ -19,7 +19,7 @@ from helpers import ROOT
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
-from tasks import best, runs
+from tasks import best, classification, runs
 from tasks.plan import plan, unique_labels
 from tasks.trainer import FinetuneTrainer, damage
 from tiny_finetuning import COMMANDS, PLAIN, RECIPES, checkpoint, command, glue_folder, refused, run
@@ -431,7 +431,7 @@ def test_a_folder_with_other_files_is_refused(luna, sst2, tmp_path, monkeypatch,
 def test_what_cannot_start_is_found_before_the_data_are_tokenized(
     more, value, luna, sst2, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(finetune_glue.TextClassification, "encode", None)
+    monkeypatch.setattr(classification.TextClassification, "encode", None)
     models = [luna, "missing"] if more is None else luna
     assert value in refused(capsys, command(models, tmp_path / "out", **options(sst2, **(more or {}))))
 

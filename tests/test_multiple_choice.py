@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from helpers import tiny_tokenizer
 from huggingface_hub import ModelCard
+from tasks import multiple_choice
 from tasks.multiple_choice import read_questions
 from tasks.trainer import FinetuneTrainer
 from tiny_finetuning import (
@@ -74,10 +75,10 @@ def task_on(folder, rows, script=finetune_race, **options):
         path = folder / "middle" / f"{split}.jsonl" if script is finetune_race else folder / f"{split}.jsonl"
         write_split(path, rows)
     if script is finetune_race:
-        return finetune_race.RaceTask(
-            finetune_race.RaceArguments(["m"], dataset_name=str(folder), dataset_config="middle", **options)
+        return multiple_choice.RaceTask(
+            multiple_choice.RaceArguments(["m"], dataset_name=str(folder), dataset_config="middle", **options)
         )
-    return finetune_csqa.CsqaTask(finetune_csqa.CsqaArguments(["m"], dataset_name=str(folder), **options))
+    return multiple_choice.CsqaTask(multiple_choice.CsqaArguments(["m"], dataset_name=str(folder), **options))
 
 
 def batch_of(task, tokenizer, max_length=100, multiple=None):
@@ -126,7 +127,7 @@ def test_csqa_input_has_one_separator_and_one_segment(kind, tmp_path):
     ],
 )
 def test_race_fills_blanks(question, option, text):
-    assert finetune_race.fill_in(question, option) == text
+    assert multiple_choice.fill_in(question, option) == text
 
 
 def test_a_special_token_in_the_text_is_text(tmp_path):
@@ -294,8 +295,8 @@ def test_race_is_learnt_and_scored_by_level(data, race_run):
     assert result["scores"]["validation"]["accuracy"] > 0.7
     assert "train: 24 middle, 32 high." in result["notes"]
     # Row by row the file of predictions, the saved folder and the scores agree.
-    arguments = finetune_race.RaceArguments(["x"], dataset_name=str(data["race"]), max_question_length=16)
-    task = finetune_race.RaceTask(arguments)
+    arguments = multiple_choice.RaceArguments(["x"], dataset_name=str(data["race"]), max_question_length=16)
+    task = multiple_choice.RaceTask(arguments)
     lines = [json.loads(line) for line in (race_run / "predictions" / "test.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == list(task.tests["test"]["id"])
     letters = [line["chosenAnswer"] for line in lines]

@@ -32,13 +32,21 @@ def drop_losers(job: Job, results: list[Result]) -> None:
 
 
 def lost_best(job: Job, results: list[Result]) -> int | None:
-    """Index of the chosen run if its weights are gone, because an earlier command with fewer runs chose another one."""
+    """Index of the chosen run if its weights are gone, because an earlier command with fewer runs chose another one.
+
+    It no longer counts as finished.
+    """
     if not (chosen := choose(results, job.task.greater_is_better)):
         return None
-    best = chosen[0]
-    kept = _folder(job, best)
+    best, kept = chosen[0], _folder(job, chosen[0])
     is_kept = _weights(kept) and read_run(kept).items() >= {**best, "folder": str(kept)}.items()
-    return None if _weights(Path(best["folder"])) or is_kept else results.index(best)
+    if _weights(Path(best["folder"])) or is_kept:
+        return None
+    job.wait()
+    if job.is_main:
+        (Path(best["folder"]) / RUN_FILE).unlink()
+    job.wait()
+    return results.index(best)
 
 
 def keep_best(job: Job, results: list[Result]) -> Path | None:
@@ -68,7 +76,7 @@ def keep_best(job: Job, results: list[Result]) -> Path | None:
             _describe(job, best, target, picked)
         for result in results:
             _strip(Path(result["folder"]))
-    job.training.distributed_state.wait_for_everyone()
+    job.wait()
     return target
 
 
