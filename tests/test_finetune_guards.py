@@ -126,21 +126,6 @@ def test_changed_data_are_named_or_accepted(luna, tmp_path, monkeypatch, capsys)
     assert f"{name} changed" in capsys.readouterr().out
 
 
-def test_accepted_data_are_noted_until_the_run_is_finished(luna, tmp_path, monkeypatch, capsys):
-    options = labelled(tmp_path)
-    words = command(luna, tmp_path / "out", **options, num_train_epochs=1)
-    for accepted in ([], ["--accept_changed_data"]):
-        with monkeypatch.context() as patch:
-            patch.setattr(runs, "write_card", None)
-            with pytest.raises(TypeError):
-                finetune_glue.main([*words, *accepted])
-        texts, labels = topics(30, seed=5)
-        write_rows(options["train_file"], {"text": texts, "label": labels})
-        assert str(options["train_file"]) in refused(capsys, words)
-    assert finetune_glue.main([*words, "--accept_changed_data"]) == 0
-    assert f"{options['train_file']} changed" in (tmp_path / "out" / "README.md").read_text()
-
-
 def test_the_digest_of_a_split_is_that_of_its_rows(tmp_path):
     columns = {"text": ["a", "b"], "label": [0, 1]}
     digests = [

@@ -348,16 +348,6 @@ def test_another_command_may_not_continue_a_run(luna, sst2, uninterrupted, tmp_p
     assert "weights of the model" in message and "0" * 64 not in message
 
 
-def test_a_run_that_left_only_its_settings_does_not_lock_its_folder(luna, sst2, tmp_path, monkeypatch):
-    short = options(sst2, max_steps=1, **PLAIN)
-    with monkeypatch.context() as patch:
-        interrupt(patch, FinetuneTrainer, "train")
-        assert finetune_glue.main(command(luna, tmp_path / "out", **short)) == 130
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["settings.json"]
-    run(luna, tmp_path / "out", **short, weight_decay=0.5)
-    assert read(tmp_path / "out", "settings")["weight_decay"] == 0.5
-
-
 def test_the_pretrained_checkpoint_is_not_overwritten(sst2, tmp_path, monkeypatch, capsys):
     model = checkpoint(tmp_path / "models" / "luna")
     before = {path: path.read_bytes() for path in model.rglob("*") if path.is_file()}

@@ -58,32 +58,25 @@ def keep_best(job: Job, results: list[Result]) -> Path | None:
     if not (chosen := choose(results, job.task.greater_is_better)):
         return None
     best, setting = chosen
-    source = Path(best["folder"])
+    source, target = Path(best["folder"]), _folder(job, best)
     if len(results) == 1:
         return source
-    target = _folder(job, best)
     if job.is_main:
-        counts = {"runs": len(results), "settings": len(set(map(setting_of, results)))}
-        picked = {**counts, **{name: setting[name] for name in ("seeds", "median", "best", "worst")}}
+        picked = {"runs": len(results), "settings": len(set(map(setting_of, results)))}
+        picked |= {name: setting[name] for name in ("seeds", "median", "best", "worst")}
         for stale in target.parent.glob(f".{target.name}.*"):  # left by a kill
             shutil.rmtree(stale, ignore_errors=True)  # a lock file is none
         if _weights(source):
             with writing(target) as place:
                 left_out = shutil.ignore_patterns(SETTINGS_FILE, "runs", "checkpoint-*", ".*")
                 shutil.copytree(source, place, ignore=left_out, dirs_exist_ok=True)
-                _describe(job, best, place, picked)
-        else:
-            _describe(job, best, target, picked)
+        write_card(job, best, target, picked)
+        content = {name: value for name, value in best.items() if name != "folder"}
+        write_json(target / RUN_FILE, {**content, "picked": picked})
         for result in results:
             _strip(Path(result["folder"]))
     job.wait()
     return target
-
-
-def _describe(job: Job, best: Result, folder: Path, picked: dict[str, Any]) -> None:
-    write_card(job, best, folder, picked)
-    content = {name: value for name, value in best.items() if name != "folder"}
-    write_json(folder / RUN_FILE, {**content, "picked": picked})
 
 
 def _folder(job: Job, result: Result) -> Path:

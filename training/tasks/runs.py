@@ -97,14 +97,10 @@ class Command:
 
 @dataclass
 class Prepared:
-    """A model's tokenizer and the splits in its tokens, the same for all its runs.
-
-    `extended` is the longest input if the model's positions have to be extended to it.
-    """
+    """A model's tokenizer and the splits in its tokens, the same for all its runs."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int
-    extended: int | None
     notes: list[str] = field(default_factory=list)
     encoded: dict[str, Encoded] = field(default_factory=dict)
 
@@ -195,7 +191,7 @@ def open_model(job: Job, name: str) -> Prepared:
     notes = job.task.check_length(tokenizer, max_length)
     if job.arguments.max_length is None:
         notes.append(f"Inputs have at most {max_length:,} tokens (--max_length); the model takes {longest:,}.")
-    prepared = Prepared(tokenizer, max_length, max_length if max_length > longest else None)
+    prepared = Prepared(tokenizer, max_length)
     model, found = load_model(job, name, prepared, job.arguments.dropout)
     prepared.notes = [*found, *notes]
     job.training.check_with(model)
@@ -219,7 +215,7 @@ def load_model(job: Job, name: str, prepared: Prepared, dropout: float | None) -
     if dropout is not None:
         config = load_config(name)
         fields |= {field: dropout for field in _DROPOUTS if hasattr(config, field)}
-    return load_encoder(job.task.auto_class, name, length=prepared.extended, **fields)
+    return load_encoder(job.task.auto_class, name, length=prepared.max_length, **fields)
 
 
 # ---- one run ----
