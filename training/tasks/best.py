@@ -7,7 +7,6 @@ model is copied to a hidden folder, which takes its place when it is complete; o
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from luna_hf.scripting import write_json, writing
 from tasks.plan import RUN_FILE, SETTINGS_FILE, read_run
