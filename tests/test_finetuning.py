@@ -12,10 +12,9 @@ import finetune_glue
 import pytest
 import torch
 import yaml
-from common import hub
 from helpers import ROOT
+from hub_stub import HubStub
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from tasks import best, classification, runs
 from tasks.plan import plan, unique_labels
@@ -149,7 +148,7 @@ def fixed_scores(monkeypatch):
 def fixed(job, trainer, prepared, folder):
     batch, seed = map(int, re.fullmatch(r"batch(\d+)-lr0.002-seed(\d+)", folder.name).groups())
     own = trainer.args
-    assert (own.seed, own.data_seed, own.train_batch_size, own.learning_rate) == (seed, seed, batch, 2e-3)
+    assert (own.seed, own.train_batch_size, own.learning_rate) == (seed, batch, 2e-3)
     return {"validation": {"accuracy": FIXED[batch, seed]}}, []
 
 
@@ -422,29 +421,13 @@ def test_the_card_holds_the_figures_and_no_folder_of_the_machine(uninterrupted):
 
 
 def test_push_uploads_the_chosen_model_with_its_card_and_the_table(luna, sst2, tmp_path, monkeypatch, fixed_scores):
-    made, uploaded = {}, {}
-
-    class Api:
-        def create_repo(self, name, private=None, **_):
-            made[name] = private
-            return type("Made", (), {"repo_id": name})
-
-        def upload_folder(self, repo_id, folder_path, ignore_patterns, **_):
-            files = {
-                path.relative_to(folder_path).as_posix(): path for path in folder_path.rglob("*") if path.is_file()
-            }
-            kept = filter_repo_objects(list(files), ignore_patterns=ignore_patterns)
-            uploaded.setdefault(repo_id, {}).update({name: files[name].read_bytes() for name in kept})
-
-        def upload_file(self, repo_id, path_or_fileobj, path_in_repo, **_):
-            uploaded[repo_id][path_in_repo] = path_or_fileobj.read_bytes()
-
-    monkeypatch.setattr(hub, "HfApi", Api)
     words = sweep_words(luna, sst2, tmp_path / "out", [1])
     words += ["--push_to_hub", "--hub_model_id", "tester/topics", "--hub_private_repo", "--language", "en"]
-    assert finetune_glue.main(words) == 0
-    files = uploaded["tester/topics"]
-    assert made == {"tester/topics": True}
+    with HubStub() as stub:
+        stub.patch(monkeypatch, tmp_path)
+        assert finetune_glue.main(words) == 0
+    files = stub.repositories["tester/topics"]
+    assert stub.private == {"tester/topics"}
     wanted = {"config.json", "model.safetensors", "tokenizer.json", "README.md", "modeling_luna.py", "results.md"}
     assert wanted <= set(files) and not {"settings.json", "run.json", "training_args.bin"} & set(files)
     assert files["README.md"] == (tmp_path / "out" / "best" / "luna" / "README.md").read_bytes()

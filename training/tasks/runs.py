@@ -320,7 +320,6 @@ def make_trainer(job: Job, run: Run, model: Any, prepared: Prepared) -> Finetune
         per_device_train_batch_size=run.batch_size // (training.world_size * training.gradient_accumulation_steps),
         learning_rate=run.learning_rate,
         seed=run.seed,
-        data_seed=run.seed,
         metric_for_best_model=task.main_metric,
         greater_is_better=task.greater_is_better,
         push_to_hub=False,  # the finished folder is pushed, with its card

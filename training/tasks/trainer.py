@@ -205,9 +205,8 @@ class FinetuneTrainer(Trainer):
             return super()._get_train_sampler(train_dataset)
         grouped = self.args.train_sampling_strategy == "group_by_length" and self.lengths is not None
         update = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         lengths = self.lengths if grouped else [1] * len(rows)
-        return SeededSampler(lengths, update, seed, lambda: int(self.state.epoch or 0))
+        return SeededSampler(lengths, update, self.args.seed, lambda: int(self.state.epoch or 0))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
         """In the order of the rows, to which the predictions belong."""
