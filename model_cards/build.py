@@ -263,7 +263,7 @@ class Card:
         return f'"{repository}"{trust}' if repository else f'"checkpoints/{self.name}"'
 
     def _choice_example(self) -> str:
-        return importlib.import_module(Path(self.checkpoint.stages[-1].script).stem).EXAMPLE
+        return importlib.import_module(Path(self.checkpoint.stages[-1].script).stem).COMMAND.make_task.example
 
     # ---- results ----
 

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from helpers import tiny_tokenizer
 from huggingface_hub import ModelCard
-from tasks.multiple_choice import read_questions
+from tasks.multiple_choice import CsqaArguments, CsqaTask, RaceArguments, RaceTask, fill_in, read_questions
 from tasks.trainer import FinetuneTrainer
 from tiny_finetuning import (
     MODEL_TYPES,
@@ -31,6 +31,7 @@ from transformers import AutoModelForMultipleChoice, AutoTokenizer, BertTokenize
 from luna_hf.scripting import UserError
 
 SCRIPTS = {"race": finetune_race, "csqa": finetune_csqa}
+TASKS = {"race": RaceTask, "csqa": CsqaTask}
 WORDS = ["the", "fox", "reads", "every", "book", "in", "a", "house", "of", "glass"]
 RACE_ROW = {
     "example_id": "middle1.txt",
@@ -74,10 +75,8 @@ def task_on(folder, rows, script=finetune_race, **options):
         path = folder / "middle" / f"{split}.jsonl" if script is finetune_race else folder / f"{split}.jsonl"
         write_split(path, rows)
     if script is finetune_race:
-        return finetune_race.RaceTask(
-            finetune_race.RaceArguments(["m"], dataset_name=str(folder), dataset_config="middle", **options)
-        )
-    return finetune_csqa.CsqaTask(finetune_csqa.CsqaArguments(["m"], dataset_name=str(folder), **options))
+        return RaceTask(RaceArguments(["m"], dataset_name=str(folder), dataset_config="middle", **options))
+    return CsqaTask(CsqaArguments(["m"], dataset_name=str(folder), **options))
 
 
 def batch_of(task, tokenizer, max_length=100, multiple=None):
@@ -126,7 +125,7 @@ def test_csqa_input_has_one_separator_and_one_segment(kind, tmp_path):
     ],
 )
 def test_race_fills_blanks(question, option, text):
-    assert finetune_race.fill_in(question, option) == text
+    assert fill_in(question, option) == text
 
 
 def test_a_special_token_in_the_text_is_text(tmp_path):
@@ -139,7 +138,7 @@ def test_a_special_token_in_the_text_is_text(tmp_path):
 def test_batches_are_padded_to_the_longest_choice_and_rows_without_answers_are_ignored(tmp_path):
     rows = [{**RACE_ROW, "options": ["a", "the book of"], "answer": "", "article": "fox " * n} for n in (2, 5)]
     task = task_on(tmp_path, [{**row, "answer": "A"} for row in rows])
-    task.train = read_questions(Dataset.from_list(rows), finetune_race.COLUMNS, finetune_race.read_row, "here")
+    task.train = read_questions(Dataset.from_list(rows), RaceTask.columns, RaceTask.read_row, "here")
     # 5 words of the question, 3 of the option, 5 of the passage, 3 special tokens
     for multiple, width in ((None, 16), (16, 16), (10, 20)):
         batch, encoded = batch_of(task, TOKENIZERS["bert"], multiple=multiple)
@@ -190,9 +189,8 @@ def test_the_question_of_csqa_gives_way_to_the_option(kind, tmp_path):
 @pytest.mark.parametrize(
     ("name", "max_length", "asked", "length"),
     [
-        *[("race", 512, None, 128), ("race", 260, None, 128), ("race", 259, None, 127), ("race", 128, None, 62)],
-        *[("race", 8, None, 2), ("race", 128, 100, 100), ("race", 128, 124, None), ("race", 5, None, None)],
-        *[("csqa", 512, None, 128), ("csqa", 128, None, 125), ("csqa", 128, 200, 125), ("csqa", 128, 2, 2)],
+        *[("race", 512, None, 128), ("race", 128, None, 62), ("race", 128, 100, 100), ("race", 128, 124, None)],
+        *[("csqa", 512, None, 128), ("csqa", 128, None, 125), ("csqa", 128, 200, 125)],
     ],
 )
 def test_question_lengths_follow_the_option_and_the_room(name, max_length, asked, length, tmp_path):
@@ -212,23 +210,20 @@ def test_question_lengths_follow_the_option_and_the_room(name, max_length, asked
 @pytest.mark.parametrize(
     ("name", "change", "value"),
     [
-        ("race", {"answer": "E"}, "'E'.*A, B, C, D"),
-        ("race", {"article": None}, "None"),
+        ("race", {"answer": "E"}, "'E' is not in list"),
+        ("race", {"article": None}, "NoneType"),
         ("race", {"options": ["a", "b", "c"]}, "middle1.txt.* 3 choices"),
-        ("race", {"options": ["a"]}, "1 choices"),
-        ("race", {"options": None}, "None"),
-        ("race", {"example_id": "low1.txt"}, "low1.txt"),
+        ("race", {"example_id": "low1.txt"}, "form of the data set"),
         ("race", {"answer": ""}, "middle1.txt.*no answer"),
         ("csqa", {"answerKey": "F"}, "'F'"),
-        ("csqa", {"choices": {"label": ["A", "A"], "text": ["x", "y"]}}, "'A', 'A'"),
-        ("csqa", {"choices": {"label": ["A", "B", "C"], "text": ["x", "y"]}}, "2 choices.*'C'"),
+        ("csqa", {"choices": {"label": ["A", "B", "C"], "text": ["x", "y"]}}, "shorter"),
     ],
 )
 def test_bad_rows_are_named(name, change, value):
-    script, row = SCRIPTS[name], {"race": RACE_ROW, "csqa": CSQA_ROW}[name]
+    task, row = TASKS[name], {"race": RACE_ROW, "csqa": CSQA_ROW}[name]
     rows = Dataset.from_list([row] * 3 + [{**row, **change}])
     with pytest.raises(UserError, match=f"here, row 3.*{value}"):
-        read_questions(rows, script.COLUMNS, script.read_row, "here")
+        read_questions(rows, task.columns, task.read_row, "here")
 
 
 # ---- runs ----
@@ -294,8 +289,8 @@ def test_race_is_learnt_and_scored_by_level(data, race_run):
     assert result["scores"]["validation"]["accuracy"] > 0.7
     assert "train: 24 middle, 32 high." in result["notes"]
     # Row by row the file of predictions, the saved folder and the scores agree.
-    arguments = finetune_race.RaceArguments(["x"], dataset_name=str(data["race"]), max_question_length=16)
-    task = finetune_race.RaceTask(arguments)
+    arguments = RaceArguments(["x"], dataset_name=str(data["race"]), max_question_length=16)
+    task = RaceTask(arguments)
     lines = [json.loads(line) for line in (race_run / "predictions" / "test.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == list(task.tests["test"]["id"])
     letters = [line["chosenAnswer"] for line in lines]
@@ -308,7 +303,7 @@ def test_race_is_learnt_and_scored_by_level(data, race_run):
 
 def test_csqa_compares_models_and_predicts_the_test_split(csqa_runs):
     summary = json.loads((csqa_runs / "results.json").read_text())
-    assert [row["model"] for row in summary["models"]] == MODEL_TYPES
+    assert [row["model"] for row in summary["settings"]] == MODEL_TYPES
     assert all(list(one["scores"]) == ["validation"] for one in summary["runs"])  # the test split has no answers
     # Models of 40 positions need no option for the length.
     assert {(one["steps"], one["max_length"]) for one in summary["runs"]} == {(3, 40)}
@@ -360,12 +355,9 @@ def with_values(**values):
     ("name", "split", "change", "value"),
     [
         ("race", "train", without("options"), "train.*`options`"),
-        ("csqa", "validation", without("answerKey"), "validation.*`answerKey`"),
-        ("race", "train", with_values(answer=2), "train, row 0: .*2.*A, B"),
-        ("race", "train", with_values(answer=""), "`train`.* no answers"),
         ("csqa", "validation", with_values(answerKey=""), "`validation`.* no answers"),
         ("race", "validation", lambda rows: rows[:0], r"validation\.parquet"),
-        ("csqa", "train", None, "`train`.* validation"),
+        ("csqa", "train", None, "no split train; it has validation"),
     ],
 )
 def test_bad_data_are_refused(name, split, change, value, models, tmp_path, monkeypatch, capsys):
@@ -380,14 +372,7 @@ def test_bad_data_are_refused(name, split, change, value, models, tmp_path, monk
     assert re.search(value, refused(capsys, words, SCRIPTS[name]))
 
 
-def test_missing_folders_and_wrong_lengths_are_refused(data, models, tmp_path, capsys):
-    luna, out = models["luna"], tmp_path / "out"
-    for name, script in SCRIPTS.items():
-        message = refused(capsys, words_of({name: tmp_path / "none"}, name, luna, out), script)
-        assert str(tmp_path / "none") in message
-    write_split(tmp_path / "half" / "high" / "train.parquet", race_rows(4, "high", 0))
-    message = refused(capsys, words_of({"race": tmp_path / "half"}, "race", luna, out), finetune_race)
-    assert "middle" in message and "--dataset_config high" in message
-    for key, value in (("dataset_config", "hihg"), ("max_question_length", 1), ("max_question_length", 128)):
-        message = refused(capsys, words_of(data, "race", luna, out, **{key: value}), finetune_race)
-        assert key in message and str(value) in message
+@pytest.mark.parametrize(("key", "value"), [("dataset_config", "hihg"), ("max_question_length", 128)])
+def test_wrong_options_are_refused(key, value, data, models, tmp_path, capsys):
+    message = refused(capsys, words_of(data, "race", models["luna"], tmp_path / "out", **{key: value}), finetune_race)
+    assert key in message and str(value) in message

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from helpers import ROOT, randomise, tiny_config_for, tiny_tokenizer
+from tasks import classification
 from transformers import (
     AutoModelForMaskedLM,
     ModernBertConfig,
@@ -116,7 +117,7 @@ def write_split(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def glue_folder(folder: Path, task: str = "sst2", rows: int = 48, suffix: str = ".parquet") -> Path:
     """A task of GLUE as the Hub has it, with plain integers for labels and -1 in the test splits."""
-    spec = finetune_glue.TASKS[task]
+    spec = classification.TASKS[task]
     for place, split in enumerate(["train", *spec.development, *spec.tests]):
         count = rows if split == "train" else rows // 3
         texts, labels = topics(count, seed=place, classes=max(2, len(spec.labels)))

@@ -14,10 +14,9 @@ from common import extra, extra_embed  # noqa: F401
 
 # isort: split
 import dataclasses
-import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,12 @@ from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimil
 from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 from tasks.arguments import option
 from tasks.files import load_splits, require_columns
-from tasks.plan import SETTINGS_FILE, check_output, compare_settings, data_digest, is_begun, read_json, settings
-from tasks.trainer import Clock, checkpoints, find_checkpoint, seconds
+from tasks.plan import SETTINGS_FILE, check_output, check_settings, data_digest, is_begun, read_json, settings
+from tasks.trainer import Clock, find_checkpoint, remove_checkpoints, seconds
 from transformers import AutoModel
 from transformers.utils import logging
 
-from luna_hf.scripting import UserError, describe_run, locked, run_script, write_json
+from luna_hf.scripting import describe_run, locked, run_script, write_json
 
 SCRIPT, RESULT = "training/finetune_embeddings.py", "metrics.json"
 COLUMNS = ("sentence1", "sentence2", "label")
@@ -50,7 +49,7 @@ COLUMNS = ("sentence1", "sentence2", "label")
 class EmbeddingArguments:
     """The encoder and its data."""
 
-    model_name_or_path: str = option("", "Encoder: a folder or a name on the Hub.")
+    model_name_or_path: str = option(MISSING, "Encoder: a folder or a name on the Hub (required).")
     dataset_name: str = option("nyu-mll/glue", "Hub name, or a folder with a file for each split.")
     max_length: int | None = option(None, "Tokens that are embedded at most; by default all that the model takes.")
     accept_changed_data: bool = option(False, "Continue a run although its data have changed.")
@@ -81,11 +80,9 @@ def read_pairs(name: str) -> dict[str, Dataset]:
     Raises:
         UserError: A split or column is missing.
     """
-    splits = load_splits(name, "stsb", ("train", "validation"))
-    for split in ("train", "validation"):
-        if split not in splits:
-            raise UserError(f"{name} has no split {split}.")
-        require_columns(splits[split], COLUMNS, f"{name} ({split})")
+    splits = load_splits(name, "stsb", ("train", "validation"), required=(["train"], ["validation"]))
+    for split, rows in splits.items():
+        require_columns(rows, COLUMNS, f"{name} ({split})")
     return {
         split: rows.select_columns(list(COLUMNS)).map(lambda row: {"score": row["label"] / 5}, remove_columns="label")
         for split, rows in splits.items()
@@ -126,29 +123,26 @@ def finetune(words: Sequence[str]) -> None:
             head = describe_run(SCRIPT, words, training.device.type)
             head |= {"model": arguments.model_name_or_path, "dataset": arguments.dataset_name}
             write_json(folder / RESULT, head | run(encoder, training, pairs))
-        for path in checkpoints(folder):
-            shutil.rmtree(path)
+        remove_checkpoints(folder)
         scores, before = (read_json(folder / RESULT)[name]["spearman"] for name in ("scores", "scores_before"))
     print(f"Spearman's correlation on the validation split: {scores:.3f} (before finetuning {before:.3f})")
 
 
 def begin(folder: Path, arguments: EmbeddingArguments, training: TrainingArguments, pairs: dict[str, Dataset]) -> None:
-    """Write the settings of a run that begins, or compare with the run that the folder holds.
+    """Compare with the run that the folder holds, or write the settings of one that begins.
 
     Raises:
         UserError: That run has other settings or data.
     """
-    values = {**dataclasses.asdict(arguments), **training.to_dict()}
-    values["data"] = {split: data_digest(rows) for split, rows in pairs.items()}
-    model, accepted = arguments.model_name_or_path, arguments.accept_changed_data
-    own = {"model": model} | {name: values[name] for name in ("learning_rate", "per_device_train_batch_size", "seed")}
-    wanted = settings(model, values, own)
+    values, data = training.to_dict(), {split: data_digest(rows) for split, rows in pairs.items()}
+    own = {"model": arguments.model_name_or_path}
+    own |= {name: values[name] for name in ("learning_rate", "per_device_train_batch_size", "seed")}
+    wanted = settings(arguments.model_name_or_path, {**dataclasses.asdict(arguments), **values}, own, data)
+    sources = {split: f"{arguments.dataset_name} ({split})" for split in pairs}
+    for note in check_settings(folder, wanted, sources, arguments.accept_changed_data):
+        print(note)
     if not is_begun(folder):
         write_json(folder / SETTINGS_FILE, wanted)
-        return
-    sources = {split: f"{arguments.dataset_name} ({split})" for split in pairs}
-    if note := compare_settings(folder, model, wanted, sources, accepted):
-        print(note)
 
 
 def run(encoder: SentenceTransformer, training: TrainingArguments, pairs: dict[str, Dataset]) -> dict[str, Any]:

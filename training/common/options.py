@@ -12,7 +12,6 @@ The command line overrides the recipe, the recipe overrides the defaults of the 
 
 import dataclasses
 import difflib
-import enum
 import inspect
 import re
 import textwrap
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
+from huggingface_hub.dataclasses import type_validator
 
 from luna_hf.scripting import UserError
 
@@ -47,7 +47,7 @@ def parse(
 
     Args:
         classes: dataclasses with distinct fields. A field without a default must be given. Its line in `--help` is
-            `Annotated[type, "line"]`, `metadata["help"]`, or the comment beside the key in the command's first recipe.
+            `Annotated[type, "line"]` or `metadata["help"]`; a required recipe explains its keys itself.
         words: the command line without the name of the command.
         description: what `--help` prints first.
         command: name of the command, `pretrain_mlm`; its recipes are in `training/recipes/<command>/`.
@@ -143,9 +143,8 @@ _Loader.add_implicit_resolver(
 def _kinds(one: type) -> dict[str, tuple[Any, ...]]:
     """The types that each field of a dataclass accepts."""
     hints = get_type_hints(one)
-    unions = (Union, types.UnionType)
     return {
-        field.name: get_args(hint) if get_origin(hint := hints[field.name]) in unions else (hint,)
+        field.name: get_args(hint) if get_origin(hint := hints[field.name]) in (Union, types.UnionType) else (hint,)
         for field in dataclasses.fields(one)
         if field.init
     }
@@ -153,42 +152,37 @@ def _kinds(one: type) -> dict[str, tuple[Any, ...]]:
 
 def _name(kind: Any) -> str:
     """What a type is called in messages."""
-    if kind is str:
-        return "text (in quotes if YAML reads it as something else)"
-    if get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        return " or ".join(repr(getattr(choice, "value", choice)) for choice in get_args(kind) or kind)
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
     names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null", list: "a list"}
+    names[str] = "text (in quotes if YAML reads it as something else)"
     return names.get(get_origin(kind) or kind, "a section of `key: value` lines")
 
 
 def _accepts(kind: Any, value: Any) -> bool:
-    if kind is Any:
-        return True
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(_accepts(get_args(kind)[0], item) for item in value)
-    if (get_origin(kind) or kind) is dict:
-        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-    if issubclass(kind, enum.Enum):
-        return value in [choice.value for choice in kind]
     if kind is float:
         return type(value) in (int, float)
-    return type(value) is kind
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_accepts(get_args(kind)[0], item) for item in value)
+    try:
+        type_validator("", value, kind)
+    except TypeError:
+        return False
+    return True
 
 
 def _typed(key: str, value: Any, kinds: tuple[Any, ...], source: str) -> Any:
     """The value as one of the types; a single item where a list is expected becomes a list."""
     kind = next((kind for kind in kinds if _accepts(kind, value)), None)
-    lists = [kind for kind in kinds if get_origin(kind) is list and _accepts(kind, [value])]
+    if kind is None and not isinstance(value, list):
+        kind = next((kind for kind in kinds if get_origin(kind) is list and _accepts(kind, [value])), None)
+        value = [value] if kind else value
+    if kind is None:
+        allowed = " or ".join(map(_name, kinds))
+        raise UserError(f"{source}`{key}` is {value!r}, but must be {allowed}.")
     if kind is float:
         return float(value)
-    if kind is None and lists and not isinstance(value, list):
-        value, kind = [value], lists[0]
-    if kind is None:
-        allowed = " or ".join(_name(kind) for kind in kinds)
-        raise UserError(f"{source}`{key}` is {value!r}, but must be {allowed}.")
-    return [float(item) for item in value] if kind == list[float] else value
+    return list(map(float, value)) if kind == list[float] else value
 
 
 def _from_texts(key: str, texts: list[str], kinds: tuple[Any, ...]) -> Any:
@@ -208,9 +202,9 @@ def _from_texts(key: str, texts: list[str], kinds: tuple[Any, ...]) -> Any:
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        value = text
         if str not in kinds:
             raise UserError(f"--{key} {text}: not a YAML value ({error}).") from error
+        return text
     return value if str not in kinds or any(_accepts(kind, value) for kind in kinds) else text
 
 
@@ -242,17 +236,19 @@ def fill(one: type, values: Values, where: str = "") -> Any:
         UserError: A field without a default is missing, or a value has the wrong type or is refused by the dataclass.
     """
     given = {key: _typed(key, values[key], kinds, where) for key, kinds in _kinds(one).items() if key in values}
-    required = [field.name for field in dataclasses.fields(one) if field.init and not _has_default(field)]
+    required = [field.name for field in dataclasses.fields(one) if field.init and _is_required(field)]
     if missing := [key for key in required if key not in given]:
         raise UserError(f"{where}Set `{'`, `'.join(missing)}`; see `--help`.")
     try:
         return one(**given)
+    except UserError:
+        raise
     except (ValueError, ImportError, TypeError) as error:
-        raise error if isinstance(error, UserError) else UserError(str(error)) from error
+        raise UserError(str(error)) from error
 
 
-def _has_default(field: dataclasses.Field) -> bool:
-    return not (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING)
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 # ---- help ----
@@ -261,26 +257,31 @@ def _has_default(field: dataclasses.Field) -> bool:
 def _help(
     classes: Sequence[type], description: str, command: str, recipe: str, positional: str, refused: Mapping[str, str]
 ) -> str:
-    """The description, one entry an option, and the names of the options inherited from transformers."""
+    """The description, the first recipe with its comments or one entry an option, and the names of inherited options.
+
+    A recipe is shown where one is required: it explains every key.
+    """
     word = {"required": " RECIPE.yaml", "optional": " [RECIPE.yaml]", "none": f" {positional.upper()} ..."}[recipe]
     lines = [f"usage: python training/{command}.py{word} [--key value ...]", "", description.strip(), ""]
     recipes = _recipes(command) if recipe != "none" else []
     if recipes:
         lines += ["Recipes:", *(f"  {path}" for path in recipes), ""]
-    comments = recipe_comments(TRAINING.parent / recipes[0]) if recipe == "required" and recipes else {}
-    inherited: list[str] = []
-    lines.append("Options:")
+    shown, inherited = "", []
+    if recipe == "required" and recipes:
+        text = (TRAINING.parent / recipes[0]).read_text(encoding="utf-8").partition("\n\n")[2]
+        shown = re.sub(r"^(\w+): *", r"--\1 ", text, flags=re.MULTILINE)
+    lines += ["Options:", *shown.splitlines()]
     for field in (field for one in classes for field in dataclasses.fields(one)):
-        if not field.init or field.name in refused:
+        if not field.init or field.name in refused or f"--{field.name} " in shown:
             continue
         owner = next(c for one in classes for c in one.__mro__ if field.name in inspect.get_annotations(c))
         if owner.__module__.startswith("transformers."):
             inherited.append(f"--{field.name}")
             continue
         annotated = getattr(get_type_hints(owner, include_extras=True)[field.name], "__metadata__", ("",))
-        text = annotated[0] or field.metadata.get("help") or comments.get(field.name, "")
+        text = annotated[0] or field.metadata.get("help", "")
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if _has_default(field) and default not in (None, False, "", []):
+        if default not in (dataclasses.MISSING, None, False, "", []):
             text += f" [default: {default}]"
         entry = textwrap.fill(text, _WIDTH, initial_indent=" " * 30, subsequent_indent=" " * 30)
         option = f"  {positional.upper() if field.name == positional else '--' + field.name}"
@@ -289,22 +290,6 @@ def _help(
         lines += ["", "Options of transformers.TrainingArguments, described at", f"  {_TRAINER_DOCS}"]
         lines += [textwrap.fill(" ".join(inherited), _WIDTH, initial_indent="  ", subsequent_indent="  ")]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def recipe_comments(path: Path) -> dict[str, str]:
-    """The comment beside each key of a recipe, with its continuation lines."""
-    comments: dict[str, str] = {}
-    key = ""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        before, mark, comment = line.partition(" # ")
-        if found := re.match(r"(\w+):", before):
-            key = found[1] if mark else ""
-            comments |= {key: comment.strip()} if mark else {}
-        elif mark and key and not before.strip():
-            comments[key] += f" {comment.strip()}"
-        else:
-            key = ""
-    return comments
 
 
 def _recipes(command: str) -> list[str]:

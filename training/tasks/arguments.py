@@ -1,9 +1,7 @@
 """Options that every finetuning command has, with the paper's values as defaults."""
 
-import math
-import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -23,40 +21,13 @@ REFUSED = {
     "include_num_input_tokens_seen": "tokens are always counted, without padding",
     "logging_nan_inf_filter": "a loss that is not finite ends the run",
 }
-_AT_LEAST = {
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
-    **dict.fromkeys(("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "seed"), 0),
-    **{"max_length": 8, "early_stopping_patience": 0},
-}
-_ABOVE_0 = {
-    *("num_train_epochs", "adam_epsilon", "save_total_limit", "logging_steps", "max_train_samples", "max_eval_samples"),
-    *("sweep_batch_sizes", "sweep_learning_rates"),
-}
-_SHARES = {"dropout", "sweep_dropouts", "adam_beta1", "adam_beta2", "label_smoothing_factor"}
-_ORDERS = ("group_by_length", "random", "sequential")
 
 
 def option(default: Any, text: str) -> Any:
-    """A field of a dataclass of options, with its line in `--help`."""
+    """A field of a dataclass of options, with its line in `--help`; `MISSING` makes it required."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": text})
     return field(default=default, metadata={"help": text})
-
-
-def _check_ranges(options: Any) -> None:
-    """Check numbers, and those in lists.
-
-    Raises:
-        UserError: One is too low, not finite, or a share of 1 or more.
-    """
-    for name, found in vars(options).items():
-        for value in found if isinstance(found, list) else [found]:
-            if value is None or name not in {*_AT_LEAST, *_ABOVE_0, *_SHARES}:
-                continue
-            lowest = _AT_LEAST.get(name, 0)
-            if not lowest <= value < (1 if name in _SHARES else math.inf) or (name in _ABOVE_0 and not value):
-                limits = "at least 0 and below 1" if name in _SHARES else f"at least {lowest}"
-                raise UserError(f"--{name} is {value}, but must be {'above 0' if name in _ABOVE_0 else limits}.")
 
 
 @dataclass
@@ -64,7 +35,7 @@ class FinetuneArguments:
     """Options that every finetuning command has; a command adds its own in a subclass."""
 
     model_name_or_path: list[str] = option(
-        [], "Folder or Hub name of a pretrained encoder; several are compared on equal terms."
+        MISSING, "Folder or Hub name of a pretrained encoder (required); several are compared on equal terms."
     )
     dataset_name: str | None = option(None, "Hub name, or a local folder with a file per split (parquet, jsonl, csv).")
     dataset_config: str | None = option(
@@ -97,11 +68,6 @@ class FinetuneArguments:
     )
 
     def __post_init__(self) -> None:
-        if not self.model_name_or_path:
-            raise UserError("--model_name_or_path is missing: the folder or Hub name of a pretrained encoder.")
-        _check_ranges(self)
-        if self.model_name is not None and not re.fullmatch(r"[\w.-]+", self.model_name):
-            raise UserError(f"--model_name is {self.model_name!r}, but must be letters, digits, dots and dashes.")
         self.config_fields()
 
     def config_fields(self) -> dict[str, Any]:
@@ -120,7 +86,7 @@ class FinetuneArguments:
 class FinetuneTrainingArguments(TrainingArguments):
     """transformers' TrainingArguments with the values of the Luna paper (and of RoBERTa, whose recipe it follows)."""
 
-    output_dir: str | None = option(None, "Folder to write to (required).")
+    output_dir: str = option(MISSING, "Folder to write to (required).")
     learning_rate: float = option(2e-5, "Peak learning rate.")
     per_device_train_batch_size: int = option(32, "Rows per forward pass and process.")
     per_device_eval_batch_size: int = option(64, "Rows per evaluation step.")
@@ -138,7 +104,7 @@ class FinetuneTrainingArguments(TrainingArguments):
     save_total_limit: int | None = option(2, "Checkpoints to keep while a run is unfinished, the best one among them.")
     load_best_model_at_end: bool = option(True, "Keep the weights with the best score.")
     logging_steps: float = option(100, "Updates between two lines of the log.")
-    train_sampling_strategy: str = option(
+    train_sampling_strategy: Literal["group_by_length", "random", "sequential"] = option(
         "group_by_length",
         "Order of the rows: group_by_length (batches of similar length, for little padding), random or sequential.",
     )
@@ -146,11 +112,6 @@ class FinetuneTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = option(False, "The commands pass on what a model takes.")
 
     def __post_init__(self) -> None:
-        if not self.output_dir:
-            raise UserError("--output_dir is missing: the folder to write to.")
-        _check_ranges(self)
-        if self.train_sampling_strategy not in _ORDERS:  # the Trainer takes any other word for `random`
-            raise UserError(f"--train_sampling_strategy is {self.train_sampling_strategy!r}, not {', '.join(_ORDERS)}.")
         available = [*get_available_reporting_integrations(), "all", "none"]
         for name in [self.report_to] if isinstance(self.report_to, str) else self.report_to or []:
             if name not in available:
@@ -166,12 +127,14 @@ class FinetuneTrainingArguments(TrainingArguments):
         """Create the optimizer and schedule once, as the Trainer does only after the data are tokenized.
 
         Raises:
-            UserError: A package or an argument is missing.
+            UserError: A package or an argument is missing, or a value is out of range.
         """
         try:
-            Trainer.get_optimizer_cls_and_kwargs(self, model)
+            kind, options = Trainer.get_optimizer_cls_and_kwargs(self, model)
+            optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+            if kind.__module__.startswith("torch.optim"):
+                optimizer = kind(optimizer.param_groups[0]["params"], **options)
             if self.lr_scheduler_type not in (SchedulerType.GREEDY, SchedulerType.REDUCE_ON_PLATEAU):
-                optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
                 get_scheduler(self.lr_scheduler_type, optimizer, 1, 10, self.lr_scheduler_kwargs)
         except (ImportError, ValueError, TypeError, RuntimeError) as error:
             chosen = f"--optim {self.optim.value} with --lr_scheduler_type {self.lr_scheduler_type.value}"

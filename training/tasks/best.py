@@ -7,7 +7,6 @@ model is copied to a hidden folder, which takes its place when it is complete; o
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from luna_hf.scripting import write_json, writing
 from tasks.plan import RUN_FILE, SETTINGS_FILE, read_run
@@ -32,13 +31,21 @@ def drop_losers(job: Job, results: list[Result]) -> None:
 
 
 def lost_best(job: Job, results: list[Result]) -> int | None:
-    """Index of the chosen run if its weights are gone, because an earlier command with fewer runs chose another one."""
+    """Index of the chosen run if its weights are gone, because an earlier command with fewer runs chose another one.
+
+    It no longer counts as finished.
+    """
     if not (chosen := choose(results, job.task.greater_is_better)):
         return None
-    best = chosen[0]
-    kept = _folder(job, best)
+    best, kept = chosen[0], _folder(job, chosen[0])
     is_kept = _weights(kept) and read_run(kept).items() >= {**best, "folder": str(kept)}.items()
-    return None if _weights(Path(best["folder"])) or is_kept else results.index(best)
+    if _weights(Path(best["folder"])) or is_kept:
+        return None
+    job.wait()
+    if job.is_main:
+        (Path(best["folder"]) / RUN_FILE).unlink()
+    job.wait()
+    return results.index(best)
 
 
 def keep_best(job: Job, results: list[Result]) -> Path | None:
@@ -50,32 +57,25 @@ def keep_best(job: Job, results: list[Result]) -> Path | None:
     if not (chosen := choose(results, job.task.greater_is_better)):
         return None
     best, setting = chosen
-    source = Path(best["folder"])
+    source, target = Path(best["folder"]), _folder(job, best)
     if len(results) == 1:
         return source
-    target = _folder(job, best)
     if job.is_main:
-        counts = {"runs": len(results), "settings": len(set(map(setting_of, results)))}
-        picked = {**counts, **{name: setting[name] for name in ("seeds", "median", "best", "worst")}}
+        picked = {"runs": len(results), "settings": len(set(map(setting_of, results)))}
+        picked |= {name: setting[name] for name in ("seeds", "median", "best", "worst")}
         for stale in target.parent.glob(f".{target.name}.*"):  # left by a kill
             shutil.rmtree(stale, ignore_errors=True)  # a lock file is none
         if _weights(source):
             with writing(target) as place:
                 left_out = shutil.ignore_patterns(SETTINGS_FILE, "runs", "checkpoint-*", ".*")
                 shutil.copytree(source, place, ignore=left_out, dirs_exist_ok=True)
-                _describe(job, best, place, picked)
-        else:
-            _describe(job, best, target, picked)
+        write_card(job, best, target, picked)
+        content = {name: value for name, value in best.items() if name != "folder"}
+        write_json(target / RUN_FILE, {**content, "picked": picked})
         for result in results:
             _strip(Path(result["folder"]))
-    job.training.distributed_state.wait_for_everyone()
+    job.wait()
     return target
-
-
-def _describe(job: Job, best: Result, folder: Path, picked: dict[str, Any]) -> None:
-    write_card(job, best, folder, picked)
-    content = {name: value for name, value in best.items() if name != "folder"}
-    write_json(folder / RUN_FILE, {**content, "picked": picked})
 
 
 def _folder(job: Job, result: Result) -> Path:

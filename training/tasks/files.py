@@ -2,7 +2,7 @@
 
 import glob
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError, reason
-from tasks.labels import shorten
 
 _CSV = ("csv", {"keep_default_na": False})  # a text may be "None" or "NA"
 READERS = {
@@ -71,7 +70,11 @@ def read_files(paths: list[Path]) -> Dataset:
 
 
 def load_splits(
-    name: str, config: str | None = None, splits: Iterable[str] = ("train", "validation", "test")
+    name: str,
+    config: str | None = None,
+    splits: Iterable[str] = ("train", "validation", "test"),
+    required: Iterable[Sequence[str]] = (),
+    hint: str = "",
 ) -> dict[str, Dataset]:
     """Load the requested splits that a data set has.
 
@@ -80,51 +83,42 @@ def load_splits(
             or in `data/`, and in a subfolder per `config` if there are several; or a name on the Hub.
         config: a part of the data set, such as `sst2` of GLUE.
         splits: names to look for.
+        required: groups of them, of which the data set must have one each.
+        hint: what ends the message about a missing one.
 
     Raises:
-        UserError: The folder or name does not exist, or has none of the splits.
+        UserError: The folder or name does not exist, or lacks a required split, or all of them.
     """
-    splits, folder = list(splits), Path(name)
-    if folder.is_file():
+    if Path(name).is_file():
         raise UserError(f"{name} is a file; --dataset_name takes a folder with a file per split, or a Hub name.")
-    if not folder.is_dir():
+    splits = list(splits)
+    available: dict[str, Any]
+    if Path(name).is_dir():
+        available = _split_files(Path(name), config, splits)
+    else:
         try:
-            found = load_dataset(name, config)
+            available = load_dataset(name, config)
         except Exception as error:
             raise UserError(f"There is neither a folder nor a Hub data set {name!r} ({reason(error)}).") from error
-        found = {split: found[split] for split in splits if split in found}
-    else:
-        for place in _places(folder, config):
-            if found := {split: read_files(files) for split in splits if (files := _split_files(place, split))}:
-                break
-    if not found:
-        raise UserError(f"{name} has none of the splits {', '.join(splits)} ({', '.join(READERS)}).")
+    for group in [splits, *required]:
+        if not available.keys() & set(group):
+            known = f"it has {', '.join(sorted(available))}" if available else f"it has no {', '.join(READERS)} files"
+            raise UserError(f"{name} has no split {' or '.join(group)}; {known}.{hint}")
+    chosen = {split: available[split] for split in splits if split in available}
+    return {split: rows if isinstance(rows, Dataset) else read_files(rows) for split, rows in chosen.items()}
+
+
+def _split_files(folder: Path, config: str | None, splits: Iterable[str]) -> dict[str, list[Path]]:
+    """The files of every split, each one file or numbered parts, from the first place that has one of `splits`."""
+    found: dict[str, list[Path]] = {}
+    for place in (base / data for base in (folder / (config or ""), folder) for data in ("", "data")):
+        found = {}
+        for path in sorted(place.glob("*")):
+            if ending(path) in READERS:
+                found.setdefault(re.sub(r"-\d+-of-\d+$", "", path.stem), []).append(path)
+        if found.keys() & set(splits):
+            break
     return found
-
-
-def split_names(name: str, config: str | None = None) -> list[str]:
-    """All splits of a data set that `load_splits` can load."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return sorted(load_dataset(name, config))
-    for place in _places(folder, config):
-        if found := {re.sub(r"-\d+-of-\d+$", "", path.stem) for path in place.glob("*") if ending(path) in READERS}:
-            return sorted(found)
-    return []
-
-
-def _places(folder: Path, config: str | None) -> list[Path]:
-    """Where the files of a data set may be."""
-    return [place for own in dict.fromkeys((folder / (config or ""), folder)) for place in (own, own / "data")]
-
-
-def _split_files(folder: Path, split: str) -> list[Path]:
-    """The file named after the split, or its numbered parts."""
-    for suffix in READERS:
-        wanted = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?(?i:\{suffix})")
-        if files := sorted(path for path in folder.glob("*") if wanted.fullmatch(path.name)):
-            return files[:1] if files[0].stem == split else files
-    return []
 
 
 def require_columns(rows: Dataset, columns: Iterable[str], source: str) -> None:
@@ -146,18 +140,22 @@ def require_text(rows: Dataset, column: str, source: str) -> None:
     Raises:
         UserError: It has another type, or a row lacks a value.
     """
-    values, is_csv = rows.data.column(column), rows.info.builder_name == "csv"
+    is_csv = rows.info.builder_name == "csv"  # where an empty text is a missing one
+    values = rows.data.column(column)
     is_text = getattr(rows.features[column], "dtype", "") in ("string", "large_string")
-    # In a CSV file an empty text is a missing one.
     if is_text and not values.null_count and not (is_csv and pc.any(pc.equal(values, "")).as_py()):
         return
     for row, value in enumerate(rows[column]):
-        if value is None or (is_csv and value == ""):
-            raise UserError(f"Row {row} of {source} has no value in the column `{column}`.")
-        if not isinstance(value, str):
+        if not isinstance(value, str) or (is_csv and not value):
             raise UserError(
                 f"Row {row} of {source} holds {shorten(repr(value))} in the column `{column}`, which must hold text."
             )
+
+
+def shorten(text: str, width: int = 40) -> str:
+    """The beginning of a text, in one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def tokenize(

@@ -1,18 +1,18 @@
 """Labels of a data set: the problem they pose, their names, and how the model takes them."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from datasets import ClassLabel, Dataset, Value
 
 from luna_hf.scripting import UserError
+from tasks.files import shorten
 
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 _MANY = 20  # classes that even a small data set may have
-_MISSING = {"nan", "na", "n/a", "null", "none", "inf", "-inf"}  # what programs write for a number that is none
-_LARGEST = torch.finfo(torch.float32).max  # a larger label is infinite in the loss
+_MISSING = {"nan", "na", "n/a", "null", "none"}  # what programs write for a number that is none
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,27 @@ class Labels:
         """Of the classes by index; none for a regression."""
         return [] if isinstance(self.feature, Value) else self.feature.names
 
-    def index(self, value: Any) -> int:
-        """Index of a class.
+    def encode_one(self, value: Any) -> int | float:
+        """Index of a class, or the number.
 
         Raises:
-            ValueError: There is no such class.
+            ValueError: There is no such class, or it is no number.
         """
-        value = _whole(value)
-        place = self.feature.encode_example(str(value) if self.by_name else value)
+        if isinstance(self.feature, Value):
+            return float(value)
+        place = self.feature.encode_example(str(_whole(value)) if self.by_name else _whole(value))
         if place < 0:  # the Hub's mark for a missing label
             raise ValueError(value)
         return place
 
     def encode(self, column: Iterable[Any]) -> list[Any]:
         """Indices, numbers, or a zero or one per class."""
-        if self.problem_type != MULTI_LABEL:
-            convert = float if self.problem_type == REGRESSION else self.index
-            return [[convert(value) for value in row] if self.several else convert(row) for row in column]
-        chosen = [{self.index(value) for value in row} for row in column]
-        return [[float(place in row) for place in range(self.width)] for row in chosen]
+        if not self.several:
+            return [self.encode_one(value) for value in column]
+        rows = [[self.encode_one(value) for value in row] for row in column]
+        if self.problem_type == REGRESSION:
+            return rows
+        return [[float(place in row) for place in range(self.width)] for row in rows]
 
 
 def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | None = None) -> Labels:
@@ -82,52 +84,50 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
     """
     found = {source: _distinct(rows, column, source) for source, rows in splits.items()}
     source, rows = next(iter(splits.items()))
-    feature = rows.features[column]
-    inner = getattr(feature, "feature", feature)
-    several, values = inner is not feature, found[source]
-    pointed = any(isinstance(value, float) for value in values)
-    if not several and names != () and all(isinstance(_whole(value), int) for value in values):
-        values = set(map(_whole, values))
-    if odd := [other for other in splits if hasattr(splits[other].features[column], "feature") != several]:
-        raise UserError(f"`{column}` holds lists in only one of {source} and {odd[0]}.")
-    kinds = {type(value) for value in values}
-    if isinstance(inner, ClassLabel):
-        labels = Labels(inner, several, len(inner.names))
-    elif kinds <= {int, float} and (names == () or (float in kinds and not names)):
-        widths = {len(row) for part in splits.values() for row in part[column]} if several else {1}
-        if len(widths) > 1:
-            raise UserError(f"`{column}` holds lists of different lengths: {sorted(widths)}.")
-        labels = Labels(Value("float64"), several, widths.pop())
-    elif names == () or not kinds or not (kinds <= {str} or kinds <= {int, bool}):
-        expected = "a number per row" if names == () else "texts, whole numbers, numbers, or lists of one of them"
-        held = feature if len(kinds) < 2 else f"values of types {', '.join(sorted(kind.__name__ for kind in kinds))}"
-        held = "texts" if kinds == {str} else held
-        raise UserError(f"`{column}` of {source} holds {held}, but must hold {expected}.")
-    else:
-        classes = ClassLabel(names=list(names or map(str, sorted(values))))
-        labels = Labels(classes, several, len(classes.names), by_name=str in kinds or not names)
-        most = _MANY if pointed else max(_MANY, len(rows) / 2)
-        if not several and (len(values) < 2 or len(classes.names) > most):
-            raise UserError(
-                f"`{column}` of {source} has {len(values):,} different values in {len(rows):,} rows, which do not "
-                "look like classes. For a regression set --regression true; for classes name another --label_column."
-            )
+    labels = _labels(found[source], rows, column, source, names)
     for source, values in found.items():
         for value in sorted(values, key=str):
             try:
-                float(value) if labels.problem_type == REGRESSION else labels.index(value)
+                labels.encode_one(value)
             except (ValueError, TypeError) as error:
                 raise UserError(
                     f"`{column}` of {source} holds {shorten(repr(value))}, but the labels of the training data are "
                     f"{listed(labels.names) or 'numbers'}. Remove these rows, or add such rows to the training data."
                 ) from error
+    if labels.several and labels.problem_type == REGRESSION:
+        widths = {len(row) for part in splits.values() for row in part[column]}
+        if len(widths) > 1:
+            raise UserError(f"`{column}` holds lists of different lengths: {sorted(widths)}.")
     return labels
 
 
-def shorten(text: str, width: int = 40) -> str:
-    """The beginning of a text, in one line."""
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 3] + "..."
+def _labels(values: set[Any], rows: Dataset, column: str, source: str, names: Sequence[str] | None) -> Labels:
+    """What the training split holds, given its different values."""
+    feature = rows.features[column]
+    inner = getattr(feature, "feature", feature)
+    several, pointed = inner is not feature, any(isinstance(value, float) for value in values)
+    if not several and names != () and all(isinstance(_whole(value), int) for value in values):
+        values = set(map(_whole, values))
+    kinds = {type(value) for value in values}
+    if isinstance(inner, ClassLabel):
+        return Labels(inner, several, len(inner.names))
+    if kinds <= {int, float} and (names == () or (float in kinds and not names)):
+        return Labels(Value("float64"), several, len(rows[0][column]) if several else 1)
+    if names == () or not kinds or not (kinds <= {str} or kinds <= {int, bool}):
+        expected = "a number per row" if names == () else "texts, whole numbers, numbers, or lists of one of them"
+        held = ", ".join(sorted(kind.__name__ for kind in kinds)) or "no value"
+        raise UserError(f"`{column}` of {source} holds values of type {held}, but must hold {expected}.")
+    missing = {value for value in values if str(value).strip().lower() in _MISSING}
+    if missing and values > missing and all(map(_is_number, values - missing)):
+        raise UserError(f"`{column}` of {source} holds {missing.pop()!r}, but the other labels are numbers.")
+    classes = ClassLabel(names=list(names or map(str, sorted(values))))
+    most = _MANY if pointed else max(_MANY, len(rows) / 2)
+    if not several and (len(values) < 2 or len(classes.names) > most):
+        raise UserError(
+            f"`{column}` of {source} has {len(values):,} different values in {len(rows):,} rows, which do not "
+            "look like classes. For a regression set --regression true; for classes name another --label_column."
+        )
+    return Labels(classes, several, len(classes.names), by_name=str in kinds or not names)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -140,37 +140,23 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _is_number(value: Any) -> bool:
+    return str(value).strip().lstrip("+-").replace(".", "", 1).isdigit()
+
+
 def _distinct(rows: Dataset, column: str, source: str) -> set[Any]:
     """The different labels, those in lists included.
 
     Raises:
-        UserError: A row has none, or a number that is infinite in float32.
+        UserError: A row has none, or a number that is not finite.
     """
-    found, texts = set(), {}
+    found = set()
     for row, value in enumerate(rows[column]):
         for item in value if isinstance(value, list) else [value]:
-            if item is None or item != item or (isinstance(item, str) and not item.strip()):
-                raise UserError(f"Row {row} of {source} has no value in the column `{column}`.")
-            if isinstance(item, list | dict):
+            blank = isinstance(item, str) and not item.strip()
+            if item is None or blank or isinstance(item, list | dict) or item in (math.inf, -math.inf) or item != item:
                 raise UserError(
                     f"Row {row} of {source} holds {shorten(repr(item))} in the column `{column}`, which is not a label."
                 )
-            if isinstance(item, int | float) and abs(item) > _LARGEST:
-                raise UserError(
-                    f"Row {row} of {source} holds {item} in the column `{column}`, which is infinite in float32."
-                )
             found.add(item)
-            if isinstance(item, str):
-                texts.setdefault(item.strip().lower(), (row, item))
-    missing = [texts.pop(name) for name in _MISSING & texts.keys()]
-    if missing and texts and all(map(_is_number, texts)):
-        row, item = min(missing)
-        raise UserError(f"Row {row} of {source} holds {item!r} in the column `{column}`; the other labels are numbers.")
     return found
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return float(text) is not None
-    except ValueError:
-        return False

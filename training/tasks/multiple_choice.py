@@ -1,4 +1,4 @@
-"""Questions with choices to batches and scores: what finetuning on RACE and CommonsenseQA shares.
+"""Questions with choices to batches and scores: RACE and CommonsenseQA.
 
 Every choice becomes one input: a text that differs per choice, and a text that the choices share. The model gives one
 score per input, and a softmax over the choices of a question is trained (Luna, section 4.3; Liu et al. 2019, RoBERTa,
@@ -6,30 +6,34 @@ section 5.3). The tokenizer joins and truncates, transformers' collator pads, an
 """
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-import evaluate
 import numpy as np
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from torch import Tensor
 from transformers import AutoModelForMultipleChoice, DataCollatorForMultipleChoice, PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError
 from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments, option
-from tasks.files import Encoded, encode_rows, require_columns
-from tasks.task import METRICS, Task
+from tasks.files import Encoded, encode_rows, load_splits, require_columns, tokenize
+from tasks.metrics import compute
+from tasks.task import Task
 
 UNKNOWN = -100  # label of a question without an answer; the loss ignores it
 QUESTION_LENGTH = 128  # default of --max_question_length for models that have room
+LEVELS = ("middle", "high")  # of RACE
 _TEXT, _TEXTS = Value("string"), List(Value("string"))
 # `group` names a part of the data that gets a separate score, or is empty.
 QUESTION = Features(
     {"id": _TEXT, "group": _TEXT, "shared": _TEXT, "choices": _TEXTS, "letters": _TEXTS, "label": Value("int64")}
 )
+_NO_MASKS = {"return_attention_mask": False}  # the collator makes them
 
 
 @dataclass
@@ -44,10 +48,22 @@ class ChoiceArguments(FinetuneArguments):
     sweep_learning_rates: list[float] = option([1e-5, 2e-5, 3e-5], "Peak learning rates of a sweep.")
     sweep_dropouts: list[float] = option([0.0, 0.1, 0.2], "Dropouts of a sweep.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_question_length is not None and self.max_question_length < 2:
-            raise UserError(f"--max_question_length is {self.max_question_length}, but must be at least 2.")
+
+@dataclass
+class RaceArguments(ChoiceArguments):
+    """Options of `finetune_race.py`."""
+
+    dataset_name: str = option(
+        "ehovy/race", "Hub name, or a local folder with `middle` and `high`, each with a file per split."
+    )
+    dataset_config: Literal["all", "middle", "high"] = option("all", "Level of the examinations: all, middle or high.")
+
+
+@dataclass
+class CsqaArguments(ChoiceArguments):
+    """Options of `finetune_csqa.py`."""
+
+    dataset_name: str = option("tau/commonsense_qa", "Hub name, or a local folder with a file per split.")
 
 
 @dataclass
@@ -60,58 +76,71 @@ class ChoiceTrainingArguments(FinetuneTrainingArguments):
     weight_decay: float = option(0.01, "Weight decay; not on biases and norms.")
 
 
-def clean(text: Any) -> str:
-    """The text with single spaces and no line breaks.
+# ---- rows ----
 
-    Raises:
-        ValueError: It is not text.
-    """
-    if not isinstance(text, str):
-        raise ValueError(f"{text!r} is not text")
+
+def race_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of RACE in the form of `QUESTION`; a value that does not fit raises an error."""
+    text, letters = _clean(row["question"]), [chr(ord("A") + index) for index in range(len(row["options"]))]
+    return {
+        "id": row["example_id"],
+        "group": next(level for level in LEVELS if row["example_id"].startswith(level)),
+        "shared": _clean(row["article"]),
+        "choices": [fill_in(text, _clean(option)) for option in row["options"]],
+        "letters": letters,
+        "label": letters.index(row["answer"]) if row["answer"] else UNKNOWN,
+    }
+
+
+def csqa_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of CommonsenseQA in the form of `QUESTION`; a value that does not fit raises an error."""
+    letters = row["choices"]["label"]
+    return {
+        "id": row["id"],
+        "group": "",
+        "shared": "Q: " + _clean(row["question"]),
+        "choices": ["A: " + _clean(text) for _, text in zip(letters, row["choices"]["text"], strict=True)],
+        "letters": letters,
+        "label": letters.index(row["answerKey"]) if row["answerKey"] else UNKNOWN,
+    }
+
+
+def fill_in(text: str, option: str) -> str:
+    """The question with the option in its blanks, or followed by the option if it has none."""
+    return re.sub("_+", lambda _: option, text) if "_" in text else f"{text} {option}"
+
+
+def _clean(text: str) -> str:
+    """The text with single spaces and no line breaks."""
     return " ".join(text.split())
-
-
-def question(**fields: Any) -> dict[str, Any]:
-    """A row of `QUESTION`, from its fields with `answer`, a letter or "", in place of `label`.
-
-    Raises:
-        ValueError: The answer is not one of the letters, or they do not fit the choices.
-    """
-    answer, letters, choices = fields.pop("answer"), fields["letters"], fields["choices"]
-    if len(choices) < 2 or len(letters) != len(choices) or len(set(letters)) != len(letters):
-        raise ValueError(f"{len(choices)} choices with the letters {letters}; each of two or more needs its own")
-    if answer not in ("", *letters):
-        raise ValueError(f"the answer {answer!r} is not one of {', '.join(letters)}")
-    return {**fields, "label": UNKNOWN if answer == "" else letters.index(answer)}
 
 
 def read_questions(
     rows: Dataset, columns: Iterable[str], read_row: Callable[[dict[str, Any]], dict[str, Any]], source: str
 ) -> Dataset:
-    """Bring the rows of a split into the form of `QUESTION`; `read_row` makes a `question` from a row with `columns`.
+    """Bring the rows of a split into the form of `QUESTION`.
 
     Raises:
         UserError: A column is missing, a row cannot be read, has another number of choices than the first, or has an
             answer where others have none.
     """
     require_columns(rows, columns, source)
-
-    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
+    questions: list[dict[str, Any]] = []
+    for index, row in enumerate(rows):
         try:
-            return read_row(row)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{source}, row {index}: {error}.") from error
+            questions.append(read_row(row))
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            raise UserError(f"{source}, row {index} does not have the form of the data set ({error!r}).") from error
+        choices, known = ((len(one["choices"]), one["label"] != UNKNOWN) for one in (questions[-1], questions[0]))
+        if choices != known:
+            raise UserError(
+                f"{source}, row {index} ({questions[-1]['id']}) has {choices[0]} choices and "
+                f"{'an' if choices[1] else 'no'} answer, unlike the first row."
+            )
+    return Dataset.from_list(questions, features=QUESTION)
 
-    memory = {"keep_in_memory": True, "load_from_cache_file": False}
-    questions = rows.map(convert, with_indices=True, remove_columns=rows.column_names, features=QUESTION, **memory)
-    kinds = [(len(row["letters"]), row["label"] == UNKNOWN) for row in questions.select_columns(["letters", "label"])]
-    odd = next((row for row, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if odd is not None:
-        raise UserError(
-            f"{source}, row {odd} ({questions[odd]['id']}) has {kinds[odd][0]} choices and "
-            f"{'no' if kinds[odd][1] else 'an'} answer, unlike the first row."
-        )
-    return questions
+
+# ---- inputs ----
 
 
 def cut(tokenizer: PreTrainedTokenizerBase, texts: list[str], limits: Iterable[int]) -> tuple[list[str], list[int]]:
@@ -139,44 +168,45 @@ def _collate(pad: DataCollatorForMultipleChoice, rows: list[dict[str, Any]]) -> 
 class ChoiceTask(Task):
     """Rows of `read_questions`, scored by accuracy: of all rows and, if they are in groups, of each group.
 
-    A command's class defines three methods:
-
-    - `load(name, config)`: the splits as questions: `train` and `validation` with answers, `test` with or without.
-    - `question_length(tokenizer, max_length)`: tokens that question and option may have; a `UserError` without room.
-    - `tokenize(shared, choices, tokenizer, max_length)`: the columns of `files.tokenize` for these parts of inputs.
-
-    Attributes:
-        example: Python for the model card that makes `options`, and the `inputs` of `tokenizer`.
-
-    Raises:
-        UserError: A split is missing, or has no answers where they are needed.
+    A subclass defines `question_length`, the tokens that question and option may have, and `tokenize`, which makes the
+    columns of `files.tokenize` from the two texts of inputs.
     """
 
     auto_class = AutoModelForMultipleChoice
     pipeline_tag = "multiple-choice"
-    example: ClassVar[str]
+    columns: ClassVar[tuple[str, ...]]
+    read_row: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
+    example: ClassVar[str]  # Python that makes `inputs` from `options`, for the card
 
     def __init__(self, arguments: ChoiceArguments) -> None:
-        super().__init__()
-        splits = self.load(arguments.dataset_name, arguments.dataset_config)
+        name, config = arguments.dataset_name, arguments.dataset_config
+        splits = self.load(name, config)
+        super().__init__(splits, name, "train", ["validation"], ["test"], config)
         for split in ("train", "validation"):
-            if split not in splits:
-                raise UserError(f"{arguments.dataset_name} has no split `{split}`; it has {', '.join(splits)}.")
             if splits[split][0]["label"] == UNKNOWN:
-                raise UserError(f"The split `{split}` of {arguments.dataset_name} has no answers.")
-        self.sources = {split: f"{arguments.dataset_name} ({split})" for split in splits}
-        self.train, self.evaluation = splits["train"], {"validation": splits["validation"]}
-        self.tests = {"test": splits["test"]} if "test" in splits else {}
-        if not Path(arguments.dataset_name).exists():
-            self.dataset_name, self.dataset_config = arguments.dataset_name, arguments.dataset_config
+                raise UserError(f"The split `{split}` of {name} has no answers.")
+        for split, rows in splits.items():
+            counts = Counter(rows["group"])
+            if "" not in counts:
+                self.notes.append(f"{split}: {', '.join(f'{count:,} {group}' for group, count in counts.items())}.")
         self.max_question_length = arguments.max_question_length
-        self.metric = evaluate.load(str(METRICS), "multiple_choice", keep_in_memory=True)
+
+    def load(self, name: str, config: str | None) -> dict[str, Dataset]:
+        """The splits as questions: `train` and `validation` with answers, `test` with or without."""
+        splits = load_splits(name, config, required=(["train"], ["validation"]))
+        read_row = type(self).read_row
+        return {s: read_questions(rows, self.columns, read_row, f"{name}, {s}") for s, rows in splits.items()}
 
     def check_length(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[str]:
         """A note on the length of questions."""
         if not tokenizer.is_fast:
             raise UserError(f"{type(tokenizer).__name__} gives no offsets; multiple choice needs a fast tokenizer.")
         length = self.question_length(tokenizer, max_length)
+        if length < 1:
+            raise UserError(
+                f"Inputs of {max_length} tokens have no room for a passage beside --max_question_length "
+                f"{self.max_question_length}. Raise --max_length or lower --max_question_length."
+            )
         return [f"Question and option have at most {length:,} of {max_length:,} tokens (--max_question_length)."]
 
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoded:
@@ -204,11 +234,10 @@ class ChoiceTask(Task):
     def scores(self, split: str, logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """`accuracy`, and `accuracy_<group>` for each group of the rows."""
         groups, guesses = np.asarray({**self.tests, **self.evaluation}[split]["group"]), logits.argmax(-1)
-        found = self.metric.compute(predictions=guesses, references=labels)
+        found = compute(["accuracy"], guesses, labels)
         for group in sorted(set(groups) - {""}, reverse=True):
             own = groups == group
-            part = self.metric.compute(predictions=guesses[own], references=labels[own])
-            found[f"accuracy_{group}"] = part["accuracy"]
+            found[f"accuracy_{group}"] = compute(["accuracy"], guesses[own], labels[own])["accuracy"]
         return found
 
     def write_predictions(self, folder: Path, split: str, logits: np.ndarray) -> Path:
@@ -231,3 +260,72 @@ model = AutoModelForMultipleChoice.from_pretrained(name{trust}).eval()
 with torch.no_grad():
     logits = model(**{{key: value.unsqueeze(0) for key, value in inputs.items()}}).logits[0]  # one score per option
 print(options[logits.argmax()])'''
+
+
+class RaceTask(ChoiceTask):
+    """RACE: the passage gives way to question and option; accuracy of both levels and of each."""
+
+    name = "race"
+    title = "RACE"
+    dataset = "RACE (Lai et al. 2017), for non-commercial research only"
+    columns = ("example_id", "article", "question", "options", "answer")
+    read_row = race_row
+    example = """passage = "Tom has a cat and a dog. The cat sleeps all day, and the dog plays with him."
+question = "Tom plays with _ ."
+options = ["the cat", "the dog", "nobody", "his sister"]
+# The option fills the blank, or follows a question that has none.
+texts = [question.replace("_", option) if "_" in question else f"{question} {option}" for option in options]
+inputs = tokenizer(texts, [passage] * len(texts), truncation="only_second", padding=True, return_tensors="pt")"""
+
+    def load(self, name: str, config: str | None) -> dict[str, Dataset]:
+        """The splits of one level, or of both (`all`); a local folder has a subfolder for each."""
+        load, is_local = super().load, any((Path(name) / level).is_dir() for level in LEVELS)
+        parts = [load(name, level) for level in (LEVELS if is_local and config == "all" else (config,))]
+        return {split: concatenate_datasets([part[split] for part in parts if split in part]) for split in parts[0]}
+
+    def question_length(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
+        """`--max_question_length`, or 128, but at most half of the room; 0 if the passage has none."""
+        room = max_length - tokenizer.num_special_tokens_to_add(pair=True)
+        length = self.max_question_length or min(QUESTION_LENGTH, room // 2)
+        return length if length < room else 0
+
+    def tokenize(
+        self, shared: list[str], choices: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int
+    ) -> dict[str, list[Any]]:
+        """Pairs of question with option, and passage."""
+        length = self.question_length(tokenizer, max_length)
+        choices, lost = cut(tokenizer, choices, [length] * len(choices))
+        options = {"max_length": max_length, "truncation": "only_second", "split_special_tokens": True, **_NO_MASKS}
+        return tokenize(tokenizer, choices, shared, lost=lost, **options)
+
+
+class CsqaTask(ChoiceTask):
+    """CommonsenseQA: question and option are one text with a separator in it."""
+
+    name = "csqa"
+    title = "CommonsenseQA"
+    dataset = "CommonsenseQA (Talmor et al. 2019)"
+    columns = ("id", "question", "choices", "answerKey")
+    read_row = csqa_row
+    example = """question = "Where does a fox sleep?"
+options = ["hen house", "den", "office", "river", "sky"]
+texts = [f"Q: {question}{tokenizer.sep_token}A: {option}" for option in options]
+inputs = tokenizer(texts, truncation=True, padding=True, return_tensors="pt")"""
+
+    def question_length(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
+        """`--max_question_length`, or 128, or the room if that is less."""
+        if tokenizer.sep_token is None:
+            raise UserError(f"{type(tokenizer).__name__} has no separator token, which CommonsenseQA needs.")
+        room = max_length - tokenizer.num_special_tokens_to_add() - 1
+        return min(self.max_question_length or QUESTION_LENGTH, room)
+
+    def tokenize(
+        self, shared: list[str], choices: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int
+    ) -> dict[str, list[Any]]:
+        """One text per choice."""
+        length = self.question_length(tokenizer, max_length)
+        lengths = map(len, tokenizer(choices, add_special_tokens=False, verbose=False)["input_ids"])
+        shared, lost = cut(tokenizer, shared, [length - own for own in lengths])
+        texts = [f"{text}{tokenizer.sep_token}{choice}" for text, choice in zip(shared, choices, strict=True)]
+        whole = length + tokenizer.num_special_tokens_to_add() + 1
+        return tokenize(tokenizer, texts, max_length=whole, truncation="longest_first", lost=lost, **_NO_MASKS)

@@ -1,7 +1,6 @@
 """Which runs a command plans, and whether a folder may hold them."""
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.fingerprint import changed_files
+from common.fingerprint import changed_files, fingerprint
 from datasets import Dataset
 
 from luna_hf.scripting import UserError, reason
@@ -97,6 +96,9 @@ def unique_labels(models: list[str]) -> dict[str, str]:
     raise UserError(f"--model_name_or_path names a model twice: {' '.join(models)}.")
 
 
+# ---- what a folder holds ----
+
+
 def read_run(folder: Path) -> dict[str, Any]:
     """The content of `run.json`, with its `folder`; empty if the folder holds no finished run.
 
@@ -128,51 +130,49 @@ def check_output(folder: Path, models: list[str]) -> None:
         UserError: It is or holds one of the models to start from, or files that no finetuning wrote, or it cannot be
             written to.
     """
-    whole = folder.resolve()
     for model in filter(lambda model: Path(model).is_dir(), models):
-        if whole in (Path(model).resolve(), *Path(model).resolve().parents):
+        if folder.resolve() in (Path(model).resolve(), *Path(model).resolve().parents):
             raise UserError(
                 f"--output_dir {folder} contains --model_name_or_path {model}, which would be overwritten: "
                 "name another folder."
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        ours = any(folder.glob(SETTINGS_FILE)) or any(folder.glob(f"runs/*/*/{SETTINGS_FILE}"))
-        # Hidden files may be what a kill left half-written.
-        files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-        foreign = None if ours else next(files, None)
         tempfile.TemporaryFile(dir=folder).close()  # without a name, so that a kill leaves nothing
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be written to ({error.strerror or error}).") from error
-    if foreign:
-        raise UserError(
-            f"--output_dir {folder} holds {foreign.relative_to(folder)}, which no run wrote. Name an empty folder."
-        )
+    if any(folder.glob(SETTINGS_FILE)) or any(folder.glob(f"runs/*/*/{SETTINGS_FILE}")):
+        return
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.name.startswith("."):  # hidden: what a kill left half-written
+            raise UserError(
+                f"--output_dir {folder} holds {path.relative_to(folder)}, which no run wrote. Name an empty folder."
+            )
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a folder holds a run, and not only its settings."""
+    return bool((folder / RUN_FILE).is_file() or checkpoints(folder) or any(folder.glob("*.safetensors")))
+
+
+# ---- what a run is ----
 
 
 def run_settings(run: Run, job: Job) -> dict[str, Any]:
     """Everything that decides what a run computes."""
-    options = {**dataclasses.asdict(job.arguments), **job.training.to_dict(), "data": job.task.digests}
+    options = {**dataclasses.asdict(job.arguments), **job.training.to_dict()}
     own = {name: value for name, value in dataclasses.asdict(run).items() if name not in ("label", "folder")}
-    return settings(run.model, options, own)
+    return settings(run.model, options, own, job.task.digests)
 
 
-def settings(model: str, options: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """What a settings file holds: the run's `own` values, the model's weights, and the options that matter."""
+def settings(model: str, options: dict[str, Any], own: dict[str, Any], data: dict[str, str]) -> dict[str, Any]:
+    """What a settings file holds: a run's `own` values, its weights and data, and those of the options that matter.
+
+    A retrained checkpoint is not taken for the old one.
+    """
+    weights = fingerprint(sorted(Path(model).glob("*.safetensors"))) if Path(model).is_dir() else {}
     kept = {name: value for name, value in options.items() if name not in _FREE and not name.startswith(_FREE_PREFIXES)}
-    return json.loads(json.dumps({**own, "weights": weights_digest(model), **kept}, default=str))
-
-
-@functools.lru_cache
-def weights_digest(model: str) -> str | None:
-    """SHA-256 of a local model's weights, so that a retrained checkpoint is not taken for the old one."""
-    files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest() if files else None
+    return json.loads(json.dumps({**own, "weights": [*weights.values()], **kept, "data": data}, default=str))
 
 
 def data_digest(rows: Dataset) -> str:
@@ -183,40 +183,19 @@ def data_digest(rows: Dataset) -> str:
     return digest.hexdigest()
 
 
-def is_begun(folder: Path) -> bool:
-    """Whether a folder holds a run, and not only its settings."""
-    return bool((folder / RUN_FILE).is_file() or checkpoints(folder) or any(folder.glob("*.safetensors")))
-
-
-def check_settings(run: Run, job: Job) -> None:
-    """Compare with the run that the folder holds. One that diverged gives way to other settings, for it left nothing.
-
-    Raises:
-        UserError: It holds a run with other settings or, unless they are accepted, other data; or a damaged file.
-    """
-    wanted = run_settings(run, job)
-    if not (run.folder / SETTINGS_FILE).is_file() or not is_begun(run.folder):
-        return
-    if read_run(run.folder).get("diverged"):
-        if read_json(run.folder / SETTINGS_FILE) != wanted and job.is_main:
-            (run.folder / RUN_FILE).unlink()
-        return
-    note = compare_settings(run.folder, run.model, wanted, job.task.sources, job.arguments.accept_changed_data)
-    if note and note not in job.task.notes:
-        job.task.notes.append(note)
-
-
-def compare_settings(
-    folder: Path, model: str, wanted: dict[str, Any], sources: dict[str, str], accept_changed_data: bool
-) -> str:
+def check_settings(
+    folder: Path, wanted: dict[str, Any], sources: dict[str, str], accept_changed_data: bool
+) -> list[str]:
     """Compare settings with those of the run that a folder holds; returns a note if changed data are accepted.
 
     Raises:
         UserError: It holds a run with other settings or, unless they are accepted, other data; or a damaged file.
     """
+    if not (folder / SETTINGS_FILE).is_file() or not is_begun(folder) or read_run(folder).get("diverged"):
+        return []  # a run that diverged has left nothing to lose
     before = read_json(folder / SETTINGS_FILE)
     changed = [
-        f"the weights of {model} have changed"
+        "the weights of the model have changed"
         if name == "weights"
         else f"{name} {before.get(name)!r} instead of {value!r}"
         for name, value in wanted.items()
@@ -233,4 +212,4 @@ def compare_settings(
             f"{folder} holds a run with other data: {names} changed since. Restore the data, choose another "
             "--output_dir, or set --accept_changed_data true."
         )
-    return f"{names} changed after the first run had begun, which was accepted." if splits else ""
+    return [f"{names} changed after the first run had begun, which was accepted."] if splits else []

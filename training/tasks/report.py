@@ -14,12 +14,15 @@ from tasks.labels import MULTI_LABEL
 from tasks.task import Job
 
 Result = dict[str, Any]
+_SETTING = ("model", "batch_size", "learning_rate", "dropout")
 _FORMATS = {
     **dict.fromkeys(("median", "best", "worst"), ".4f"),
     **dict.fromkeys(("parameters", "steps", "max_length"), ","),
     **dict.fromkeys(("seconds", "training_seconds", "tokens_per_second"), ",.0f"),
     **{"samples_per_second": ",.1f", "epochs": ".2f"},
 }
+# Options of a run that its card lists beside the setting.
+_CARD_OPTIONS = ("num_train_epochs", "weight_decay", "warmup_steps", "lr_scheduler_type", "label_smoothing_factor")
 
 
 # ---- settings and models ----
@@ -32,7 +35,7 @@ def headline(result: Result) -> float | None:
 
 def setting_of(row: dict[str, Any]) -> tuple:
     """What the runs of one setting have in common: all but the seed."""
-    return row["model"], row["batch_size"], row["learning_rate"], row["dropout"]
+    return tuple(row[name] for name in _SETTING)
 
 
 def group_runs(results: list[Result], greater_is_better: bool) -> list[dict[str, Any]]:
@@ -43,15 +46,9 @@ def group_runs(results: list[Result], greater_is_better: bool) -> list[dict[str,
         values = sorted((value for value in map(headline, runs) if value is not None), reverse=greater_is_better)
         values += [None] * (len(runs) - len(values))
         middle = values[(len(runs) - 1) // 2 : len(runs) // 2 + 1]
-        groups.append(
-            {
-                **dict(zip(("model", "batch_size", "learning_rate", "dropout"), setting, strict=True)),
-                "seeds": [run["seed"] for run in runs],
-                "median": None if None in middle else statistics.median(middle),
-                "best": values[0],
-                "worst": values[-1],
-            }
-        )
+        figures = {"median": None if None in middle else statistics.median(middle)}
+        figures |= {"best": values[0], "worst": values[-1], "seeds": [run["seed"] for run in runs]}
+        groups.append(dict(zip(_SETTING, setting, strict=True)) | figures)
     return groups
 
 
@@ -73,24 +70,6 @@ def choose(results: list[Result], greater_is_better: bool) -> tuple[Result, dict
     return None
 
 
-def compare_models(results: list[Result], greater_is_better: bool, folders: dict[str, str]) -> list[dict[str, Any]]:
-    """A row per model: its setting with the best median, the run that was kept (in `folders`), and what it cost.
-
-    The former two are `None` if every run diverged.
-    """
-    rows = []
-    for model in dict.fromkeys(result["model"] for result in results):
-        own = [result for result in results if result["model"] == model]
-        row = {"model": model, **dict.fromkeys(("setting", "median", "best", "worst", "best_seed", "best_folder"))}
-        if chosen := choose(own, greater_is_better):
-            best, setting = chosen
-            row |= {**setting, "best_seed": best["seed"], "best_folder": folders[model]}
-        costs = ("training_seconds", "samples_per_second", "tokens_per_second")
-        row |= {name: statistics.median(result[name] for result in own) for name in costs}
-        rows.append({**row, "parameters": own[0]["parameters"]})
-    return rows
-
-
 # ---- the table ----
 
 
@@ -98,18 +77,21 @@ def write_report(job: Job, results: list[Result], folders: dict[str, Path]) -> N
     """Write `results.json` and `results.md`; print the latter, and the folders of the models."""
     if not job.is_main:
         return
+    better = job.task.greater_is_better
+    settings = group_runs(results, better)
+    for model, path in folders.items():
+        best, chosen = choose([result for result in results if result["model"] == model], better)
+        row = next(row for row in settings if setting_of(row) == setting_of(chosen))
+        row |= {"best_seed": best["seed"], "weights": path.relative_to(job.folder).as_posix()}
     paths = ("folder", "model_name_or_path")
-    shown = [{**result, **{name: portable(result[name]) for name in paths}} for result in results]
-    kept = {model: path.relative_to(job.folder).as_posix() for model, path in folders.items()}
     summary = {
         "title": job.task.title,
         "task": job.task.name,
         "development": job.development,
         "main_metric": job.task.main_metric,
         "command": portable_command(["python", *job.command]),
-        "models": compare_models(shown, job.task.greater_is_better, kept),
-        "settings": group_runs(shown, job.task.greater_is_better),
-        "runs": shown,
+        "settings": settings,
+        "runs": [{**result, **{name: portable(result[name]) for name in paths}} for result in results],
     }
     text = report_text(summary)
     write_json(job.folder / "results.json", summary)
@@ -119,55 +101,41 @@ def write_report(job: Job, results: list[Result], folders: dict[str, Path]) -> N
         job.print(f"The finetuned {model} is in {path}")
 
 
-def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
-    """A Markdown table of some keys of the rows; `setting` is what a run was trained with, seed aside.
+def report_text(summary: dict[str, Any]) -> str:
+    """`results.md`: settings, runs, and how they were made."""
+    runs, parts = summary["runs"], [f"# {summary['title']}"]
+    if len(runs) > 1:
+        empty = {"best_seed": "", "weights": ""}
+        settings = [{**empty, **row, "seeds": " ".join(map(str, row["seeds"]))} for row in summary["settings"]]
+        parts += [
+            f"Settings, by {summary['development']} {summary['main_metric']} over the seeds. The last column has the "
+            "weights of the best run of every model's best setting, which is the one with the best median.",
+            table(settings, ["model", "setting", "seeds", "median", "best", "worst", "best_seed", "weights"]),
+            "Runs:",
+        ]
+    scores = list(dict.fromkeys(f"{split} {metric}" for run in runs for split, metric, _ in measured(run)))
+    costs = ["parameters", "epochs", "training_seconds", "samples_per_second", "tokens_per_second"]
+    parts.append(table(runs, ["model", "setting", "seed", *(scores or [summary["main_metric"]]), *costs]))
+    for model, notes in {run["model"]: run["notes"] for run in runs}.items():
+        parts += [f"{model}:", cards.bullets(notes)]
+    machine = f"Machine: {runs[0]['hardware']}.\nVersions: {runs[0]['versions']}."
+    return "\n\n".join([*parts, f"Command: `{summary['command']}`\n{machine}"]) + "\n"
 
-    A score or choice that is `None` or missing is that of a run that diverged.
-    """
-    cells = [{**row, "setting": _setting_text(row) if "batch_size" in row else None} for row in rows]
+
+def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
+    """A Markdown table of some keys of the rows, with `setting`: what a run was trained with, seed aside."""
     return cards.table(
-        [name.replace("_", " ") for name in columns], [_formatted(row, columns).values() for row in cells]
+        [name.replace("_", " ") for name in columns], [_formatted(row, columns).values() for row in rows]
     )
 
 
 def _formatted(row: dict[str, Any], names: list[str]) -> dict[str, str]:
-    scores = {f"{split} {metric}": f"{value:.4f}" for split, metric, value in measured(row)} if "scores" in row else {}
-    found = {name: scores.get(name, row.get(name)) for name in names}
-    return {
-        name: "diverged" if value is None else value if name in scores else format(value, _FORMATS.get(name, ""))
-        for name, value in found.items()
-    }
-
-
-def _setting_text(row: dict[str, Any]) -> str:
+    """Values of a row as text. A score that is `None` or missing is that of a run that diverged."""
+    found = {**row, **{f"{split} {metric}": f"{value:.4f}" for split, metric, value in measured(row)}}
     dropout = "" if row["dropout"] is None else f", dropout {row['dropout']:g}"
-    return f"batch {row['batch_size']}, learning rate {row['learning_rate']:g}{dropout}"
-
-
-def report_text(summary: dict[str, Any]) -> str:
-    """`results.md`: models, settings, runs, and how they were made."""
-    runs = summary["runs"]
-    parts = [f"# {summary['title']}"]
-    if len(runs) > 1:
-        costs = ["samples_per_second", "tokens_per_second", "best_folder"]
-        seeds = [{**row, "seeds": " ".join(map(str, row["seeds"]))} for row in summary["settings"]]
-        parts += [
-            f"Models, by {summary['development']} {summary['main_metric']}: the setting with the best median over "
-            "seeds. The weights are those of its best run, in the folder of the last column.",
-            table(summary["models"], ["model", "parameters", "setting", "median", "best", "best_seed", *costs]),
-            "Settings:",
-            table(seeds, ["model", "setting", "seeds", "median", "best", "worst"]),
-            "Runs:",
-        ]
-    scores = list(dict.fromkeys(f"{split} {metric}" for run in runs for split, metric, _ in measured(run)))
-    scores = scores or [summary["main_metric"]]
-    costs = ["epochs", "training_seconds", "samples_per_second"]
-    parts.append(table(runs, ["model", "setting", "seed", *scores, *costs]))
-    for model, notes in {run["model"]: run["notes"] for run in runs}.items():
-        parts += [f"{model}:", cards.bullets(notes)]
-    command, machine = f"Command: `{summary['command']}`", runs[0]
-    parts.append(f"{command}\nMachine: {machine['hardware']}.\nVersions: {machine['versions']}.")
-    return "\n\n".join(parts) + "\n"
+    found["setting"] = f"batch {row['batch_size']}, learning rate {row['learning_rate']:g}{dropout}"
+    values = {name: found.get(name) for name in names}
+    return {n: "diverged" if value is None else format(value, _FORMATS.get(n, "")) for n, value in values.items()}
 
 
 def outcome_text(result: Result) -> str:
@@ -179,7 +147,8 @@ def outcome_text(result: Result) -> str:
 
 def measured(result: Result) -> list[tuple[str, str, float]]:
     """Split, metric and value of every score."""
-    return [(split, metric, value) for split, part in result["scores"].items() for metric, value in part.items()]
+    scores = result.get("scores", {})
+    return [(split, metric, value) for split, part in scores.items() for metric, value in part.items()]
 
 
 # ---- the card ----
@@ -202,17 +171,13 @@ def write_card(job: Job, result: Result, folder: Path, picked: dict[str, Any] | 
         "rows per update": result["batch_size"],
         "dropout": "the checkpoint's" if result["dropout"] is None else f"{result['dropout']:g}",
         "seed": result["seed"],
-        "epochs at most": f"{training.num_train_epochs:g}",
-        "weight decay": f"{training.weight_decay:g}",
-        "warm-up": f"{training.warmup_steps:g}" + (" of the steps" if training.warmup_steps < 1 else " steps"),
-        "schedule": training.lr_scheduler_type.value,
-        "label smoothing": f"{training.label_smoothing_factor:g}",
+        **{name: training.to_dict()[name] for name in _CARD_OPTIONS},
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "float32",
     }
     resumed = f" since step {result['resumed_from_step']:,}, from which it was resumed"
-    trust = ", trust_remote_code=True" if result["model_type"] in FAMILIES else ""
     figures = ["parameters", "max_length", "main_metric", "development", "steps", "epochs", "seconds"]
     figures += ["samples_per_second", "tokens_per_second", "processes", "hardware", "versions"]
+    scores = [(split + drawn_text(result, split), metric, value) for split, metric, value in measured(result)]
     text = cards.fill(
         "finetuned.md",
         result["model_type"],
@@ -221,12 +186,9 @@ def write_card(job: Job, result: Result, folder: Path, picked: dict[str, Any] | 
         model_name=name,
         title=task.title,
         base=base,
-        usage=task.usage(name, trust),
+        usage=task.usage(name, ", trust_remote_code=True" if result["model_type"] in FAMILIES else ""),
         labels=(f" Labels: {labels}." if labels else "") + multiple * (task.problem_type == MULTI_LABEL),
-        scores=cards.table(
-            ["split", "metric", "value"],
-            [[split + drawn_text(result, split), metric, f"{value:.4f}"] for split, metric, value in measured(result)],
-        ),
+        scores=cards.table(["split", "metric", "value"], [[*row[:2], f"{row[2]:.4f}"] for row in scores]),
         picked=picked_text(result, picked),
         dataset=task.dataset,
         notes=cards.bullets(result["notes"]),
@@ -264,10 +226,10 @@ def drawn_text(result: Result, split: str) -> str:
 def _metadata(job: Job, name: str, result: Result) -> str:
     """The card's YAML header, as the Hub reads it."""
     task = job.task
+    shared = {"task_type": task.pipeline_tag, "dataset_type": task.dataset_name or task.name}
     results = [
         EvalResult(
-            task_type=task.pipeline_tag,
-            dataset_type=task.dataset_name or task.name,
+            **shared,
             dataset_name=task.title + drawn_text(result, split),
             dataset_config=task.dataset_config,
             dataset_split=split,

@@ -16,7 +16,6 @@ most one epoch is lost. To save more often: `--save_strategy steps --save_steps 
 """
 
 import dataclasses
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 from common import cards
 from common.hub import push_folder, reserve_repository
 from common.machine import machine
@@ -49,6 +47,7 @@ from tasks.plan import (
     data_digest,
     is_begun,
     plan,
+    read_json,
     read_run,
     run_settings,
 )
@@ -57,10 +56,10 @@ from tasks.task import Job, Task
 from tasks.trainer import (
     Diverged,
     FinetuneTrainer,
-    checkpoints,
     find_checkpoint,
     read_state,
-    stopped_early,
+    remove_checkpoints,
+    train,
 )
 
 # Names of the dropout of the hidden states in configs of different types.
@@ -98,15 +97,11 @@ class Command:
 
 @dataclass
 class Prepared:
-    """A model's tokenizer and the splits in its tokens, the same for all its runs.
-
-    `extended` is the longest input if the model's positions have to be extended to it.
-    """
+    """A model's tokenizer and the splits in its tokens, the same for all its runs."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int
-    extended: int | None
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
     encoded: dict[str, Encoded] = field(default_factory=dict)
 
 
@@ -120,11 +115,10 @@ def run_all(job: Job) -> None:
         raise UserError("--push_to_hub publishes one model: give one --model_name_or_path.")
     task.digests = {split: data_digest(rows) for split, rows in task.splits.items()}
     for run in runs:
-        check_settings(run, job)
-    training.distributed_state.wait_for_everyone()  # it may remove a file
+        notes = check_settings(run.folder, run_settings(run, job), task.sources, job.arguments.accept_changed_data)
+        task.notes += [note for note in notes if note not in task.notes]
     sample(job)
-    for note in task.notes:
-        job.print(note)
+    job.print("\n".join(task.notes))
     push = training.push_to_hub and job.is_main
     if push:
         name = training.hub_model_id or job.folder.resolve().name
@@ -158,7 +152,7 @@ def train_all(job: Job, runs: list[Run], prepared: dict[str, Prepared]) -> tuple
         own = [run for run in runs if run.model == name]
         while (index := lost_best(job, results)) is not None:
             job.print(f"\nAn earlier command removed the weights of {own[index].name}: training it again.")
-            results[index] = one_run(job, own[index], prepared[name], again=True)
+            results[index] = one_run(job, own[index], prepared[name])
         if kept := keep_best(job, results):
             folders[own[0].label] = kept
     return [result for results in finished.values() for result in results], folders
@@ -194,14 +188,15 @@ def open_model(job: Job, name: str) -> Prepared:
     tokenizer = load_tokenizer(name, config)
     longest = longest_input(config)
     max_length = job.arguments.max_length or min(512, longest)
-    extended = max_length if max_length > longest else None
     notes = job.task.check_length(tokenizer, max_length)
-    model, found = load_model(job, name, extended, job.arguments.dropout)
-    job.training.check_with(model)
     if job.arguments.max_length is None:
         notes.append(f"Inputs have at most {max_length:,} tokens (--max_length); the model takes {longest:,}.")
+    prepared = Prepared(tokenizer, max_length)
+    model, found = load_model(job, name, prepared, job.arguments.dropout)
+    prepared.notes = [*found, *notes]
+    job.training.check_with(model)
     tokenizer.model_max_length = max(max_length, longest)
-    return Prepared(tokenizer, max_length, extended, [*found, *notes])
+    return prepared
 
 
 def encode(job: Job, name: str, prepared: Prepared) -> None:
@@ -214,35 +209,38 @@ def encode(job: Job, name: str, prepared: Prepared) -> None:
     job.print(cards.bullets(prepared.notes))
 
 
-def load_model(job: Job, name: str, length: int | None, dropout: float | None) -> tuple[Any, list[str]]:
-    """The model with the task's head, its positions extended to `length`, and notes on how it was loaded."""
+def load_model(job: Job, name: str, prepared: Prepared, dropout: float | None) -> tuple[Any, list[str]]:
+    """The model with the task's head and long enough positions, and notes on how it was loaded."""
     fields = {**job.task.model_fields(), **job.arguments.config_fields()}
     if dropout is not None:
         config = load_config(name)
         fields |= {field: dropout for field in _DROPOUTS if hasattr(config, field)}
-    return load_encoder(job.task.auto_class, name, length=length, **fields)
+    return load_encoder(job.task.auto_class, name, length=prepared.max_length, **fields)
 
 
 # ---- one run ----
 
 
-def one_run(job: Job, run: Run, prepared: Prepared, again: bool = False) -> Result:
-    """Train, evaluate and save one run where a kill left it, unless it is finished and not to be trained `again`.
+def one_run(job: Job, run: Run, prepared: Prepared) -> Result:
+    """Train, evaluate and save one run where a kill left it, unless it is finished.
 
     Returns:
         The content of `run.json`, with `folder`.
     """
-    if (finished := read_run(run.folder)) and not again:
-        job.print(f"  Finished before: {run.folder / RUN_FILE}.")
-        job.print("  " + outcome_text(finished))
-        remove_checkpoints(job, run.folder)
+    finished, settings = read_run(run.folder), run_settings(run, job)
+    if finished and not (finished["diverged"] and read_json(run.folder / SETTINGS_FILE) != settings):
+        job.print(f"  Finished before: {run.folder / RUN_FILE}.\n  {outcome_text(finished)}")
+        if job.is_main:
+            remove_checkpoints(run.folder)
         return finished
+    job.wait()
     if job.is_main:
         run.folder.mkdir(parents=True, exist_ok=True)
-        if again or not is_begun(run.folder):
-            write_json(run.folder / SETTINGS_FILE, run_settings(run, job))
+        if finished or not is_begun(run.folder):
+            (run.folder / RUN_FILE).unlink(missing_ok=True)
+            write_json(run.folder / SETTINGS_FILE, settings)
     set_seed(run.seed)
-    model, _ = load_model(job, run.model, prepared.extended, run.dropout)
+    model, _ = load_model(job, run.model, prepared, run.dropout)
     trainer = make_trainer(job, run, model, prepared)
     start = find_checkpoint(run.folder, job.print)
     resumed_from = read_state(start)["global_step"] if start else 0  # `train` may delete it
@@ -250,14 +248,14 @@ def one_run(job: Job, run: Run, prepared: Prepared, again: bool = False) -> Resu
     result = {**describe(job, run, prepared, trainer), **outcome, "resumed_from_step": resumed_from}
     if not result["diverged"]:
         trainer.save_model(str(run.folder))
-        trainer.accelerator.wait_for_everyone()
+        job.wait()
     if job.is_main:
         if not result["diverged"]:
             write_card(job, result, run.folder)
         (run.folder / "training_args.bin").unlink(missing_ok=True)  # a pickle of this machine's paths
         write_json(run.folder / RUN_FILE, result)
-    remove_checkpoints(job, run.folder)
-    trainer.accelerator.wait_for_everyone()
+        remove_checkpoints(run.folder)
+    job.wait()
     job.print("  " + outcome_text(result))
     for name in result["predictions"]:
         job.print(f"  Predictions: {run.folder / 'predictions' / name}")
@@ -281,7 +279,7 @@ def attempt(job: Job, trainer: FinetuneTrainer, prepared: Prepared, start: Path 
 
 def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -> Result:
     """Everything that `run.json` holds about a run but its scores."""
-    task, state, seconds = job.task, trainer.state, max(trainer.seconds, 1e-9)
+    task, state, spent = job.task, trainer.state, max(trainer.seconds, 1e-9)
     train = prepared.encoded["train"]
     rows = (state.epoch or 0) * len(train.rows)
     return {
@@ -299,9 +297,9 @@ def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -
         "planned_steps": state.max_steps,
         "epochs": state.epoch or 0.0,
         "history": [row for row in state.log_history if f"eval_{task.main_metric}" in row],
-        "training_seconds": round(seconds, 2),
-        "samples_per_second": round(rows / seconds, 2),
-        "tokens_per_second": round(state.num_input_tokens_seen / seconds, 1),
+        "training_seconds": round(spent, 2),
+        "samples_per_second": round(rows / spent, 2),
+        "tokens_per_second": round(state.num_input_tokens_seen / spent, 1),
         "max_length": prepared.max_length,
         "train_rows": len(train.rows),
         "drawn": task.drawn,
@@ -309,15 +307,8 @@ def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -
         "data": task.digests,
         "notes": task.notes + prepared.notes,
         "processes": job.training.world_size,
-        **machine("evaluate"),
+        **machine("scikit-learn"),
     }
-
-
-def remove_checkpoints(job: Job, folder: Path) -> None:
-    """Delete what a finished run no longer needs: the best weights are in the folder itself."""
-    if job.is_main:
-        for path in checkpoints(folder):
-            shutil.rmtree(path)
 
 
 def make_trainer(job: Job, run: Run, model: Any, prepared: Prepared) -> FinetuneTrainer:
@@ -329,7 +320,6 @@ def make_trainer(job: Job, run: Run, model: Any, prepared: Prepared) -> Finetune
         per_device_train_batch_size=run.batch_size // (training.world_size * training.gradient_accumulation_steps),
         learning_rate=run.learning_rate,
         seed=run.seed,
-        data_seed=run.seed,
         metric_for_best_model=task.main_metric,
         greater_is_better=task.greater_is_better,
         push_to_hub=False,  # the finished folder is pushed, with its card
@@ -361,22 +351,6 @@ def longest_first(encoded: Encoded) -> tuple[Dataset, np.ndarray]:
     """Rows by falling length, so that batches hold few pads, and the place of every row among them."""
     order = np.argsort(-np.asarray(encoded.rows["length"]), kind="stable")
     return encoded.rows.remove_columns("length").select(order), np.argsort(order)
-
-
-def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
-    """Train to the end; the model then has the best weights."""
-    last = trainer.args.max_steps
-    # From a last checkpoint inside an epoch, the Trainer would go on to one more update.
-    is_over = start is not None and 0 < last <= read_state(start)["global_step"]
-    if start is None or not (is_over or stopped_early(start, patience)):
-        trainer.train(resume_from_checkpoint=str(start) if start else None)
-        return
-    state = type(trainer.state).load_from_json(str(start / "trainer_state.json"))
-    best = state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    weights = Path(best or start) / "model.safetensors"
-    trainer.model.load_state_dict(safetensors.torch.load_file(weights))
-    trainer.state = state
-    trainer._load_callback_state()
 
 
 def evaluate(

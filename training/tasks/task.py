@@ -1,6 +1,6 @@
 """What a task is, and what a command hands from step to step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,32 +11,32 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments
 from tasks.labels import SINGLE_LABEL
 
-METRICS = Path(__file__).resolve().parent / "metrics" / "scores"
-
 
 class Task:
-    """What is trained on and how it is scored. A command fills the attributes and defines four methods:
+    """What is trained on and how it is scored. A task fills the attributes and defines four methods:
 
     - `encode(rows, tokenizer, max_length)`: the rows tokenized, as `files.Encoded`.
     - `scores(split, logits, labels)`: the metrics of a split, given in the order of its rows.
     - `write_predictions(folder, split, logits)`: writes the answers for a test split; the path.
     - `usage(name, trust)`: Python for the model card; `trust` is a further argument of `from_pretrained`, or empty.
 
+    Args:
+        rows: the splits by name.
+        source: what messages call the data: a data set (a folder or a name on the Hub), or files by split.
+        train, development, tests: splits to train on, of which the first chooses the checkpoint, and to predict. Those
+            that are missing are passed over; a split that chooses the checkpoint is not a test.
+        config: part of a data set on the Hub.
+
     Attributes:
-        name: short, for tables and folders: `sst2`.
-        title: for people: `GLUE SST-2`.
-        auto_class: the Auto class of the head.
-        pipeline_tag: of the Hub.
+        name, title: short (`sst2`) and for people (`GLUE SST-2`).
+        auto_class, pipeline_tag: the Auto class of the head, and its tag on the Hub.
         problem_type: `single_label_classification` (also multiple choice), `multi_label_classification`, `regression`.
-        train: rows of the training split.
-        evaluation: dev splits by name; the first one chooses the checkpoint.
-        tests: test splits by name, with or without labels.
         main_metric: the score (a key of what `scores` returns) that chooses the checkpoint and fills the table.
         greater_is_better: whether that score is to be large.
         dataset: a sentence on the data for the card.
         dataset_name, dataset_config: its name on the Hub, if it came from there.
         notes: what was done to the data, printed at the start and kept with the results.
-        sources: what messages call a split: a file, or a data set and its split.
+        sources: what messages call a split.
         digests: hash of the rows of every split, before any are drawn.
         drawn: by split, the numbers of rows used and available, where `--max_*_samples` left some out.
     """
@@ -46,18 +46,29 @@ class Task:
     auto_class: type
     pipeline_tag: str
     problem_type: str = SINGLE_LABEL
-    train: Dataset
-    evaluation: dict[str, Dataset]
-    tests: dict[str, Dataset]
     main_metric: str = "accuracy"
     greater_is_better: bool = True
     dataset: str = ""
     dataset_name: str | None = None
     dataset_config: str | None = None
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        rows: dict[str, Dataset],
+        source: str | dict[str, str],
+        train: str,
+        development: Sequence[str],
+        tests: Sequence[str],
+        config: str | None = None,
+    ) -> None:
+        self.train = rows[train]
+        self.evaluation = {split: rows[split] for split in development if split in rows}
+        self.tests = {split: rows[split] for split in tests if split in rows and split not in self.evaluation}
+        self.sources = source if isinstance(source, dict) else {split: f"{source} ({split})" for split in rows}
+        self.sources["train"] = self.sources[train]
+        if isinstance(source, str) and not Path(source).exists():
+            self.dataset_name, self.dataset_config = source, config
         self.notes: list[str] = []
-        self.sources: dict[str, str] = {}
         self.digests: dict[str, str] = {}
         self.drawn: dict[str, tuple[int, int]] = {}
 
@@ -111,3 +122,7 @@ class Job:
         """Print on the main process alone."""
         if self.is_main:
             print(text, flush=True)
+
+    def wait(self) -> None:
+        """Wait until every process is here."""
+        self.training.distributed_state.wait_for_everyone()

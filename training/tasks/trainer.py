@@ -12,8 +12,8 @@ It differs from transformers' Trainer in four points:
 """
 
 import json
+import shutil
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import EarlyStoppingCallback, EvalPrediction, Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
 from tasks.labels import REGRESSION, SINGLE_LABEL
@@ -103,46 +103,27 @@ class SeededSampler(Sampler[int]):
 
 
 class Clock(TrainerCallback, ExportableState):
-    """Seconds of training without evaluation and saving; checkpoints hold them."""
+    """Seconds of the updates, without evaluation and saving; checkpoints hold them."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since: float | None = None
+        self.seconds = self._since = 0.0
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"args": {}, "attributes": {"seconds": self.seconds}}
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start, unless it runs."""
-        if self._since is None:
-            self._since = time.perf_counter()
-
-    on_step_begin = on_epoch_begin
-
-    def stop(self) -> None:
-        """Stop, if it runs."""
-        if self._since is not None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stop."""
-        self.stop()
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start."""
+        self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stop before evaluation and saving."""
-        if control.should_evaluate or control.should_save:
-            self.stop()
+        """Stop. What an accelerator has not finished yet counts in the next update, whose loss waits for it."""
+        self.seconds += time.perf_counter() - self._since
 
 
 def seconds(trainer: Trainer) -> float:
-    """What the `Clock` of a trainer shows; a resume may have replaced it."""
-    clock = next(part for part in trainer.callback_handler.callbacks if isinstance(part, Clock))
-    clock.stop()  # it runs if the run diverged within an epoch
-    return clock.seconds
+    """What the `Clock` of a trainer shows, seconds before a resume included."""
+    return next(part for part in trainer.callback_handler.callbacks if isinstance(part, Clock)).seconds
 
 
 class FinetuneTrainer(Trainer):
@@ -224,9 +205,8 @@ class FinetuneTrainer(Trainer):
             return super()._get_train_sampler(train_dataset)
         grouped = self.args.train_sampling_strategy == "group_by_length" and self.lengths is not None
         update = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         lengths = self.lengths if grouped else [1] * len(rows)
-        return SeededSampler(lengths, update, seed, lambda: int(self.state.epoch or 0))
+        return SeededSampler(lengths, update, self.args.seed, lambda: int(self.state.epoch or 0))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
         """In the order of the rows, to which the predictions belong."""
@@ -238,30 +218,16 @@ def _only_logits(logits: Any, labels: Tensor) -> Tensor:
     return logits[0] if isinstance(logits, tuple) else logits
 
 
+# ---- checkpoints ----
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The content of `trainer_state.json`."""
+    """The content of `trainer_state.json`, the last file of a checkpoint that the Trainer writes.
+
+    Raises:
+        OSError, ValueError: It is missing or cut off.
+    """
     return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-
-
-def damage(checkpoint: Path) -> str | None:
-    """The first file of a Trainer checkpoint that is missing or cut off; `None` if it is whole."""
-    parts = [*checkpoint.glob("*.safetensors")] or [checkpoint / "model.safetensors"]
-    parts += [*checkpoint.glob("rng_state*.pth")] or [checkpoint / "rng_state.pth"]
-    parts += [checkpoint / name for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json")]
-    for path in parts:
-        if not path.is_file():
-            return f"{path.name} is missing"
-        try:
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt"):  # compares the length of the file with its header
-                    pass
-            elif path.suffix == ".json":
-                read_state(checkpoint)
-            elif not zipfile.is_zipfile(path):
-                return f"{path.name} is cut off"
-        except (SafetensorError, OSError, ValueError):
-            return f"{path.name} is cut off"
-    return None
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -270,18 +236,40 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path, step in found.items() if step.isdigit()), key=lambda path: -int(found[path]))
 
 
-def find_checkpoint(folder: Path, tell: Callable[[str], None]) -> Path | None:
-    """Where to continue: the newest whole checkpoint."""
+def remove_checkpoints(folder: Path) -> None:
+    """Delete what a finished run no longer needs: the best weights are in the folder itself."""
     for path in checkpoints(folder):
-        fault = damage(path)
-        tell(f"  {path.name} is damaged ({fault}) and is not used." if fault else f"  Continuing from {path.name}.")
-        if not fault:
+        shutil.rmtree(path)
+
+
+def find_checkpoint(folder: Path, tell: Callable[[str], None]) -> Path | None:
+    """Where to continue: the newest checkpoint that was written to its end."""
+    for path in checkpoints(folder):
+        try:
+            read_state(path)
+        except (OSError, ValueError):
+            tell(f"  {path.name} is not complete and is not used.")
+        else:
+            tell(f"  Continuing from {path.name}.")
             return path
     return None
 
 
-def stopped_early(checkpoint: Path, patience: int) -> bool:
-    """Whether early stopping had ended the run at a checkpoint; the Trainer would train for another epoch."""
-    stored = read_state(checkpoint).get("stateful_callbacks", {}).get("EarlyStoppingCallback", {})
+def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
+    """Train from a checkpoint or the beginning to the end; the model then has the best weights."""
+    if start is None or not _is_over(read_state(start), trainer.args.max_steps, patience):
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        return
+    state = TrainerState.load_from_json(str(start / "trainer_state.json"))
+    best = state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    trainer.model.load_state_dict(load_file(Path(best or start) / "model.safetensors"))
+    trainer.state = state
+    trainer._load_callback_state()
+
+
+def _is_over(state: dict[str, Any], max_steps: int, patience: int) -> bool:
+    """Whether a run had ended at a checkpoint; the Trainer would train for another update or epoch."""
+    stored = state.get("stateful_callbacks", {}).get("EarlyStoppingCallback", {})
     stored = stored[0] if isinstance(stored, list) else stored
-    return patience > 0 and stored.get("attributes", {}).get("early_stopping_patience_counter", 0) >= patience
+    bad = stored.get("attributes", {}).get("early_stopping_patience_counter", 0)
+    return 0 < max_steps <= state["global_step"] or 0 < patience <= bad
