@@ -9,9 +9,9 @@ import convert as convert_command
 import numpy as np
 import pytest
 import torch
-from converting import run as run_module
 from converting.objective import Pair, pool, split_windows
 from converting.recipe import Lengths, stage_at
+from converting.run import Conversion
 from converting.texts import Documents, Frame, Rows
 from data.token_store import TokenStore
 from helpers import ROOT
@@ -335,15 +335,15 @@ def test_a_killed_run_resumes_exactly(tmp_path, monkeypatch):
     teacher = write_model(tmp_path / "teacher")
     weights = {"pooled": 1.0, "hidden": 1.0}
     assert convert_command.main(words_for(tmp_path, teacher, SELECTED, weights, output_dir=tmp_path / "whole")) == 0
-    calls, update = [], run_module.update
+    calls, update = [], Conversion.update
 
-    def dies(run, counters):
-        calls.append(counters.step)
+    def dies(run):
+        calls.append(run.counters.step)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return update(run, counters)
+        return update(run)
 
-    monkeypatch.setattr(run_module, "update", dies)
+    monkeypatch.setattr(Conversion, "update", dies)
     words = words_for(tmp_path, teacher, SELECTED, weights, output_dir=tmp_path / "killed")
     assert convert_command.main(words) == 130
     assert convert_command.main(words) == 0 and calls == [0, 1, 2, 3, 3]

@@ -29,8 +29,6 @@ PRETRAIN = {**SHRINK, "model.num_attention_heads": 4, "data": "texts"}
 MINIATURE = {
     "pretrain_mlm": {**PRETRAIN, "output_dir": "outputs/trained"},
     "pretrain_clm": {**PRETRAIN, "sample_tokens": 2},
-    "transfer_attention": {**PRETRAIN, "block_size": 32},
-    "distill_mlm": {**PRETRAIN, "block_size": 32},
     "finetune_glue": {**SHORT, "num_train_epochs": 1, "seeds": 1, "sweep_batch_sizes": 16, "dataset_name": "glue"},
     "finetune_race": {**SHORT, "num_train_epochs": 1, "dataset_name": "race"},
     "finetune_csqa": {**SHORT, "num_train_epochs": 1, "dataset_name": "csqa"},

@@ -5,7 +5,8 @@ import json
 import pretrain_mlm
 import pytest
 import torch
-from engine import checkpoint, groups, log, loop, pretraining
+from engine import groups, log, loop
+from engine.run import Run
 from tiny_training import (
     DEMO,
     Killed,
@@ -97,7 +98,7 @@ def trained(tmp_path, entries, steps, passes=1, max_steps=10, clip=1e9):
     optimizer = torch.optim.AdamW(optimizer_groups(model, entries, max_steps, rate=1e-2))
     settings = {"max_steps": steps, "max_grad_norm": clip}
     made = make_run(tmp_path, updates(steps, passes), model=model, optimizer=optimizer, **settings)
-    loop.train(made, checkpoint.Counters())
+    made.train()
     moved = {name for name, parameter in model.named_parameters() if parameter in made.optimizer.state}
     return dict(model.named_parameters()), moved, made.log.series("train", "grad_norm")[1]
 
@@ -156,7 +157,7 @@ def uninterrupted(corpus, tmp_path_factory):
 def test_killed_and_resumed_is_uninterrupted(corpus, tmp_path, monkeypatch, capsys, uninterrupted, steps):
     words = arguments(DEMO, tmp_path / "out", data=corpus, **{**OPTIONS, "save_steps": 1})
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        dies_at_call(patched, pretraining, "save_checkpoint", steps)
+        dies_at_call(patched, Run, "save", steps)
         pretrain_mlm.main(words)
     assert pretrain_mlm.main([*words, "--parameter-groups", "[]"]) == 2
     assert "parameter_groups" in capsys.readouterr().err

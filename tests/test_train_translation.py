@@ -18,9 +18,9 @@ from tiny_translation import RECIPES, arguments, pairs, write_parallel
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertTokenizer
 from translation import run as runs
 from translation import scores
-from translation.objective import SmoothedLoss, inverse_square_root
 from translation.pairs import EncodedPairs, Order, Pairs, epoch_batches, joint_tokenizer, read_pairs, updates
 from translation.pairs import encode as encode_texts
+from translation.run import SmoothedLoss, Translation, inverse_square_root
 
 from luna_hf import LunaForConditionalGeneration
 from luna_hf.scripting import UserError
@@ -231,7 +231,7 @@ def test_a_run(kind, data, tmp_path):
 def test_a_killed_run_continues_with_the_same_numbers(data, tmp_path, monkeypatch):
     whole = run(data, tmp_path / "whole", model__hidden_dropout_prob=0.1)
     with monkeypatch.context() as patch:
-        dies_at_call(patch, runs, "save_checkpoint", 3)
+        dies_at_call(patch, Translation, "save", 3)
         with pytest.raises(Killed):
             run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)
     assert run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)["held_out_loss"] == whole["held_out_loss"]
@@ -243,7 +243,7 @@ def test_a_run_of_an_earlier_version_continues(data, tmp_path, monkeypatch):
     whole = run(data, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr("translation.pairs.ending", lambda tokenizer: tokenizer)
-        dies_at_call(patch, runs, "save_checkpoint", 2)
+        dies_at_call(patch, Translation, "save", 2)
         with pytest.raises(Killed):
             run(data, tmp_path / "old")
     assert AutoTokenizer.from_pretrained(tmp_path / "old")("")["input_ids"] == [0, 2]
@@ -271,7 +271,7 @@ def test_the_model_is_the_mean_of_the_last_checkpoints(data, tmp_path, monkeypat
 def test_changed_data_are_refused(data, tmp_path, monkeypatch, capsys):
     folder = write_parallel(tmp_path / "data")
     with monkeypatch.context() as patch:
-        dies_at_call(patch, runs, "save_checkpoint", 2)
+        dies_at_call(patch, Translation, "save", 2)
         with pytest.raises(Killed):
             run(folder, tmp_path / "out")
     (folder / "train.en").write_text((folder / "train.en").read_text().replace("dog", "cat"))

@@ -14,10 +14,11 @@ from common.models import load_encoder
 from engine import log, pretraining
 from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
 from hub_stub import HubStub
-from objectives.masked import MaskedObjective, SparseHead
+from objectives.masked import MaskedPretraining, SparseHead
 from tiny_training import (
     DEMO,
     SCRIPT,
+    SETTINGS,
     arguments,
     environment,
     files_of,
@@ -119,10 +120,12 @@ def test_the_head_of_roberta_runs_at_labelled_positions_alone():
 
 def test_a_sharded_roberta_is_called_itself():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    model, recipe = RobertaForMaskedLM(RobertaConfig(vocab_size=50, **sizes)), SimpleNamespace(separate_documents=False)
+    model = RobertaForMaskedLM(RobertaConfig(vocab_size=50, **sizes))
+    run = MaskedPretraining(SimpleNamespace(separate_documents=False, **SETTINGS))
 
     def made(backend):
-        return type(MaskedObjective().make_module(model, recipe, SimpleNamespace(distributed_type=backend)))
+        run.accelerator = SimpleNamespace(distributed_type=backend)
+        return type(run.wrap(model))
 
     assert made(DistributedType.NO) is made(DistributedType.MULTI_GPU) is SparseHead
     assert made(DistributedType.FSDP) is made(DistributedType.DEEPSPEED) is RobertaForMaskedLM

@@ -35,7 +35,7 @@ class Stage:
         share: of the run's updates.
         lengths: of its rows.
         weights: objective -> its weight in the loss.
-        learning_rate: peak rate of the source's parameters; by default the recipe's.
+        learning_rate: peak rate of the source's parameters; by default the recipe's. With 0 they do not change.
         new_learning_rate: of the parameters that the source lacks.
         first, last: its updates, `range(first, last)`.
     """
@@ -171,9 +171,11 @@ def _read_stage(entry: Any, learning_rate: float) -> Stage:
     for key in entry:
         if key not in _STAGE_KEYS:
             raise UserError(f"{where}unknown key `{key}`.{did_you_mean(key, _STAGE_KEYS)}")
-    for key in ("share", "learning_rate", "new_learning_rate"):
-        if not _is_positive(entry[key]):
-            raise UserError(f"{where}`{key}` is {entry[key]!r}, but must be a number above 0.")
+    for key, rate in (("share", entry["share"]), ("new_learning_rate", entry["new_learning_rate"])):
+        if not _is_positive(rate):
+            raise UserError(f"{where}`{key}` is {rate!r}, but must be a number above 0.")
+    if entry["learning_rate"] != 0 and not _is_positive(entry["learning_rate"]):
+        raise UserError(f"{where}`learning_rate` is {entry['learning_rate']!r}, but must be a number, at least 0.")
     weights = entry["weights"]
     if not isinstance(weights, dict) or not weights or not all(map(_is_positive, weights.values())):
         raise UserError(f"{where}`weights` must be a section of objectives and numbers above 0.")

@@ -27,13 +27,12 @@ def make_card(
     figures: dict[str, Any],
     task: str,
     metrics: dict[str, tuple[str, str]],
-    results: str = "",
     **own: Any,
 ) -> str:
     """Fill a template of `model_cards/` from what `metrics.json` holds.
 
     `task` is the Hub's pipeline tag; `metrics` gives the name and the figure of each metric in the header;
-    `results` is Markdown to add to the results; `own` are the fields that only this template has.
+    `own` are the fields that only this template has.
     """
     dataset = {"dataset_type": "text", "dataset_name": "held-out documents of the training corpus"}
     metadata = cards.metadata(
@@ -56,7 +55,7 @@ def make_card(
         metadata,
         model_name=recipe.model_name,
         plot=PLOT,
-        more_results="".join(f"{more}\n\n" for more in (results, switches_table(figures)) if more),
+        more_results=f"{parts}\n\n" if (parts := switches_table(figures)) else "",
         **own,
         **_result_fields(figures),
         **_data_fields(recipe, figures),
@@ -107,9 +106,8 @@ def _training_fields(recipe: RunRecipe, figures: dict[str, Any]) -> dict[str, st
     seen, available = figures["seen_tokens"], figures["training_tokens"]
     times = f", {seen / available:.2g} times the {available:,} tokens of training text" if available else ""
     values = asdict(recipe)
-    for name in ("output_dir", "cache_dir", "validation", "tokenizer", "model_name_or_path", "teacher"):
-        if name in values:
-            values[name] = portable(values[name])
+    for name in ("output_dir", "cache_dir", "validation", "tokenizer", "model_name_or_path"):
+        values[name] = portable(values[name])
     values["data"] = _portable_data(recipe.data)
     skipped = f"; {figures['skipped_updates']} updates were skipped" if figures["skipped_updates"] else ""
     return {

@@ -11,8 +11,6 @@ from huggingface_hub import EvalResult
 from luna_hf.scripting import portable
 from translation.recipe import TranslationRecipe
 
-__all__ = ["PLOT", "make_card"]
-
 
 def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
     """Fill `model_cards/translation.md` from what `metrics.json` holds."""
