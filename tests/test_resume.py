@@ -154,11 +154,8 @@ def test_a_run_that_had_only_to_be_finished(corpus, tmp_path, monkeypatch, capsy
 def test_a_run_without_a_checkpoint_starts_again(corpus, tmp_path, monkeypatch, uninterrupted, moment):
     options = {**DROPOUT, "save_steps": 4, "overwrite_output_dir": "false", "trackers": "[tensorboard]"}
     folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **options)
-    kill(
-        words,
-        monkeypatch,
-        *{"the first log line": (Pretraining, "log_updates", 1)}.get(moment, (checkpoint, "seal", 1)),
-    )
+    at = {"the first log line": (Pretraining, "log_updates"), "the first checkpoint": (checkpoint, "seal")}
+    kill(words, monkeypatch, *at[moment], 1)
     assert (folder / "log.jsonl").exists() and not checkpoint.checkpoints(folder)
     assert start(pretrain_mlm, words) == 0
     assert losses(folder) == losses(uninterrupted)

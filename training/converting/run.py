@@ -217,7 +217,9 @@ def read_source(recipe: ConvertRecipe) -> tuple[PreTrainedTokenizerBase, Sentenc
         subfolder = find_transformer(recipe.teacher)
     except ValueError as error:
         raise UserError(f"`teacher`: {error}") from error
-    if config.model_type in FAMILIES:
+    own = FAMILIES.get(config.model_type)
+    softmax = own and own.warm_start.softmax  # fields of a model of this package that has softmax attention
+    if own and not (softmax and all(getattr(config, name) == value for name, value in softmax.items())):
         raise UserError(f"`teacher` {recipe.teacher} is a model of this package already. Name what it was made from.")
     return load_tokenizer(recipe.teacher, required=True, subfolder=subfolder), sentences
 
