@@ -181,7 +181,7 @@ def test_card_and_log_show_the_groups_and_the_main_rate(uninterrupted):
         ({"learning_rate": 1.0}, "`match`"),
         ({"match": "a", "lr": 1.0}, "`lr`.*frozen_steps, learning_rate, match"),
         ({"match": "(a"}, r"'\(a'"),
-        ({"match": 3}, "`match` 3"),
+        ({"match": 3}, "`match` is 3"),
         ({"match": "a", "learning_rate": 0.0}, "is 0.0"),
         ({"match": "a", "learning_rate": "fast"}, "is 'fast'"),
         ({"match": "a", "learning_rate": True}, "is True"),

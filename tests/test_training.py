@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from common.models import load_encoder
 from engine import log, pretraining
 from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
 from hub_stub import HubStub
@@ -37,8 +36,6 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
 )
-
-from luna_hf.scripting import UserError
 
 
 @pytest.fixture(scope="module")
@@ -165,14 +162,6 @@ def test_separate_documents_are_refused_where_they_would_mix(corpus, tmp_path, c
         assert "separate_documents" in message and named in message
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"local_window": 4}, {"model_type": "roberta"}], ids=str)
-def test_a_compiled_model_learns_the_same(fields, corpus, tmp_path):
-    options = {"data": corpus, **{f"model__{name}": value for name, value in fields.items()}}
-    plain, compiled = (run(tmp_path / name, compile=name, **options) for name in ("false", "true"))
-    assert compiled["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-4)
-
-
 # ---- starting from a checkpoint ----
 
 
@@ -181,13 +170,6 @@ def base(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "base"
     run(folder, data=corpus)
     return folder
-
-
-def test_a_start_takes_the_backend_of_the_recipe(base):
-    model, _ = load_encoder(AutoModelForMaskedLM, str(base), attn_implementation="eager")
-    assert model.config._attn_implementation == "eager"
-    with pytest.raises(UserError, match="eagre"):
-        load_encoder(AutoModelForMaskedLM, str(base), attn_implementation="eagre")
 
 
 def continued(folder, base, corpus, **options):
@@ -210,11 +192,6 @@ def test_continued_pretraining_extends_positions(corpus, base, tmp_path, capsys)
     assert [entry["step"] for entry in entries if entry["kind"] == "held_out"] == [0, 3]
     card = (tmp_path / "long" / "README.md").read_text()
     assert "from `base`" in card and "from 64 to 128" in card
-
-
-def test_a_value_that_a_loaded_model_refuses(corpus, base, tmp_path, capsys):
-    assert pretrain_mlm.main([*continued(tmp_path / "out", base, corpus), "--model.classifier_pooling", "median"]) == 2
-    assert "`classifier_pooling` is 'median'" in capsys.readouterr().err
 
 
 # ---- the Hub ----

@@ -64,7 +64,7 @@ def test_all_passes_of_an_update_read_the_window_that_its_step_draws(tmp_path):
     ("section", "named"),
     [
         ({"windows": [0], "chance": 0.5}, "`chance`"),
-        ({"probability": 0.5}, "`windows` is None"),
+        ({"probability": 0.5}, "`windows`"),
         ({"windows": [0, -1]}, r"\[0, -1\]"),
         ({"windows": []}, r"\[\]"),
         ({"windows": [0], "probability": 1.5}, r"`probability` is 1\.5"),

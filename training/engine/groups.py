@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from common.options import did_you_mean
+from common.sections import read_section
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,44 +21,33 @@ class ParameterGroup:
         match: regular expression, searched for in the names of the parameters.
         learning_rate: the group's peak; `None` takes the recipe's.
         frozen_steps: updates before the group starts to change.
+
+    Raises:
+        UserError: An invalid value.
     """
 
     match: str
     learning_rate: float | None = None
     frozen_steps: int = 0
 
+    def __post_init__(self) -> None:
+        where = f"`parameter_groups`, {self.match!r}: "
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise UserError(f"{where}`match` is not a regular expression: {error}.") from error
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise UserError(
+                f"{where}`learning_rate` is {self.learning_rate}, but must be above 0. To freeze the group, set its "
+                "`frozen_steps` to `max_steps`."
+            )
+        if self.frozen_steps < 0:
+            raise UserError(f"{where}`frozen_steps` is {self.frozen_steps}, but must be 0 or more.")
+
 
 def read_groups(entries: Iterable[Any]) -> list[ParameterGroup]:
-    """The entries of a recipe's `parameter_groups`.
-
-    Raises:
-        UserError: An entry is not a section, or has an unknown key or an invalid value.
-    """
-    return [_read_group(entry) for entry in entries]
-
-
-def _read_group(entry: Any) -> ParameterGroup:
-    if not isinstance(entry, dict) or "match" not in entry:
-        example = "{match: control, learning_rate: 1e-3, frozen_steps: 100}"
-        raise UserError(f"`parameter_groups`: {entry!r} must be a section with `match`, for example {example}.")
-    known = [field.name for field in dataclasses.fields(ParameterGroup)]
-    for key in entry:
-        if key not in known:
-            raise UserError(f"`parameter_groups`: unknown key `{key}` in {entry!r}.{did_you_mean(key, known)}")
-    group = ParameterGroup(**entry)
-    try:
-        re.compile(group.match)
-    except (re.error, TypeError) as error:
-        raise UserError(f"`parameter_groups`: `match` {group.match!r} is not a regular expression: {error}.") from error
-    rate, frozen = group.learning_rate, group.frozen_steps
-    if rate is not None and (type(rate) not in (int, float) or not 0 < rate < math.inf):
-        raise UserError(
-            f"`parameter_groups`: `learning_rate` of {group.match!r} is {rate!r}, but must be above 0. To freeze the "
-            "group, set its `frozen_steps` to `max_steps`."
-        )
-    if type(frozen) is not int or frozen < 0:
-        raise UserError(f"`parameter_groups`: `frozen_steps` of {group.match!r} is {frozen!r}, but must be 0 or more.")
-    return group
+    """The entries of a recipe's `parameter_groups`; raises the `UserError`s of `read_section` and `ParameterGroup`."""
+    return [read_section(ParameterGroup, entry, "`parameter_groups`") for entry in entries]
 
 
 def assign(names: Sequence[str], groups: Sequence[ParameterGroup]) -> dict[str, ParameterGroup | None]:
