@@ -72,6 +72,7 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     for name in ("luna-demo", "luna-base-tied"):
         checkpoint(folder / "outputs" / name, max_position_embeddings=128)
+    checkpoint(folder / "outputs" / "abc-base-distilled", "abc_memory", max_position_embeddings=128)
     checkpoint(folder / "FacebookAI" / "roberta-base", "roberta")
     write_sentences(folder / "sentence-transformers" / "all-MiniLM-L6-v2")
     write_corpus(folder / "texts")

@@ -10,7 +10,6 @@ import pytest
 import torch
 import train_translation
 from data.tokenizer import encode, ending, train_tokenizer
-from datasets.exceptions import DatasetNotFoundError
 from helpers import refused
 from safetensors.torch import load_file, save_file
 from tiny_training import Killed, dies_at_call, same_weights, start
@@ -152,15 +151,6 @@ def test_missing_data_are_named(data, tmp_path):
         assert ("cannot be reached" in text) == (name == "nowhere/multi30k")
 
 
-def test_a_data_set_that_the_hub_lacks(tmp_path, monkeypatch):
-    def names(name):
-        raise DatasetNotFoundError(name)
-
-    monkeypatch.setattr("datasets.get_dataset_config_names", names)
-    with refused("nowhere/multi30k", "has no data set", error=UserError):
-        read_pairs(train_translation.read_recipe(*_recipe("nowhere/multi30k", tmp_path)), "train")
-
-
 @pytest.mark.parametrize("configurations", [["default"], ["cs-en", "de-en"], ["en-de", "en-fr"]])
 def test_a_data_set_on_the_hub_may_have_pairs_of_languages(configurations, tmp_path, monkeypatch):
     chosen = next((name for name in configurations if name in ("de-en", "en-de")), None)
@@ -266,17 +256,6 @@ def test_the_model_is_the_mean_of_the_last_checkpoints(data, tmp_path, monkeypat
     saved = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in saved.items():
         torch.testing.assert_close(tensor, kept["mean"][f"model.{name}"].float(), rtol=0, atol=1e-7)
-
-
-def test_changed_data_are_refused(data, tmp_path, monkeypatch, capsys):
-    folder = write_parallel(tmp_path / "data")
-    with monkeypatch.context() as patch:
-        dies_at_call(patch, Translation, "save", 2)
-        with pytest.raises(Killed):
-            run(folder, tmp_path / "out")
-    (folder / "train.en").write_text((folder / "train.en").read_text().replace("dog", "cat"))
-    assert start(train_translation, arguments(folder, tmp_path / "out")) != 0
-    assert "accept_changed_data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

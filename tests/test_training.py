@@ -162,6 +162,14 @@ def test_separate_documents_are_refused_where_they_would_mix(corpus, tmp_path, c
         assert "separate_documents" in message and named in message
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"local_window": 4}, {"model_type": "roberta"}], ids=str)
+def test_a_compiled_model_learns_the_same(fields, corpus, tmp_path):
+    options = {"data": corpus, **{f"model__{name}": value for name, value in fields.items()}}
+    plain, compiled = (run(tmp_path / name, compile=name, **options) for name in ("false", "true"))
+    assert compiled["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-4)
+
+
 # ---- starting from a checkpoint ----
 
 

@@ -155,16 +155,11 @@ def drawing(path: Path, panels: int = 1, width: float = 7.0) -> Iterator[list[An
     pyplot.close(figure)
 
 
-def draw_held_out(axes: Any, log: RunLog, unigram_loss: float, name: str) -> None:
-    """Draw the held-out loss by step and the unigram baseline; `name` is the loss in words."""
-    axes.plot(*log.series("held_out", "loss"), color="tab:red", marker="o", markersize=3, label="held-out")
-    axes.axhline(unigram_loss, color="black", linestyle=":", label="unigram baseline")
-    axes.set_ylabel(f"{name} (nats)")
-    axes.set_xlabel("step")
-
-
 def plot_loss(log: RunLog, unigram_loss: float, path: Path, name: str) -> None:
-    """Draw training and held-out loss by step."""
+    """Draw training and held-out loss by step, and the unigram baseline; `name` is the loss in words."""
     with drawing(path) as (axes,):
         axes.plot(*log.series("train", "loss"), color="tab:blue", alpha=0.5, label="training")
-        draw_held_out(axes, log, unigram_loss, name)
+        axes.plot(*log.series("held_out", "loss"), color="tab:red", marker="o", markersize=3, label="held-out")
+        axes.axhline(unigram_loss, color="black", linestyle=":", label="unigram baseline")
+        axes.set_ylabel(f"{name} (nats)")
+        axes.set_xlabel("step")

@@ -69,30 +69,19 @@ def assign(names: Sequence[str], groups: Sequence[ParameterGroup]) -> dict[str, 
     return found
 
 
-def check_groups(
-    names: Sequence[str], groups: Sequence[ParameterGroup], max_steps: int, trained: Sequence[str] | None = None
-) -> None:
-    """Check that every group has parameters to train, and that every update changes something.
+def check_groups(names: Sequence[str], groups: Sequence[ParameterGroup], max_steps: int) -> None:
+    """Check that every group has parameters, and that every update changes something.
 
     Raises:
-        UserError: A group without effect on `trained` (by default all `names`), or an update without one.
+        UserError: A group has no parameter, or an update would change nothing.
     """
-    owners = assign(names, groups)
-    frozen = min(0 if (owner := owners[name]) is None else owner.frozen_steps for name in trained or names)
-    if frozen:
+    owners = assign(names, groups).values()
+    if frozen := min(0 if owner is None else owner.frozen_steps for owner in owners):
         span = "the whole run" if frozen >= max_steps else f"the first {frozen:,} updates"
         raise UserError(
             f"`parameter_groups`: every trainable parameter is frozen for {span}. Lower a `frozen_steps`, or exclude "
             "some parameters from `match`."
         )
-    for group in groups if trained is not None else ():
-        own = [name for name in names if owners[name] is group]
-        # A group that is frozen for the whole run need not be trainable.
-        if group.frozen_steps < max_steps and not set(own) & set(trained):
-            raise UserError(
-                f"`parameter_groups`: `match` {group.match!r} has no effect: the loss of this run does not depend on "
-                f"its parameters ({own[0]}, ...). Remove the entry, or match some of {trained[0]} ... {trained[-1]}."
-            )
 
 
 def parameter_groups(
