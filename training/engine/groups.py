@@ -60,12 +60,10 @@ def assign(names: Sequence[str], groups: Sequence[ParameterGroup]) -> dict[str, 
     for group in groups:
         if any(owner is group for owner in found.values()):
             continue
-        taken = [name for name in names if re.search(group.match, name)]
-        if taken:
-            why = f"earlier entries match all of its parameters ({taken[0]}, ...). Put it first"
-        else:
-            why = f"it matches no parameter. Their names are {names[0]} ... {names[-1]}"
-        raise UserError(f"`parameter_groups`: `match` {group.match!r} has no effect: {why}.")
+        raise UserError(
+            f"`parameter_groups`: `match` {group.match!r} has no effect: it matches no parameter that no earlier entry "
+            f"matches. Their names are {names[0]} ... {names[-1]}."
+        )
     return found
 
 

@@ -1,6 +1,5 @@
 """Pretraining: a run on text that is cut to rows, of a new model or of a checkpoint."""
 
-import dataclasses
 import hashlib
 import math
 from abc import abstractmethod
@@ -21,11 +20,10 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from engine.card import count
 from engine.groups import check_groups, parameter_groups
-from engine.loop import Evaluation, evaluate, split_update, switched_losses, warmup_then_decay
+from engine.loop import Evaluation, split_update, warmup_then_decay
 from engine.output import fingerprint_inputs
 from engine.recipe import RunRecipe
 from engine.run import Run
-from engine.sharding import prepare_model
 from engine.throughput import peak_flops, training_flops
 from luna_hf.scripting import UserError, portable
 
@@ -160,7 +158,7 @@ class Pretraining(Run):
 
     def prepare(self) -> None:
         """Rows, model, optimizer and schedule."""
-        recipe, accelerator, plan = self.recipe, self.accelerator, self.plan
+        recipe, accelerator = self.recipe, self.accelerator
         tokenizer = load_tokenizer(str(self.folder))
         self.check_tokenizer(tokenizer, tokenizer.model_max_length)  # it may have just been trained
         self.text = prepare_text(recipe, self.corpus, tokenizer, accelerator, self.row_format(tokenizer))
@@ -175,17 +173,20 @@ class Pretraining(Run):
         self.parameters = sum(parameter.numel() for parameter in model.parameters())  # before they may be sharded
         sample = {name: tensor.unsqueeze(0) for name, tensor in self.held_out[0].items()}
         self.flops_per_token = training_flops(module, sample)
-        self.peak_flops, _ = peak_flops(accelerator.device, recipe.mixed_precision)
         if recipe.gradient_checkpointing:  # by the name that the installed transformers has for it
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         if recipe.compile:
             module.compile()
         groups = parameter_groups(model, recipe.weight_decay, recipe.learning_rate, recipe.groups, recipe.max_steps)
-        optimizer = self.make_optimizer(groups)
-        self.scheduler = warmup_then_decay(optimizer, recipe.max_steps, recipe.warmup_fraction, recipe.decay_power)
-        accelerator.register_for_checkpointing(self.scheduler)
-        self.module, self.optimizer = prepare_model(accelerator, module, optimizer, recipe, plan.micro_batch)
+        self.prepare_training(
+            module,
+            groups,
+            lambda optimizer: warmup_then_decay(
+                optimizer, recipe.max_steps, recipe.warmup_fraction, recipe.decay_power
+            ),
+            self.plan.micro_batch,
+        )
 
     def start_updates(self, data_state: dict[str, Any] | None) -> None:
         """The rows from `counters.step` on."""
@@ -222,14 +223,10 @@ class Pretraining(Run):
 
     def results(self, last: Evaluation) -> dict[str, Any]:
         """The held-out loss of the saved model beside the baseline, and what it was trained on."""
-        accelerator, recipe, text = self.accelerator, self.recipe, self.text
-        self.model = self.kind.auto_class.from_pretrained(self.folder).to(accelerator.device)
-        evaluated = self.held_out, recipe.batch_size, self.next_token
-        result = evaluate(accelerator, self.model, *evaluated)
-        if not math.isclose(result.loss, last.loss, rel_tol=1e-2):  # allows for mixed precision, which the files lack
-            raise RuntimeError(
-                f"The saved model has a loss of {result.loss:.4f}, but the trained one had {last.loss:.4f}."
-            )
+        recipe, text, figures = self.recipe, self.text, self.measure_saved()
+        loss = figures["held_out_loss"]
+        if not math.isclose(loss, last.loss, rel_tol=1e-2):  # allows for mixed precision, which the files lack
+            raise RuntimeError(f"The saved model has a loss of {loss:.4f}, but the trained one had {last.loss:.4f}.")
         longest = longest_input(self.model.config)
         self.notes += [
             f"Continued from step {entry['step']:,} on data that had changed: "
@@ -238,17 +235,12 @@ class Pretraining(Run):
             if entry.get("changed")
         ]
         return {
-            **{f"held_out_{name}": value for name, value in dataclasses.asdict(result).items()},
-            **switched_losses(accelerator, self.model, *evaluated),
-            "unigram_loss": text.unigram["loss"],
+            **figures,
             "unigram_accuracy": text.unigram["accuracy"],
-            "gain_nats": text.unigram["loss"] - result.loss,
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             **text.facts,
             "longest_input": None if math.isinf(longest) else longest,
-            "model_type": self.model.config.model_type,
             "mfu": self.utilisation(self.counters.seen_tokens / self.counters.seconds),
-            "processes": accelerator.num_processes,
+            "processes": self.accelerator.num_processes,
             "start": f"trained further from `{portable(recipe.model_name_or_path)}`"
             if recipe.model_name_or_path
             else "pretrained from scratch",

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,13 +14,16 @@ from common.hub import push_folder, reserve_repository
 from common.machine import machine
 from common.models import ModelKind, model_fields
 from common.options import parse
+from torch.optim.lr_scheduler import LambdaLR
 
 from engine.card import PLOT, plot_loss
 from engine.checkpoint import checkpoints, load_checkpoint, read_state, remove_all, remove_unfinished, save_checkpoint
 from engine.log import RunLog
-from engine.loop import Loop
+from engine.loop import Loop, evaluate, switched_losses
 from engine.output import changed_inputs, clear_output, find_checkpoint, held, on_main, save_model
 from engine.recipe import Recipe
+from engine.sharding import prepare_model
+from engine.throughput import peak_flops
 from luna_hf.scripting import portable_command, run_script, write_json, write_text
 
 
@@ -126,6 +129,20 @@ class Run(Loop, ABC):
         inputs = self.fingerprint()
         return inputs, changed_inputs(self.recipe, self.found, inputs) if self.found else []
 
+    def prepare_training(
+        self,
+        module: torch.nn.Module,
+        groups: Iterable[dict[str, Any]],
+        schedule: Callable[[torch.optim.Optimizer], LambdaLR],
+        micro_batch: int = 1,
+    ) -> None:
+        """Set module, optimizer and schedule, prepared by `accelerate`."""
+        self.peak_flops, _ = peak_flops(self.accelerator.device, self.recipe.mixed_precision)
+        optimizer = self.make_optimizer(groups)
+        self.scheduler = schedule(optimizer)
+        self.accelerator.register_for_checkpointing(self.scheduler)
+        self.module, self.optimizer = prepare_model(self.accelerator, module, optimizer, self.recipe, micro_batch)
+
     def make_optimizer(self, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         """AdamW with the values of the recipe."""
         return torch.optim.AdamW(
@@ -209,6 +226,20 @@ class Run(Loop, ABC):
         Raises:
             RuntimeError: The saved model is not the trained one.
         """
+
+    def measure_saved(self) -> dict[str, Any]:
+        """Set `model` to the saved one; returns its held-out figures beside the baseline."""
+        self.model = self.kind.auto_class.from_pretrained(self.folder).to(self.accelerator.device)
+        evaluated = self.held_out, self.recipe.batch_size, self.next_token
+        result = evaluate(self.accelerator, self.model, *evaluated)
+        return {
+            **{f"held_out_{name}": value for name, value in dataclasses.asdict(result).items()},
+            **switched_losses(self.accelerator, self.model, *evaluated),
+            "unigram_loss": self.unigram_loss,
+            "gain_nats": self.unigram_loss - result.loss,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "model_type": self.model.config.model_type,
+        }
 
     def samples(self) -> dict[str, Any]:
         """Further figures of the saved model, which the main process measures."""

@@ -1,6 +1,5 @@
 """A translation run: from a recipe and parallel text to a folder that is ready for the Hub."""
 
-import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +13,10 @@ from data.tokenizer import ending
 from datasets import disable_progress_bars
 from engine.checkpoint import checkpoints
 from engine.groups import parameter_groups
-from engine.loop import Evaluation, evaluate
+from engine.loop import Evaluation
 from engine.output import fingerprint_tokenizer
 from engine.run import Run
-from engine.sharding import prepare_model
-from engine.throughput import peak_flops, training_flops
+from engine.throughput import training_flops
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -117,7 +115,7 @@ class Translation(Run):
 
     def prepare(self) -> None:
         """Encoded pairs, model, optimizer and schedule."""
-        recipe, accelerator = self.recipe, self.accelerator
+        recipe = self.recipe
         self.stored = load_tokenizer(str(self.folder))
         self.tokenizer = tokenizer = ending(self.stored)
         if recipe.test_split:
@@ -140,11 +138,11 @@ class Translation(Run):
             )
         module = SmoothedLoss(model, recipe.label_smoothing)
         self.flops_per_token = training_flops(module, held_out.batch([held_out.lengths.argmax()], *self.ends))
-        self.peak_flops, _ = peak_flops(accelerator.device, recipe.mixed_precision)
-        optimizer = self.make_optimizer(parameter_groups(model, recipe.weight_decay))
-        self.scheduler = LambdaLR(optimizer, lambda step: inverse_square_root(step, recipe.warmup_steps))
-        accelerator.register_for_checkpointing(self.scheduler)
-        self.module, self.optimizer = prepare_model(accelerator, module, optimizer, recipe, 1)
+        self.prepare_training(
+            module,
+            parameter_groups(model, recipe.weight_decay),
+            lambda optimizer: LambdaLR(optimizer, lambda step: inverse_square_root(step, recipe.warmup_steps)),
+        )
 
     def start_updates(self, data_state: dict[str, Any] | None) -> None:
         """The batches from `counters.step` on."""
@@ -183,14 +181,8 @@ class Translation(Run):
 
     def results(self, last: Evaluation) -> dict[str, Any]:
         """The held-out loss of the saved model beside the baseline, and what it was trained on."""
-        self.model = AutoModelForSeq2SeqLM.from_pretrained(self.folder).to(self.accelerator.device)
-        result = evaluate(self.accelerator, self.model, self.held_out, self.recipe.eval_batch_size)
         return {
-            **{f"held_out_{name}": value for name, value in dataclasses.asdict(result).items()},
-            "unigram_loss": self.unigram_loss,
-            "gain_nats": self.unigram_loss - result.loss,
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "model_type": self.model.config.model_type,
+            **self.measure_saved(),
             "averaged_checkpoints": len(self.averaged),
             "training_pairs": len(self.splits[self.recipe.train_split]),
             "vocabulary": len(self.tokenizer),
