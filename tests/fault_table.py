@@ -11,16 +11,7 @@ from pathlib import Path
 from helpers import ROOT, SENTENCES, tiny_causal_model, tiny_tokenizer
 from tiny_fairseq import write_tiny
 from tiny_finetuning import checkpoint, command, csqa_rows, glue_folder, race_rows, write_split
-from tiny_training import (
-    CAUSAL,
-    DEMO,
-    DISTILLATIONS,
-    TRANSFERS,
-    arguments,
-    without_model_section,
-    write_corpus,
-    write_student,
-)
+from tiny_training import CAUSAL, DEMO, arguments, write_corpus
 from tiny_translation import arguments as translation_arguments
 from tiny_translation import pairs, write_checkpoint
 
@@ -66,23 +57,16 @@ def _teacher(inputs: Path) -> None:
     checkpoint(inputs / "teacher", "roberta")
 
 
-def _teacher_and_student(inputs: Path) -> None:
-    _teacher(inputs)
-    from luna_hf import AbcForMaskedLM
-
-    write_student(inputs / "student", inputs / "teacher", AbcForMaskedLM, memory_size=4)
-
-
 def _pretraining(module: str, make: Callable[[Path], object], words: list[str], *models: str) -> Row:
     changes = ("inputs/corpus/a.txt", ["--accept_changed_data", "true"])
     return Row(module, make, words, models, changes, "out/checkpoints/step-*", r"os.rename out/checkpoints/step-0+6")
 
 
 MINILM = ROOT / "training" / "recipes" / "convert" / "minilm.yaml"
-TINY, DISTIL = (next(path for path in paths if path.stem == "tiny") for paths in (TRANSFERS, DISTILLATIONS))
 CONVERT = {
     **{"teacher": "inputs/teacher", "data": "inputs/corpus", "output_dir": OUT, "cache_dir": OUT.parent / "cache"},
     **{"model": "{model_type: abc_memory, memory_size: 4, local_window: 4}", "held_out_fraction": 0.2},
+    **{"sentences": "[]", "sentence_share": 0.0},
     "stages": "[{name: all, share: 1, lengths: [[8, 32, 1]], weights: {hidden: 1.0, mlm: 1.0}, "
     "learning_rate: 1e-3, new_learning_rate: 1e-2}]",
     **{"max_steps": 6, "save_steps": 2, "eval_steps": 2, "log_steps": 1},
@@ -94,24 +78,11 @@ CONVERT = {
         "eval_tokens": 64,
     },
 }
-SOURCES = {"teacher": "inputs/teacher", "model_name_or_path": "inputs/student", "fill_mask": "['the <mask>']"}
 PRETRAINING = {
     "pretrain_mlm": _pretraining("pretrain_mlm", _corpus, arguments(DEMO, OUT, **STEPS)),
     "pretrain_mlm, streaming": _pretraining("pretrain_mlm", _corpus, arguments(DEMO, OUT, **STEPS, streaming="true")),
     "pretrain_clm": _pretraining(
         "pretrain_clm", _corpus, arguments(CAUSAL[0], OUT, **STEPS, sample_tokens=4, prompts="['the token']")
-    ),
-    "transfer_attention": _pretraining(
-        "transfer_attention",
-        _teacher_and_student,
-        without_model_section(arguments(TINY, OUT, **STEPS, **SOURCES)),
-        *("teacher", "student"),
-    ),
-    "distill_mlm": _pretraining(
-        "distill_mlm",
-        _teacher_and_student,
-        without_model_section(arguments(DISTIL, OUT, **STEPS, **SOURCES)),
-        *("teacher", "student"),
     ),
     "convert": _pretraining(
         "convert",

@@ -9,9 +9,9 @@ import convert as convert_command
 import numpy as np
 import pytest
 import torch
-from converting import run as run_module
 from converting.objective import Pair, pool, split_windows
 from converting.recipe import Lengths, stage_at
+from converting.run import Conversion
 from converting.texts import Documents, Frame, Rows
 from data.token_store import TokenStore
 from helpers import ROOT
@@ -22,7 +22,7 @@ from test_launch import pretrain_as
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM
 
-from luna_hf import AbcForMaskedLM, LunaForMaskedLM
+from luna_hf import AbcForMaskedLM, AbcModel, LunaForMaskedLM
 from luna_hf.warm_start import warm_start
 
 FRAME = Frame(2, 3, 0)
@@ -314,6 +314,7 @@ def test_stages_and_a_masked_lm_head(family, tmp_path):
     teacher = write_model(tmp_path / "teacher", BertForMaskedLM)
     slots = {"luna": {"projection_length": 4}, "abc_memory": {"memory_size": 4, "share_control": False}}[family]
     fit = {**STAGE, "name": "fit", "share": 0.5, "lengths": [[8, 20, 1]], "weights": {"attention": 1.0}}
+    fit["learning_rate"] = 0  # new parameters alone
     rest = {
         **STAGE,
         "name": "rest",
@@ -331,19 +332,34 @@ def test_stages_and_a_masked_lm_head(family, tmp_path):
     assert type(model) in (AbcForMaskedLM, LunaForMaskedLM)
 
 
+def test_with_a_rate_of_zero_new_parameters_learn_alone(tmp_path):
+    source = write_model(tmp_path / "source", BertForMaskedLM)
+    teacher = tmp_path / "teacher"  # softmax attention in our layers is a source, too
+    warm_start(AbcForMaskedLM, source, memory_control="full")[0].save_pretrained(teacher)
+    AutoTokenizer.from_pretrained(source).save_pretrained(teacher)
+    stage = {**STAGE, "learning_rate": 0, "lengths": [[8, 20, 1]], "weights": {"attention": 1.0}}
+    model = {"model_type": "abc_memory", "memory_control": "mlp", "memory_size": 4}
+    options = {"stages": json.dumps([stage]), "freeze_embeddings": "false", "weight_decay": 0.1}
+    assert convert_command.main(words_for(tmp_path, teacher, model, {}, **options)) == 0
+    before = warm_start(AbcModel, source, memory_control="mlp", memory_size=4)[0].state_dict()
+    after = AutoModel.from_pretrained(tmp_path / "out").state_dict()
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["control.weight"]
+
+
 def test_a_killed_run_resumes_exactly(tmp_path, monkeypatch):
     teacher = write_model(tmp_path / "teacher")
     weights = {"pooled": 1.0, "hidden": 1.0}
     assert convert_command.main(words_for(tmp_path, teacher, SELECTED, weights, output_dir=tmp_path / "whole")) == 0
-    calls, update = [], run_module.update
+    calls, update = [], Conversion.update
 
-    def dies(run, counters):
-        calls.append(counters.step)
+    def dies(run):
+        calls.append(run.counters.step)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return update(run, counters)
+        return update(run)
 
-    monkeypatch.setattr(run_module, "update", dies)
+    monkeypatch.setattr(Conversion, "update", dies)
     words = words_for(tmp_path, teacher, SELECTED, weights, output_dir=tmp_path / "killed")
     assert convert_command.main(words) == 130
     assert convert_command.main(words) == 0 and calls == [0, 1, 2, 3, 3]
@@ -393,6 +409,8 @@ def test_bad_input_gets_a_line(tmp_path, capsys):
     assert "raise `max_length`" in said({**SELECTED, "max_length": 250}, {"pooled": 1.0}, lengths=((8, 300, 1),))
     assert "`attention` needs rows of at most 20 tokens" in said(weights={"attention": 1.0}, lengths=((8, 30, 1),))
     assert "at most 40" in said(teacher_longest=60)
+    full = {"model_type": "abc_memory", "full_attention_layers": "all"}
+    assert "nothing to fit" in said(full, {"attention": 1.0}, lengths=((8, 20, 1),))
     assert "must be 1" in said(
         stages=json.dumps([{**STAGE, "share": 0.5, "lengths": [[8, 20, 1]], "weights": {"hidden": 1}}])
     )

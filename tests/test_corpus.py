@@ -56,13 +56,6 @@ def test_cpython_corpus_is_topics_and_docstrings_without_repeated_paragraphs(tmp
         cpython_docs.read_cpython(tmp_path / "none")
 
 
-def test_topics_of_this_interpreter_are_those_of_pydoc():
-    from pydoc_data import topics
-
-    path = cpython_docs.Path(topics.__file__)
-    assert cpython_docs.read_topics(path) == [topics.topics[name] for name in sorted(topics.topics)]
-
-
 # ---- files and folders ----
 
 

@@ -29,8 +29,6 @@ PRETRAIN = {**SHRINK, "model.num_attention_heads": 4, "data": "texts"}
 MINIATURE = {
     "pretrain_mlm": {**PRETRAIN, "output_dir": "outputs/trained"},
     "pretrain_clm": {**PRETRAIN, "sample_tokens": 2},
-    "transfer_attention": {**PRETRAIN, "block_size": 32},
-    "distill_mlm": {**PRETRAIN, "block_size": 32},
     "finetune_glue": {**SHORT, "num_train_epochs": 1, "seeds": 1, "sweep_batch_sizes": 16, "dataset_name": "glue"},
     "finetune_race": {**SHORT, "num_train_epochs": 1, "dataset_name": "race"},
     "finetune_csqa": {**SHORT, "num_train_epochs": 1, "dataset_name": "csqa"},
@@ -74,6 +72,7 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     for name in ("luna-demo", "luna-base-tied"):
         checkpoint(folder / "outputs" / name, max_position_embeddings=128)
+    checkpoint(folder / "outputs" / "abc-base-distilled", "abc_memory", max_position_embeddings=128)
     checkpoint(folder / "FacebookAI" / "roberta-base", "roberta")
     write_sentences(folder / "sentence-transformers" / "all-MiniLM-L6-v2")
     write_corpus(folder / "texts")

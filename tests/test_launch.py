@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 
-import distill_mlm
 import pretrain_mlm
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
@@ -22,13 +21,9 @@ from helpers import ROOT
 from processes import exit_code, run_pair, started
 from tiny_training import (
     DEMO,
-    DISTILLATIONS,
     arguments,
     start,
-    without_model_section,
     write_corpus,
-    write_student,
-    write_teacher,
 )
 
 from luna_hf.scripting import UserError, locked
@@ -91,14 +86,6 @@ def pretrain_as(rank, port, words, command="pretrain_mlm"):
 def test_two_processes_do_what_one_does(corpus, tmp_path):
     one, two = (arguments(DEMO, tmp_path / name, data=corpus, **OPTIONS) for name in ("one", "two"))
     compare(pretrain_mlm, one, two, tmp_path)
-
-
-def test_two_processes_distil_as_one_does(corpus, tmp_path):
-    teacher = write_teacher(tmp_path / "teacher", corpus)
-    begin = write_student(tmp_path / "start", teacher, memory_size=4, local_window=4)
-    own = {"teacher": teacher, "model_name_or_path": begin, "window_dropout": "{windows: [0]}", **OPTIONS}
-    both = (arguments(DISTILLATIONS[-1], tmp_path / name, data=corpus, **own) for name in ("one", "two"))
-    compare(distill_mlm, *map(without_model_section, both), tmp_path)
 
 
 def compare(command, one, two, folder):
@@ -216,8 +203,8 @@ def test_sharded_training_resumes_exactly(posing, corpus, tmp_path, name):
     words = arguments(DEMO, tmp_path / "out", data=corpus, **OPTIONS)
     launch(name, posing, arguments(DEMO, tmp_path / "whole", data=corpus, **OPTIONS))
     dying = tmp_path / "dying.py"
-    kill = "from engine import pretraining\nsave = pretraining.save_checkpoint\n"
-    kill += f"pretraining.save_checkpoint = lambda *a: (save(*a), os.kill(os.getpid(), {int(signal.SIGKILL)}))\n"
+    kill = "from engine.run import Run\nsave = Run.save\n"
+    kill += f"Run.save = lambda run: (save(run), os.kill(os.getpid(), {int(signal.SIGKILL)}))\n"
     dying.write_text(posing.read_text().replace("sys.exit", kill + "sys.exit"))
     assert launch(name, dying, words).returncode != 0
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000003"]

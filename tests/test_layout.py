@@ -55,7 +55,7 @@ ALLOWED = {
     "objectives": {"common", "data", "engine"},
     "tasks": {"common"},
     "translation": {"common", "data", "engine"},
-    "converting": {"common", "data", "engine", "objectives"},
+    "converting": {"common", "data", "engine"},
     "commands": {"common", "data", "engine", "objectives", "tasks", "translation", "converting"},
 }
 

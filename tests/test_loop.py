@@ -16,8 +16,8 @@ from torch import nn
 from luna_hf.scripting import UserError
 
 
-def train(run, counters=None):
-    result = loop.train(run, counters or checkpoint.Counters())
+def train(run):
+    result = run.train()
     return dict(run.module.named_parameters()), result
 
 
@@ -114,14 +114,14 @@ class Breaks(nn.Module):
 def broken_run(tmp_path, bad_calls, allowed):
     updates = [[batch_of(masked_rows(2))] for _ in range(4)]
     run = make_run(tmp_path, updates, model=Breaks(bad_calls), max_steps=4, max_skipped_steps=allowed)
-    run.evaluate, run.probe = lambda: loop.Evaluation(1.0, 1.0, 1.0, 1), lambda: None
+    run.measure, run.probe = lambda: loop.Evaluation(1.0, 1.0, 1.0, 1), lambda: None
     return run
 
 
 def test_a_step_that_is_not_finite_is_skipped_as_often_as_allowed(tmp_path, capsys):
-    run, counters = broken_run(tmp_path, {2, 4}, allowed=2), checkpoint.Counters()
-    parameters, _ = train(run, counters)
-    assert counters.skipped == 2 and "step 2: loss nan" in capsys.readouterr().out
+    run = broken_run(tmp_path, {2, 4}, allowed=2)
+    parameters, _ = train(run)
+    assert run.counters.skipped == 2 and "step 2: loss nan" in capsys.readouterr().out
     assert [entry["step"] for entry in run.log.entries if entry["kind"] == "train"] == [1, 3]
     # Two steps of 0.5 times a gradient of 1, at rates of 1 and 3/4 (skipped updates do not move the schedule).
     assert torch.allclose(parameters["weight"], torch.full((2, 2), 1 - 0.5 - 0.5 * 0.75))
@@ -175,9 +175,8 @@ def test_a_model_on_the_plateau_is_reported(tmp_path, capsys):
     run = make_run(tmp_path, [[batch_of(masked_rows())]])
     for unigram, expected in ((5.0, True), (9.0, False)):
         run.unigram_loss = unigram
-        loop.log_evaluation(
-            run, checkpoint.Counters(step=3), loop.Evaluation(4.5, 90.0, 0.1, 50), loop.tqdm(disable=True)
-        )
+        run.measure = lambda: loop.Evaluation(4.5, 90.0, 0.1, 50)
+        run.evaluate(loop.tqdm(disable=True))
         printed = capsys.readouterr().out
         assert f"{unigram:.3f}" in printed and ("plateau" in printed) is expected
 

@@ -4,24 +4,17 @@ import dataclasses
 import json
 import re
 
-import distill_mlm
 import pretrain_clm
 import pretrain_mlm
 import pytest
-import torch
-import transfer_attention
 import yaml
 from common import models
-from engine import groups
-from engine.start import parameter_names
 from helpers import FAMILIES, code_name, slots_of
 from tiny_training import (
     CAUSAL,
     DEMO,
-    DISTILLATIONS,
     RECIPES,
     SHRINK,
-    TRANSFERS,
     arguments,
     start,
     without_model_section,
@@ -29,21 +22,17 @@ from tiny_training import (
     write_student,
     write_teacher,
 )
-from transformers import RobertaConfig
 
-from luna_hf import AbcConfig, LunaConfig
 from luna_hf.scripting import UserError
 
 PATHS = {path.stem: path for path in RECIPES}
 CONTINUED = [name for name in PATHS if name.endswith("-continue")]
 # What any recipe needs beside SHRINK to run here: a tokenizer made for the text, and the precision of the other tests.
 LOCAL = {"train_tokenizer": "true", "mixed_precision": "no", "model.num_attention_heads": 4}
-COMMANDS = (pretrain_mlm, pretrain_clm, transfer_attention, distill_mlm)
+COMMANDS = (pretrain_mlm, pretrain_clm)
 SCRIPTS = {command.__name__: command for command in COMMANDS}
 NEW_MODELS = [*(path for name, path in PATHS.items() if name not in CONTINUED), *CAUSAL]
-WITH_TEACHERS = [*TRANSFERS, *DISTILLATIONS]
-EVERY = [*RECIPES, *CAUSAL, *WITH_TEACHERS]
-FROM_CHECKPOINTS = [*WITH_TEACHERS, *(PATHS[name] for name in CONTINUED)]
+EVERY = [*RECIPES, *CAUSAL]
 
 
 def name_of(path):
@@ -94,64 +83,17 @@ def teacher(tmp_path_factory):
     return write_teacher(folder / "out", write_corpus(folder / "texts"))
 
 
-@pytest.mark.parametrize("path", FROM_CHECKPOINTS, ids=name_of)
-def test_a_recipe_for_a_converted_model_runs(path, teacher, tmp_path):
-    # A recipe that names no family is ABC's.
-    family = next((family for family in FAMILIES if path.stem.startswith(code_name(family))), "abc_memory")
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_recipe_for_a_converted_model_runs(name, teacher, tmp_path):
+    path = PATHS[name]
+    family = next(family for family in FAMILIES if name.startswith(code_name(family)))
     begin = write_student(tmp_path / "start", teacher, FAMILIES[family].masked_lm, **slots_of(family, 4))
     data = local_texts(load(path).data, tmp_path)
-    others = {"teacher": teacher} if path in WITH_TEACHERS else {}
-    words = arguments(path, tmp_path / "out", data=data, model_name_or_path=begin, mixed_precision="no", **others)
-    assert start(SCRIPTS[path.parent.name], without_model_section(words)) == 0
+    words = arguments(path, tmp_path / "out", data=data, model_name_or_path=begin, mixed_precision="no")
+    assert start(pretrain_mlm, without_model_section(words)) == 0
     figures = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert figures["model_type"] == family and ("objective" in figures) == bool(others)
+    assert figures["model_type"] == family
     assert figures["seen_tokens"] == SHRINK["max_steps"] * SHRINK["global_batch_tokens"]
-
-
-@pytest.mark.parametrize("name", ["abc-base-continue", "luna-base-continue"])
-def test_continued_recipes_have_the_optimisation_of_roberta_and_a_rate_for_new_parameters(name):
-    loaded, base = load(PATHS[name]), load(PATHS["luna-base-160gb"])
-    same = ("block_size", "global_batch_tokens", "learning_rate", "warmup_fraction", "decay_power", "weight_decay")
-    for key in (*same, "adam_beta1", "adam_beta2", "adam_epsilon", "mask_probability"):
-        assert getattr(loaded, key) == getattr(base, key), key
-    (new,) = loaded.groups
-    assert new.learning_rate > loaded.learning_rate and new.frozen_steps == 0
-    roberta = {key.partition(".")[2] for key in parameter_names(RobertaConfig())}
-    for taps in (0, 3):
-        options = {"conv_kernel_size": taps} if taps else {}
-        config = AbcConfig(**options) if name.startswith("abc") else LunaConfig(tie_kv=False, **options)
-        names = parameter_names(config)
-        owned = {key for key, group in groups.assign(names, loaded.groups).items() if group}
-        assert any("convolution" in key for key in names) == bool(taps)
-        assert {key.partition(".")[2] for key in set(names) - owned} <= roberta  # the group has all that is new
-
-
-@pytest.mark.parametrize(
-    ("name", "blocks", "steps", "warmup", "tokens", "parameters"),
-    [
-        ("luna-base-160gb", 8192, 500_000, 24_000, 2.1e12, 147e6),
-        ("luna-base-16gb", 2048, 250_000, 15_000, 262e9, 132e6),
-        ("luna-small", 512, 80_000, 4_800, 21e9, 58e6),
-        ("luna-small-en", 256, 2_400, 144, 315e6, 28.4e6),
-        ("luna-tiny", 32, 3_000, 300, 12.3e6, 3.1e6),
-        ("luna-base-clm", 480, 600_000, 2_000, 295e9, 139e6),
-        ("abc-base-continue", 8192, 7_000, None, 29e9, None),
-        ("luna-base-continue", 8192, 7_000, None, 29e9, None),
-    ],
-)
-def test_comments_state_the_figures_of_the_recipe(name, blocks, steps, warmup, tokens, parameters):
-    (path,) = (path for path in [*RECIPES, *CAUSAL] if path.stem == name)
-    loaded = load(path)
-    assert (loaded.update_rows, loaded.max_steps) == (blocks, steps)
-    assert steps * loaded.global_batch_tokens == pytest.approx(tokens, rel=0.02)
-    if parameters is None:
-        return
-    assert loaded.warmup_fraction * steps == pytest.approx(warmup, rel=0.01)
-    kind = models.CAUSAL if path in CAUSAL else models.MASKED
-    config = models.make_config(loaded.model, None, loaded.vocab_size + (path in CAUSAL), kind)  # <pad> is added
-    with torch.device("meta"):
-        model = kind.auto_class.from_config(config)
-    assert model.num_parameters() == pytest.approx(parameters, rel=0.01)
 
 
 def test_base_recipes_are_the_model_of_the_paper_with_the_optimisation_of_roberta():

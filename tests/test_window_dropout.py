@@ -7,7 +7,7 @@ import pretrain_clm
 import pretrain_mlm
 import pytest
 import torch
-from engine import checkpoint, log, loop, windows
+from engine import log, loop, windows
 from engine.windows import WindowDropout
 from helpers import slots_of, tiny_model
 from tiny_training import CAUSAL, DEMO, arguments, batch_of, make_run, masked_rows, run, start, write_corpus
@@ -54,7 +54,8 @@ def test_all_passes_of_an_update_read_the_window_that_its_step_draws(tmp_path):
     updates = [[batch_of(rows[:3]), batch_of(rows[3:])] for _ in range(8)]
     made = make_run(tmp_path, updates, model=model, windows=dropout, seed=7, max_steps=8)
     for step in range(8):
-        loop.one_update(made, checkpoint.Counters(step=step))
+        made.counters.step = step
+        made.update()
     expected = [dropout.draw(step, 8, 7) for step in range(8)]
     assert read == [window for window in expected for _ in range(2)] and {None, 0, 2} == set(expected)
 
@@ -63,7 +64,7 @@ def test_all_passes_of_an_update_read_the_window_that_its_step_draws(tmp_path):
     ("section", "named"),
     [
         ({"windows": [0], "chance": 0.5}, "`chance`"),
-        ({"probability": 0.5}, "`windows` is None"),
+        ({"probability": 0.5}, "`windows`"),
         ({"windows": [0, -1]}, r"\[0, -1\]"),
         ({"windows": []}, r"\[\]"),
         ({"windows": [0], "probability": 1.5}, r"`probability` is 1\.5"),

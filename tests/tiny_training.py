@@ -6,7 +6,6 @@ import random
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,12 +13,10 @@ from unittest.mock import patch
 
 import pretrain_mlm
 import torch
-from engine import checkpoint, log, loop
-from engine.objective import Objective
+from engine import log, loop
+from engine.run import Run
 from helpers import ROOT, tiny_config
-from objectives.distill import DistillObjective
-from objectives.masked import MaskedObjective
-from objectives.transfer import TransferObjective
+from objectives.masked import MaskedPretraining
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
@@ -28,8 +25,6 @@ from luna_hf.warm_start import warm_start
 
 RECIPES = sorted((ROOT / "training" / "recipes" / "pretrain_mlm").glob("*.yaml"))
 CAUSAL = sorted((ROOT / "training" / "recipes" / "pretrain_clm").glob("*.yaml"))
-DISTILLATIONS = sorted((ROOT / "training" / "recipes" / "distill_mlm").glob("*.yaml"))
-TRANSFERS = sorted((ROOT / "training" / "recipes" / "transfer_attention").glob("*.yaml"))
 DEMO = ROOT / "training" / "recipes" / "pretrain_mlm" / "demo.yaml"
 SCRIPT = "training/pretrain_mlm.py"
 WORDS = ["the", "token", "reads", "every", "packed", "sequence", "of", "fixed", "length", "in", "its", "layer"]
@@ -73,9 +68,7 @@ def arguments(recipe_file: Path, output_dir: Path, **overrides: Any) -> list[str
 
 def start(command: ModuleType, words: list[str]) -> int:
     """The exit status of a command in this process, without the time that its plot takes."""
-    with ExitStack() as stack:
-        for objective in (Objective, TransferObjective, DistillObjective):
-            stack.enter_context(patch.object(objective, "plot"))
+    with patch.object(Run, "plot"):
         return command.main(words)
 
 
@@ -128,8 +121,8 @@ def without_model_section(words: list[str]) -> list[str]:
 def losses(folder):
     """Everything in a log that a resumed run must repeat exactly."""
     entries = log.read_log(folder / "log.jsonl")
-    keep = ("kind", "step", "loss", "layers", "seen_tokens", "learning_rate", "grad_norm")
-    return [tuple(e.get(name) for name in keep) for e in entries if e["kind"] in ("train", "held_out", "objective")]
+    keep = ("kind", "step", "loss", "seen_tokens", "learning_rate", "grad_norm")
+    return [tuple(e.get(name) for name in keep) for e in entries if e["kind"] in ("train", "held_out")]
 
 
 def weights(folder):
@@ -211,32 +204,18 @@ SETTINGS = {
 }
 
 
-def make_run(tmp_path, updates, kind="luna", model=None, optimizer=None, objective=None, **settings):
+def make_run(tmp_path, updates, kind="luna", model=None, optimizer=None, **settings):
     """A run on given micro-batches with plain gradient descent unless an optimizer is given; evaluated on
     `masked_rows`."""
     tmp_path.mkdir(exist_ok=True)
-    values = SimpleNamespace(**{**SETTINGS, **settings})
-    accelerator = loop.make_accelerator(values)
+    run = MaskedPretraining(SimpleNamespace(**{**SETTINGS, **settings}))
     updates = list(updates)
-    accelerator.gradient_accumulation_steps = len(updates[0])
+    run.accelerator.gradient_accumulation_steps = len(updates[0])
     model = model or small_model(kind)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
-    scheduler = loop.warmup_then_decay(optimizer, values.max_steps, 0.0, 1.0)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    return loop.Run(
-        recipe=values,
-        objective=objective or MaskedObjective(),
-        accelerator=accelerator,
-        module=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        updates=iter(updates),
-        held_out=masked_rows(),
-        save=lambda counters: None,
-        stop=checkpoint.StopRequest(),
-        log=log.RunLog(tmp_path / "log.jsonl", is_main_process=True),
-        unigram_loss=5.0,
-        flops_per_token=1.0,
-        peak_flops=1e9,
-        notes=[],
-    )
+    run.scheduler = loop.warmup_then_decay(optimizer, run.recipe.max_steps, 0.0, 1.0)
+    run.module, run.optimizer = run.accelerator.prepare(model, optimizer)
+    run.updates, run.held_out, run.save = iter(updates), masked_rows(), lambda: None
+    run.log = log.RunLog(tmp_path / "log.jsonl", is_main_process=True)
+    run.unigram_loss, run.flops_per_token, run.peak_flops = 5.0, 1.0, 1e9
+    return run

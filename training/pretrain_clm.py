@@ -13,11 +13,11 @@ from common import extra  # noqa: F401
 # isort: split
 import sys
 
-from engine.command import Command
-from objectives.causal import CausalObjective, CausalRecipe
+from engine.run import Command
+from objectives.causal import CausalPretraining, CausalRecipe
 
-COMMAND = Command("pretrain_clm", __doc__, CausalRecipe, CausalObjective)
-read_recipe, pretrain, main = COMMAND.read_recipe, COMMAND.pretrain, COMMAND.main
+COMMAND = Command("pretrain_clm", __doc__, CausalRecipe, CausalPretraining)
+read_recipe, main = COMMAND.read_recipe, COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

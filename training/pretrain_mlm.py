@@ -13,11 +13,11 @@ from common import extra  # noqa: F401
 # isort: split
 import sys
 
-from engine.command import Command
-from objectives.masked import MaskedObjective, PretrainRecipe
+from engine.run import Command
+from objectives.masked import MaskedPretraining, PretrainRecipe
 
-COMMAND = Command("pretrain_mlm", __doc__, PretrainRecipe, MaskedObjective)
-read_recipe, pretrain, main = COMMAND.read_recipe, COMMAND.pretrain, COMMAND.main
+COMMAND = Command("pretrain_mlm", __doc__, PretrainRecipe, MaskedPretraining)
+read_recipe, main = COMMAND.read_recipe, COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

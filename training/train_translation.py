@@ -13,51 +13,13 @@ from common import extra, extra_translate  # noqa: F401
 
 # isort: split
 import sys
-from collections.abc import Sequence
 
-from accelerate import PartialState
-from common.models import SEQ2SEQ
-from common.options import parse
-from datasets import disable_progress_bars
-from engine.command import adapt_to_overrides
+from engine.run import Command
 from translation.recipe import TranslationRecipe
-from translation.run import run
+from translation.run import Translation
 
-from luna_hf.scripting import portable_command, run_script
-
-NAME = "train_translation"
-_STOPPED = "the same command resumes from the last checkpoint, if there is one"
-
-
-def read_recipe(path: str, words: Sequence[str] = ()) -> TranslationRecipe:
-    """A recipe with overrides; raises the `UserError`s of `options.parse` and of the recipe's class."""
-    return parse(
-        [TranslationRecipe],
-        [str(path), *words] if path else words,
-        __doc__,
-        command=NAME,
-        recipe="required",
-        adapt=lambda values, overrides: adapt_to_overrides(values, overrides, SEQ2SEQ),
-    )[0]
-
-
-def train(words: Sequence[str]) -> int:
-    """Run, and return 1 if BLEU on the validation split is below the recipe's `min_bleu`."""
-    recipe = read_recipe(*words[:1], words[1:]) if words else read_recipe("", words)
-    figures = run(recipe, portable_command(["python", f"training/{NAME}.py", *words]))
-    PartialState().destroy_process_group()
-    if figures is None or "validation" not in figures or figures["validation"]["bleu"]["score"] >= recipe.min_bleu:
-        return 0
-    print(f"BLEU is below the recipe's `min_bleu` of {recipe.min_bleu}. Train longer (`max_steps`).", file=sys.stderr)
-    return 1
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
-    disable_progress_bars()  # of `datasets`
-    words = sys.argv[1:] if words is None else list(words)
-    return run_script(lambda: train(words), _STOPPED, clean_on_sigterm=False)
-
+COMMAND = Command("train_translation", __doc__, TranslationRecipe, Translation)
+read_recipe, main = COMMAND.read_recipe, COMMAND.main
 
 if __name__ == "__main__":
     sys.exit(main())

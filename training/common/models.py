@@ -111,10 +111,9 @@ def make_config(
     special = {name: getattr(tokenizer, name, None) if tokenizer else own for name, own in _FROM_TOKENIZER.items()}
     special = {name: value for name, value in special.items() if name in known and value is not None}
     for name in fields:
-        if name == "vocab_size" or name in _FROM_TOKENIZER:
-            raise UserError(f"`model.{name}` follows from the tokenizer: remove it from the model section.")
-        if name in ("is_decoder", "is_encoder_decoder"):
-            raise UserError(f"`model.{name}` follows from the command: remove it from the model section.")
+        if name in ("vocab_size", "is_decoder", "is_encoder_decoder", *_FROM_TOKENIZER):
+            cause = "command" if name.startswith("is_") else "tokenizer"
+            raise UserError(f"`model.{name}` follows from the {cause}: remove it from the model section.")
         if name not in known:
             raise UserError(f"A {model_type} config has no field `{name}`.{did_you_mean(name, known)}")
     _check_backend(fields)
@@ -266,8 +265,8 @@ def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
             raise UserError(str(error)) from error
 
 
-def load_config(name_or_path: str, choice: str = "", kind: ModelKind = MASKED) -> PreTrainedConfig:
-    """The config of an encoder with a masked-LM head, or of a causal model; errors name the types of `choice`.
+def load_config(name_or_path: str, kind: ModelKind = MASKED) -> PreTrainedConfig:
+    """The config of an encoder with a masked-LM head, or of a causal model.
 
     Raises:
         UserError: No such folder or name, no config in it, or another kind of model.
@@ -292,7 +291,7 @@ def load_config(name_or_path: str, choice: str = "", kind: ModelKind = MASKED) -
     else:
         return config
     article = "an" if found[0] in "aeiou" else "a"
-    raise UserError(f"{name_or_path} is {article} {found}. {kind.name} is needed: {choice or kind.choice}.")
+    raise UserError(f"{name_or_path} is {article} {found}. {kind.name} is needed: {kind.choice}.")
 
 
 def require_hub_name(name: str) -> None:

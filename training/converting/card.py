@@ -1,10 +1,9 @@
 """The card of a trained conversion."""
 
-import dataclasses
 from typing import Any
 
-import yaml
 from common import cards
+from engine.card import run_fields
 
 from converting.recipe import ConvertRecipe
 from luna_hf.convert.card import KINDS, usage
@@ -35,31 +34,15 @@ def make_card(recipe: ConvertRecipe, figures: dict[str, Any], plot: str) -> str:
         "trained_conversion.md",
         figures["model_type"],
         metadata,
-        model_name=recipe.model_name,
+        **run_fields(recipe, figures, plot),
         source=portable(recipe.teacher),
         longest=f"{figures['longest_input']:,}",
-        parameters=f"{figures['parameters']:,}",
         usage=usage(figures["kind"], recipe.model_name),
         rows=f"{min(figures['rows'].values())} to {max(figures['rows'].values())}",
         reach=f"{recipe.teacher_longest:,}",
         windows=", ".join(map(str, recipe.teacher_windows)),
         table=cards.table(["tokens", *columns.values()], rows),
-        plot=plot,
         seen=f"{figures['seen_tokens']:,}",
-        seconds=f"{figures['training_seconds']:,.0f}",
-        hardware=figures["hardware"],
         steps=f"{recipe.max_steps:,}",
         corpus=figures["corpus"],
-        command=figures["command"],
-        versions=figures["versions"],
-        recipe=yaml.safe_dump(_portable(dataclasses.asdict(recipe)), sort_keys=False, width=110).strip(),
     )
-
-
-def _portable(value: Any) -> Any:
-    """A value without this machine's folders."""
-    if isinstance(value, str):
-        return portable(value)
-    if isinstance(value, dict):
-        return {key: _portable(each) for key, each in value.items()}
-    return [_portable(each) for each in value] if isinstance(value, list) else value

@@ -66,6 +66,8 @@ def make_pair(recipe: ConvertRecipe, pooling: str, frame: Frame) -> Made:
             f"`attention` needs rows of at most {pair.reach} tokens, which the teacher reads. Lower `lengths`."
         )
     config = student.config
+    if "attention" in objectives and len(config.full_attention_layers or ()) == config.num_hidden_layers:
+        raise UserError("All layers of `model` keep full attention: there is nothing to fit. Leave out `attention`.")
     is_table = config.position_embedding_type == "learned" and not config.position_period
     has_new = is_table and config.position_rows() > longest
     kept = config.pad_token_id + 1 + longest if has_new else 0

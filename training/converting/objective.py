@@ -15,14 +15,48 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from objectives.distill import divergence, hidden_errors, precise
-from objectives.transfer import make_lesson, mean_error, squared_errors
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from converting.attention import make_lesson, mean_error, squared_errors
 from converting.texts import Frame
 from luna_hf.convert.report import pool_states
+
+
+def precise(values: Tensor) -> Tensor:
+    """The values in at least float32."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Mean Kullback-Leibler divergence of a student's distributions from a teacher's.
+
+    Args:
+        student, teacher: (targets, vocabulary) logits.
+    """
+    logs = (F.log_softmax(precise(logits), -1) for logits in (student, teacher))
+    return F.kl_div(*logs, reduction="batchmean", log_target=True)
+
+
+def hidden_errors(student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor) -> Tensor:
+    """Squared distance of a student's states from a teacher's, relative to the squared norm of the teacher's.
+
+    The ratio is taken token by token, so that the mean over a batch is exactly that over its parts.
+
+    Args:
+        student, teacher: (b, n, d) states of each layer.
+        keep: (b, n) boolean, True for tokens.
+
+    Returns:
+        (layers,): the mean over tokens.
+    """
+    means = []
+    for own, other in zip(student, teacher, strict=True):
+        own, other = precise(own[keep]), precise(other[keep])
+        norms = other.square().sum(-1).clamp(min=torch.finfo(other.dtype).tiny)
+        means.append(((own - other).square().sum(-1) / norms).mean())
+    return torch.stack(means)
 
 
 def pool(states: Tensor, keep: Tensor, pooling: str) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from typing import Any, ClassVar, NamedTuple
 
 from common.options import did_you_mean
+from common.sections import read_section
 from engine.recipe import Recipe
 
 from luna_hf import FAMILIES
@@ -15,7 +16,6 @@ from luna_hf.scripting import UserError
 OBJECTIVES = ("attention", "hidden", "pooled", "spans", "mlm", "kl")
 # Those that rows beyond the teacher's reach have; all rows but these have the others.
 LONG_OBJECTIVES = ("pooled", "spans", "mlm")
-_STAGE_KEYS = ("name", "share", "lengths", "weights", "learning_rate", "new_learning_rate")
 
 
 class Lengths(NamedTuple):
@@ -35,19 +35,46 @@ class Stage:
         share: of the run's updates.
         lengths: of its rows.
         weights: objective -> its weight in the loss.
-        learning_rate: peak rate of the source's parameters; by default the recipe's.
+        learning_rate: peak rate of the source's parameters; by default the recipe's. With 0 they do not change.
         new_learning_rate: of the parameters that the source lacks.
-        first, last: its updates, `range(first, last)`.
+        first, last: its updates, `range(first, last)`, which `ConvertRecipe.plan` sets.
+
+    Raises:
+        UserError: An invalid value.
     """
 
     name: str
     share: float
-    lengths: tuple[Lengths, ...]
-    weights: dict[str, float]
+    lengths: list[Any]
+    weights: dict[str, Any]
     learning_rate: float
     new_learning_rate: float
     first: int = 0
     last: int = 0
+
+    def __post_init__(self) -> None:
+        where = f"`stages`, {self.name}: "
+        for key in ("share", "new_learning_rate"):
+            if not _is_positive(getattr(self, key)):
+                raise UserError(f"{where}`{key}` is {getattr(self, key)}, but must be a number above 0.")
+        if not 0 <= self.learning_rate < math.inf:
+            raise UserError(f"{where}`learning_rate` is {self.learning_rate}, but must be at least 0.")
+        if not self.weights or not all(map(_is_positive, self.weights.values())):
+            raise UserError(f"{where}`weights` must be a section of objectives and numbers above 0.")
+        for name in self.weights:
+            if name not in OBJECTIVES:
+                raise UserError(f"{where}unknown objective `{name}`.{did_you_mean(name, OBJECTIVES)}")
+        try:
+            lengths = [Lengths(*entry) for entry in self.lengths]
+            right = lengths and all(4 <= low <= high and _is_positive(share) for low, high, share in lengths)
+        except TypeError:
+            right = False
+        if not right:
+            raise UserError(
+                f"{where}`lengths` must be a list of [shortest, longest, share of the tokens], for example "
+                "[[16, 512, 1]]."
+            )
+        object.__setattr__(self, "lengths", lengths)
 
     def factor(self, step: int, warmup_fraction: float) -> float:
         """The share of the peak rate at an update: linear warm-up and linear decay within the stage."""
@@ -139,7 +166,9 @@ class ConvertRecipe(Recipe):
             UserError: A stage has an unknown key or a wrong value, or the shares do not add up to 1.
         """
         self.require(("stages",), bool, "a list of stages, see training/recipes/convert/tiny.yaml")
-        read = [_read_stage(stage, self.learning_rate) for stage in self.stages]
+        default = {"learning_rate": self.learning_rate}
+        entries = [default | stage if isinstance(stage, dict) else stage for stage in self.stages]
+        read = [read_section(Stage, entry, "`stages`") for entry in entries]
         shares = [stage.share for stage in read]
         if abs(sum(shares) - 1) > 1e-6:
             raise UserError(f"`stages`: the sum of each `share` must be 1, but is {sum(shares):g}.")
@@ -161,39 +190,6 @@ def stage_at(stages: list[Stage], step: int) -> Stage:
 def _are_sizes(value: list[Any]) -> bool:
     """Whether a key lists sizes of windows."""
     return bool(value) and all(isinstance(size, int) and size >= 8 for size in value)
-
-
-def _read_stage(entry: Any, learning_rate: float) -> Stage:
-    if not isinstance(entry, dict) or set(_STAGE_KEYS) - {"learning_rate"} - set(entry):
-        raise UserError(f"`stages`: {entry!r} must be a section with {', '.join(_STAGE_KEYS)}.")
-    entry = {"learning_rate": learning_rate, **entry}
-    where = f"`stages`, {entry['name']}: "
-    for key in entry:
-        if key not in _STAGE_KEYS:
-            raise UserError(f"{where}unknown key `{key}`.{did_you_mean(key, _STAGE_KEYS)}")
-    for key in ("share", "learning_rate", "new_learning_rate"):
-        if not _is_positive(entry[key]):
-            raise UserError(f"{where}`{key}` is {entry[key]!r}, but must be a number above 0.")
-    weights = entry["weights"]
-    if not isinstance(weights, dict) or not weights or not all(map(_is_positive, weights.values())):
-        raise UserError(f"{where}`weights` must be a section of objectives and numbers above 0.")
-    for name in weights:
-        if name not in OBJECTIVES:
-            raise UserError(f"{where}unknown objective `{name}`.{did_you_mean(name, OBJECTIVES)}")
-    return Stage(**{**entry, "lengths": tuple(_read_lengths(entry["lengths"], where))})
-
-
-def _read_lengths(entries: Any, where: str) -> list[Lengths]:
-    try:
-        found = [Lengths(*entry) for entry in entries]
-        right = found and all(4 <= low <= high and _is_positive(share) for low, high, share in found)
-    except TypeError:
-        right = False
-    if not right:
-        raise UserError(
-            f"{where}`lengths` must be a list of [shortest, longest, share of the tokens], for example [[16, 512, 1]]."
-        )
-    return found
 
 
 def _is_positive(value: Any) -> bool:

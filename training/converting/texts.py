@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from data.masking import IGNORED, Targets
+from data.masking import Targets, collate
 from data.token_store import TokenStore
 from torch import Tensor
 
@@ -110,7 +110,10 @@ class Rows:
             count = max(1, self.pass_tokens // size)
             found = [self.documents.passage(generator, size - 2) for _ in range(count)]
         rows = [self.row(tokens) for tokens in found]
-        batch = pad(rows, self.frame.pad, generator, self.masking if masked else None)
+        pairs = [self.masking(row, generator) if masked else (row, row) for row in rows]
+        batch = collate(pairs, self.frame.pad)
+        if not masked:
+            del batch["labels"]
         return batch | self.place(batch["attention_mask"], generator) if self.positions else batch
 
     def place(self, mask: Tensor, generator: np.random.Generator) -> dict[str, Tensor]:
@@ -144,19 +147,3 @@ class Rows:
         found = [self.documents.passage(generator, length - 2) for _ in range(count)]
         found = [self.row(tokens) for tokens in found if len(tokens) == length - 2]
         return torch.from_numpy(np.stack(found)) if found else None
-
-
-def pad(
-    rows: list[np.ndarray], pad_token_id: int, generator: np.random.Generator, masking: Targets | None
-) -> dict[str, Tensor]:
-    """Rows as a batch, padded on the right; with `masking`, masked ids and their labels."""
-    shape = len(rows), max(map(len, rows))
-    ids, labels = np.full(shape, pad_token_id), np.full(shape, IGNORED)
-    mask = np.zeros(shape, dtype=np.int64)
-    for place, row in enumerate(rows):
-        mask[place, : len(row)] = 1
-        ids[place, : len(row)] = row
-        if masking:
-            ids[place, : len(row)], labels[place, : len(row)] = masking(row, generator)
-    batch = {"input_ids": ids, "attention_mask": mask, **({"labels": labels} if masking else {})}
-    return {name: torch.from_numpy(values) for name, values in batch.items()}

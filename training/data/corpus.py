@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.fingerprint import fingerprint
-from common.options import did_you_mean
+from common.sections import read_section
 from common.tables import check_file, ending
 from datasets import IterableDataset, load_dataset_builder
 from pyarrow.parquet import read_schema
@@ -33,13 +33,33 @@ _KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".pa
 # A file or folder with one of these names divides its folder into splits.
 _SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
 _SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?$")
-_SECTION_KEYS = {"path", "name", "split", "text_column", "weight"}
 # Local sources are read this far before a run starts: a moment, which finds most of their errors.
 _LOOK_CHARACTERS = 10_000_000
 # As the start of every file is.
 _LOOK_BYTES = 1 << 16
 # Most characters that a tokenizer learns its merges from: several times what its counts need to settle.
 TOKENIZER_CHARACTERS = 200_000_000
+
+
+@dataclass(frozen=True)
+class Section:
+    """An entry of a recipe's `data`; `None` stands for the default.
+
+    Raises:
+        UserError: An invalid value.
+    """
+
+    path: str
+    name: str | None = None
+    split: str | None = None
+    text_column: str | None = None
+    weight: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.path.strip():
+            raise UserError("`data`: a `path` is empty. Name a file, a folder or a dataset on the Hub.")
+        if self.weight is not None and not 0 < self.weight < float("inf"):
+            raise UserError(f"`data`: the `weight` of {self.path} is {self.weight}, but must be a number above 0.")
 
 
 @dataclass(frozen=True)
@@ -144,35 +164,37 @@ def open_corpus(settings: Any) -> Corpus:
     entries = settings.data if isinstance(settings.data, list) else [settings.data]
     if not entries:
         raise UserError("`data` is an empty list. Name a file, a folder, a dataset on the Hub, or `cpython`.")
-    sections = [_section(entry) for entry in entries]
-    without = [section["path"] for section in sections if "weight" not in section]
+    sections = [
+        Section(entry) if isinstance(entry, str) else read_section(Section, entry, "`data`") for entry in entries
+    ]
+    without = [section.path for section in sections if section.weight is None]
     if 0 < len(without) < len(sections):
         raise UserError(f"`data`: give every source a `weight`, or none. Without one: {', '.join(without)}.")
     options = {"text_column": settings.text_column, "streaming": settings.streaming}
     sources = [open_source(section, "data", "train", **options) for section in sections]
     name, evaluated = settings.validation, []
     if name and re.fullmatch(r"[A-Za-z]\w*", name) and name != "cpython" and not Path(name).exists():
-        evaluated = [{**section, "split": name} for section in sections]  # a split of the training data
+        evaluated = [replace(section, split=name) for section in sections]  # a split of the training data
     elif name:
-        evaluated = [{"path": name}]
+        evaluated = [Section(name)]
     validation = [open_source(section, "validation", "validation", **options) for section in evaluated]
     trained_on = [source.identity for source in sources]
     if any(source.identity in trained_on for source in validation):
         raise UserError(f"`validation` {name!r} is also training text (`data`). Name another text, or leave it empty.")
     if without and len(sources) > 1:
         sources = [_joined(sources)]
-    total = sum(section.get("weight", 1) for section in sections)
-    weights = [1.0] if without else [section["weight"] / total for section in sections]
+    total = sum(section.weight or 0 for section in sections)
+    weights = [1.0] if without else [section.weight / total for section in sections]
     choice = settings.held_out_fraction, settings.seed, settings.streaming
     return Corpus(tuple(sources), tuple(weights), tuple(validation), *choice)
 
 
-def open_source(section: dict[str, Any], key: str, default_split: str, text_column: str, streaming: bool) -> Source:
-    """The source of a section `{path, name, split, text_column}`; raises the errors of `open_corpus`, which name `key`.
+def open_source(section: Section, key: str, default_split: str, text_column: str, streaming: bool) -> Source:
+    """The source of a section; raises the errors of `open_corpus`, which name `key`.
 
     Without `split`, it is `default_split`, or all of a folder without splits.
     """
-    path, split, column = section["path"], section.get("split"), section.get("text_column", text_column)
+    path, split, column = section.path, section.split, section.text_column or text_column
     where = f"{path} (`{key}`)"
     if path == "cpython":
         if split:
@@ -186,7 +208,7 @@ def open_source(section: dict[str, Any], key: str, default_split: str, text_colu
         return source
     if not is_hub_name(path) or ending(Path(path)) in _KINDS:
         raise UserError(f"`{key}`: there is no file or folder {path!r}.")
-    return _open_hub(path, section.get("name"), split or default_split, column, where, streaming)
+    return _open_hub(path, section.name, split or default_split, column, where, streaming)
 
 
 def document_hash(document: str, purpose: str, seed: int) -> float:
@@ -219,20 +241,6 @@ def spread_documents(documents: Iterable[str], limit: int) -> list[str]:
             kept = [(number, document) for number, document in kept if number < share] or kept[:1]
             characters = sum(len(document) for _, document in kept)
     return [document for _, document in kept]
-
-
-def _section(entry: Any) -> dict[str, Any]:
-    """An entry of `data` as a section."""
-    section = {"path": entry} if isinstance(entry, str) else entry
-    if not isinstance(section, dict) or not isinstance(section.get("path"), str) or not section["path"].strip():
-        raise UserError(f"`data`: {entry!r} needs a `path`: a file, a folder or a dataset on the Hub.")
-    unknown = [key for key in section if key not in _SECTION_KEYS]
-    if unknown:
-        raise UserError(f"`data`: unknown key `{unknown[0]}`.{did_you_mean(unknown[0], _SECTION_KEYS)}")
-    weight = section.get("weight", 1)
-    if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-        raise UserError(f"`data`: the `weight` of {section['path']} is {weight!r}, but must be a number above 0.")
-    return section
 
 
 def _joined(sources: list[Source]) -> Source:

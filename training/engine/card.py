@@ -14,7 +14,7 @@ from common.machine import plural
 from huggingface_hub import EvalResult
 
 from engine.log import RunLog
-from engine.recipe import RunRecipe
+from engine.recipe import Recipe, RunRecipe
 from engine.windows import switches_table
 from luna_hf.scripting import portable
 
@@ -27,13 +27,12 @@ def make_card(
     figures: dict[str, Any],
     task: str,
     metrics: dict[str, tuple[str, str]],
-    results: str = "",
     **own: Any,
 ) -> str:
     """Fill a template of `model_cards/` from what `metrics.json` holds.
 
     `task` is the Hub's pipeline tag; `metrics` gives the name and the figure of each metric in the header;
-    `results` is Markdown to add to the results; `own` are the fields that only this template has.
+    `own` are the fields that only this template has.
     """
     dataset = {"dataset_type": "text", "dataset_name": "held-out documents of the training corpus"}
     metadata = cards.metadata(
@@ -54,10 +53,9 @@ def make_card(
         template,
         figures["model_type"],
         metadata,
-        model_name=recipe.model_name,
-        plot=PLOT,
-        more_results="".join(f"{more}\n\n" for more in (results, switches_table(figures)) if more),
+        more_results=f"{parts}\n\n" if (parts := switches_table(figures)) else "",
         **own,
+        **run_fields(recipe, figures, PLOT),
         **_result_fields(figures),
         **_data_fields(recipe, figures),
         **_training_fields(recipe, figures),
@@ -80,7 +78,6 @@ def _result_fields(figures: dict[str, Any]) -> dict[str, str]:
         "unigram_from": figures["unigram_from"],
         "gain": f"{figures['gain_nats']:.3f}",
         "targets": f"{figures['held_out_targets']:,}",
-        "parameters": f"{figures['parameters']:,}",
         "start": figures["start"],
     }
 
@@ -106,31 +103,36 @@ def _data_fields(recipe: RunRecipe, figures: dict[str, Any]) -> dict[str, str]:
 def _training_fields(recipe: RunRecipe, figures: dict[str, Any]) -> dict[str, str]:
     seen, available = figures["seen_tokens"], figures["training_tokens"]
     times = f", {seen / available:.2g} times the {available:,} tokens of training text" if available else ""
-    values = asdict(recipe)
-    for name in ("output_dir", "cache_dir", "validation", "tokenizer", "model_name_or_path", "teacher"):
-        if name in values:
-            values[name] = portable(values[name])
-    values["data"] = _portable_data(recipe.data)
     skipped = f"; {figures['skipped_updates']} updates were skipped" if figures["skipped_updates"] else ""
     return {
-        "command": figures["command"],
         "steps": f"{recipe.max_steps:,} of {recipe.global_batch_tokens:,} tokens{skipped}",
         "seen": f"{seen:,}{times}, in blocks of {recipe.block_size}",
-        "notes": "".join(f"- {note}\n" for note in figures["notes"]),
-        "seconds": f"{figures['training_seconds']:,.0f}",
         "mfu": f"{figures['mfu']:.0%}",
-        "hardware": figures["hardware"],
         "precision": "float32" if recipe.mixed_precision == "no" else f"{recipe.mixed_precision} mixed precision",
         "processes": plural(figures["processes"], "process", "processes"),
-        "versions": figures["versions"],
-        "recipe": yaml.safe_dump(values, sort_keys=False, width=110).strip(),
     }
 
 
-def _portable_data(data: str | list[Any]) -> str | list[Any]:
-    if isinstance(data, str):
-        return portable(data)
-    return [portable(part) if isinstance(part, str) else {**part, "path": portable(part["path"])} for part in data]
+def run_fields(recipe: Recipe, figures: dict[str, Any], plot: str) -> dict[str, str]:
+    """What the card of every run states."""
+    return {
+        "model_name": recipe.model_name,
+        "plot": plot,
+        "parameters": f"{figures['parameters']:,}",
+        "notes": "".join(f"- {note}\n" for note in figures["notes"]),
+        "seconds": f"{figures['training_seconds']:,.0f}",
+        **{name: figures[name] for name in ("command", "hardware", "versions")},
+        "recipe": yaml.safe_dump(_portable(asdict(recipe)), sort_keys=False, width=110).strip(),
+    }
+
+
+def _portable(value: Any) -> Any:
+    """A value without this machine's folders."""
+    if isinstance(value, dict):
+        return {key: _portable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_portable(each) for each in value]
+    return portable(value) if isinstance(value, str) else value
 
 
 def _paths(data: str | list[Any]) -> list[str]:
@@ -153,16 +155,11 @@ def drawing(path: Path, panels: int = 1, width: float = 7.0) -> Iterator[list[An
     pyplot.close(figure)
 
 
-def draw_held_out(axes: Any, log: RunLog, unigram_loss: float, name: str) -> None:
-    """Draw the held-out loss by step and the unigram baseline; `name` is the loss in words."""
-    axes.plot(*log.series("held_out", "loss"), color="tab:red", marker="o", markersize=3, label="held-out")
-    axes.axhline(unigram_loss, color="black", linestyle=":", label="unigram baseline")
-    axes.set_ylabel(f"{name} (nats)")
-    axes.set_xlabel("step")
-
-
 def plot_loss(log: RunLog, unigram_loss: float, path: Path, name: str) -> None:
-    """Draw training and held-out loss by step."""
+    """Draw training and held-out loss by step, and the unigram baseline; `name` is the loss in words."""
     with drawing(path) as (axes,):
         axes.plot(*log.series("train", "loss"), color="tab:blue", alpha=0.5, label="training")
-        draw_held_out(axes, log, unigram_loss, name)
+        axes.plot(*log.series("held_out", "loss"), color="tab:red", marker="o", markersize=3, label="held-out")
+        axes.axhline(unigram_loss, color="black", linestyle=":", label="unigram baseline")
+        axes.set_ylabel(f"{name} (nats)")
+        axes.set_xlabel("step")

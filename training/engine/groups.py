@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from common.options import did_you_mean
+from common.sections import read_section
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,44 +21,33 @@ class ParameterGroup:
         match: regular expression, searched for in the names of the parameters.
         learning_rate: the group's peak; `None` takes the recipe's.
         frozen_steps: updates before the group starts to change.
+
+    Raises:
+        UserError: An invalid value.
     """
 
     match: str
     learning_rate: float | None = None
     frozen_steps: int = 0
 
+    def __post_init__(self) -> None:
+        where = f"`parameter_groups`, {self.match!r}: "
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise UserError(f"{where}`match` is not a regular expression: {error}.") from error
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise UserError(
+                f"{where}`learning_rate` is {self.learning_rate}, but must be above 0. To freeze the group, set its "
+                "`frozen_steps` to `max_steps`."
+            )
+        if self.frozen_steps < 0:
+            raise UserError(f"{where}`frozen_steps` is {self.frozen_steps}, but must be 0 or more.")
+
 
 def read_groups(entries: Iterable[Any]) -> list[ParameterGroup]:
-    """The entries of a recipe's `parameter_groups`.
-
-    Raises:
-        UserError: An entry is not a section, or has an unknown key or an invalid value.
-    """
-    return [_read_group(entry) for entry in entries]
-
-
-def _read_group(entry: Any) -> ParameterGroup:
-    if not isinstance(entry, dict) or "match" not in entry:
-        example = "{match: control, learning_rate: 1e-3, frozen_steps: 100}"
-        raise UserError(f"`parameter_groups`: {entry!r} must be a section with `match`, for example {example}.")
-    known = [field.name for field in dataclasses.fields(ParameterGroup)]
-    for key in entry:
-        if key not in known:
-            raise UserError(f"`parameter_groups`: unknown key `{key}` in {entry!r}.{did_you_mean(key, known)}")
-    group = ParameterGroup(**entry)
-    try:
-        re.compile(group.match)
-    except (re.error, TypeError) as error:
-        raise UserError(f"`parameter_groups`: `match` {group.match!r} is not a regular expression: {error}.") from error
-    rate, frozen = group.learning_rate, group.frozen_steps
-    if rate is not None and (type(rate) not in (int, float) or not 0 < rate < math.inf):
-        raise UserError(
-            f"`parameter_groups`: `learning_rate` of {group.match!r} is {rate!r}, but must be above 0. To freeze the "
-            "group, set its `frozen_steps` to `max_steps`."
-        )
-    if type(frozen) is not int or frozen < 0:
-        raise UserError(f"`parameter_groups`: `frozen_steps` of {group.match!r} is {frozen!r}, but must be 0 or more.")
-    return group
+    """The entries of a recipe's `parameter_groups`; raises the `UserError`s of `read_section` and `ParameterGroup`."""
+    return [read_section(ParameterGroup, entry, "`parameter_groups`") for entry in entries]
 
 
 def assign(names: Sequence[str], groups: Sequence[ParameterGroup]) -> dict[str, ParameterGroup | None]:
@@ -71,39 +60,26 @@ def assign(names: Sequence[str], groups: Sequence[ParameterGroup]) -> dict[str, 
     for group in groups:
         if any(owner is group for owner in found.values()):
             continue
-        taken = [name for name in names if re.search(group.match, name)]
-        if taken:
-            why = f"earlier entries match all of its parameters ({taken[0]}, ...). Put it first"
-        else:
-            why = f"it matches no parameter. Their names are {names[0]} ... {names[-1]}"
-        raise UserError(f"`parameter_groups`: `match` {group.match!r} has no effect: {why}.")
+        raise UserError(
+            f"`parameter_groups`: `match` {group.match!r} has no effect: it matches no parameter that no earlier entry "
+            f"matches. Their names are {names[0]} ... {names[-1]}."
+        )
     return found
 
 
-def check_groups(
-    names: Sequence[str], groups: Sequence[ParameterGroup], max_steps: int, trained: Sequence[str] | None = None
-) -> None:
-    """Check that every group has parameters to train, and that every update changes something.
+def check_groups(names: Sequence[str], groups: Sequence[ParameterGroup], max_steps: int) -> None:
+    """Check that every group has parameters, and that every update changes something.
 
     Raises:
-        UserError: A group without effect on `trained` (by default all `names`), or an update without one.
+        UserError: A group has no parameter, or an update would change nothing.
     """
-    owners = assign(names, groups)
-    frozen = min(0 if (owner := owners[name]) is None else owner.frozen_steps for name in trained or names)
-    if frozen:
+    owners = assign(names, groups).values()
+    if frozen := min(0 if owner is None else owner.frozen_steps for owner in owners):
         span = "the whole run" if frozen >= max_steps else f"the first {frozen:,} updates"
         raise UserError(
             f"`parameter_groups`: every trainable parameter is frozen for {span}. Lower a `frozen_steps`, or exclude "
             "some parameters from `match`."
         )
-    for group in groups if trained is not None else ():
-        own = [name for name in names if owners[name] is group]
-        # A group that is frozen for the whole run need not be trainable.
-        if group.frozen_steps < max_steps and not set(own) & set(trained):
-            raise UserError(
-                f"`parameter_groups`: `match` {group.match!r} has no effect: the loss of this run does not depend on "
-                f"its parameters ({own[0]}, ...). Remove the entry, or match some of {trained[0]} ... {trained[-1]}."
-            )
 
 
 def parameter_groups(

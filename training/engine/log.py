@@ -25,7 +25,7 @@ class RunLog:
             report(f"{self.path} lacks {lost} of the {expected} entries before this checkpoint.")
 
     def add(self, kind: str, step: int, **values: Any) -> None:
-        """Append an entry of kind "train", "held_out", "probe", "objective" or "resumed"."""
+        """Append an entry of kind "train", "held_out", "probe" or "resumed"."""
         entry = {"kind": kind, "step": step, **values}
         self.entries.append(entry)
         if self.path:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from common.models import CAUSAL, load_config, load_tokenizer
-from data.corpus import open_source
+from data.corpus import Section, open_source
 from data.token_store import document_batches
 from data.tokenizer import encode
 from safetensors import SafetensorError
@@ -115,7 +115,7 @@ def read_tokens(tokenizer: PreTrainedTokenizerBase, data: str, text_column: str,
     Raises:
         UserError: There is no such text.
     """
-    source = open_source({"path": data}, "--data", "validation", text_column, streaming=False)
+    source = open_source(Section(data), "--data", "validation", text_column, streaming=False)
     tokens: list[int] = []
     for batch in document_batches(source.stream(), _BATCH_CHARACTERS):
         for ids in encode(tokenizer, batch):

@@ -30,8 +30,11 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: 
     return 2 * query[:3].numel() * key[2] * (query[3] + value[3])
 
 
-def forward_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
-    """Floating-point operations of a forward pass in training mode; mode and random state are restored."""
+def training_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    """Floating-point operations of a training step per token; a backward pass takes twice those of the forward pass.
+
+    Mode and random state are restored.
+    """
     was_training, random_state = model.training, torch.get_rng_state()
     model.train()
     fused = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}  # PyTorch knows the others
@@ -39,12 +42,7 @@ def forward_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
         model(**batch)
     model.train(was_training)
     torch.set_rng_state(random_state)
-    return float(counter.get_total_flops())
-
-
-def training_flops(model: nn.Module, batch: dict[str, Tensor]) -> float:
-    """Floating-point operations of a training step per token; a backward pass takes twice those of the forward pass."""
-    return 3.0 * forward_flops(model, batch) / batch["attention_mask"].sum().item()
+    return 3.0 * counter.get_total_flops() / batch["attention_mask"].sum().item()
 
 
 def peak_flops(device: torch.device, mixed_precision: str) -> tuple[float, str]:

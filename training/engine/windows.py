@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from common.cards import table
-from common.options import did_you_mean
+from common.sections import read_section
 from data.rows import WINDOWS
 from transformers import PreTrainedConfig
 
@@ -31,11 +31,23 @@ class WindowDropout:
         windows: to draw from, each as likely as the others; 0 leaves the window out.
         probability: of drawing at the first update, instead of reading the config's window.
         final_probability: at the last update; in between it changes linearly.
+
+    Raises:
+        UserError: An invalid value.
     """
 
     windows: list[int]
     probability: float = 1.0
     final_probability: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.windows or min(self.windows) < 0:
+            raise UserError(
+                f"`window_dropout`: `windows` is {self.windows}, but must be a list of sizes, such as [0, 16]."
+            )
+        for key in ("probability", "final_probability"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise UserError(f"`window_dropout`: `{key}` is {getattr(self, key)}, but must be from 0 to 1.")
 
     def draw(self, step: int, max_steps: int, seed: int) -> int | None:
         """The window of the update after `step` updates; `None` for the config's.
@@ -62,25 +74,8 @@ class WindowDropout:
 
 
 def read_window_dropout(section: dict[str, Any]) -> WindowDropout | None:
-    """The `window_dropout` of a recipe; `None` if it is empty.
-
-    Raises:
-        UserError: An unknown key, or an invalid value.
-    """
-    if not section:
-        return None
-    known = [field.name for field in dataclasses.fields(WindowDropout)]
-    for key in section:
-        if key not in known:
-            raise UserError(f"`window_dropout`: unknown key `{key}`.{did_you_mean(key, known)}")
-    windows = section.get("windows")
-    if not isinstance(windows, list) or not windows or any(type(each) is not int or each < 0 for each in windows):
-        raise UserError(f"`window_dropout`: `windows` is {windows!r}, but must be a list of sizes, such as [0, 16].")
-    for key in known[1:]:
-        value = section.get(key, 0.0)
-        if type(value) not in (int, float) or not 0 <= value <= 1:
-            raise UserError(f"`window_dropout`: `{key}` is {value!r}, but must be from 0 to 1.")
-    return WindowDropout(**section)
+    """The `window_dropout` of a recipe; `None` if it is empty. Raises the `UserError`s of `WindowDropout`."""
+    return read_section(WindowDropout, section, "`window_dropout`") if section else None
 
 
 def is_mixed(config: PreTrainedConfig) -> bool:

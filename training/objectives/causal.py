@@ -11,9 +11,8 @@ from common.models import CAUSAL
 from data.masking import RowFormat, next_tokens
 from data.tokenizer import open_ended, train_causal_tokenizer
 from engine.card import make_card
-from engine.objective import PretrainingObjective
+from engine.pretraining import Pretraining
 from engine.recipe import RunRecipe
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import FAMILIES, MemoryCache
@@ -40,14 +39,16 @@ class CausalRecipe(RunRecipe):
         self.require(("sample_tokens",), lambda value: value >= 1, "at least 1")
 
 
-class CausalObjective(PretrainingObjective):
-    """The loss of the next token, over rows `<s> ...` cut from running text."""
+class CausalPretraining(Pretraining):
+    """Pretraining by the loss of the next token, over rows `<s> ...` cut from running text."""
 
     kind = CAUSAL
     targets_name = "tokens"
     loss_name = "next-token loss"
     next_token = True
     train_tokenizer = staticmethod(train_causal_tokenizer)
+
+    recipe: CausalRecipe
 
     def adapt_tokenizer(
         self, tokenizer: PreTrainedTokenizerBase, name: str, new_model: bool
@@ -72,8 +73,9 @@ class CausalObjective(PretrainingObjective):
         tokenizer.padding_side = "left"
         return tokenizer, notes
 
-    def check_tokenizer(self, recipe: CausalRecipe, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
         """Check that every prompt leaves room for the tokens that continue it."""
+        recipe = self.recipe
         for prompt in recipe.prompts:
             length = len(tokenizer(prompt, verbose=False).input_ids)
             if length + recipe.sample_tokens > longest:
@@ -82,18 +84,17 @@ class CausalObjective(PretrainingObjective):
                     f"{longest} tokens: {prompt!r}"
                 )
 
-    def row_format(self, recipe: CausalRecipe, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
+    def row_format(self, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
         """Rows of running text, with an end token where a document ends, not where a row ends."""
         return RowFormat(next_tokens, closed=False)
 
-    def probe(self, model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
+    def probe(self) -> None:
         """Nothing: causal models of luna_hf have no attention maps."""
         return None
 
-    def samples(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: CausalRecipe
-    ) -> dict[str, Any]:
+    def answers(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """`continuations` of the prompts, and `state_bytes`, the size of the decoding state (`None` if it grows)."""
+        recipe = self.recipe
         # With one seed for all prompts, every text would show the same draws.
         continued = [
             continue_text(model, tokenizer, prompt, recipe.sample_tokens, recipe.seed + place)
@@ -101,7 +102,7 @@ class CausalObjective(PretrainingObjective):
         ]
         return {"continuations": continued, "state_bytes": state_bytes(model)}
 
-    def samples_text(self, figures: dict[str, Any]) -> str:
+    def answers_text(self, figures: dict[str, Any]) -> str:
         """Prompts, each with its continuations."""
         lines = [
             f"  {row['prompt']!r}\n    greedy:  {row['greedy']!r}\n    sampled: {row['sampled']!r}"
@@ -111,9 +112,9 @@ class CausalObjective(PretrainingObjective):
             lines.append(f"  decoding state of a sequence of any length: {figures['state_bytes']:,} bytes")
         return "\n".join(lines)
 
-    def card(self, recipe: CausalRecipe, figures: dict[str, Any]) -> str:
+    def card(self, figures: dict[str, Any]) -> str:
         """Fill `model_cards/causal.md`."""
-        state = figures["state_bytes"]
+        recipe, state = self.recipe, figures["state_bytes"]
         if state is None:
             memory = f"The input and the generated text have at most {figures['longest_input']} tokens together."
         else:

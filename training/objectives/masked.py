@@ -5,14 +5,13 @@ import json
 from typing import Any
 
 import torch.nn.functional as F
-from accelerate import Accelerator
 from common.cards import code
 from common.models import MASKED
 from data.masking import IGNORED, RowFormat
 from data.prepare import masked_rows
 from data.tokenizer import train_tokenizer
 from engine.card import make_card
-from engine.objective import PretrainingObjective
+from engine.pretraining import Pretraining
 from engine.recipe import RunRecipe
 from engine.sharding import is_sharded
 from torch import Tensor, nn
@@ -60,8 +59,8 @@ class SparseHead(nn.Module):
         return MaskedLMOutput(loss=F.cross_entropy(logits.float(), labels[labelled]))
 
 
-class MaskedObjective(PretrainingObjective):
-    """The loss of the masked tokens."""
+class MaskedPretraining(Pretraining):
+    """Pretraining by the loss of masked tokens."""
 
     kind = MASKED
     targets_name = "masked tokens"
@@ -71,53 +70,50 @@ class MaskedObjective(PretrainingObjective):
     plateau_gain = 0.75
     train_tokenizer = staticmethod(train_tokenizer)
 
-    def check_tokenizer(self, recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
+    recipe: PretrainRecipe
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, longest: int | float) -> None:
         """Check that words can be masked, and that the sentences of `fill_mask` have at most `longest` tokens."""
         if tokenizer.mask_token is None:
             raise UserError("The tokenizer has no mask token, which masked language modelling needs.")
-        for sentence in recipe.fill_mask:
+        for sentence in self.recipe.fill_mask:
             length = len(tokenizer(sentence.replace("<mask>", tokenizer.mask_token), verbose=False).input_ids)
             if length > longest:
                 raise UserError(
                     f"A sentence of `fill_mask` has {length} tokens, but the model takes {longest}: {sentence!r}"
                 )
 
-    def row_format(self, recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
+    def row_format(self, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
         """Rows `<s> ... </s>`, masked."""
-        return masked_rows(recipe, tokenizer)
+        return masked_rows(self.recipe, tokenizer)
 
-    def make_module(self, model: PreTrainedModel, recipe: PretrainRecipe, accelerator: Accelerator) -> nn.Module:
+    def wrap(self, model: PreTrainedModel) -> nn.Module:
         """The model, behind `SparseHead` if it is a RoBERTa of transformers and the run is not sharded."""
-        if recipe.separate_documents and not isinstance(model.config, BoundedMemoryConfig):
+        if self.recipe.separate_documents and not isinstance(model.config, BoundedMemoryConfig):
             raise UserError(
                 f"`separate_documents` needs an encoder of luna_hf, but the model is a {model.config.model_type}: set "
                 "it to false."
             )
         # Sharded parameters are gathered when the prepared module is called, but evaluations call the model inside it.
-        sparse = isinstance(getattr(model, "lm_head", None), RobertaLMHead) and not is_sharded(accelerator)
+        sparse = isinstance(getattr(model, "lm_head", None), RobertaLMHead) and not is_sharded(self.accelerator)
         return SparseHead(model) if sparse else model
 
-    def compile(self, model: PreTrainedModel, module: nn.Module) -> None:
-        """Compile the model, or `SparseHead`, which calls its parts."""
-        (module if isinstance(module, SparseHead) else model).compile()
-
-    def trained(self, module: nn.Module, accelerator: Accelerator) -> nn.Module:
+    @property
+    def trained(self) -> nn.Module:
         """The model without `SparseHead`."""
-        inner = accelerator.unwrap_model(module)
-        return inner.model if isinstance(inner, SparseHead) else module
+        inner = self.accelerator.unwrap_model(self.module)
+        return inner.model if isinstance(inner, SparseHead) else self.module
 
-    def samples(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: PretrainRecipe
-    ) -> dict[str, Any]:
+    def answers(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """`fill_mask`: the three most probable tokens for the `<mask>` of each sentence."""
         fill_mask = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
         rows = []
-        for sentence in (sentence.replace("<mask>", tokenizer.mask_token) for sentence in recipe.fill_mask):
+        for sentence in (sentence.replace("<mask>", tokenizer.mask_token) for sentence in self.recipe.fill_mask):
             guesses = [{"token": row["token_str"], "score": row["score"]} for row in fill_mask(sentence)]
             rows.append({"sentence": sentence, "guesses": guesses})
         return {"fill_mask": rows}
 
-    def samples_text(self, figures: dict[str, Any]) -> str:
+    def answers_text(self, figures: dict[str, Any]) -> str:
         """Sentences, each with its answers."""
         lines = []
         for row in figures["fill_mask"]:
@@ -125,9 +121,9 @@ class MaskedObjective(PretrainingObjective):
             lines.append(f"  {row['sentence']}\n    {', '.join(guesses)}")
         return "\n".join(lines)
 
-    def card(self, recipe: PretrainRecipe, figures: dict[str, Any]) -> str:
+    def card(self, figures: dict[str, Any]) -> str:
         """Fill `model_cards/template.md`."""
-        answers = []
+        recipe, answers = self.recipe, []
         for row in figures["fill_mask"]:
             guesses = ", ".join(f"{code(guess['token'])} {guess['score']:.0%}" for guess in row["guesses"])
             answers.append(f"| {code(row['sentence'])} | {guesses} |")
@@ -140,7 +136,6 @@ class MaskedObjective(PretrainingObjective):
                 "loss": ("masked-token loss (nats)", "held_out_loss"),
                 "accuracy": ("masked-token accuracy", "held_out_accuracy"),
             },
-            results=self.results(recipe, figures),
             answers="\n".join(answers),
             example=json.dumps(figures["fill_mask"][0]["sentence"]),
             mask_probability=f"{recipe.mask_probability:.0%}",

@@ -1,17 +1,13 @@
 """The card of a translation model."""
 
-import dataclasses
 from typing import Any
 
-import yaml
 from common import cards
-from engine.card import PLOT
+from engine.card import PLOT, run_fields
 from huggingface_hub import EvalResult
 
 from luna_hf.scripting import portable
 from translation.recipe import TranslationRecipe
-
-__all__ = ["PLOT", "make_card"]
 
 
 def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
@@ -42,17 +38,14 @@ def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
         for split in splits
     ]
     samples = [[cards.code(row[part]) for part in row] for row in figures[splits[-1]]["samples"]]
-    values = dataclasses.asdict(recipe) | {"data": portable(recipe.data), "output_dir": portable(recipe.output_dir)}
     averaged = figures["averaged_checkpoints"]
     return cards.fill(
         "translation.md",
         figures["model_type"],
         metadata,
-        model_name=recipe.model_name,
-        plot=PLOT,
+        **run_fields(recipe, figures, PLOT),
         source=recipe.source_language,
         target=recipe.target_language,
-        parameters=f"{figures['parameters']:,}",
         beams=recipe.num_beams,
         scores=cards.table(["split", "pairs", *names.values()], scores),
         signatures="\n".join(f"- {names[m]}: `{figures[splits[0]][m]['signature']}`" for m in names),
@@ -62,12 +55,6 @@ def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
         pairs=f"{figures['training_pairs']:,}",
         data=portable(recipe.data),
         vocabulary=f"{figures['vocabulary']:,}",
-        command=figures["command"],
-        notes="".join(f"- {note}\n" for note in figures["notes"]),
         steps=f"{recipe.max_steps:,} of at most {recipe.accumulation * recipe.batch_tokens:,} tokens a side",
         averaged=f"the mean of the last {averaged} checkpoints" if averaged > 1 else "the last checkpoint",
-        seconds=f"{figures['training_seconds']:,.0f}",
-        hardware=figures["hardware"],
-        versions=figures["versions"],
-        recipe=yaml.safe_dump(values, sort_keys=False, width=110).strip(),
     )

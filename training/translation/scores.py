@@ -8,6 +8,7 @@ import torch
 from sacrebleu.metrics import BLEU, CHRF
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError
@@ -33,13 +34,10 @@ def translate(
     found: dict[int, str] = {}
     for first in range(0, len(order), batch_size):
         places = order[first : first + batch_size]
-        width = max(len(rows[place]) for place in places)
-        ids = torch.full((len(places), width), tokenizer.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for row, place in enumerate(places):
-            ids[row, : len(rows[place])] = torch.from_numpy(rows[place])
-            mask[row, : len(rows[place])] = 1
-        made = model.generate(ids.to(model.device), attention_mask=mask.to(model.device))
+        ids = [torch.from_numpy(rows[place]) for place in places]
+        mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+        padded = pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+        made = model.generate(padded.to(model.device), attention_mask=mask.to(model.device))
         texts_of = tokenizer.batch_decode(made, skip_special_tokens=True)
         found |= {place: text.strip() for place, text in zip(places, texts_of, strict=True)}
     return [found[place] for place in range(len(rows))]
