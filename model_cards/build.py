@@ -16,7 +16,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,12 @@ class Card:
             if self.kind in kinds and f"held_out_{key}" in self.metrics
         }
 
+        self.own_scores = [
+            (split, metric, value)
+            for split, part in self.metrics.get("scores", {}).items()
+            for metric, value in part.items()
+        ]
+
     def text(self) -> str:
         """The content of README.md."""
         return cards.fill_card(
@@ -178,15 +184,11 @@ class Card:
     def published(self) -> list[tuple[Row, float]]:
         """The scores of this model on data of the Hub: its own for a finetuned model, else medians over the seeds."""
         if not self.entry.task:
-            rows = [{"type": "text-classification", **row} for row in self.rows(self.name)]
+            rows = [{"type": "text-classification", **row} for row in self.zoo.rows if row["model"] == self.name]
             return [(row, statistics.median(row["values"])) for row in rows]
         dataset = (self.entry.datasets or [self.entry.task])[0]
         shared = {"task": self.entry.task, "dataset": dataset, "type": KINDS[self.kind].pipeline}
-        return [
-            ({**shared, "split": split, "metric": metric}, value)
-            for split, part in self.metrics["scores"].items()
-            for metric, value in part.items()
-        ]
+        return [({**shared, "split": split, "metric": metric}, value) for split, metric, value in self.own_scores]
 
     # ---- use ----
 
@@ -215,10 +217,6 @@ class Card:
         return f'"{repository}"{trust}' if repository else f'"checkpoints/{self.name}"'
 
     # ---- results ----
-
-    def rows(self, model: str) -> list[Row]:
-        """The rows of scores of a model."""
-        return [row for row in self.zoo.rows if row["model"] == model]
 
     def results(self) -> str:
         """The tables of figures."""
@@ -251,29 +249,23 @@ class Card:
 
     def _own_scores(self) -> str:
         """The scores of this very run."""
-        lines = [
-            [split, metric, f"{value:.4f}"]
-            for split, part in self.metrics.get("scores", {}).items()
-            for metric, value in part.items()
-        ]
+        lines = [[split, metric, f"{value:.4f}"] for split, metric, value in self.own_scores]
         return cards.table(["split", "metric", "this checkpoint"], lines) if lines else ""
 
     def _scores(self) -> str:
         """Scores over the seeds of finetuning: of this model (or its base), the twin and the baselines."""
+        scores = {(row["model"], row["task"], row["metric"], row["split"]): row["values"] for row in self.zoo.rows}
         model = self.entry.base if self.entry.task else self.name
-        own = [row for row in self.rows(model) if self.entry.task in ("", row["task"])]
+        own = [key for name, *key in scores if name == model and self.entry.task in ("", key[0])]
         if not own:
             return ""
-        tasks = {(row["task"], row["metric"]) for row in own}
-        others = [
-            row["model"] for row in self.zoo.rows if row.get("baseline") and (row["task"], row["metric"]) in tasks
+        baselines = [row["model"] for row in self.zoo.rows if row.get("baseline")]
+        models = [
+            name
+            for name in dict.fromkeys([model, self.entry.twin, *baselines])
+            if any((name, *key) in scores for key in own)
         ]
-        twin = [self.entry.twin] if self.rows(self.entry.twin) else []
-        models = [model, *twin, *dict.fromkeys(others)]
-        lines = []
-        for row in own:
-            found = [_same_score(self.rows(other), row) for other in models]
-            lines.append([row["task"], row["metric"], *(_spread(score["values"]) if score else "" for score in found)])
+        lines = [[*key[:2], *(_spread(scores.get((name, *key), [])) for name in models)] for key in own]
         table = cards.table(["finetuned on", "metric", *(f"`{name}`" for name in models)], lines)
         return f"{table}\n\nMedian over the seeds of finetuning, and their range."
 
@@ -328,14 +320,10 @@ class Card:
         return "\n".join([*commands, f"python model_cards/ship.py {self.name} {outputs}"])
 
 
-def _same_score(rows: Iterable[Row], row: Row) -> Row | None:
-    keys = ("task", "metric", "split")
-    return next((other for other in rows if all(other[key] == row[key] for key in keys)), None)
-
-
 def _spread(values: list[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.3f}"
+    """Their median and range."""
+    if len(values) < 2:
+        return "".join(f"{value:.3f}" for value in values)
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 

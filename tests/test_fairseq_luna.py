@@ -73,6 +73,7 @@ def test_the_tables_are_one_to_one():
     for row in arguments.TABLE:
         for theirs in row.values or ():
             assert row.to_ours(row.to_theirs(row.to_ours(theirs))) == row.to_ours(theirs)
+    assert arguments.complete("masked_lm", {"arch": "luna_large_512"}).encoder_attention_heads == 16
 
 
 # ---- files of the authors' code ----
@@ -236,15 +237,13 @@ def test_of_several_heads_one_is_chosen(tmp_path, capsys):
     assert f"{len(unused)} unused ({', '.join(unused)})" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("labels", [("b", "a", "c"), (), ("too", "few")])
-def test_labels_keep_the_order_of_the_outputs(labels, tmp_path):
-    source = write_tiny(tmp_path / "source", heads={HEAD: 3}, labels=labels)
-    found = labels if len(labels) == 3 else ("LABEL_0", "LABEL_1", "LABEL_2")
-    assert LunaConfig.from_pretrained(convert(source, tmp_path / "out")).id2label == dict(enumerate(found))
+@pytest.mark.parametrize(("labels", "words"), [(("b", "a", "c"), []), ((), []), (("x", "y", "z"), ["--labels"])])
+def test_labels_keep_the_order_of_the_outputs(labels, words, tmp_path):
+    source = write_tiny(tmp_path / "source", heads={HEAD: 3}, labels=() if words else labels)
     given = tmp_path / "given.txt"
-    given.write_text("x 1\ny 1\nz 1\n")
-    folder = convert(source, tmp_path / "other", "--labels", given)
-    assert LunaConfig.from_pretrained(folder).label2id == {"x": 0, "y": 1, "z": 2}
+    given.write_text("".join(f"{label} 1\n" for label in labels))
+    folder = convert(source, tmp_path / "out", *words, *[given] * len(words))
+    assert LunaConfig.from_pretrained(folder).id2label == dict(enumerate(labels or ("LABEL_0", "LABEL_1", "LABEL_2")))
 
 
 @pytest.mark.parametrize(
@@ -299,13 +298,6 @@ def test_missing_arguments_have_the_authors_defaults(form, tmp_path, capsys):
     assert "pooler_activation_fn tanh, fix_projection_length False, dropout 0.1, atten" in capsys.readouterr().out
     values = LunaConfig.from_pretrained(tmp_path / "out")
     assert values.num_attention_heads == 2 and values.hidden_act == "relu"
-
-
-def test_a_large_model_has_sixteen_heads_by_default(tmp_path):
-    weights, values = tiny_state(hidden_size=32)
-    values = {**values, "arch": "luna_large_512", "encoder_attention_heads": None}
-    folder = convert(write_fairseq(tmp_path / "source", weights, values), tmp_path / "out")
-    assert LunaConfig.from_pretrained(folder).num_attention_heads == 16
 
 
 @pytest.mark.parametrize("given", [(), ("--layer-norm", "offset")])
@@ -363,18 +355,26 @@ def test_other_archives(kind, tmp_path):
     assert type(AutoModelForMaskedLM.from_pretrained(convert(source, tmp_path / "out"))) is LunaForMaskedLM
 
 
-@pytest.mark.parametrize("place", ["input0", "file", "folder"])
-def test_dictionary_and_bpe_in_other_places(place, tmp_path):
-    source, elsewhere = write_tiny(tmp_path / "source"), tmp_path / "elsewhere"
-    targets = {"input0": source / "input0/dict.txt", "file": elsewhere / "symbols.txt"}
-    target = targets.get(place, elsewhere / "input0/dict.txt")
-    target.parent.mkdir(parents=True)
-    (source / "dict.txt").rename(target)
-    words = {"input0": (), "file": ("--dict", target), "folder": ("--dict", elsewhere)}[place]
-    if place == "file":
-        for old, new in (("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")):
-            (source / old).rename(elsewhere / new)
-        words += ("--gpt2-bpe", elsewhere)
-    folder = convert(source, tmp_path / "out", *words)
-    assert len(AutoTokenizer.from_pretrained(folder)) == 60
-    assert place != "file" or "--dict symbols.txt --gpt2-bpe elsewhere" in (folder / "README.md").read_text()
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("source/input0/dict.txt", ()),
+        ("symbols.txt", ("--dict", "symbols.txt")),
+        ("data/input0/dict.txt", ("--dict", "data")),
+    ],
+)
+def test_a_dictionary_in_another_place(place, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = write_tiny(tmp_path / "source")
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (source / "dict.txt").rename(place)
+    assert len(AutoTokenizer.from_pretrained(convert(source, tmp_path / "out", *words))) == 60
+
+
+def test_a_bpe_in_another_place(tmp_path):
+    source, bpe = write_tiny(tmp_path / "source"), tmp_path / "bpe"
+    bpe.mkdir()
+    for old, new in (("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")):
+        (source / old).rename(bpe / new)
+    folder = convert(source, tmp_path / "out", "--gpt2-bpe", bpe)
+    assert "--gpt2-bpe bpe" in (folder / "README.md").read_text()

@@ -161,8 +161,9 @@ def _positions(original: Original) -> int:
 
 def _of_head(original: Original, head: Head) -> dict[str, Any]:
     """Fields of the output layer, and of a classification head."""
-    weights, output = original.weights, original.weights.get(f"{LM_HEAD}weight")
-    words = weights[f"{original.encoder}embed_tokens.weight"]
+    output, words = (
+        original.weights.get(name) for name in (f"{LM_HEAD}weight", f"{original.encoder}embed_tokens.weight")
+    )
     is_tied = output is None or (torch.equal(output, words) and not original.options.untie_weights_luna)
     fields: dict[str, Any] = {"tie_word_embeddings": is_tied}
     if head.kind not in HEAD_TYPES:
@@ -170,14 +171,13 @@ def _of_head(original: Original, head: Head) -> dict[str, Any]:
     fields["classifier_pooling"] = POOLINGS.get(head.part, "cls")
     fields["classifier_hidden_size"] = len(matrix(original, f"{HEADS}{head.part}.dense.weight"))
     if head.kind == "regression":
-        fields |= {"num_labels": 1, "problem_type": "regression"}
-    elif head.kind == "classification":
-        labels = head.labels or [
-            f"LABEL_{index}" for index in range(len(matrix(original, f"{HEADS}{head.part}.out_proj.weight")))
-        ]
-        fields |= {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
-        fields["problem_type"] = "single_label_classification"
-    return fields
+        return {**fields, "num_labels": 1, "problem_type": "regression"}
+    if head.kind == "ranking":
+        return fields
+    outputs = len(matrix(original, f"{HEADS}{head.part}.out_proj.weight"))
+    id2label = dict(enumerate(head.labels or [f"LABEL_{index}" for index in range(outputs)]))
+    label2id = {name: index for index, name in id2label.items()}
+    return {**fields, "id2label": id2label, "label2id": label2id, "problem_type": "single_label_classification"}
 
 
 def _of_translation(original: Original) -> dict[str, Any]:
@@ -185,9 +185,6 @@ def _of_translation(original: Original) -> dict[str, Any]:
     weights, options = original.weights, original.options
     if options.no_token_positional_embeddings:
         raise UserError("`no_token_positional_embeddings` is true, but our models need positions.")
-    tables = [weights.get(f"{part}.embed_positions.weight") for part in ("encoder", "decoder")]
-    if options.encoder_learned_pos and len({table is None or len(table) for table in tables}) > 1:
-        raise UserError("Source and target have different numbers of learned positions, which our models cannot have.")
     source, target = (matrix(original, f"{part}.embed_tokens.weight") for part in ("encoder", "decoder"))
     output = weights.get("decoder.output_projection.weight")
     return {
