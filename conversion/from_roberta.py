@@ -5,7 +5,6 @@ the model.
 """
 
 import argparse
-import re
 import sys
 from dataclasses import fields
 from functools import cached_property
@@ -16,19 +15,17 @@ from typing import Any, get_args
 from huggingface_hub import ModelCardData
 from huggingface_hub.errors import StrictDataclassError
 from shared import check_target, command, make_parser, save
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import FAMILIES
 from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.convert.command import make_plain
 from luna_hf.convert.files import check_tokenizer, source_card
-from luna_hf.families.warm_start_rules import ZERO
 from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
 from luna_hf.warm_start import WarmStart, warm_start
 from luna_hf.warm_start.sentence_folder import find_transformer
-from luna_hf.warm_start.source import read_config
 
-HERE = Path(__file__).resolve().parent
+TRAIN = "Train the model before use, unless its attention is that of its source."
 TEXT_CHARACTERS = 1_000_000  # read from --text: far more tokens than there are slots
 
 
@@ -51,11 +48,8 @@ class Conversion:
     def fields(self) -> dict[str, Any]:
         """Types of the config's fields that are options: the family's own, and the convolution's."""
         common = {item.name for item in fields(BoundedMemoryConfig)} - {"conv_kernel_size"}
-        return {
-            item.name: item.type
-            for item in fields(self.config_class)
-            if item.name not in common and item.name not in self.rules.decided
-        }
+        left_out = common | self.rules.decided.keys()
+        return {item.name: item.type for item in fields(self.config_class) if item.name not in left_out}
 
     def flag(self, name: str) -> str:
         """The command-line option of a field or an option of the rules."""
@@ -72,9 +66,8 @@ class Conversion:
         add = parser.add_argument
         for name, kind in self.fields.items():
             kinds, default = get_args(kind) or (kind,), getattr(self.config_class, name)
-            about = f"{_help(self.config_class, name)} (default: {default}, or the source's own)"
+            about = f"`{name}` of the config (default: {default}, or the source's own)"
             if name in self.renamed:
-                about = f"set `{name}` to {not default}. {about}"
                 add(self.flag(name), dest=name, action="store_const", const=not default, help=about)
             elif bool in kinds:
                 add(self.flag(name), action=argparse.BooleanOptionalAction, help=about)
@@ -83,10 +76,14 @@ class Conversion:
                 add(self.flag(name), type=kind, metavar="NAME" if kind is str else "N", help=about)
         for name in self.rules.options():
             if name == self.rules.text_option:
-                about = f"UTF-8 text; its first million characters become `{name}`: {_help(self.rules, name)}"
-                add("--text", type=Path, metavar="FILE", help=about)
+                add(
+                    "--text",
+                    type=Path,
+                    metavar="FILE",
+                    help=f"UTF-8 text; its first million characters become `{name}`",
+                )
             else:
-                add(self.flag(name), metavar="NAME", help=_help(self.rules, name))
+                add(self.flag(name), metavar="NAME", help=f"`{name}` of the family's warm start")
         about = "longest input, if longer than the source's: its positions are repeated (default: the source's)"
         add("--max-length", type=int, metavar="TOKENS", help=about)
         add("--seed", type=int, metavar="N", default=0, help="seed of everything new (default: 0)")
@@ -118,32 +115,13 @@ class Conversion:
         """Run the command; returns its exit status."""
         return run_script(lambda: convert(self, self.parse(sys.argv[1:] if words is None else words)))
 
-    def is_alike(self, source: PreTrainedConfig, model: PreTrainedModel, made: WarmStart) -> bool:
-        """Whether the converted model computes what the source computes (up to a new head)."""
-        config, base = model.config, f"{model.base_model_prefix}."
-        if any(name.startswith(base) and rule != ZERO for name, rule in made.new.items()):
-            return False
-        if source.model_type != config.model_type:
-            softmax = self.rules.softmax
-            return softmax is not None and all(getattr(config, name) == value for name, value in softmax.items())
-        same = {name for name in self.fields if getattr(source, name) == getattr(config, name)}
-        return self.fields.keys() - same <= ({"conv_kernel_size"} if source.conv_kernel_size == 0 else set())
-
-
-def _help(documented: type, name: str) -> str:
-    """The description of an argument in a docstring."""
-    docs = "\n".join(parent.__doc__ or "" for parent in documented.__mro__)
-    header = r"(?: \([^\n]*\))?:"  # an argument's type in parentheses
-    end = rf"(?=^ {{8}}\w+{header}|\n\s*\n|\Z)"
-    found = re.search(rf"^ {{8}}{name}{header}\s(.+?){end}", docs, re.MULTILINE | re.DOTALL)
-    return " ".join(found[1].split()).replace("%", "%%") if found else name
-
 
 def make_notes(slots: str | None, model: PreTrainedModel, made: WarmStart, has_tokenizer: bool) -> list[str]:
     """What else the user should know, for the card and the terminal; `slots` is the field with their number."""
     number, longest = getattr(model.config, slots) if slots else 0, model.config.max_position_embeddings
     more = f"`{slots}` is {number:,}, more than the {longest:,} tokens of the longest input, so"
     notes = {
+        TRAIN: True,
         "The source has no tokenizer files. Copy its tokenizer into the folder.": not has_tokenizer,
         "The source has no masked-LM head, so the new one is untrained.": "lm_head.dense.weight" in made.new,
         f"{more} the memory costs more than full attention.": number > longest,
@@ -151,7 +129,7 @@ def make_notes(slots: str | None, model: PreTrainedModel, made: WarmStart, has_t
     return [note for note, applies in notes.items() if applies]
 
 
-def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, note: str, notes: list[str]) -> str:
+def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmStart, notes: list[str]) -> str:
     """Fill `converted.md`."""
     known, kind = source_card(options.source), model.config.model_type
     metadata = ModelCardData(
@@ -161,18 +139,14 @@ def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmSta
         tags=[kind, "masked-lm", "linear-attention", "custom_code"],
         base_model=None if Path(options.source).exists() else options.source,
     )
-    license_note = "The source's card states no licence. Ask its authors before you pass the model on."
-    if known.license:
-        license_note = f"The licence is the one on the source's card: `{known.license}`."
-    return Template((HERE / "converted.md").read_text(encoding="utf-8")).substitute(
+    return Template(Path(__file__).with_name("converted.md").read_text(encoding="utf-8")).substitute(
         metadata=metadata.to_yaml(),
         model_name=options.target.resolve().name,
         model_type=kind,
         parameters=f"{model.num_parameters():,}",
         source=portable(options.source),
-        note=note,
         longest=f"{model.config.max_position_embeddings:,}",
-        license_note=license_note,
+        license=f"`{known.license}`" if known.license else "not stated; ask its authors before you pass the model on",
         notes="".join(f"- {note}\n" for note in notes),
         command=options.command,
         report="\n".join(made.lines()),
@@ -188,7 +162,6 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
     check_target(options.target, options.source, options.overwrite)
     with writing(options.target) as folder:  # first, because only one process may
         try:
-            source_config = read_config(options.source)
             tokenizer = load_tokenizer(options.source, subfolder=find_transformer(options.source))
             given = conversion.given(options, tokenizer)
             own = {name: getattr(options, name) for name in ("max_length", "seed", "allow_pickle")}
@@ -203,12 +176,8 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
             check_tokenizer(tokenizer, model.config, options.source)
             make_plain(tokenizer, longest)
         save(folder, model, tokenizer)
-        about = "Its attention is not that of its source, so it must be trained before use."
-        if conversion.is_alike(source_config, model, made):
-            about = "Its attention is that of its source, so it computes what its source computes."
         notes = make_notes(conversion.rules.slots_field(model.config), model, made, tokenizer is not None)
-        card = make_card(options, model, made, about, notes)
+        card = make_card(options, model, made, notes)
         (folder / "README.md").write_text(card, encoding="utf-8")
     print("\n".join([*made.lines(), "", *(f"Note: {note}" for note in notes)]))
     print(f"Written to {options.target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
-    print(about)

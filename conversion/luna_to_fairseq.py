@@ -4,7 +4,7 @@
 
 SOURCE is a folder or Hub name with a masked language model, a sequence classifier, a multiple-choice model or an
 encoder. Writes model.pt, the dictionary and GPT-2's BPE by fairseq's names, and a README.md. Every weight is kept
-bitwise, in its type, and every layer is compared with SOURCE. What the authors' model cannot express is refused.
+bitwise, in its type: the files are converted back and compared. What the authors' model cannot express is refused.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from string import Template
 from typing import Any
 
 import torch
-from fairseq_format.checkpoint import LABELS, open_checkpoint
-from fairseq_format.config import DEFAULT_HEAD, check_config, head_name, label_names, make_arguments
+from fairseq_format.checkpoint import LABELS, check_finite, open_checkpoint
+from fairseq_format.config import DEFAULT_HEAD, Head, check_config, head_of, make_arguments
 from fairseq_format.names import shift_norms, to_theirs
 from fairseq_format.tokenizer import export_tokenizer, write_labels
-from fairseq_format.verification import EXACT, compare, load
-from shared import check_target, command, make_parser
+from fairseq_luna import make_model
+from shared import check_target, command, different_tensors, load, make_parser
 from transformers import PreTrainedModel
 
 from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
@@ -43,12 +43,11 @@ def parse(words: list[str]) -> argparse.Namespace:
         UserError: An unknown option, or a value that is not allowed.
     """
     parser = make_parser(SCRIPT, __doc__, "folder or Hub name of a Luna")
-    parser.add_argument(
-        "--head",
-        metavar="NAME",
-        help="name of the classification head in the checkpoint (default: the authors' name for what the head reads; "
-        f"for cls the name that the model was converted from, or {DEFAULT_HEAD})",
+    about = (
+        "name of the classification head in the checkpoint (default: the authors' name for what the head reads; for "
+        f"cls the name that the model was converted from, or {DEFAULT_HEAD})"
     )
+    parser.add_argument("--head", metavar="NAME", help=about)
     about = "; ".join(f"{name}: {what}" for name, (_, what) in NORMS.items())
     parser.add_argument("--layer-norm", choices=NORMS, default="plain", help=f"{about} (default: plain)")
     options = parser.parse_args(words)
@@ -56,20 +55,19 @@ def parse(words: list[str]) -> argparse.Namespace:
     return options
 
 
-def to_state(model: PreTrainedModel, head: str | None = None, norm_offset: float = 0.0) -> dict[str, Any]:
+def to_state(model: PreTrainedModel, head: Head, norm_offset: float = 0.0) -> dict[str, Any]:
     """A fairseq checkpoint, for `torch.save`. Its tensors share the model's memory unless the offset changes them.
 
     Args:
         model: a Luna.
-        head: name of the classification head, see `head_name`.
+        head: what it has on its encoder, see `head_of`.
         norm_offset: subtracted from every LayerNorm weight: 0, or 1 for the authors' code of 2023 and later.
 
     Raises:
         UserError: The authors' model cannot express it.
     """
     check_config(model.config)
-    part = head_name(model, head)
-    arguments, weights = make_arguments(model, part), to_theirs(model.state_dict(), part)
+    arguments, weights = make_arguments(model, head), to_theirs(model.state_dict(), head.part)
     shifted = shift_norms(weights, -norm_offset)
     # fairseq reads the last entry. No optimizer has this name, so resuming requires --reset-optimizer.
     history = {"optimizer_name": "none", "lr_scheduler_state": {"best": None}, "num_updates": 0}
@@ -81,14 +79,14 @@ def to_state(model: PreTrainedModel, head: str | None = None, norm_offset: float
     }
 
 
-def write(folder: Path, options: argparse.Namespace) -> PreTrainedModel:
-    """Write fairseq's files; the model that was converted.
+def write(folder: Path, model: PreTrainedModel, head: Head, options: argparse.Namespace) -> None:
+    """Write fairseq's files, and compare what they hold with the model.
 
     Raises:
-        UserError: The source cannot be read or is incomplete, or fairseq cannot express it.
+        UserError: The tokenizer does not fit, or fairseq cannot express it or the model.
     """
-    model = load(options.source)[0]
-    torch.save(to_state(model, options.head, NORMS[options.layer_norm][0]), folder / MODEL_FILE)
+    check_finite(model.state_dict(), options.source)
+    torch.save(to_state(model, head, NORMS[options.layer_norm][0]), folder / MODEL_FILE)
     tokenizer = load_tokenizer(options.source)
     if tokenizer is not None and len(tokenizer) != model.config.vocab_size:
         raise UserError(
@@ -97,9 +95,13 @@ def write(folder: Path, options: argparse.Namespace) -> PreTrainedModel:
         )
     if tokenizer is not None:
         export_tokenizer(tokenizer, folder)
-    if labels := label_names(model):
-        write_labels(labels, folder / LABELS)
-    return model
+    if head.labels:
+        write_labels(head.labels, folder / LABELS)
+    with open_checkpoint(folder, layer_norm=options.layer_norm) as original:
+        again, _ = make_model(original, head)
+    rounding = 0.0 if options.layer_norm == "plain" else 100 * torch.finfo(model.dtype).eps  # of weights less 1
+    if wrong := different_tensors(again.to(model.dtype), model, rounding):
+        raise UserError(f"The checkpoint does not hold the tensors of {options.source}: see {', '.join(wrong[:3])}.")
 
 
 def convert(options: argparse.Namespace) -> None:
@@ -109,28 +111,19 @@ def convert(options: argparse.Namespace) -> None:
         UserError: The user can fix the source, the options or the target.
     """
     check_target(options.target, options.source, options.overwrite)
+    norms = NORMS[options.layer_norm][1]
     with writing(options.target) as folder:  # first, because only one process may
-        model = write(folder, options)
-        with open_checkpoint(folder, layer_norm=options.layer_norm) as original:
-            part = head_name(model, options.head)
-            rounding = 100 * torch.finfo(model.dtype).eps  # of weights less 1
-            report = compare(options.source, original, part, EXACT if options.layer_norm == "plain" else rounding)
-        if not report.ok:
-            lines = "\n".join(report.lines())
-            raise UserError(f"The checkpoint does not compute what {options.source} does:\n{lines}")
+        model = load(options.source)
+        head = head_of(model, options.head)
+        write(folder, model, head, options)
         template = Path(__file__).with_name("to_fairseq.md").read_text(encoding="utf-8")
-        card = Template(template).substitute(
-            name=options.target.resolve().name,
-            source=portable(options.source),
-            command=options.command,
-            norms=NORMS[options.layer_norm][1],
-        )
+        name, source = options.target.resolve().name, portable(options.source)
+        card = Template(template).substitute(name=name, source=source, command=options.command, norms=norms)
         (folder / "README.md").write_text(card, encoding="utf-8")
         files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     dtype = str(model.dtype).removeprefix("torch.")
     print(f"Read {options.source}: {type(model).__name__}, {model.num_parameters():,} parameters in {dtype}")
-    print(f"Head: {part or 'none'}. LayerNorm: {NORMS[options.layer_norm][1]}.")
-    print(report.summary())
+    print(f"Head: {head.part or 'none'}. LayerNorm: {norms}.")
     print(f"Written to {options.target}: {', '.join(files)}. It has not been run in fairseq; README.md says how.")
 
 

@@ -1,18 +1,28 @@
-"""What the conversion commands share: the command line, the target folder, and saving a model."""
+"""What the conversion commands share: the command line, the target folder, and reading, saving and comparing models."""
 
 import argparse
+import pickle
 import shutil
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
+import luna_hf
 from luna_hf.convert import files
-from luna_hf.scripting import Parser, portable_command
+from luna_hf.scripting import Parser, UserError, portable_command, reason
 
 # Identifies the card of an earlier conversion.
 CARD_MARK = "python conversion/"
 # Subfolders that conversions write: the labels of a fairseq classifier, and the tokenizer of a target language.
 _OWN = {"label": ("dict.txt",), "target": ("tokenizer.json", "tokenizer_config.json")}
+_LOADING_ERRORS = (
+    *(OSError, SafetensorError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError),
+    *(StrictDataclassError, HFValidationError, HfHubHTTPError, AttributeError),
+)
 
 
 def make_parser(script: str, description: str | None, source: str) -> Parser:
@@ -53,3 +63,43 @@ def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
         tokenizer.save_pretrained(folder)
     for path in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", path)  # safetensors makes its files readable to their owner only
+
+
+def load(source: str | Path) -> PreTrainedModel:
+    """The Luna of a folder or Hub repository in eval mode, with the dtype of its stored weights.
+
+    Raises:
+        UserError: It cannot be read or is incomplete, or is no Luna.
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its warnings are raised here
+    try:
+        config = AutoConfig.from_pretrained(source)
+        if config.model_type != luna_hf.LunaConfig.model_type or not config.architectures:
+            raise UserError(f"{source} is of the type {config.model_type!r}, or has no `architectures`: it is no Luna.")
+        config.dtype = None  # whatever config.json says
+        kind = getattr(luna_hf, config.architectures[0])
+        model, info = kind.from_pretrained(source, config=config, dtype="auto", output_loading_info=True)
+    except UserError:
+        raise
+    except _LOADING_ERRORS as error:
+        raise UserError(f"{source} is no folder or Hub name of a complete model ({reason(error)}).") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+        raise UserError(f"The weights of {source} do not fit its config.json: {', '.join(wrong[:3])}.")
+    return model.eval()
+
+
+def different_tensors(model: PreTrainedModel, expected: PreTrainedModel, limit: float = 0.0) -> list[str]:
+    """Names of the tensors that are not equal bit for bit, or to a `limit` of the absolute difference."""
+    ours, theirs = model.state_dict(), expected.state_dict()
+    return sorted(
+        name
+        for name in ours.keys() | theirs.keys()
+        if name not in ours
+        or name not in theirs
+        or ours[name].dtype != theirs[name].dtype
+        or ours[name].shape != theirs[name].shape
+        or not torch.allclose(ours[name], theirs[name], rtol=0, atol=limit)
+    )

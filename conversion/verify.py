@@ -1,39 +1,37 @@
-"""Compare a converted model with its original, layer by layer.
+"""Compare a converted model with its original.
 
     python conversion/verify.py outputs/luna-base luna.base.tied.zip
 
-MODEL is the folder of a masked language model, a sequence classifier, a multiple-choice model, an encoder or a
-translation model, ORIGINAL the authors' checkpoint (archive, folder or .pt file). The authors' model, written out in
-float64 from the stored tensors (fairseq_format/reference.py), computes rows of random ids one by one; MODEL computes
-them as one padded batch, in float64, too. The rows have one token, fewer tokens than there are slots, as many, and
-more. The embeddings of every id and every position are compared as well.
-
-The table shows the largest absolute difference of every layer and stream, and its limit: 1e-9, or 1e-9 times the
-largest number of the layer if that exceeds 1.
+MODEL is the folder of a converted model, ORIGINAL the authors' checkpoint (archive, folder or .pt file). Every tensor
+must be the original's bit for bit, rounded to MODEL's dtype, and so must the fields of the config that the original
+decides.
 
 Exit status: 0 if both are equal, 1 if they are not, 2 if they cannot be compared.
 """
 
-import argparse
 import sys
+from argparse import Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
+from fairseq_format.arguments import TABLE
 from fairseq_format.checkpoint import add_reading_options, open_checkpoint
-from fairseq_format.verification import compare
+from fairseq_format.config import FIXED, head_of
+from fairseq_luna import make_model
+from shared import different_tensors, load
 
 from luna_hf.scripting import Parser, run_script
 
+FIELDS = [*FIXED, *(row.ours for row in TABLE), "num_projected_attention_heads"]
 
-def parse(words: list[str] | None) -> argparse.Namespace:
+
+def parse(words: list[str] | None) -> Namespace:
     """The command line.
 
     Raises:
         UserError: An unknown option, or a value that is not allowed.
     """
     parser = Parser(
-        prog="python conversion/verify.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python conversion/verify.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="MODEL", type=Path, help="folder of the converted model")
     parser.add_argument("original", metavar="ORIGINAL", type=Path, help="the authors' checkpoint")
@@ -42,17 +40,25 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def verify(options: argparse.Namespace) -> int:
-    """Compare, print the table, and return the exit status.
+def verify(options: Namespace) -> int:
+    """Compare, print what differs, and return the exit status.
 
     Raises:
         UserError: The two cannot be compared.
     """
+    model = load(options.model)
+    head = head_of(model, options.head)
     with open_checkpoint(options.original, options.checkpoint, options.layer_norm, options.override) as original:
-        report = compare(options.model, original, options.head)
-    print(f"{options.model} and {options.original.name}")
-    print("\n".join(report.lines()))
-    return int(not report.ok)
+        expected, _ = make_model(original, head, model.dtype)
+    ours, theirs = model.config, expected.config
+    lines = [
+        f"`{name}` is {getattr(ours, name)!r}, but {getattr(theirs, name)!r} in the original"
+        for name in dict.fromkeys(FIELDS)
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    lines += [f"`{name}` differs from the original" for name in different_tensors(model, expected)]
+    print("\n".join(lines or [f"Equal to {original.name}: {len(model.state_dict())} tensors, bit for bit."]))
+    return int(bool(lines))
 
 
 def main(words: list[str] | None = None) -> int:

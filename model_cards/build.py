@@ -1,4 +1,4 @@
-"""Write the cards of the checkpoints: `README.md`, and the scores that the Hub reads, `.eval_results/*.yaml`.
+"""Write the cards of the checkpoints, `README.md`, with the scores that the Hub reads in their headers.
 
     python model_cards/build.py [NAME ...]
     python model_cards/build.py --check
@@ -16,25 +16,22 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from catalogue import Checkpoint, Entry, Stage, Zoo
+from catalogue import Zoo
 from common import cards
-from common.machine import plural
 from common.models import longest_input
 from engine.card import PLOT
 from golden import KINDS
-from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_yaml
+from huggingface_hub import EvalResult
 from transformers import AutoConfig
 
 from luna_hf import FAMILIES
 from luna_hf.scripting import Parser, UserError, run_script, write_text
 
 Row = dict[str, Any]
-HELD_OUT = {"dataset_type": "text", "dataset_name": "held-out text of the training corpus"}
 # What a card calls the figures of a language model: key in metrics.json, format, and the kinds that show it.
 FIGURES = {
     "loss (nats)": ("loss", ".3f", ("masked LM", "causal LM")),
@@ -82,8 +79,19 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def build(zoo: Zoo, name: str, repository: str = "") -> dict[str, str]:
-    """The files of a card by their path in the checkpoint's folder.
+def is_stale(zoo: Zoo, name: str) -> bool:
+    """Whether the card of a checkpoint differs from what it should be."""
+    path = zoo.checkpoint(name).folder / "README.md"
+    return not path.is_file() or path.read_text(encoding="utf-8") != Card(zoo, name).text()
+
+
+def write(zoo: Zoo, name: str) -> None:
+    """Write a card."""
+    write_text(zoo.checkpoint(name).folder / "README.md", Card(zoo, name).text())
+
+
+class Card:
+    """The card of one checkpoint.
 
     Args:
         zoo: the checkpoints.
@@ -93,42 +101,24 @@ def build(zoo: Zoo, name: str, repository: str = "") -> dict[str, str]:
     Raises:
         UserError: An unknown name.
     """
-    card = Card(zoo, zoo.checkpoint(name), zoo.entry(name), repository)
-    return {"README.md": card.text(), **card.eval_results()}
 
-
-def stale(zoo: Zoo, name: str) -> list[Path]:
-    """The files of a checkpoint's card that differ from what `build` gives, or do not belong to it."""
-    folder, files = zoo.checkpoint(name).folder, build(zoo, name)
-    different = [path for path, text in files.items() if not _holds(folder / path, text)]
-    surplus = [path for path in folder.glob(".eval_results/*") if path.relative_to(folder).as_posix() not in files]
-    return [*(folder / path for path in different), *surplus]
-
-
-def write(zoo: Zoo, name: str) -> None:
-    """Write a card, and remove results that are no longer there."""
-    folder, files = zoo.checkpoint(name).folder, build(zoo, name)
-    for path in stale(zoo, name):
-        if path.relative_to(folder).as_posix() not in files:
-            path.unlink()
-    for path, text in files.items():
-        (folder / path).parent.mkdir(exist_ok=True)
-        write_text(folder / path, text)
-
-
-def _holds(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_text(encoding="utf-8") == text
-
-
-class Card:
-    """The card of one checkpoint."""
-
-    def __init__(self, zoo: Zoo, checkpoint: Checkpoint, entry: Entry, repository: str) -> None:
-        self.zoo, self.checkpoint, self.entry, self.repository = zoo, checkpoint, entry, repository
-        self.name, self.metrics, self.kind = checkpoint.name, checkpoint.metrics, checkpoint.golden["kind"]
-        self.model_type = checkpoint.config["model_type"]
+    def __init__(self, zoo: Zoo, name: str, repository: str = "") -> None:
+        self.zoo, self.name, self.repository = zoo, name, repository
+        self.checkpoint, self.entry = zoo.checkpoint(name), zoo.entry(name)
+        self.metrics, self.kind = self.checkpoint.metrics, self.checkpoint.golden["kind"]
+        self.model_type = self.checkpoint.config["model_type"]
         self.custom = self.model_type in FAMILIES
-        self.shown = {name: row[:2] for name, row in FIGURES.items() if self.kind in row[2]}
+        self.shown = {
+            name: (key, format_)
+            for name, (key, format_, kinds) in FIGURES.items()
+            if self.kind in kinds and f"held_out_{key}" in self.metrics
+        }
+
+        self.own_scores = [
+            (split, metric, value)
+            for split, part in self.metrics.get("scores", {}).items()
+            for metric, value in part.items()
+        ]
 
     def text(self) -> str:
         """The content of README.md."""
@@ -137,7 +127,8 @@ class Card:
             metadata=self.metadata(),
             name=self.name,
             summary=self.entry.summary.strip(),
-            facts=self.facts(),
+            facts=f"Type `{self.model_type}`, {self.metrics['parameters']:,} parameters (stored in bfloat16, loaded in "
+            f"float32), inputs of {self.longest()}.",
             usage=self.usage(),
             usage_note=self.usage_note(),
             results=self.results(),
@@ -150,40 +141,25 @@ class Card:
             repeat=self.repeat(),
         )
 
-    def facts(self) -> str:
-        """Type, size and longest input."""
+    def longest(self) -> str:
+        """The longest input in words."""
         longest = longest_input(AutoConfig.from_pretrained(self.checkpoint.folder))
-        limit = "inputs of any length" if math.isinf(longest) else f"inputs of at most {longest:,} tokens"
-        size = f"{self.metrics['parameters']:,} parameters (stored in bfloat16, loaded in float32)"
-        return f"Type `{self.model_type}`, {size}, {limit}."
+        return "any length" if math.isinf(longest) else f"at most {longest:,} tokens"
 
     # ---- the header ----
 
     def metadata(self) -> str:
         """The YAML header."""
         task = KINDS[self.kind].pipeline
+        held_out = {"dataset_type": "text", "dataset_name": "held-out text of the training corpus"}
         results = [
-            EvalResult(
-                task,
-                metric_type=key,
-                metric_name=name,
-                metric_value=round(self.metrics[f"held_out_{key}"], 4),
-                **HELD_OUT,
-            )
+            EvalResult(task, metric_type=key, metric_name=name, metric_value=value, **held_out)
             for name, (key, _) in self.shown.items()
+            for value in [round(self.metrics[f"held_out_{key}"], 4)]
         ]
-        results += [
-            EvalResult(
-                row["type"],
-                row["dataset"],
-                row["task"],
-                row["metric"],
-                round(value, 4),
-                dataset_config=row.get("config"),
-                dataset_split=row["split"],
-            )
-            for row, value in self.published()
-        ]
+        for row, value in self.published():
+            more = {"dataset_config": row.get("config"), "dataset_split": row["split"]}
+            results.append(EvalResult(row["type"], row["dataset"], row["task"], row["metric"], round(value, 4), **more))
         library = "sentence-transformers" if self.kind == "sentences" else "transformers"
         return cards.metadata(
             name=self.name,
@@ -208,35 +184,11 @@ class Card:
     def published(self) -> list[tuple[Row, float]]:
         """The scores of this model on data of the Hub: its own for a finetuned model, else medians over the seeds."""
         if not self.entry.task:
-            rows = [{"type": "text-classification", **row} for row in self.rows(self.name)]
+            rows = [{"type": "text-classification", **row} for row in self.zoo.rows if row["model"] == self.name]
             return [(row, statistics.median(row["values"])) for row in rows]
         dataset = (self.entry.datasets or [self.entry.task])[0]
         shared = {"task": self.entry.task, "dataset": dataset, "type": KINDS[self.kind].pipeline}
-        return [
-            ({**shared, "split": split, "metric": metric}, value)
-            for split, part in self.metrics["scores"].items()
-            for metric, value in part.items()
-        ]
-
-    def eval_results(self) -> dict[str, str]:
-        """`.eval_results/TASK.yaml` by path, in the format of huggingface_hub; only for data sets on the Hub."""
-        files: dict[str, list[EvalResultEntry]] = {}
-        for row, value in self.published():
-            if not cards.on_hub(row["dataset"]) or "/" not in row["dataset"]:
-                continue
-            how = f"median of {plural(len(row['values']), 'finetuning run')}" if "values" in row else "this checkpoint"
-            files.setdefault(f".eval_results/{row['task']}.yaml", []).append(
-                EvalResultEntry(
-                    dataset_id=row["dataset"],
-                    task_id=row["task"],
-                    value=round(value, 4),
-                    notes=f"{row['metric']} on {row['split']}, {how}",
-                )
-            )
-        return {
-            path: yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
-            for path, entries in files.items()
-        }
+        return [({**shared, "split": split, "metric": metric}, value) for split, metric, value in self.own_scores]
 
     # ---- use ----
 
@@ -244,7 +196,9 @@ class Card:
         """Python that works where the card is shown: in a clone, or on the Hub."""
         imports, load, use = USAGE[self.kind]
         text = json.dumps(self.checkpoint.golden["cases"][0]["texts"][0], ensure_ascii=False)
-        example = self._choice_example() if self.kind == "multiple choice" else ""
+        example = ""
+        if self.kind == "multiple choice":
+            example = importlib.import_module(Path(self.checkpoint.stages[-1].script).stem).COMMAND.make_task.example
         if self.custom and not self.repository:
             imports = f"import luna_hf  # registers the model type\n{imports}"
         loaded = load.format(model=self._model(self.repository))
@@ -262,22 +216,11 @@ class Card:
         trust = ", trust_remote_code=True" if self.custom else ""
         return f'"{repository}"{trust}' if repository else f'"checkpoints/{self.name}"'
 
-    def _choice_example(self) -> str:
-        return importlib.import_module(Path(self.checkpoint.stages[-1].script).stem).COMMAND.make_task.example
-
     # ---- results ----
-
-    def rows(self, model: str) -> list[Row]:
-        """The rows of scores of a model."""
-        return [row for row in self.zoo.rows if row["model"] == model]
-
-    def seeds(self) -> list[Row]:
-        """The rows of a finetuned model's task: of its base, over all seeds."""
-        return [row for row in self.rows(self.entry.base) if row["task"] == self.entry.task]
 
     def results(self) -> str:
         """The tables of figures."""
-        parts = [self._held_out(), self._own_scores(), self._scores(), self._samples()]
+        parts = [self._held_out(), self._cosines(), self._own_scores(), self._scores(), self._samples()]
         return "\n\n".join(part for part in parts if part)
 
     def _held_out(self) -> str:
@@ -299,31 +242,30 @@ class Card:
     def _cells(self, metrics: dict[str, Any]) -> list[str]:
         return [format(metrics[f"held_out_{key}"], format_) for key, format_ in self.shown.values()]
 
+    def _cosines(self) -> str:
+        """How close a converted model is to its source."""
+        lines = [[f"{int(length):,}", f"{value:.4f}"] for length, value in self.metrics.get("cosine", {}).items()]
+        return cards.table(["tokens", "mean cosine to the source"], lines) if lines else ""
+
     def _own_scores(self) -> str:
         """The scores of this very run."""
-        lines = [
-            [split, metric, f"{value:.4f}"]
-            for split, part in self.metrics.get("scores", {}).items()
-            for metric, value in part.items()
-        ]
+        lines = [[split, metric, f"{value:.4f}"] for split, metric, value in self.own_scores]
         return cards.table(["split", "metric", "this checkpoint"], lines) if lines else ""
 
     def _scores(self) -> str:
         """Scores over the seeds of finetuning: of this model (or its base), the twin and the baselines."""
+        scores = {(row["model"], row["task"], row["metric"], row["split"]): row["values"] for row in self.zoo.rows}
         model = self.entry.base if self.entry.task else self.name
-        own = self.seeds() if self.entry.task else self.rows(self.name)
+        own = [key for name, *key in scores if name == model and self.entry.task in ("", key[0])]
         if not own:
             return ""
-        tasks = {(row["task"], row["metric"]) for row in own}
-        others = [
-            row["model"] for row in self.zoo.rows if row.get("baseline") and (row["task"], row["metric"]) in tasks
+        baselines = [row["model"] for row in self.zoo.rows if row.get("baseline")]
+        models = [
+            name
+            for name in dict.fromkeys([model, self.entry.twin, *baselines])
+            if any((name, *key) in scores for key in own)
         ]
-        twin = [self.entry.twin] if self.rows(self.entry.twin) else []
-        models = [model, *twin, *dict.fromkeys(others)]
-        lines = []
-        for row in own:
-            found = [_same_score(self.rows(other), row) for other in models]
-            lines.append([row["task"], row["metric"], *(_spread(score["values"]) if score else "" for score in found)])
+        lines = [[*key[:2], *(_spread(scores.get((name, *key), [])) for name in models)] for key in own]
         table = cards.table(["finetuned on", "metric", *(f"`{name}`" for name in models)], lines)
         return f"{table}\n\nMedian over the seeds of finetuning, and their range."
 
@@ -354,11 +296,15 @@ class Card:
         return "\n\n".join(found)
 
     def cost(self) -> str:
-        """What training cost, by stage and in all."""
+        """What training cost, by stage and in all; sums of what every stage has recorded."""
         stages = self.checkpoint.stages
-        lines = [[str(number), *_cost(stage)] for number, stage in enumerate(stages, 1)]
+        figures = [(stage.steps, stage.tokens, stage.metrics["training_seconds"]) for stage in stages]
+        names = [(str(number), f"`{Path(stage.script).name}`") for number, stage in enumerate(stages, 1)]
         if len(stages) > 1:
-            lines.append(["all", *_total(stages)])
+            names.append(("all", ""))
+            figures.append(tuple(None if None in column else sum(column) for column in zip(*figures, strict=True)))
+        cells = [["" if value is None else f"{value:,.0f}" for value in row] for row in figures]
+        lines = [[*name, *row] for name, row in zip(names, cells, strict=True)]
         return cards.table(["stage", "command", "steps", "tokens", "seconds of training"], lines)
 
     def repeat(self) -> str:
@@ -374,45 +320,23 @@ class Card:
         return "\n".join([*commands, f"python model_cards/ship.py {self.name} {outputs}"])
 
 
-def _same_score(rows: Iterable[Row], row: Row) -> Row | None:
-    keys = ("task", "metric", "split")
-    return next((other for other in rows if all(other[key] == row[key] for key in keys)), None)
-
-
 def _spread(values: list[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.3f}"
+    """Their median and range."""
+    if len(values) < 2:
+        return "".join(f"{value:.3f}" for value in values)
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}"
-
-
-def _cost(stage: Stage) -> list[str]:
-    figures = (stage.steps, stage.tokens, stage.metrics["training_seconds"])
-    return [f"`{Path(stage.script).name}`", *map(_number, figures)]
-
-
-def _total(stages: list[Stage]) -> list[str]:
-    """Sums, of what every stage has recorded."""
-    columns = zip(*((stage.steps, stage.tokens, stage.metrics["training_seconds"]) for stage in stages), strict=True)
-    return ["", *(_number(None if None in column else sum(column)) for column in columns)]
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 1 if `--check` finds a stale card."""
 
-    def script() -> int:
+    def script() -> None:
         options, zoo = parse(sys.argv[1:] if words is None else words), Zoo()
         names = options.names or list(zoo.checkpoints)
-        if not options.check:
-            for name in names:
-                write(zoo, name)
-            return 0
-        if found := [path.relative_to(zoo.root).as_posix() for name in names for path in stale(zoo, name)]:
-            raise UserError(f"Stale: {', '.join(found)}. Run: python model_cards/build.py")
-        return 0
+        if options.check and (found := [name for name in names if is_stale(zoo, name)]):
+            raise UserError(f"The card is stale of {', '.join(found)}. Run: python model_cards/build.py")
+        for name in [] if options.check else names:
+            write(zoo, name)
 
     return run_script(script)
 

@@ -5,20 +5,22 @@ checkpoints/NAME/
     recipe.yaml, metrics.json, log.jsonl               the run that made it, and
     stages/1/, stages/2/ ...                           the same of the runs before it
     loss.png, golden.json                              the plot of all stages; inputs and outputs
-    README.md, .eval_results/*.yaml                    written by build.py
+    README.md                                          written by build.py
 """
 
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from common.options import fill, read_yaml
+from engine.log import read_log
 
 from luna_hf.scripting import UserError
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -81,9 +83,7 @@ class Zoo:
         Raises:
             UserError: There is none.
         """
-        if name not in self.entries:
-            raise UserError(f"model_cards/zoo.yaml has no entry {name!r}. It has: {', '.join(self.entries)}.")
-        return self.entries[name]
+        return _find(self.entries, name, "entry of model_cards/zoo.yaml")
 
     def data(self, entry: Entry) -> str:
         """The description of an entry's text."""
@@ -101,9 +101,7 @@ class Zoo:
         Raises:
             UserError: There is none of that name.
         """
-        if name not in self.checkpoints:
-            raise UserError(f"There is no checkpoints/{name}. There are: {', '.join(self.checkpoints) or 'none'}.")
-        return self.checkpoints[name]
+        return _find(self.checkpoints, name, "folder of checkpoints/")
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -119,6 +117,12 @@ class Zoo:
     @cached_property
     def _results(self) -> list[dict[str, Any]]:
         return [read_json(path) for path in sorted((self.root / "experiments" / "results").glob("mini-*.json"))]
+
+
+def _find(found: dict[str, T], name: str, kind: str) -> T:
+    if name not in found:
+        raise UserError(f"There is no {kind} named {name}. There are: {', '.join(found) or 'none'}.")
+    return found[name]
 
 
 @dataclass(frozen=True)
@@ -177,8 +181,10 @@ class Checkpoint:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The runs that made it, in their order."""
-        return [_stage(folder) for folder in stage_folders(self.folder)]
+        """The runs that made it, in their order; the folder itself holds the last one."""
+        earlier = (path.parent for path in (self.folder / "stages").glob("*/metrics.json"))
+        folders = [*sorted(earlier, key=lambda folder: int(folder.name)), self.folder]
+        return [_stage(folder) for folder in folders]
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -186,17 +192,10 @@ class Checkpoint:
         return self.stages[-1].metrics
 
 
-def stage_folders(folder: Path) -> list[Path]:
-    """The folders of a checkpoint's stages; the last one is the folder itself."""
-    earlier = (folder / "stages").glob("*/metrics.json")
-    return [*sorted((path.parent for path in earlier), key=lambda path: int(path.name)), folder]
-
-
 def _stage(folder: Path) -> Stage:
-    recipe, log = folder / "recipe.yaml", folder / "log.jsonl"
-    entries = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    recipe = folder / "recipe.yaml"
     values = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
-    return Stage(values, read_json(folder / "metrics.json"), [json.loads(entry) for entry in entries])
+    return Stage(values, read_json(folder / "metrics.json"), read_log(folder / "log.jsonl"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ where the figures belong to tokens, and `values` as nested lists:
 """
 
 import json
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,19 +27,18 @@ PASSAGE = (
     "The old harbour lies at the mouth of the river. In the morning, boats bring fish and coal to the town, and in the "
     "evening the lamps are lit along the wall. A narrow street leads up to the church, where the bells ring every hour."
 )
-QUESTIONS = [
-    ("Where do boats bring their fish?", ["to the harbour", "to the church", "to the lamp", "to the hill", "to bed"]),
-    ("What rings every hour?", ["a bell", "a boat", "a wall", "a fish", "a street"]),
-]
 CONTINUED = 12  # tokens that a causal model adds
 # The length of the longest case for a model without a limit.
 UNLIMITED = 1024
 Case = dict[str, Any]
+# A text, or the options of a question.
+Text = str | list[str]
 
 
 class Kind(NamedTuple):
     """A kind of model: its Auto class in transformers, the Hub's tags of its task, its inputs, and what is read.
 
+    `texts` are two short inputs and what ends `PASSAGE` in the longer ones; `[MASK]` and `[SEP]` stand for tokens.
     `choose(model, tokenizer, texts)` finds the tokens whose values are recorded, or `None`;
     `read(model, tokenizer, texts, tokens)` gives the values.
     """
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
     auto_class: str
     pipeline: str
     tag: str
-    texts: Callable[[Any, int], dict[str, list[Any]]]
+    texts: tuple[Text, Text, Text]
     choose: Callable[..., list[list[int]]] | None
     read: Callable[..., torch.Tensor]
 
@@ -86,8 +86,8 @@ def make(folder: Path, longest: int | float) -> list[Case]:
     kind = kind_of(folder)
     model, tokenizer = load(folder, dtype=torch.float32, attn_implementation="eager")
     cases = []
-    for name, texts in KINDS[kind].texts(tokenizer, int(min(longest, UNLIMITED))).items():
-        choose = KINDS[kind].choose
+    choose, added = KINDS[kind].choose, CONTINUED if kind == "causal LM" else 0
+    for name, texts in inputs(KINDS[kind].texts, tokenizer, int(min(longest, UNLIMITED)) - added).items():
         tokens = choose(model, tokenizer, texts) if choose else None
         case = {"name": name, "texts": texts}
         if tokens:
@@ -114,74 +114,39 @@ def values(kind: str, model: Any, tokenizer: Any, case: Case) -> torch.Tensor:
 # ---- inputs ----
 
 
-def filled(tokenizer: Any, longest: int, end: str = "") -> str:
+def inputs(texts: tuple[Text, Text, Text], tokenizer: Any, longest: int) -> dict[str, list[Text]]:
+    """The inputs of every case, see `Kind`; the longest one has `longest` tokens."""
+
+    def spelled(text: Text) -> Text:
+        if isinstance(text, list):
+            return [spelled(option) for option in text]
+        return text.replace("[MASK]", tokenizer.mask_token or "").replace("[SEP]", tokenizer.sep_token or "")
+
+    def long(count: int) -> Text:
+        if isinstance(end, list):
+            return [filled(tokenizer, count, option) for option in end]
+        return filled(tokenizer, count, end)
+
+    first, second, end = map(spelled, texts)
+    paragraph = long(min(longest, 60))
+    return {
+        "short": [first],
+        "another": [second],
+        "paragraph": [paragraph],
+        "padded batch": [first, paragraph, second],
+        "longest": [long(longest)],
+    }
+
+
+def filled(tokenizer: Any, longest: int, end: str) -> str:
     """As many words of `PASSAGE`, repeated, and `end` as fit into `longest` tokens."""
     words = PASSAGE.split()
 
     def text(count: int) -> str:
         return " ".join([*(words[index % len(words)] for index in range(count)), *filter(None, [end])])
 
-    fits, over = 1, longest
-    while over - fits > 1:
-        middle = (fits + over) // 2
-        fits, over = (middle, over) if _length(tokenizer, text(middle)) <= longest else (fits, middle)
-    return text(fits)
-
-
-def _length(tokenizer: Any, text: str) -> int:
-    return len(tokenizer(text, verbose=False).input_ids)
-
-
-def _masked_texts(tokenizer: Any, longest: int) -> dict[str, list[str]]:
-    mask = tokenizer.mask_token
-    short, two = f"The capital of France is {mask}.", f"She opened the {mask} and looked {mask} at the rain."
-    paragraph = filled(tokenizer, min(longest, 60), f"The boats come back in the {mask}.")
-    return {
-        "short": [short],
-        "two masks": [two],
-        "paragraph": [paragraph],
-        "padded batch": [short, paragraph, two],
-        "longest": [filled(tokenizer, longest, f"The bells of the {mask} ring.")],
-    }
-
-
-def _causal_texts(tokenizer: Any, longest: int) -> dict[str, list[str]]:
-    short, other = "The capital of France", "She opened the door and"
-    paragraph = filled(tokenizer, min(longest - CONTINUED, 60))
-    return {
-        "short": [short],
-        "another": [other],
-        "paragraph": [paragraph],
-        "padded batch": [short, paragraph, other],
-        "longest": [filled(tokenizer, longest - CONTINUED)],
-    }
-
-
-def _texts(tokenizer: Any, longest: int) -> dict[str, list[str]]:
-    short, other = "A warm and funny film.", "The plot is dull, and the ending makes no sense."
-    paragraph = filled(tokenizer, min(longest, 60))
-    return {
-        "short": [short],
-        "another": [other],
-        "paragraph": [paragraph],
-        "padded batch": [short, paragraph, other],
-        "longest": [filled(tokenizer, longest)],
-    }
-
-
-def _choices(tokenizer: Any, longest: int) -> dict[str, list[list[str]]]:
-    def choices(question: str, options: Sequence[str]) -> list[str]:
-        return [f"Q: {question}{tokenizer.sep_token}A: {option}" for option in options]
-
-    first, second = (choices(*question) for question in QUESTIONS)
-    paragraph = [filled(tokenizer, min(longest, 60), option) for option in first]
-    return {
-        "short": [first],
-        "another": [second],
-        "paragraph": [paragraph],
-        "padded batch": [first, paragraph],
-        "longest": [[filled(tokenizer, longest, option) for option in first]],
-    }
+    counts = range(1, longest)
+    return text(max(1, bisect_right(counts, longest, key=lambda n: len(tokenizer(text(n), verbose=False).input_ids))))
 
 
 # ---- outputs ----
@@ -191,13 +156,10 @@ def _encode(model: Any, tokenizer: Any, texts: list[str]) -> Any:
     return tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False).to(model.device)
 
 
-def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    return logits.float().log_softmax(-1)
-
-
 def _at_masks(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
     batch = _encode(model, tokenizer, texts)
-    return _log_probabilities(model(**batch).logits[batch["input_ids"] == tokenizer.mask_token_id])
+    logits = model(**batch).logits[batch["input_ids"] == tokenizer.mask_token_id]
+    return logits.float().log_softmax(-1)
 
 
 def _most_probable(model: Any, tokenizer: Any, texts: list[str]) -> list[list[int]]:
@@ -225,7 +187,7 @@ def _read_continuation(model: Any, tokenizer: Any, texts: list[str], tokens: lis
         for name, more in (("input_ids", new), ("attention_mask", torch.ones_like(new)))
     )
     logits = model(input_ids=ids, attention_mask=mask).logits[:, -CONTINUED - 1 : -1]
-    return _log_probabilities(logits).gather(-1, new.unsqueeze(-1)).squeeze(-1)
+    return logits.float().log_softmax(-1).gather(-1, new.unsqueeze(-1)).squeeze(-1)
 
 
 def _read_logits(model: Any, tokenizer: Any, texts: list[str], tokens: None) -> torch.Tensor:
@@ -242,14 +204,26 @@ def _read_embeddings(model: Any, tokenizer: Any, texts: list[str], tokens: None)
     return model.encode(texts, convert_to_tensor=True)[:, :8]
 
 
+_REVIEWS = ("A warm and funny film.", "The plot is dull, and the ending makes no sense.", "")
+_BOATS = ["the harbour", "the church", "the lamp", "the hill", "bed"]
+_QUESTIONS = (
+    [f"Q: Where do boats bring their fish?[SEP]A: to {place}" for place in _BOATS],
+    [f"Q: What rings every hour?[SEP]A: a {thing}" for thing in ("bell", "boat", "wall", "fish", "street")],
+    [f"Q: Where do boats bring their fish?[SEP]A: to {place}" for place in _BOATS],
+)
+_MASKED = (
+    *("The capital of France is [MASK].", "She opened the [MASK] and looked [MASK] at the rain."),
+    "The boats come back in the [MASK].",
+)
+_CONTINUED = ("The capital of France", "She opened the door and", "")
 KINDS = {
-    "masked LM": Kind("AutoModelForMaskedLM", "fill-mask", "masked-lm", _masked_texts, _most_probable, _read_masks),
+    "masked LM": Kind("AutoModelForMaskedLM", "fill-mask", "masked-lm", _MASKED, _most_probable, _read_masks),
     "causal LM": Kind(
-        "AutoModelForCausalLM", "text-generation", "causal-lm", _causal_texts, continuation, _read_continuation
+        "AutoModelForCausalLM", "text-generation", "causal-lm", _CONTINUED, continuation, _read_continuation
     ),
     "classification": Kind(
-        "AutoModelForSequenceClassification", *["text-classification"] * 2, _texts, None, _read_logits
+        "AutoModelForSequenceClassification", *["text-classification"] * 2, _REVIEWS, None, _read_logits
     ),
-    "multiple choice": Kind("AutoModelForMultipleChoice", *["multiple-choice"] * 2, _choices, None, _read_choices),
-    "sentences": Kind("AutoModel", "sentence-similarity", "sentence-transformers", _texts, None, _read_embeddings),
+    "multiple choice": Kind("AutoModelForMultipleChoice", *["multiple-choice"] * 2, _QUESTIONS, None, _read_choices),
+    "sentences": Kind("AutoModel", "sentence-similarity", "sentence-transformers", _REVIEWS, None, _read_embeddings),
 }

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from build import build
+from build import Card
 from catalogue import Zoo
 from common.hub import push_folder, reserve_repository
 from huggingface_hub import get_token
@@ -45,16 +45,15 @@ def publish(zoo: Zoo, name: str, repository: str) -> None:
         raise UserError(f"REPO is {repository!r}, but must have the form USER/NAME, such as USER/{name}.")
     if get_token() is None:
         raise UserError("You are not logged in to the Hub. Run: hf auth login")
-    files = build(zoo, name, repository)
+    card = Card(zoo, name, repository).text()
     repository = reserve_repository(repository)
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / name
         shutil.copytree(folder, copy)
         save(folder, copy)
-        for path, text in files.items():
-            write_text(copy / path, text)
+        write_text(copy / "README.md", card)
         try:
-            push_folder(copy, repository, f"Publish {name}", hidden=True)
+            push_folder(copy, repository, f"Publish {name}")
         except UserError as error:
             why = reason(error.__cause__ or error)
             raise UserError(f"The upload to {repository} failed ({why}). Run the same command again.") from error

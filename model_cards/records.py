@@ -2,7 +2,7 @@
 
 A run is the output folder of
 
-- a pretraining command, whose card holds the recipe;
+- a pretraining command or `convert.py`, whose card holds the recipe;
 - `finetune_embeddings.py`, or
 - another finetuning command; of several models, `OUTPUT_DIR/best/MODEL`.
 """
@@ -26,7 +26,7 @@ from transformers import TrainingArguments
 
 from luna_hf.scripting import UserError, portable
 
-_RECIPE = re.compile(r"^The recipe:\n\n```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_RECIPE = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SETTING = ("batch_size", "learning_rate", "dropout", "seed")
 
 
@@ -36,23 +36,22 @@ def read_stages(run: Path) -> tuple[Path, list[Stage]]:
     Raises:
         UserError: It is no finished run, or one with several models.
     """
-    if (run / "metrics.json").is_file() and (run / "modules.json").is_file():
-        return run, [_embeddings(run)]
     if (run / "metrics.json").is_file():
-        return run, [_pretrained(run)]
+        figures = read_json(run / "metrics.json")
+        return run, [_embeddings(run, figures) if "machine" in figures else _pretrained(run, figures)]
     if root := next((folder for folder in (run, run.parent.parent) if (folder / "results.json").is_file()), None):
         return _finetuned(run, root)
     raise UserError(f"{run} holds no finished run: it has neither metrics.json nor results.json.")
 
 
-# ---- pretraining ----
+# ---- pretraining and conversion ----
 
 
-def _pretrained(folder: Path) -> Stage:
+def _pretrained(folder: Path, figures: dict[str, Any]) -> Stage:
     found = _RECIPE.search((folder / "README.md").read_text(encoding="utf-8"))
     if not found:
-        raise UserError(f"{folder / 'README.md'} holds no recipe: no pretraining command has written it.")
-    return Stage(yaml.safe_load(found[1]), read_json(folder / "metrics.json"), read_log(folder / "log.jsonl"))
+        raise UserError(f"{folder / 'README.md'} holds no recipe: no training command has written it.")
+    return Stage(yaml.safe_load(found[1]), figures, read_log(folder / "log.jsonl"))
 
 
 def _portable(value: Any) -> Any:
@@ -67,9 +66,8 @@ def _portable(value: Any) -> Any:
 # ---- finetuning ----
 
 
-def _embeddings(folder: Path) -> Stage:
+def _embeddings(folder: Path, figures: dict[str, Any]) -> Stage:
     """The record of `finetune_embeddings.py`, in the words of the other commands."""
-    figures = read_json(folder / "metrics.json")
     machine, training, history = figures["machine"], figures.pop("training"), figures.pop("log")
     device = machine.get("accelerator") or machine["cpu"]
     threads = f"{plural(machine['threads'], 'thread')}, {plural(machine['cores'], 'core')}"

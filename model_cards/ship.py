@@ -31,6 +31,11 @@ from transformers import AutoConfig
 from luna_hf.scripting import TOKENIZER_FILES, Parser, run_script, write_json, write_text, writing
 
 LOG_LIMIT = 200_000  # bytes
+# What is plotted of a log.
+_STYLES = {
+    "train": ("training", {"alpha": 0.5}),
+    "held_out": ("held-out", {"marker": "o", "markersize": 3}),
+}
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -112,8 +117,9 @@ def repeatable(stages: list[Stage], name: str, entry: Entry, zoo: Zoo) -> list[S
     if entry.command:
         return stages
     before = f"checkpoints/{entry.base}" if entry.base in zoo.entries else entry.base
+    outputs = [*(f"outputs/{name}-{number}" for number in range(1, len(stages))), f"outputs/{name}"]
     changed = []
-    for stage, folder in zip(stages, output_folders(name, len(stages)), strict=True):
+    for stage, folder in zip(stages, outputs, strict=True):
         recipe = {**stage.recipe, "output_dir": folder}
         for key, value in {"model_name_or_path": before, "tokenizer": f"checkpoints/{name}"}.items():
             if value and recipe.get(key):
@@ -123,11 +129,6 @@ def repeatable(stages: list[Stage], name: str, entry: Entry, zoo: Zoo) -> list[S
         before = folder
         changed.append(dataclasses.replace(stage, recipe=recipe))
     return changed
-
-
-def output_folders(name: str, count: int) -> list[str]:
-    """Where the recipes of a checkpoint write."""
-    return [*(f"outputs/{name}-{number}" for number in range(1, count)), f"outputs/{name}"]
 
 
 def write_stage(stage: Stage, folder: Path, title: str) -> None:
@@ -144,37 +145,36 @@ def write_stage(stage: Stage, folder: Path, title: str) -> None:
 def thinned(log: list[dict[str, Any]], limit: int = LOG_LIMIT) -> str:
     """A log as text of at most `limit` bytes: every second entry between evaluations is left out, repeatedly."""
     lines = [(entry["kind"] in ("train", "probe"), json.dumps(entry) + "\n") for entry in log]
-    while sum(len(line) for _, line in lines) > limit:
+    while sum(len(line) for _, line in lines) > limit and any(can_go for can_go, _ in lines):
         between = [index for index, (can_go, _) in enumerate(lines) if can_go]
-        if not between:
-            break
         lines = [line for index, line in enumerate(lines) if index not in set(between[::2])]
     return "".join(line for _, line in lines)
 
 
 def plot(stages: list[Stage], path: Path) -> None:
     """Draw the losses of all stages by tokens, or the main score by step where the log has that."""
-    entries = [[entry for entry in stage.log if entry["kind"] in ("train", "held_out")] for stage in stages]
-    if not any(entries):
+    logs = [[entry for entry in stage.log if entry["kind"] in _STYLES] for stage in stages]
+    if not any(logs):
         return
-    along = "seen_tokens" if all("seen_tokens" in entry for part in entries for entry in part) else "step"
+    along = "seen_tokens" if all("seen_tokens" in entry for log in logs for entry in log) else "step"
     score = stages[-1].metrics.get("main_metric")
     with drawing(path) as (axes,):
         offset = 0
-        for number, (stage, part) in enumerate(zip(stages, entries, strict=True), 1):
+        for number, (stage, log) in enumerate(zip(stages, logs, strict=True), 1):
             suffix = f", stage {number}" * (len(stages) > 1)
             # Where a run trains something else, only its held-out loss can be compared.
             other = any(entry["kind"] == "objective" for entry in stage.log)
-            for kind, style in {"train": {"alpha": 0.5}, "held_out": {"marker": "o", "markersize": 3}}.items():
-                own = [entry for entry in part if entry["kind"] == kind]
-                if not own or (other and kind == "train"):
-                    continue
-                label = {"train": "training", "held_out": "held-out"}[kind] + suffix
-                heights = [entry.get("loss", entry.get(f"eval_{score}")) for entry in own]
-                axes.plot([offset + entry[along] for entry in own], heights, label=label, **style)
-            offset += part[-1][along] if part else 0
-        axes.set_xlabel({"seen_tokens": "tokens", "step": "step"}[along])
-        axes.set_ylabel("loss (nats)" if "loss" in entries[-1][-1] else score)
+            for kind, (label, style) in _STYLES.items():
+                heights = {
+                    offset + entry[along]: entry.get("loss", entry.get(f"eval_{score}"))
+                    for entry in log
+                    if entry["kind"] == kind and entry.keys() & {"loss", f"eval_{score}"}
+                }
+                if heights and not (other and kind == "train"):
+                    axes.plot(*zip(*heights.items(), strict=True), label=label + suffix, **style)
+            offset += log[-1][along] if log else 0
+        axes.set_xlabel("tokens" if along == "seen_tokens" else "step")
+        axes.set_ylabel(score or "loss")
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -75,13 +75,13 @@ def test_an_error_keeps_the_earlier_conversion(source, tmp_path, capsys, monkeyp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "real", "source"]
 
 
-@pytest.mark.parametrize("module", [fairseq_luna, from_roberta, luna_to_fairseq])
-def test_a_second_conversion_is_refused_at_once(module, source, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(module, "load_tokenizer", lambda *_: pytest.fail("it has read the source"), raising=False)
-    monkeypatch.setattr(fairseq_luna, "make_model", lambda *_: pytest.fail("it has converted the checkpoint"))
-    script = roberta_to_luna if module is from_roberta else module
+@pytest.mark.parametrize("command", [fairseq_luna, roberta_to_luna, luna_to_fairseq])
+def test_a_second_conversion_is_refused_at_once(command, source, tmp_path, capsys, monkeypatch):
+    for module in (from_roberta, luna_to_fairseq, fairseq_luna):
+        name = "make_model" if module is fairseq_luna else "load_tokenizer"
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("it has read the source"))
     with writing(tmp_path / "out"):
-        assert script.main([str(source), str(tmp_path / "out")]) == 2
+        assert command.main([str(source), str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert str(tmp_path / "out") in message and str(os.getpid()) in message and message.count("\n") == 1
 

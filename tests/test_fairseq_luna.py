@@ -7,8 +7,7 @@ import time
 import fairseq_luna
 import pytest
 import torch
-from fairseq_format import arguments, names, reference
-from fairseq_format.checkpoint import open_checkpoint
+from fairseq_format import arguments, names
 from gpt2_files import gpt2_folder, roberta_dictionary
 from helpers import ROOT
 from huggingface_hub import ModelCard
@@ -31,25 +30,28 @@ from tiny_fairseq import (
 )
 from tiny_translation import write_checkpoint
 from transformers import (
-    AutoModel,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     RobertaTokenizer,
-    pipeline,
 )
 
-from luna_hf import LunaConfig, LunaForConditionalGeneration, LunaForMaskedLM, LunaModel
+from luna_hf import LunaConfig, LunaForConditionalGeneration, LunaForMaskedLM
 
 GENUINE = {"tied": torch.float32, "untied": torch.float16}
 
 
 def convert(source, target, *words):
-    """Run the converter, which also verifies every layer; it must succeed."""
+    """Run the converter; it must succeed."""
     assert fairseq_luna.main([str(source), str(target), *map(str, words)]) == 0
     return target
+
+
+def run(model, *inputs, **options):
+    with torch.no_grad():
+        return model(*inputs, **options)
 
 
 def near(ours, theirs, tolerance=1e-5):
@@ -64,16 +66,14 @@ def stored_types(folder):
 
 
 def test_the_tables_are_one_to_one():
-    named = [ours for ours in names.NAMES.values() if ours is not None]
-    assert len(set(named)) == len(named)
-    assert all(
-        names.is_norm(theirs) == ("norm" in ours.lower())
-        for theirs, ours in names.NAMES.items()
-        if ours and ours.endswith("weight")
-    )
+    named = {theirs: ours for theirs, ours in names.NAMES.items() if ours is not None}
+    assert len(set(named.values())) == len(named)
+    norms = [theirs for theirs, ours in named.items() if ours.endswith("weight") and "norm" in ours.lower()]
+    assert norms == list(filter(names.is_norm, named))
     for row in arguments.TABLE:
         for theirs in row.values or ():
             assert row.to_ours(row.to_theirs(row.to_ours(theirs))) == row.to_ours(theirs)
+    assert arguments.complete("masked_lm", {"arch": "luna_large_512"}).encoder_attention_heads == 16
 
 
 # ---- files of the authors' code ----
@@ -93,9 +93,8 @@ def test_every_state_equals_the_authors(genuine):
     model = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32)
     assert type(model) is LunaForMaskedLM and not model.training
     for case in ("case0", "case1", "case2"):
-        with torch.no_grad():
-            tokens = numbers[f"{case}.input.tokens"]
-            outputs = model(tokens, output_hidden_states=True, output_packed_hidden_states=True)
+        tokens = numbers[f"{case}.input.tokens"]
+        outputs = run(model, tokens, output_hidden_states=True, output_packed_hidden_states=True)
         for i in range(3):
             theirs = numbers[f"{case}.output.hidden.{i}.px"]
             assert near(outputs.hidden_states[i], numbers[f"{case}.output.hidden.{i}.x"])
@@ -103,38 +102,31 @@ def test_every_state_equals_the_authors(genuine):
         assert near(outputs.logits, numbers[f"{case}.output.logits"])
 
 
-def test_the_tokenizer_has_fairseq_s_ids(genuine):
+def test_the_folder_is_complete(genuine):
     name, source, folder = genuine
+    assert stored_types(folder) == {str(GENUINE[name]).removeprefix("torch.")}
+    assert json.loads((folder / "config.json").read_text())["auto_map"]
+    files = {path.name for path in folder.iterdir()}
+    assert {"modeling_luna.py", "configuration_luna.py", "tokenizer.json", "tokenizer_config.json"} <= files
+    assert len({path.stat().st_mode & 0o777 for path in folder.iterdir()}) == 1  # others may read the weights
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.pipeline_tag == "fill-mask"
+    assert f"python conversion/fairseq_luna.py luna.base.{name}.zip out" in card.text
+    assert str(folder.parent) not in card.text and not re.search(r"\$\{?\w", card.text)
+    assert ("dtype=torch.float32" in card.text) == (name == "untied")
     expected = json.loads((CHECKPOINTS / name / "config.json").read_text())["token_to_id"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == len(expected) and tokenizer.model_max_length == 40
     encoder = FairseqEncoder(Gpt2Bpe(source.with_suffix("")), list(expected)[4:])
-    for text in ("Hello world", " the and of\tto in a", "naïve café 12", "", "it's a test of the thing"):
+    for text in ("Hello world", " the and of\tto in a", "naïve café 12", ""):
         assert tokenizer(text)["input_ids"] == encoder.encode(text)
-
-
-def test_the_folder_is_complete(genuine):
-    name, _, folder = genuine
-    assert stored_types(folder) == {str(GENUINE[name]).removeprefix("torch.")}
-    assert AutoModel.from_pretrained(folder).dtype == GENUINE[name]
-    values = json.loads((folder / "config.json").read_text())
-    assert values["auto_map"]["AutoModelForMaskedLM"] == "modeling_luna.LunaForMaskedLM"
-    files = {path.name for path in folder.iterdir()}
-    assert {"modeling_luna.py", "configuration_luna.py", "tokenizer.json", "tokenizer_config.json"} <= files
-    assert len({path.stat().st_mode & 0o777 for path in folder.iterdir()}) == 1  # others may read the weights
-    made = ModelCard.load(folder / "README.md")
-    assert made.data.pipeline_tag == "fill-mask" and "luna" in made.data.tags
-    assert f"python conversion/fairseq_luna.py luna.base.{name}.zip out" in made.text
-    assert str(folder.parent) not in made.text and not re.search(r"\$\{?\w", made.text)
-    assert ("dtype=torch.float32" in made.text) == (name == "untied")
 
 
 def test_the_output_in_the_documentation(tmp_path, capsys):
     page = (ROOT / "docs" / "authors-checkpoints.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```\n(Read .*?)```", page, re.DOTALL)
     convert(CHECKPOINTS / "tied", tmp_path / "out", "--gpt2-bpe", gpt2_folder(tmp_path / "gpt2"))
-    without = [re.sub(r"difference \S+", "", text) for text in (capsys.readouterr().out, shown)]  # depends on the CPU
-    assert without[0].startswith(without[1].rstrip())
+    assert capsys.readouterr().out.startswith(shown)
 
 
 @pytest.mark.slow
@@ -153,9 +145,8 @@ def test_an_archive_of_the_published_size(tied, dtype, parameters, tmp_path, cap
     started = time.monotonic()
     convert(archive, tmp_path / "out")
     seconds = time.monotonic() - started
-    printed = capsys.readouterr().out
-    assert f"{parameters:,} parameters" in printed and "Equal to the original" in printed
-    assert seconds < 180, f"the conversion took {seconds:.0f} s, and the documentation says a minute"
+    assert f"{parameters:,} parameters" in capsys.readouterr().out
+    assert seconds < 180, f"the conversion took {seconds:.0f} s, and the documentation says seconds"
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
     assert model.dtype == dtype and model.num_parameters() == parameters
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -166,13 +157,11 @@ def test_an_archive_of_the_published_size(tied, dtype, parameters, tmp_path, cap
 
 # The four fixtures in every kind of file.
 LAYOUTS = {
-    "decoder": ("tied_dynamic", {"prefix": "decoder.sentence_encoder."}),
-    "no-prefix": ("tied_fixed", {"prefix": "sentence_encoder.", "file": "checkpoint_last.pt"}),
-    "bare-names": ("untied_dynamic", {"prefix": "", "file": "checkpoint_best.pt"}),
+    "decoder": ("tied_dynamic", {"encoder": "decoder"}),
     "arguments-as-dict": ("untied_fixed", {"form": "dict", "file": "checkpoint12.pt"}),
-    "newer-arguments": ("tied_dynamic", {"form": "cfg"}),
-    "before-zip": ("untied_dynamic", {"legacy": True}),
-    "half": ("untied_fixed", {"dtype": torch.float16, "form": "cfg", "prefix": "decoder.sentence_encoder."}),
+    "newer-arguments": ("tied_fixed", {"form": "cfg", "file": "checkpoint_last.pt"}),
+    "before-zip": ("untied_dynamic", {"legacy": True, "file": "checkpoint_best.pt"}),
+    "half": ("untied_fixed", {"dtype": torch.float16, "form": "cfg", "encoder": "decoder"}),
 }
 
 
@@ -184,8 +173,7 @@ def test_every_layout_gives_the_authors_logits(layout, tmp_path):
     assert model.config.tie_kv == name.startswith("tied") and model.config.dynamic_projection == ("dynamic" in name)
     fixture, tolerance = Fixture("luna_mlm", name), 2e-2 if "dtype" in options else 1e-5  # float16 rounds the weights
     for case in fixture.cases:
-        with torch.no_grad():
-            logits = model(fixture.input(case, "tokens").long()).logits
+        logits = run(model, fixture.input(case, "tokens").long()).logits
         assert near(logits, fixture.output(case, "logits"), tolerance)
 
 
@@ -196,8 +184,7 @@ def test_classification_heads_give_the_authors_outputs(name, head, tmp_path):
     fixture = Fixture("luna_mlm", name)
     assert model.config.classifier_pooling == POOLINGS[head] and model.config.classifier_dropout == 0.0
     for case in fixture.cases:
-        with torch.no_grad():
-            logits = model(fixture.input(case, "tokens").long()).logits
+        logits = run(model, fixture.input(case, "tokens").long()).logits
         assert near(logits, fixture.output(case, f"head.{head}"))
 
 
@@ -212,8 +199,7 @@ def test_translation_gives_the_authors_numbers(name, tmp_path):
     assert model.config.share_encoder_decoder_embeddings == model.config.tie_word_embeddings == shared
     for case in CASES:
         target = fixture.input(case, "prev_output_tokens")
-        with torch.no_grad():
-            logits = model(fixture.input(case, "src_tokens"), decoder_input_ids=target).logits
+        logits = run(model, fixture.input(case, "src_tokens"), decoder_input_ids=target).logits
         difference = (logits - fixture.output(case, "logits"))[target != PAD].abs().max()
         assert difference <= max(1e-5, 2 * fixture.float32_error(case))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -232,8 +218,7 @@ def test_translation_with_the_older_activation_and_offset_norms(tmp_path):
     changes = {name: tensor - 1 for name, tensor in fixture.weights().items() if names.is_norm(name)}
     _, source = write_checkpoint(tmp_path / "wmt", "learned_lnemb_fixed", changes, decoder_attention_heads=2)
     words = ("--override", "pack_activation=elu", "--override", "encoder_attention_heads=4")
-    folder = convert(source, tmp_path / "out", *words)
-    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    model = AutoModelForSeq2SeqLM.from_pretrained(convert(source, tmp_path / "out", *words))
     stored = model.luna.encoder.packed_embeddings.LayerNorm.weight
     expected = fixture.weights()["encoder.layernorm_porjected_embedding.weight"]
     torch.testing.assert_close(stored, expected, rtol=0, atol=1e-6)
@@ -245,23 +230,20 @@ def test_of_several_heads_one_is_chosen(tmp_path, capsys):
     for words in ([], ["--head", "nothing"]):
         assert fairseq_luna.main([str(source), str(tmp_path / "out"), *words]) == 2
         message = capsys.readouterr().err
-        assert all(name in message for name in (*POOLINGS, *words[1:])) and not (tmp_path / "out").exists()
-    assert type(AutoModel.from_pretrained(convert(source, tmp_path / "out", "--head", "lm_head"))) is LunaModel
+        assert all(name in message for name in POOLINGS) and not (tmp_path / "out").exists()
+    folder = convert(source, tmp_path / "out", "--head", "lm_head")
+    assert LunaConfig.from_pretrained(folder).architectures == ["LunaForMaskedLM"]
     unused = [name for name in Fixture("luna_mlm", "tied_dynamic").weights() if name.startswith("classification")]
     assert f"{len(unused)} unused ({', '.join(unused)})" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("labels", [("b", "a", "c"), (), ("too", "few")])
-def test_labels_keep_the_order_of_the_outputs(labels, tmp_path):
-    source = write_tiny(tmp_path / "source", heads={HEAD: 3}, labels=labels)
-    folder = convert(source, tmp_path / "out")
-    found = labels if len(labels) == 3 else ("LABEL_0", "LABEL_1", "LABEL_2")
-    assert LunaConfig.from_pretrained(folder).id2label == dict(enumerate(found))
-    assert pipeline("text-classification", model=str(folder))("the end")[0]["label"] in found
+@pytest.mark.parametrize(("labels", "words"), [(("b", "a", "c"), []), ((), []), (("x", "y", "z"), ["--labels"])])
+def test_labels_keep_the_order_of_the_outputs(labels, words, tmp_path):
+    source = write_tiny(tmp_path / "source", heads={HEAD: 3}, labels=() if words else labels)
     given = tmp_path / "given.txt"
-    given.write_text("x 1\ny 1\nz 1\n")
-    folder = convert(source, tmp_path / "other", "--labels", given)
-    assert LunaConfig.from_pretrained(folder).label2id == {"x": 0, "y": 1, "z": 2}
+    given.write_text("".join(f"{label} 1\n" for label in labels))
+    folder = convert(source, tmp_path / "out", *words, *[given] * len(words))
+    assert LunaConfig.from_pretrained(folder).id2label == dict(enumerate(labels or ("LABEL_0", "LABEL_1", "LABEL_2")))
 
 
 @pytest.mark.parametrize(
@@ -275,20 +257,19 @@ def test_labels_keep_the_order_of_the_outputs(labels, tmp_path):
     ],
 )
 def test_heads_with_one_output(task, kind, layout, tmp_path):
-    head, is_regression = "pooling_classification_head", "regression" in f"{task} {kind}"
+    """Multiple choice gives every choice the number that regression gives it."""
     changes = {"task": task, "criterion": "", "regression_target": task == "regression_target"}
-    source = write_tiny(tmp_path / "source", heads={head: 1}, changes=changes)
+    source = write_tiny(tmp_path / "source", heads={"pooling_classification_head": 1}, changes=changes)
     folder = convert(source, tmp_path / "out", *(["--head-type", kind] if kind else []))
     assert layout in (folder / "README.md").read_text()
     values = LunaConfig.from_pretrained(folder)
+    is_regression = "regression" in f"{task} {kind}"
     assert (values.problem_type, values.num_labels) == (("regression", 1) if is_regression else (None, 2))
-    if is_regression:
-        return
-    model = AutoModelForMultipleChoice.from_pretrained(folder)
-    choices = torch.randint(4, 50, (2, 3, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), open_checkpoint(source) as original:
-        rows = [reference.run(original, row, head)[f"head.{head}"] for row in choices.flatten(0, 1)]
-        assert near(model(choices).logits, torch.cat(rows).view(2, 3))
+    if not is_regression:
+        regression = convert(source, tmp_path / "regression", "--head-type", "regression")
+        rows = torch.randint(4, 50, (2, 3, 9), generator=torch.Generator().manual_seed(0))
+        scores = run(AutoModelForSequenceClassification.from_pretrained(regression), rows.flatten(0, 1)).logits
+        assert near(run(AutoModelForMultipleChoice.from_pretrained(folder), rows).logits, scores.view(2, 3))
 
 
 @pytest.mark.parametrize("stored", ["twice", "once", "declared-untied", "different"])
@@ -305,23 +286,7 @@ def test_the_output_layer_is_tied_or_not(stored, tmp_path):
     assert torch.equal(model.lm_head.decoder.weight, expected)
 
 
-def test_an_encoder_without_heads_becomes_the_base_model(tmp_path):
-    weights, values = tiny_state()
-    weights = {name: tensor for name, tensor in weights.items() if "lm_head" not in name}
-    folder = convert(write_fairseq(tmp_path / "source", weights, values, prefix=""), tmp_path / "out")
-    assert LunaConfig.from_pretrained(folder).architectures == ["LunaModel"]
-
-
 # ---- arguments, LayerNorm, types ----
-
-
-@pytest.mark.parametrize("activation", arguments.ACTIVATIONS)
-def test_activations(activation, tmp_path):
-    """The converter compares its result with the formula of each."""
-    changes = {"activation_fn": activation, "pooler_activation_fn": "relu"}
-    source = write_tiny(tmp_path / "source", heads={"cls_classification_head": 2}, changes=changes)
-    values = LunaConfig.from_pretrained(convert(source, tmp_path / "out"))
-    assert (values.hidden_act, values.classifier_activation) == (arguments.ACTIVATIONS[activation], "relu")
 
 
 @pytest.mark.parametrize("form", ["none", "bare"])
@@ -335,13 +300,6 @@ def test_missing_arguments_have_the_authors_defaults(form, tmp_path, capsys):
     assert values.num_attention_heads == 2 and values.hidden_act == "relu"
 
 
-def test_a_large_model_has_sixteen_heads_by_default(tmp_path):
-    weights, values = tiny_state(hidden_size=32)
-    values = {**values, "arch": "luna_large_512", "encoder_attention_heads": None}
-    folder = convert(write_fairseq(tmp_path / "source", weights, values), tmp_path / "out")
-    assert LunaConfig.from_pretrained(folder).num_attention_heads == 16
-
-
 @pytest.mark.parametrize("given", [(), ("--layer-norm", "offset")])
 def test_norms_stored_less_one(given, tmp_path, capsys):
     weights, values = tiny_state(heads={"attention_classification_head": 2})
@@ -353,13 +311,12 @@ def test_norms_stored_less_one(given, tmp_path, capsys):
         torch.testing.assert_close(load_file(offset / "model.safetensors")[name], tensor, rtol=0, atol=1e-6)
 
 
-def test_norms_stored_less_one_in_half_precision(tmp_path, capsys):
+def test_norms_stored_less_one_in_half_precision(tmp_path):
     """`w` has more digits than `1 + w` in that type: the result is rounded, unless float32 is requested."""
     weights, values = tiny_state()
     weights = {name: tensor.half() for name, tensor in names.shift_norms(weights, -1).items()}
     source = write_fairseq(tmp_path / "source", weights, values)
     assert stored_types(convert(source, tmp_path / "half")) == {"float16"}
-    assert re.search(r"\([1-9]\d* tensors rounded to float16\)", capsys.readouterr().out)
     model = LunaForMaskedLM.from_pretrained(convert(source, tmp_path / "wide", "--dtype", "float32"))
     stored = weights[f"{ENCODER}proj_emb_layer_norm.weight"]
     assert torch.equal(model.luna.packed_embeddings.LayerNorm.weight, stored.float() + 1)
@@ -375,12 +332,6 @@ def test_ambiguous_norms_need_an_option(tmp_path, capsys):
     assert torch.equal(model.lm_head.layer_norm.weight, halved["encoder.lm_head.layer_norm.weight"])
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("untied", "float32"), ("tied", "bfloat16")])
-def test_another_type_on_request(name, dtype, tmp_path):
-    folder = convert(genuine_folder(tmp_path / "source", name), tmp_path / "out", "--dtype", dtype)
-    assert stored_types(folder) == {dtype}
-
-
 # ---- where files are ----
 
 
@@ -390,8 +341,7 @@ def test_the_model_file_among_several(tmp_path, capsys):
     assert fairseq_luna.main([str(source), str(tmp_path / "out")]) == 2
     assert "checkpoint1.pt, checkpoint2.pt" in capsys.readouterr().err
     folders = [convert(source, tmp_path / "a", "--checkpoint", "checkpoint1.pt")]
-    (source / "checkpoint2.pt").rename(source / "two.pth")  # by its content, whatever the name
-    folders.append(convert(source / "two.pth", tmp_path / "b"))
+    folders.append(convert(source / "checkpoint2.pt", tmp_path / "b"))
     write_tiny(source, file="checkpoint_best.pt", seed=3)
     folders.append(convert(source, tmp_path / "c"))
     for seed, folder in enumerate(folders, start=1):
@@ -405,21 +355,26 @@ def test_other_archives(kind, tmp_path):
     assert type(AutoModelForMaskedLM.from_pretrained(convert(source, tmp_path / "out"))) is LunaForMaskedLM
 
 
-@pytest.mark.parametrize("place", ["input0", "file", "folder"])
-def test_dictionary_and_bpe_in_other_places(place, tmp_path):
-    source, elsewhere = write_tiny(tmp_path / "source"), tmp_path / "elsewhere"
-    target = {
-        "input0": source / "input0/dict.txt",
-        "file": elsewhere / "symbols.txt",
-        "folder": elsewhere / "input0/dict.txt",
-    }[place]
-    target.parent.mkdir(parents=True)
-    (source / "dict.txt").rename(target)
-    words = {"input0": (), "file": ("--dict", target), "folder": ("--dict", elsewhere)}[place]
-    if place == "file":
-        for old, new in (("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")):
-            (source / old).rename(elsewhere / new)
-        words += ("--gpt2-bpe", elsewhere)
-    folder = convert(source, tmp_path / "out", *words)
-    assert len(AutoTokenizer.from_pretrained(folder)) == 60
-    assert place != "file" or "--dict symbols.txt --gpt2-bpe elsewhere" in (folder / "README.md").read_text()
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("source/input0/dict.txt", ()),
+        ("symbols.txt", ("--dict", "symbols.txt")),
+        ("data/input0/dict.txt", ("--dict", "data")),
+    ],
+)
+def test_a_dictionary_in_another_place(place, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = write_tiny(tmp_path / "source")
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (source / "dict.txt").rename(place)
+    assert len(AutoTokenizer.from_pretrained(convert(source, tmp_path / "out", *words))) == 60
+
+
+def test_a_bpe_in_another_place(tmp_path):
+    source, bpe = write_tiny(tmp_path / "source"), tmp_path / "bpe"
+    bpe.mkdir()
+    for old, new in (("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")):
+        (source / old).rename(bpe / new)
+    folder = convert(source, tmp_path / "out", "--gpt2-bpe", bpe)
+    assert "--gpt2-bpe bpe" in (folder / "README.md").read_text()

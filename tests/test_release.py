@@ -59,21 +59,19 @@ def test_the_command_describes_this_installation():
 
 
 def test_it_reports_a_gpu_and_what_is_missing(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "device", lambda number: memoryview(b""))  # any context
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Some GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: type("P", (), {"total_memory": 80 * 2**30}))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    answers = {
+        **{"is_available": True, "device_count": 1, "get_device_name": "Some GPU", "is_bf16_supported": False},
+        **{"device": memoryview(b""), "get_device_properties": type("P", (), {"total_memory": 80 * 2**30})},
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(command.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(command, "is_flash_attn_2_available", lambda: True)
-    monkeypatch.setattr(command, "installed", lambda package: "not installed")
     facts = command.facts()
     assert facts["GPU 0"] == "Some GPU, 80 GiB" and "no instructions" in facts["GPU 0 bf16"]
     assert facts["CPU bf16"] == "yes (AMX)" and "flash_attention_2" in facts["attention backends"]
-    assert facts["flash-attn"] == "not installed"
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert "no instructions" in command.cpu_bf16()
 
@@ -158,12 +156,6 @@ def test_what_the_packages_contain(packages):
     assert {name for name in names if not name.startswith(info)} == modules | data | {"luna_hf/py.typed"}
     assert f"{info}/licenses/LICENSE" in names
     assert metadata["Version"] == luna_hf.__version__ and metadata["License-Expression"] == "Apache-2.0"
-    classifiers = metadata.get_all("Classifier")
-    assert "Typing :: Typed" in classifiers
-    assert not any(word.startswith("License") for word in classifiers)  # the licence is an SPDX expression
-    lowest = int(metadata["Requires-Python"].removeprefix(">=3."))
-    tested = [int(word.rpartition(".")[2]) for word in classifiers if re.search(r"Python :: 3\.\d", word)]
-    assert tested and min(tested) >= lowest
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ authors' own.
 """
 
 import argparse
+import re
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from fairseq_format.config import POOLINGS as PACKED
+from fairseq_format.config import head_of
 from fairseq_format.names import HEADS
 from gpt2_files import small_gpt2_folder
 from helpers import randomise
@@ -51,7 +53,7 @@ def tiny_state(
         parts.append(LunaForSequenceClassification(LunaConfig(**{**SIZES, **fields, **own})))
     for part in parts:
         randomise(part)
-    states = [to_state(part, head) for part, head in zip(parts, [None, *(heads or {})], strict=True)]
+    states = [to_state(part, head_of(part, head)) for part, head in zip(parts, [None, *(heads or {})], strict=True)]
     weights = {n: t.detach() for state in states[1:] for n, t in state["model"].items() if n.startswith(HEADS)}
     return {**states[0]["model"], **weights}, vars(states[0]["args"])
 
@@ -69,19 +71,19 @@ def make_state(
     arguments: Mapping[str, Any],
     *,
     form: str = "namespace",
-    prefix: str = ENCODER,
+    encoder: str = "encoder",
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """The content of a checkpoint file.
 
     The arguments are stored as `form`: `"namespace"` or `"dict"` (under `args`), `"cfg"` (in sections, like newer
-    files), `"none"` (not at all), or `"bare"` (the file holds only the tensors). Names of the encoder have a `prefix`.
+    files), `"none"` (not at all), or `"bare"` (the file holds only the tensors). Names of the encoder begin with
+    `encoder`, or with `decoder` as in older files.
     """
-    places = {ENCODER: prefix, "encoder.": prefix.removesuffix("sentence_encoder.")}
-    model = {}
-    for name, value in weights.items():
-        old = next((old for old in places if name.startswith(old)), "")
-        model[places.get(old, "") + name.removeprefix(old)] = value.to(dtype or value.dtype, copy=True)
+    model = {
+        re.sub(r"^encoder\.", f"{encoder}.", name): value.to(dtype or value.dtype, copy=True)
+        for name, value in weights.items()
+    }
     if form == "bare":
         return model
     history = [{"criterion_name": "MaskedLmLoss", "optimizer_name": "FairseqAdam", "num_updates": 4}]

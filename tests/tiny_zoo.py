@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import convert
 import finetune_csqa
 import finetune_embeddings
 import pretrain_clm
@@ -10,6 +11,7 @@ import tiny_finetuning
 import yaml
 from catalogue import Zoo
 from ship import ship
+from test_converting import SELECTED, words_for
 from tiny_training import CAUSAL, arguments, run, start, write_corpus
 
 BASE = "checkpoints/tiny-luna"
@@ -21,6 +23,7 @@ ENTRIES = {
     "tiny-sst2": {"base": "tiny-luna", "twin": "tiny-roberta", "task": "sst2", "datasets": ["stanfordnlp/sst2"]},
     "tiny-csqa": {"base": "tiny-luna", "task": "csqa", "datasets": ["tau/commonsense_qa"]},
     "tiny-stsb": {"base": "tiny-luna", "task": "stsb"},
+    "tiny-converted": {"base": "tiny-roberta"},
 }
 CATALOGUE = {
     "defaults": {"language": "en", "license": "cc-by-sa-4.0"},
@@ -62,6 +65,12 @@ def make_zoo(root: Path) -> Zoo:
     roberta = {"model__model_type": "roberta", "model__max_position_embeddings": 66}
     run(runs / "roberta", data="texts", tokenizer=BASE, train_tokenizer=False, **roberta, **heads)
     ship(zoo, "tiny-roberta", [runs / "roberta"])
+    (root / "passages").mkdir()
+    words = words_for(
+        root / "passages", "checkpoints/tiny-roberta", SELECTED, {"hidden": 1.0, "mlm": 1.0, "pooled": 1.0}
+    )
+    assert convert.main([*words, "--output_dir", str(runs / "converted")]) == 0
+    ship(zoo, "tiny-converted", [runs / "converted"])
     causal = arguments(CAUSAL[0], runs / "clm", data="texts", prompts="['the token']", sample_tokens=2, **heads)
     assert start(pretrain_clm, causal) == 0
     ship(zoo, "tiny-clm", [runs / "clm"])

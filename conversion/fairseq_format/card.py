@@ -56,11 +56,10 @@ def make_card(
     inputs += [_INPUTS[key] for key in (original.options.task, head.kind) if key in _INPUTS][:1]
     if head.kind == "classification" and not head.labels:
         inputs.append("The classes have no names; their order is that of the training run's `label/dict.txt`.")
-    if is_half(model):
+    if model.dtype in (torch.float16, torch.bfloat16):
         dtype = str(model.dtype).removeprefix("torch.")
         inputs.append(f"The weights are {dtype}, for inference: load them with `dtype=torch.float32` to train them.")
-    template = Path(__file__).with_name("model.md").read_text(encoding="utf-8")
-    return Template(template).substitute(
+    return Template(Path(__file__).with_name("model.md").read_text(encoding="utf-8")).substitute(
         metadata=metadata.to_yaml(),
         model_name=name,
         title=f"{title} of the type `luna` with {model.num_parameters():,} parameters",
@@ -70,8 +69,3 @@ def make_card(
         command=command,
         facts="\n".join(f"- {fact}" for fact in facts),
     )
-
-
-def is_half(model: PreTrainedModel) -> bool:
-    """Whether the weights have 16 bits, too few for an optimizer."""
-    return model.dtype in (torch.float16, torch.bfloat16)

@@ -6,20 +6,17 @@ anything else is refused by name.
 
 import argparse
 import ast
-import errno
-import lzma
 import pickle
 import re
 import tarfile
 import tempfile
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,15 +95,15 @@ def open_checkpoint(
     """
     if not source.exists():
         raise UserError(f"{source} does not exist. SOURCE is an archive, a folder or a checkpoint file.")
+    overrides = dict(map(_override, override))
     with tempfile.TemporaryDirectory(prefix="luna-") as unpacked:
-        try:
-            original = _read(*_locate(source, Path(unpacked), checkpoint), layer_norm, dict(map(_override, override)))
-        except OSError as error:
-            raise UserError(
-                f"{error.filename or source} cannot be read or unpacked ({error.strerror or error}). If the disk of "
-                f"{tempfile.gettempdir()} is full, set TMPDIR to another folder."
-            ) from error
-        yield original
+        if source.suffix in (".pt", ".pth"):
+            folder, model, name = source.parent, source, source.name
+        else:
+            folder = source if source.is_dir() else _unpack(source, Path(unpacked))
+            model = _choose(folder, checkpoint, source)
+            name = f"{source.resolve().name}/{model.relative_to(folder).as_posix()}"
+        yield _read(model, folder, name, layer_norm, overrides)
 
 
 def _override(text: str) -> tuple[str, Any]:
@@ -119,15 +116,15 @@ def _override(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _read(folder: Path, model: str, name: str, layer_norm: str | None, overrides: Mapping[str, Any]) -> Original:
-    """The checkpoint in the file `model` of a folder, reported as `name`."""
-    state = _load(folder / model, name)
+def _read(model: Path, folder: Path, name: str, layer_norm: str | None, overrides: Mapping[str, Any]) -> Original:
+    """The checkpoint in a file, with the dictionaries beside it and in `folder`; reported as `name`."""
+    state = _load(model, name)
     weights = full_names(_tensors(state, name), name)
     options, offset = complete(kind_of(weights), _arguments(state), overrides), _norm_offset(weights, layer_norm)
-    places = [(folder / model).parent, folder]
 
     def beside(*files: str) -> Path | None:
-        return next((place / file for place in places for file in files if (place / file).is_file()), None)
+        paths = [place / file for place in (model.parent, folder) for file in files]
+        return next(filter(Path.is_file, paths), None)
 
     bpe = beside(*BPE_NAMES)
     languages = [getattr(options, f"{side}_lang", "") for side in ("source", "target")]
@@ -148,35 +145,31 @@ def _read(folder: Path, model: str, name: str, layer_norm: str | None, overrides
 # ---- finding the file ----
 
 
-def _locate(source: Path, unpacked: Path, checkpoint: str | None) -> tuple[Path, str, str]:
-    """Folder and name of the model file, and the name to report; archives are unpacked to `unpacked`."""
-    if source.is_file() and _is_checkpoint(source):
-        if checkpoint not in (None, source.name):
-            raise UserError(f"--checkpoint {checkpoint} does not apply to the file {source.name}. Leave it out.")
-        return source.parent, source.name, source.name
-    if source.is_file():
-        _unpack(source, unpacked)
-    folder = source if source.is_dir() else unpacked
-    paths = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file()]
-    model = _choose(sorted(path.relative_to(folder).as_posix() for path in paths), checkpoint, source)
-    return folder, model, f"{source.resolve().name}/{model}"
-
-
-def _choose(names: list[str], checkpoint: str | None, source: Path) -> str:
-    """The model file among the files of an archive or folder."""
-    models = [name for name in names if name.endswith(".pt") and "/._" not in f"/{name}"]  # of macOS
-    if not models:
-        hint = " It is a transformers checkpoint." if any(name.endswith("config.json") for name in names) else ""
-        raise UserError(f"{source} holds no checkpoint ({', '.join(MODEL_NAMES)} or another .pt file).{hint}")
-    if checkpoint is not None:
-        found = [name for name in models if checkpoint in (name, PurePosixPath(name).name)]
-    else:
-        by_name = ([name for name in models if PurePosixPath(name).name == known] for known in MODEL_NAMES)
-        found = next((names for names in by_name if names), models)
+def _choose(folder: Path, checkpoint: str | None, source: Path) -> Path:
+    """The model file of a folder, or of a folder in it."""
+    models = sorted(path for pattern in ("*.pt", "*/*.pt") for path in folder.glob(pattern) if path.name[:2] != "._")
+    wanted = (checkpoint,) if checkpoint else MODEL_NAMES
+    by_name = ([path for path in models if path.as_posix().endswith(f"/{name}")] for name in wanted)
+    found = next(filter(None, by_name), [] if checkpoint else models)
     if len(found) == 1:
         return found[0]
-    what = f"no checkpoint {checkpoint}" if checkpoint and not found else "several checkpoints"
-    raise UserError(f"{source} holds {what}: {', '.join(found or models)}. Choose one with --checkpoint NAME.")
+    names = ", ".join(path.relative_to(folder).as_posix() for path in found or models) or "no .pt file"
+    missing = checkpoint or " or ".join(MODEL_NAMES)
+    raise UserError(f"{source} must hold {missing}, but has {names}. Choose one with --checkpoint NAME.")
+
+
+@contextmanager
+def _reporting_damage(name: str | Path) -> Iterator[None]:
+    """Turn whatever the readers of archives and pickles raise, which depends on where a file is damaged."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{name} cannot be read or unpacked ({reason(error)}). If it is damaged, truncated or a web page, download "
+            f"it again, in a browser. If the disk of {tempfile.gettempdir()} is full, set TMPDIR to another folder."
+        ) from error
 
 
 def _is_zip(path: Path) -> bool:
@@ -185,42 +178,18 @@ def _is_zip(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a file is itself a checkpoint (newer ones are zip files too), not an archive that contains one."""
-    if path.suffix == ".pt" or not _is_zip(path):
-        return path.suffix == ".pt"
-    with _reporting_damage(path), zipfile.ZipFile(path) as archive:
-        return any(PurePosixPath(name).name == "data.pkl" for name in archive.namelist())
-
-
-@contextmanager
-def _reporting_damage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, NotImplementedError) as error:  # a password, or a compression that Python lacks
-        raise UserError(f"{path} cannot be unpacked ({error}). Unpack it yourself and name the folder.") from error
-    except (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError, KeyError, lzma.LZMAError, zlib.error) as error:
-        if getattr(error, "errno", None) not in (None, errno.EINVAL):  # the disk's fault, not the archive's
-            raise
-        raise UserError(f"{path} is damaged or truncated ({error}). Download or copy it again.") from error
-
-
-def _unpack(source: Path, folder: Path) -> None:
-    """Unpack an archive. Neither kind can write outside the folder."""
+def _unpack(source: Path, folder: Path) -> Path:
+    """Unpack an archive, and return the folder. Neither kind can write outside it."""
     with _reporting_damage(source):
         if _is_zip(source):
             with zipfile.ZipFile(source) as archive:
-                return archive.extractall(folder)
-        if tarfile.is_tarfile(source):
+                archive.extractall(folder)
+        else:
             with tarfile.open(source) as archive:
                 archive.extractall(folder, filter="data")
                 while archive.fileobj.read(1 << 20):  # a compressed stream ends with its checksum
                     pass
-                return None
-    with open(source, "rb") as file:
-        is_page = file.read(64).lstrip().lower().startswith((b"<!doctype", b"<html"))
-    hint = " It is a web page: the site asked for a confirmation. Download it in a browser." if is_page else ""
-    raise UserError(f"{source} is not a readable archive or checkpoint; it may be truncated.{hint}")
+    return folder
 
 
 # ---- reading it ----
@@ -228,28 +197,24 @@ def _unpack(source: Path, folder: Path) -> None:
 
 def _load(path: Path, name: str) -> dict[str, Any]:
     """The unpickled file, restricted to tensors, plain values and `argparse.Namespace`."""
-    is_zip = _is_zip(path)
-    if is_zip:  # PyTorch ignores the checksums
-        with _reporting_damage(Path(name)), zipfile.ZipFile(path) as archive:
-            if (record := archive.testzip()) is not None:
-                raise UserError(f"{name} is damaged: the checksum of {record} is wrong. Download or copy it again.")
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about the pickle's protocol
-            # Newer files are mapped, so that an optimizer's state takes no memory.
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except OSError:
-        raise
-    except Exception as error:  # depends on where a file is truncated
-        if isinstance(error, pickle.UnpicklingError) and (match := re.search(r"GLOBAL (\S+)", str(error))):
-            raise UserError(
-                f"{name} was not loaded because its pickle would run `{match[1]}`, which could be any code. If you "
-                "trust the file, load it where it was made, and save only `model` and, as plain values, `args`."
-            ) from error
-        raise UserError(
-            f"{name} is damaged, truncated, or cannot be read safely ({reason(error)}). Download or copy it again, or, "
-            "if you trust it, load it where it was made and save it again with torch.save."
-        ) from error
+    with _reporting_damage(name), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about the pickle's protocol
+        is_zip = _is_zip(path)
+        if is_zip:  # PyTorch ignores the checksums
+            with zipfile.ZipFile(path) as archive:
+                if (record := archive.testzip()) is not None:
+                    raise zipfile.BadZipFile(f"the checksum of {record} is wrong")
+        try:
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                # Newer files are mapped, so that an optimizer's state takes no memory.
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        except pickle.UnpicklingError as error:
+            if match := re.search(r"GLOBAL (\S+)", str(error)):
+                raise UserError(
+                    f"{name} was not loaded because its pickle would run `{match[1]}`, which could be any code. If you "
+                    "trust the file, load it where it was made, and save only `model` and, as plain values, `args`."
+                ) from error
+            raise
     if not isinstance(state, dict):
         raise UserError(f"{name} holds a {type(state).__name__}, not a fairseq checkpoint.")
     return state
@@ -261,8 +226,7 @@ def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Tensor]:
     if not isinstance(model, dict) or not any(isinstance(value, Tensor) for value in model.values()):
         raise UserError(f"{name} holds no tensors under `model`, so it is not a fairseq checkpoint.")
     for key, value in model.items():
-        is_weight = isinstance(value, Tensor) and value.dtype in DTYPES and value.layout == torch.strided
-        if not (isinstance(key, str) and is_weight):
+        if not isinstance(value, Tensor) or value.dtype not in DTYPES or value.layout != torch.strided:
             raise UserError(f"{name} holds `{key}` under `model`, which is not a dense floating-point tensor.")
     check_finite(model, name)
     return model
@@ -280,24 +244,18 @@ def check_finite(weights: Mapping[str, Tensor], name: str) -> None:
 
 
 def full_names(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The tensors; in a masked language model, `encoder.` is added where it is missing, and replaces `decoder.`.
+    """The tensors by today's names: older masked language models call their encoder `decoder`.
 
     Raises:
         UserError: They are not those of a Luna.
     """
     if kind_of(weights) == TRANSLATION:
         return dict(weights)
-    # Prefix of the sentence encoder in the file -> the part of it that becomes `encoder.`.
-    places = {SENTENCE_ENCODER: "encoder.", "decoder.sentence_encoder.": "decoder.", "sentence_encoder.": "", "": ""}
-    prefix = next((place for place in places if f"{place}projected_embeddings" in weights), None)
-    if prefix is None:
-        raise UserError(f"{name} is not a Luna: it has no packed sequence (`projected_embeddings`).")
-    named = {}
-    for key, value in weights.items():
-        start = SENTENCE_ENCODER if prefix == "" and not key.startswith("lm_head.") else "encoder."
-        named[key if key.startswith(HEADS) else start + key.removeprefix(places[prefix])] = value
+    named = {re.sub(r"^decoder\.", "encoder.", key): tensor for key, tensor in weights.items()}
+    if f"{SENTENCE_ENCODER}projected_embeddings" not in named:
+        raise UserError(f"{name} is not a Luna: it has no packed sequence (`{SENTENCE_ENCODER}projected_embeddings`).")
     if len(named) < len(weights):
-        raise UserError(f"{name} holds tensors twice, with and without a prefix.")
+        raise UserError(f"{name} holds tensors of both an `encoder` and a `decoder`.")
     return named
 
 
@@ -307,22 +265,19 @@ def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
     def plain(values: Any) -> dict[str, Any]:
         return vars(values) if isinstance(values, argparse.Namespace) else dict(values or {})
 
-    try:
-        sections, arguments = plain(state.get("cfg")), plain(state.get("args"))
-        for section, choice in () if arguments else (("task", "task"), ("criterion", "criterion"), ("model", "arch")):
-            values = plain(sections.get(section))
-            arguments |= {choice: values.get("_name"), **values}
+    if arguments := plain(state.get("args")):
         return arguments
-    except (TypeError, ValueError) as error:
-        raise UserError(f"The arguments of the checkpoint are not a dictionary ({error}).") from error
+    sections = plain(state.get("cfg"))
+    for section, choice in (("task", "task"), ("criterion", "criterion"), ("model", "arch")):
+        values = plain(sections.get(section))
+        arguments |= {choice: values.get("_name"), **values}
+    return arguments
 
 
 def _norm_offset(weights: Mapping[str, Tensor], layer_norm: str | None) -> float:
     """What to add to the weights of the norms."""
     means = [tensor.double().mean() for name, tensor in weights.items() if is_norm(name)]
-    if not means:
-        raise UserError("The checkpoint has no LayerNorm, so it is not a Luna.")
-    median = torch.stack(means).median().item()
+    median = torch.stack(means).median().item() if means else 1.0
     if layer_norm is None and abs(median - 0.5) <= 0.1:
         raise UserError(
             f"The LayerNorm weights have a median mean of {median:.2f}, which suits neither weights nor weights less "

@@ -5,6 +5,7 @@ What names and shapes of the tensors show is taken from them, the rest from the 
 
 import re
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from luna_hf.scripting import UserError
 from .arguments import TRANSLATION, to_arguments, to_fields
 from .checkpoint import Original
 from .names import HEADS, LM_HEAD
-from .reference import EPSILON, PADDING_ID, Stored
 
-BOS, PAD, EOS, UNK = 0, PADDING_ID, 2, 3  # in every fairseq dictionary
+BOS, PAD, EOS, UNK = 0, 1, 2, 3  # in every fairseq dictionary; positions count from the row after padding's
+EPSILON = 1e-5  # of every LayerNorm of the authors
 SPECIALS, MASK = ["<s>", "<pad>", "</s>", "<unk>"], "<mask>"
 # The name of a classification head decides what it reads; any other name means `cls`.
 POOLINGS = {"pooling_classification_head": "packed_max", "attention_classification_head": "packed_attention"}
@@ -56,16 +57,22 @@ MODELS: dict[str, type[PreTrainedModel]] = {
     "ranking": LunaForMultipleChoice,
     "translation": LunaForConditionalGeneration,
 }
+# What those without a classification head have on their encoder, see `Head`.
+PARTS = {"masked_lm": "lm_head", "encoder": None, "translation": "translation"}
 HEAD_TYPES = ("classification", "regression", "ranking")
 # The number of answers to a question, which fairseq's ranking task needs and the weights do not show: RACE's.
 CHOICES = 4
 # Arguments that a task needs and the model does not decide, with the authors' values.
 _EVERY_TASK = {"data": ".", "dataset_impl": None, "seed": 1, "shorten_method": "none", "shorten_data_split_list": ""}
-_MASKED_LM = {
-    **{"sample_break_mode": "complete", "mask_prob": 0.15, "leave_unmasked_prob": 0.1, "random_token_prob": 0.1},
-    **{"freq_weighted_replacement": False, "mask_whole_words": False},
-}
 _SENTENCES = {"init_token": BOS, "separator_token": EOS, "no_shuffle": False, "load_checkpoint_heads": True}
+_TASKS = {
+    "masked_lm": {
+        **{"sample_break_mode": "complete", "mask_prob": 0.15, "leave_unmasked_prob": 0.1, "random_token_prob": 0.1},
+        **{"freq_weighted_replacement": False, "mask_whole_words": False},
+    },
+    "sentence_prediction": {**_SENTENCES, "add_prev_output_tokens": False},
+    "sentence_ranking": {**_SENTENCES, "num_classes": CHOICES, "max_option_length": None},
+}
 _EVERY_MODEL = {
     **{"encoder_layerdrop": 0, "encoder_layers_to_keep": None},
     **{"quant_noise_pq": 0, "quant_noise_pq_block_size": 8, "quant_noise_scalar": 0},
@@ -114,7 +121,7 @@ def make_config(original: Original, head: Head) -> LunaConfig:
         **to_fields(options, original.kind),
         "vocab_size": len(words),
         "hidden_size": words.shape[1],
-        "num_hidden_layers": Stored(original, prefix).layers(),
+        "num_hidden_layers": _layers(original, prefix),
         "intermediate_size": len(matrix(original, f"{prefix}layers.0.fc1.weight")),
         "projection_length": len(matrix(original, f"{prefix}projected_embeddings")),
         "max_position_embeddings": _positions(original),
@@ -129,6 +136,11 @@ def make_config(original: Original, head: Head) -> LunaConfig:
     if head.kind in HEAD_TYPES and head.part not in (DEFAULT_HEAD, *POOLINGS):
         config.fairseq_head = head.part  # for the way back
     return config
+
+
+def _layers(original: Original, prefix: str) -> int:
+    """Number of layers of an encoder or decoder."""
+    return next(i for i in count() if f"{prefix}layers.{i}.fc1.weight" not in original.weights)
 
 
 def _positions(original: Original) -> int:
@@ -149,8 +161,9 @@ def _positions(original: Original) -> int:
 
 def _of_head(original: Original, head: Head) -> dict[str, Any]:
     """Fields of the output layer, and of a classification head."""
-    weights, output = original.weights, original.weights.get(f"{LM_HEAD}weight")
-    words = weights[f"{original.encoder}embed_tokens.weight"]
+    output, words = (
+        original.weights.get(name) for name in (f"{LM_HEAD}weight", f"{original.encoder}embed_tokens.weight")
+    )
     is_tied = output is None or (torch.equal(output, words) and not original.options.untie_weights_luna)
     fields: dict[str, Any] = {"tie_word_embeddings": is_tied}
     if head.kind not in HEAD_TYPES:
@@ -158,14 +171,13 @@ def _of_head(original: Original, head: Head) -> dict[str, Any]:
     fields["classifier_pooling"] = POOLINGS.get(head.part, "cls")
     fields["classifier_hidden_size"] = len(matrix(original, f"{HEADS}{head.part}.dense.weight"))
     if head.kind == "regression":
-        fields |= {"num_labels": 1, "problem_type": "regression"}
-    elif head.kind == "classification":
-        labels = head.labels or [
-            f"LABEL_{index}" for index in range(len(matrix(original, f"{HEADS}{head.part}.out_proj.weight")))
-        ]
-        fields |= {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
-        fields["problem_type"] = "single_label_classification"
-    return fields
+        return {**fields, "num_labels": 1, "problem_type": "regression"}
+    if head.kind == "ranking":
+        return fields
+    outputs = len(matrix(original, f"{HEADS}{head.part}.out_proj.weight"))
+    id2label = dict(enumerate(head.labels or [f"LABEL_{index}" for index in range(outputs)]))
+    label2id = {name: index for index, name in id2label.items()}
+    return {**fields, "id2label": id2label, "label2id": label2id, "problem_type": "single_label_classification"}
 
 
 def _of_translation(original: Original) -> dict[str, Any]:
@@ -173,9 +185,6 @@ def _of_translation(original: Original) -> dict[str, Any]:
     weights, options = original.weights, original.options
     if options.no_token_positional_embeddings:
         raise UserError("`no_token_positional_embeddings` is true, but our models need positions.")
-    tables = [weights.get(f"{part}.embed_positions.weight") for part in ("encoder", "decoder")]
-    if options.encoder_learned_pos and len({table is None or len(table) for table in tables}) > 1:
-        raise UserError("Source and target have different numbers of learned positions, which our models cannot have.")
     source, target = (matrix(original, f"{part}.embed_tokens.weight") for part in ("encoder", "decoder"))
     output = weights.get("decoder.output_projection.weight")
     return {
@@ -183,7 +192,7 @@ def _of_translation(original: Original) -> dict[str, Any]:
         "decoder_vocab_size": len(target),
         "share_encoder_decoder_embeddings": torch.equal(source, target),
         "tie_word_embeddings": output is None or torch.equal(output, target),
-        "decoder_layers": Stored(original, "decoder.").layers(),
+        "decoder_layers": _layers(original, "decoder."),
         "num_projected_attention_heads": options.encoder_projected_attention_heads or None,
         "embedding_layer_norm": "encoder.layernorm_embedding.weight" in weights,
         "layer_norm_eps": EPSILON,
@@ -214,82 +223,65 @@ def check_config(config: PreTrainedConfig) -> None:
     to_arguments(config)
 
 
-def head_name(model: PreTrainedModel, given: str | None = None) -> str | None:
-    """What the authors call the part that a model has beside its encoder, see `names.to_ours`.
+def head_of(model: PreTrainedModel, given: str | None = None) -> Head:
+    """What a model has on its encoder.
 
     A classification head has by default the name before an earlier conversion, or the authors' name for the pooling.
 
     Raises:
-        UserError: `given` does not suit the model's head, or no head of theirs reads what it reads.
+        UserError: `given` does not suit the model's head, or the authors have no such model or head.
     """
-    kind = type(model)
-    if kind not in (LunaForSequenceClassification, LunaForMultipleChoice):
-        part = {LunaForMaskedLM: "lm_head", LunaForConditionalGeneration: "translation"}.get(kind)
-        if given not in (None, part):
-            raise UserError(f"--head {given} does not apply to a {kind.__name__}. Leave it out.")
-        return part
+    kind = next((kind for kind, row in MODELS.items() if row is type(model)), None)
+    if kind is None:
+        raise UserError(f"The authors' code has no counterpart of a {type(model).__name__}.")
+    if kind not in HEAD_TYPES:
+        if given is not None:
+            raise UserError(f"--head {given} does not apply to a {type(model).__name__}. Leave it out.")
+        return Head(PARTS[kind], kind)
     pooling = model.config.classifier_pooling
     names = {"cls": getattr(model.config, "fairseq_head", DEFAULT_HEAD)} | {own: name for name, own in POOLINGS.items()}
     if pooling not in names:
         raise UserError(f"`classifier_pooling` is {pooling!r}, but the authors' heads have {', '.join(names)}.")
     name = names[pooling] if given is None else given
-    if not re.fullmatch(r"[^.\s]+", name):
-        raise UserError(f"--head {name!r} is not a valid name: leave out dots and spaces.")
-    if POOLINGS.get(name, "cls") != pooling:
+    if not re.fullmatch(r"[^.\s]+", name) or POOLINGS.get(name, "cls") != pooling:
         raise UserError(
-            f"--head {name} would read {POOLINGS.get(name, 'cls')!r} in the authors' code, but `classifier_pooling` is "
-            f"{pooling!r}. Choose {names[pooling]}."
+            f"--head {name!r} must have no dots or spaces, and would read {POOLINGS.get(name, 'cls')!r} in the "
+            f"authors' code, but `classifier_pooling` is {pooling!r}. Choose {names[pooling]}."
         )
-    return name
+    problem, outputs = model.config.problem_type, model.config.num_labels
+    if problem == "multi_label_classification" or (problem == "regression" and outputs > 1):
+        raise UserError(
+            f"`problem_type` is {problem!r} and `num_labels` is {outputs}, but the authors' heads choose one class or "
+            "give one number."
+        )
+    is_regression = kind == "classification" and outputs == 1
+    return Head(name, "regression" if is_regression else kind, label_names(model) if outputs > 1 else ())
 
 
-def make_arguments(model: PreTrainedModel, part: str | None) -> dict[str, Any]:
+def label_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the classes of a sequence classifier in the order of the outputs; empty if they have no names."""
+    names = tuple(str(name) for _, name in sorted(model.config.id2label.items()))
+    is_named = names != tuple(f"LABEL_{index}" for index in range(len(names)))
+    return names if is_named and isinstance(model, LunaForSequenceClassification) else ()
+
+
+def make_arguments(model: PreTrainedModel, head: Head) -> dict[str, Any]:
     """The authors' arguments for a model.
 
     Raises:
-        UserError: It has a purpose that they do not support.
+        UserError: They lack a value.
     """
     config, arguments = model.config, to_arguments(model.config)
     if arguments["pooler_dropout"] is None:
         arguments["pooler_dropout"] = config.hidden_dropout_prob
     arguments |= {name: float(value) for name, value in arguments.items() if name.endswith("dropout")}
-    arguments["untie_weights_luna"] &= isinstance(model, LunaForMaskedLM)
+    arguments["untie_weights_luna"] &= head.kind == "masked_lm"
+    task, own = "masked_lm", {}
+    if head.kind == "ranking":
+        task, own = "sentence_ranking", {"ranking_head_name": head.part}
+    elif head.kind in HEAD_TYPES:
+        own = {"num_classes": config.num_labels, "regression_target": head.kind == "regression"}
+        task, own = "sentence_prediction", {**own, "classification_head_name": head.part}
     arch = f"luna_base_{'tied' if config.tie_kv else 'untied'}_512"
-    return {"arch": arch, **_task(model, part), **arguments, **_EVERY_MODEL}
-
-
-def _task(model: PreTrainedModel, part: str | None) -> dict[str, Any]:
-    """The task, its criterion, and their arguments."""
-    if isinstance(model, LunaForMultipleChoice):
-        task = "sentence_ranking"
-        own = {**_SENTENCES, "num_classes": CHOICES, "max_option_length": None, "ranking_head_name": part}
-    elif isinstance(model, LunaForSequenceClassification):
-        task = "sentence_prediction"
-        own = {
-            **_SENTENCES,
-            "num_classes": model.config.num_labels,
-            "regression_target": _is_regression(model.config),
-            "add_prev_output_tokens": False,
-            "classification_head_name": part,
-        }
-    else:
-        task, own = "masked_lm", _MASKED_LM
-    return {"task": task, "criterion": task, **_EVERY_TASK, **own}
-
-
-def _is_regression(config: PreTrainedConfig) -> bool:
-    """Whether a sequence classifier gives a number instead of a class."""
-    kind, outputs = config.problem_type, config.num_labels
-    if kind == "multi_label_classification" or (kind == "regression" and outputs > 1):
-        raise UserError(
-            f"`problem_type` is {kind!r} and `num_labels` is {outputs}, but the authors' heads choose one class or "
-            "give one number."
-        )
-    return outputs == 1
-
-
-def label_names(model: PreTrainedModel) -> list[str]:
-    """Names of the classes in the order of the outputs; empty if there are no classes or they have no names."""
-    names = [str(name) for _, name in sorted(model.config.id2label.items())]
-    is_classifier = isinstance(model, LunaForSequenceClassification) and len(names) > 1
-    return names if is_classifier and names != [f"LABEL_{index}" for index in range(len(names))] else []
+    named = {"arch": arch, "task": task, "criterion": task}
+    return {**named, **_EVERY_TASK, **_TASKS[task], **own, **arguments, **_EVERY_MODEL}

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, RobertaTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import cached_file
 
 from luna_hf import FairseqBpeTokenizer
@@ -26,6 +27,7 @@ from .checkpoint import DICTIONARY
 from .config import EOS, MASK, SPECIALS, UNK
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's last token, which no text produces
+BYTES = list(bytes_to_unicode().values())  # the characters that stand for bytes, in the order of their ids in GPT-2
 # Unused rows that fill a dictionary up to a multiple of 8, and additional symbols such as <sep>.
 _SPECIAL = re.compile(r"madeupword\d+|<.+>", re.ASCII)
 _ID = re.compile(r"0|[1-9]\d*", re.ASCII)
@@ -36,28 +38,19 @@ BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 class Bpe:
     """A byte-level BPE."""
 
-    tokens: list[str]  # in the order of their ids; bytes are written as the characters of `byte_characters`
+    tokens: list[str]  # in the order of their ids
     merges: list[tuple[str, str]]  # in order of priority
 
     def from_text(self) -> list[str]:
         """The tokens that a text can produce, in the order of their ids: bytes and results of merges."""
-        possible = {*byte_characters(), *("".join(merge) for merge in self.merges)}
+        possible = {*BYTES, *("".join(merge) for merge in self.merges)}
         return [token for token in self.tokens if token in possible]
-
-
-def byte_characters() -> list[str]:
-    """The 256 characters that stand for bytes, in the order of their ids in GPT-2.
-
-    Printable bytes come first and stand for themselves. The other 68 are the characters from U+0100.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return [*map(chr, printable), *(chr(0x100 + place) for place in range(256 - len(printable)))]
 
 
 def bpe_from_merges(merges: list[tuple[str, str]]) -> Bpe:
     """The BPE of these merges with GPT-2's ids: bytes, results of the merges in order, `<|endoftext|>`."""
     made = ("".join(merge) for merge in merges)
-    return Bpe(list(dict.fromkeys([*byte_characters(), *made, END_OF_TEXT])), merges)
+    return Bpe(list(dict.fromkeys([*BYTES, *made, END_OF_TEXT])), merges)
 
 
 # ---- reading ----
@@ -101,21 +94,15 @@ def read_bpe(source: str) -> Bpe:
     Raises:
         UserError: They are missing, damaged, or do not belong together.
     """
-    vocab_file, merges_file = _bpe_files(source)
+    files = _bpe_files(source)
     try:
-        vocab = json.loads(Path(vocab_file).read_text(encoding="utf-8"))
-        tokens = sorted(vocab, key=vocab.__getitem__)
-        lines = Path(merges_file).read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{vocab_file} and {merges_file} cannot be read as JSON and UTF-8 text ({error}).") from error
-    if [vocab[token] for token in tokens] != list(range(len(tokens))):
-        raise UserError(f"{vocab_file} is no vocabulary: it must give every token an id, from 0 without gaps.")
-    # A later line may begin with a number sign, which is a token.
-    merges = [tuple(line.split()) for line in lines[lines[0].startswith("#version") :] if line.strip()]
-    wrong = [" ".join(merge) for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys()]
-    if wrong := [*wrong, *(byte for byte in byte_characters() if byte not in vocab)]:
-        raise UserError(f"{vocab_file} and {merges_file} do not belong together: see {wrong[0]!r}.")
-    return Bpe(tokens, merges)
+        vocab, merges = BPE.read_file(*files)
+        BPE(vocab, merges)  # fails for a merge of unknown tokens
+        if sorted(vocab.values()) != list(range(len(vocab))) or not vocab.keys() >= set(BYTES):
+            raise ValueError("the vocabulary lacks ids or bytes")
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{files[0]} and {files[1]} are not the files of one byte-level BPE ({error}).") from error
+    return Bpe(sorted(vocab, key=vocab.__getitem__), merges)
 
 
 def _bpe_files(source: str) -> tuple[str, str]:
@@ -124,7 +111,7 @@ def _bpe_files(source: str) -> tuple[str, str]:
         if vocab.is_file() and merges.is_file():
             return str(vocab), str(merges)
     why = "not in that folder"
-    if not Path(source).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
+    if not Path(source).exists():
         print(f"GPT-2's BPE files: from {source} on the Hub", file=sys.stderr, flush=True)
         try:
             vocab, merges = (cached_file(source, file) for file in BPE_FILES[0])
@@ -156,14 +143,14 @@ def build_tokenizer(symbols: list[str], bpe: Bpe, max_length: int | None) -> Rob
     made = set(from_text)
     for index, symbol in enumerate(symbols):
         is_id = _ID.fullmatch(symbol) is not None
-        if (is_id and int(symbol) >= len(bpe.tokens)) or not (is_id or _SPECIAL.fullmatch(symbol)):
+        known = int(symbol) < len(bpe.tokens) if is_id else _SPECIAL.fullmatch(symbol) and symbol not in made
+        token = bpe.tokens[int(symbol)] if is_id and known else symbol
+        if not known or token in vocab:
             raise UserError(
                 f"The symbol {symbol!r} is neither the id of one of the {len(bpe.tokens)} tokens of the BPE nor a "
-                "special symbol. Only dictionaries over GPT-2's BPE can be converted: --gpt2-bpe FOLDER."
+                "special symbol, or it appears twice. Only dictionaries over GPT-2's BPE can be converted: --gpt2-bpe "
+                "FOLDER."
             )
-        token = bpe.tokens[int(symbol)] if is_id else symbol
-        if token in vocab or (not is_id and token in made):
-            raise UserError(f"The dictionary has the symbol {token!r}, which is also a token of the BPE.")
         vocab[token] = index
     missing = [token for token in from_text if token not in vocab]
     options: dict[str, Any] = {
@@ -204,32 +191,26 @@ def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     Raises:
         UserError: fairseq cannot express the tokenizer.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    steps = _steps(backend) if backend is not None else {}
-    if steps.get("type") != "BPE":
-        raise UserError(f"A {type(tokenizer).__name__} without GPT-2's byte-level BPE cannot be exported to fairseq.")
-    bpe = bpe_from_merges(steps["merges"])
+    steps = _steps(tokenizer)
+    bpe = bpe_from_merges([tuple(merge) for merge in steps["merges"]])
     ids = {token: index for index, token in enumerate(bpe.tokens)}
     vocab = tokenizer.get_vocab()
-    lines = [f"{ids.get(token, token)} 0\n" for token in sorted(vocab, key=vocab.__getitem__)[len(SPECIALS) :]]
-    if vocab.get(MASK) == len(vocab) - 1:
-        lines.pop()  # fairseq adds it
-    (folder / DICTIONARY).write_text("".join(lines), encoding="utf-8")
+    symbols = [str(ids.get(token, token)) for token in sorted(vocab, key=vocab.__getitem__)]
+    if symbols[-1] == MASK:
+        symbols.pop()  # fairseq adds it
+    lines = "".join(f"{symbol} 0\n" for symbol in symbols[len(SPECIALS) :])
+    (folder / DICTIONARY).write_text(lines, encoding="utf-8")
     (folder / "encoder.json").write_text(json.dumps(ids), encoding="utf-8")
     merges = "".join(f"{left} {right}\n" for left, right in bpe.merges)
     (folder / "vocab.bpe").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
     again = build_tokenizer(read_dictionary(folder / DICTIONARY), read_bpe(str(folder)), None)
-    if odd := vocab.items() ^ (theirs := again.get_vocab()).items():
-        token = min(odd, key=lambda item: (item[1], item[0]))[0]
-        raise UserError(f"The tokenizer gives {token!r} the id {vocab.get(token)}, fairseq {theirs.get(token)}.")
-    # Where nothing stands for missing tokens, the library drops them from a text; fairseq writes <unk>.
-    if odd := backend.get_vocab().keys() ^ again.backend_tokenizer.get_vocab().keys():
-        raise UserError(f"The tokenizer has no id for {min(odd)!r}, which it would drop from a text.")
-    if odd := sorted(name for name, value in _steps(again.backend_tokenizer).items() if steps.get(name) != value):
+    if odd := vocab.items() ^ again.get_vocab().items():
+        raise UserError(f"fairseq would give {min(odd)[0]!r} another id than the tokenizer does.")
+    if odd := sorted(name for name, value in _steps(again).items() if steps[name] != value):
         raise UserError(f"A {type(tokenizer).__name__} with other {', '.join(odd)} than fairseq's cannot be exported.")
 
 
-def write_labels(names: list[str], path: Path) -> None:
+def write_labels(names: tuple[str, ...], path: Path) -> None:
     """Write label/dict.txt, which is read back and must give the same names.
 
     Raises:
@@ -237,18 +218,24 @@ def write_labels(names: list[str], path: Path) -> None:
     """
     path.parent.mkdir()
     path.write_text("".join(f"{name} 0\n" for name in names), encoding="utf-8")
-    if list(read_labels(path)) != names:
+    if read_labels(path) != names:
         raise UserError(f"`id2label` is {names}, which label/dict.txt cannot hold.")
 
 
-def _steps(backend: Tokenizer) -> dict[str, Any]:
-    """What a tokenizer does to a text, apart from its vocabulary; merges as pairs."""
-    state = json.loads(backend.to_str())
-    cut, model = state["pre_tokenizer"] or {}, state["model"]
-    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model.get("merges", ())]
-    altered = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
-    return {
-        **{"type": model.get("type"), "merges": merges, "normalizer": state["normalizer"]},
-        **{"pre_tokenizer": cut.get("type"), "use_regex": cut.get("use_regex", True)},
-        **{"add_prefix_space": cut.get("add_prefix_space"), **{name: model.get(name) or None for name in altered}},
-    }
+def _steps(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a tokenizer does to a text.
+
+    The vocabulary here includes the tokens that have no id but stand for `<unk>`: the library drops others from a text.
+
+    Raises:
+        UserError: It has no BPE.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = json.loads(backend.to_str()) if backend is not None else {"model": {}}
+    if state["model"].get("type") != "BPE":
+        raise UserError(f"A {type(tokenizer).__name__} without GPT-2's byte-level BPE cannot be exported to fairseq.")
+    model, cut = state["model"], state["pre_tokenizer"] or {}
+    own = {name: model[name] or None for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")}
+    split = {name: cut.get(name) for name in ("type", "use_regex", "add_prefix_space")}
+    known = {"merges": model["merges"], "normalizer": state["normalizer"], "tokens": sorted(backend.get_vocab())}
+    return {**known, "pre_tokenizer": split, **own}

@@ -43,7 +43,7 @@ class FairseqBpeTokenizer(RobertaTokenizer):
             kwargs: arguments of `RobertaTokenizer`.
 
         Raises:
-            ValueError: The vocabulary or the merges are files, or there are fewer tokens than missing ones.
+            ValueError: The vocabulary or the merges are files.
         """
         if isinstance(vocab, str) or isinstance(merges, str):
             raise ValueError(
@@ -51,18 +51,11 @@ class FairseqBpeTokenizer(RobertaTokenizer):
                 "are missing."
             )
         present = None if vocab is None else len(vocab) - missing_tokens
-        if present is not None and (missing_tokens < 0 or present < 0):
-            raise ValueError(f"missing_tokens is {missing_tokens}, but the vocabulary has {len(vocab)} tokens.")
         # super().__init__ adds the special tokens and needs both.
         self.missing_tokens = missing_tokens
         self.base_vocab_size = present if base_vocab_size is None else base_vocab_size
-        super().__init__(
-            vocab=vocab,
-            merges=merges,
-            missing_tokens=self.missing_tokens,
-            base_vocab_size=self.base_vocab_size,
-            **kwargs,
-        )
+        own = {"missing_tokens": self.missing_tokens, "base_vocab_size": self.base_vocab_size}
+        super().__init__(vocab=vocab, merges=merges, **own, **kwargs)
 
     # ---- sizes and names ----
 

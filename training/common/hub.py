@@ -27,19 +27,15 @@ def push_folder(
     ignore: Sequence[str] = (),
     extra: Sequence[Path] = (),
     token: str | None = None,
-    hidden: bool = False,
 ) -> None:
-    """Upload a folder without `ignore` (patterns), and the `extra` files from elsewhere beside it.
-
-    Hidden files and folders stay behind unless `hidden` is set.
+    """Upload a folder without hidden files and `ignore` (patterns), and the `extra` files from elsewhere beside it.
 
     Raises:
         UserError: The upload failed; the folder is complete all the same.
     """
-    skipped = [*ignore] if hidden else [".*", *ignore]
     shared = {"repo_id": repository, "commit_message": message, "token": token}
     try:
-        HfApi().upload_folder(folder_path=folder, ignore_patterns=skipped, **shared)
+        HfApi().upload_folder(folder_path=folder, ignore_patterns=[".*", *ignore], **shared)
         for path in extra:
             HfApi().upload_file(path_or_fileobj=path, path_in_repo=path.name, **shared)
     except Exception as error:
