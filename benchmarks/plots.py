@@ -1,4 +1,4 @@
-"""Plots of the benchmarks: curves against length."""
+"""Plots of the benchmarks and studies."""
 
 import itertools
 from collections.abc import Sequence
@@ -58,3 +58,27 @@ def machine_name(machine: dict[str, Any]) -> str:
     if "accelerator" in machine:
         return machine["accelerator"]
     return f"{machine['cpu']}, {machine['threads']} thread(s)"
+
+
+# ---- studies ----
+
+
+def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """A figure for a file, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def plain(axis: Any) -> None:
+    """A light grid, no frame."""
+    axis.grid(True, color="0.9")
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure."""
+    # Without the library's version in its metadata the file depends on the numbers only.
+    figure.savefig(path, dpi=130, metadata={"Software": None})

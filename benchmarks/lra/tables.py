@@ -1,19 +1,13 @@
-"""Tables and plots of finished cells, and the tables of published figures."""
+"""Tables and plots of finished cells."""
 
-import functools
 import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from trade_off import System, deviation, relative_performance
-
 from luna_hf.scripting import markdown_table
 
-PUBLISHED = Path(__file__).resolve().parent / "published.yaml"
-SOFTMAX = "roberta"
 TITLES = {"listops": "ListOps", **{name: name.capitalize() for name in ("text", "retrieval", "image", "pathfinder")}}
 _FLAT = 0.98  # of the training loss in the second quarter of a run, above which that in the last has not fallen
 # What the models are called in this benchmark. A number behind a name is one of slots.
@@ -88,7 +82,7 @@ def verdict(cell: Cell) -> str:
 def details(cells: Sequence[Cell]) -> str:
     """A row for every cell: scores, learning rate, cost, and whether it is at chance."""
     header = ["task", "model", "learning rate", "validation (%)", "test (%)", "majority (%)", "updates x rows"]
-    header += ["training rows", "longest", "parameters", "s / 1,000 updates", "hours of the whole schedule", "remark"]
+    header += ["training rows", "longest", "parameters", "s / 1,000 updates", "remark"]
     rows = []
     for cell in cells:
         recipe, runs = cell["recipe"], cell["runs"]
@@ -99,7 +93,7 @@ def details(cells: Sequence[Cell]) -> str:
         row += [spread(scores(cell, "validation")), spread(scores(cell, "test")), f"{100 * cell['majority']:.1f}"]
         row += [f"{recipe['steps']:,} x {recipe['batch_size']}", f"{cell['rows']['train']:,}"]
         row += [f"{cell['task']['max_length']:,}", f"{runs[0]['parameters']:,}", f"{1000 * pace:.0f}"]
-        rows.append([*row, f"{pace / recipe['batch_size'] * cell['full_rows'] / 3600:,.2f}", verdict(cell)])
+        rows.append([*row, verdict(cell)])
     return markdown_table(header, rows)
 
 
@@ -138,81 +132,12 @@ def accuracy(cells: Sequence[Cell]) -> str:
     return markdown_table(["test accuracy (%)", *found, "mean"], rows)
 
 
-def systems(cells: Sequence[Cell], cost: dict[str, Any]) -> tuple[list[System], str]:
-    """The models with a measured cost as systems of the trade-off, and what they were measured on.
-
-    Accuracy is the mean over the columns that more than half of the models have; models without one of them are left
-    out. Throughput and memory are those of a training step at the longest input.
-    """
-    last, number = cost["lengths"][-1], len({cell["model"] for cell in cells})
-    found = {name: own for name, own in columns(cells).items() if 2 * len(own) > number}
-    rows = []
-    for model, slots in {cell["model"]: cell["recipe"]["slots"] for cell in cells}.items():
-        cost_of = last["models"].get(model) or last["models"].get(f"{model}-{slots}")
-        if not cost_of or not all(model in column and chosen(column[model]) for column in found.values()):
-            continue
-        mean = statistics.mean(statistics.mean(scores(column[model], "test")) for column in found.values())
-        one = cost_of["training"]
-        rows.append(System(model, mean, one["rows_per_second"], max(1, one["peak_memory_bytes"])))
-    return rows, f"{', '.join(found)}; training at {last['length']:,} tokens"
-
-
-def trade_off(cells: Sequence[Cell], cost: dict[str, Any]) -> str:
-    """RCP and RCP_mem of every system, the softmax of transformers (sdpa) being the yardstick; empty without two."""
-    rows, what = systems(cells, cost)
-    softmax = next((system for system in rows if system.name == SOFTMAX), None)
-    if softmax is None or len(rows) < 2:
-        return ""
-    width = deviation(rows)
-    lines = []
-    for system in rows:
-        speed, memory = system.throughput / softmax.throughput, system.memory / softmax.memory
-        values = [relative_performance(system, softmax, width, part) if width else math.nan for part in (False, True)]
-        cells_of = [label(system.name), f"{system.accuracy:.2f}", f"{speed:.2f}", f"{memory:.2f}"]
-        lines.append([*cells_of, *(f"{value:.2f}" for value in values)])
-    header = ["model", "mean accuracy (%)", "speed", "memory", "RCP", "RCP_mem"]
-    return f"Accuracy against cost ({what}; speed and memory relative to softmax):\n\n{markdown_table(header, lines)}"
-
-
 def text(result: dict[str, Any]) -> str:
     """The Markdown of a result of `report.py`."""
     sources = dict.fromkeys(cell["task"]["source"] for cell in result["cells"])
     parts = [accuracy(result["cells"]), "Every cell:", details(result["cells"])]
-    parts += [result["trade_off"]] if result["trade_off"] else []
     parts.append("\n".join(f"- {source}" for source in sources))
     return "\n\n".join(parts)
-
-
-# ---- published figures ----
-
-
-@functools.cache
-def _published() -> dict[str, Any]:
-    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
-
-
-def published() -> str:
-    """The published figures, a table for each suite, and those of cost."""
-    content = _published()
-    parts = []
-    for suite in content["accuracy"].values():
-        rows = [[name, *(_figure(value) for value in own), _mean(own)] for name, own in suite["rows"].items()]
-        parts += [f"{suite['title']}:", markdown_table(["test accuracy (%)", *content["columns"], "mean"], rows)]
-    cost = content["cost"]
-    header = ["model", *(f"{kind}, {n:,}" for kind in ("speed", "memory") for n in cost["lengths"])]
-    missing = [None] * len(cost["lengths"])
-    rows = [
-        [name, *map(_figure, [*speeds, *cost["memory"].get(name, missing)])] for name, speeds in cost["speed"].items()
-    ]
-    return "\n\n".join([*parts, f"{cost['title']}:", markdown_table(header, rows)])
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"
-
-
-def _mean(values: Sequence[float | None]) -> str:
-    return "-" if None in values else f"{statistics.mean(values):.2f}"
 
 
 # ---- plots ----
