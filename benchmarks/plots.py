@@ -60,6 +60,25 @@ def machine_name(machine: dict[str, Any]) -> str:
     return f"{machine['cpu']}, {machine['threads']} thread(s)"
 
 
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Time per token against length, a panel for each call of a benchmark, and the peak memory of its last one."""
+    panels: dict[str, Panel] = {}
+    for entry in result["lengths"]:
+        call, tokens = entry.get("call", "forward"), entry.get("tokens") or entry["rows"] * entry["length"]
+        for name, model in entry["models"].items():
+            times = panels.setdefault(call, Panel(f"{call}, microseconds per token", {}))
+            times.curves.setdefault(name, {})[entry["length"]] = 1e6 * model["seconds"]["median"] / tokens
+    memory = Panel(f"{call}, peak memory (MiB)", {})
+    for entry in result["lengths"]:
+        for name, model in entry["models"].items():
+            if "peak_memory_bytes" in model and entry.get("call", "forward") == call:
+                memory.curves.setdefault(name, {})[entry["length"]] = max(1, model["peak_memory_bytes"]) / 2**20
+    sizes = ("layers", "width", "heads", "slots", "rows", "tokens_per_batch", "dtype")
+    settings = [f"{name.replace('_', ' ')} {result['settings'][name]}" for name in sizes if name in result["settings"]]
+    title = f"{', '.join(settings)}; {machine_name(result['machine'])}"
+    plot_panels([*panels.values(), *([memory] if memory.curves else [])], title, path, peers=result["peers"])
+
+
 # ---- studies ----
 
 

@@ -18,6 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import results
+from plots import plot
+
 from luna_hf.scripting import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,11 +133,8 @@ def figure(models: Result, name: str, what: str) -> str:
     """One cell: of a model at one length, one of `FIGURES`, or its speed or memory relative to a peer's."""
     if what in FIGURES:
         return FIGURES[what](models[name])
-    kind, peer = what.split(" ")
-    if kind == "memory":
-        return f"{models[name]['peak_memory_bytes'] / models[peer]['peak_memory_bytes']:.2f}"
-    speed = models[name].get("speed_over", {}).get(peer)
-    return f"{speed['median']:.2f}" if speed else "-"
+    value = results.figure(models, name, what)
+    return "-" if value is None else f"{value:.2f}"
 
 
 def title(what: str) -> str:
@@ -169,13 +169,12 @@ def by_model(results: dict[str, str], columns: Sequence[str], models: Sequence[s
 
 def growth(name: str, models: Sequence[str]) -> str:
     """The exponents of the growth of time."""
-    found = load(name)["growth"]
-    short, long = found["range"]
-    exponents = {LABELS[model]: found["exponents"][model] for model in models}
-    powers = [f"{model} {one['median']:.2f} ({span(one['rounds'], 2)})" for model, one in exponents.items()]
+    found = results.growth(load(name), within=(2048, 16384))
+    lengths = [entry["length"] for entry in load(name)["lengths"] if 2048 <= entry["length"] <= 16384]
+    powers = [f"{LABELS[one]} {found[one]['median']:.2f} ({span(found[one]['rounds'], 2)})" for one in models]
     return (
-        f"Exponent of the growth of time from {short:,} to {long:,} tokens (1 is linear, 2 is quadratic; range over "
-        f"the rounds in brackets): {'; '.join(powers)}."
+        f"Exponent of the growth of time from {lengths[0]:,} to {lengths[-1]:,} tokens (1 is linear, 2 is quadratic; "
+        f"range over the rounds in brackets): {'; '.join(powers)}."
     )
 
 
@@ -188,6 +187,14 @@ def over(name: str, peers: Sequence[str], own: Sequence[str] = (), memory: bool 
     return with_source(f"{text}\n\n{growth(name, models)}" if exponents else text, name)
 
 
+def by_name(name: str, peer: str) -> str:
+    """A row for every model of a result, with its speed over a peer by length."""
+    entries = load(name)["lengths"]
+    models = [model for model in entries[0]["models"] if model != peer]
+    rows = [[f"`{one}`", *(figure(entry["models"], one, f"speed {peer}") for entry in entries)] for one in models]
+    return with_source(markdown_table(["model", *(f"{entry['length']:,}" for entry in entries)], rows), name)
+
+
 def front() -> str:
     """The short table of README.md."""
     name, peers = ENCODER + "3-layer-luna-cpu-float32", ("roberta", "modernbert")
@@ -196,8 +203,18 @@ def front() -> str:
     return f"{table}\n\nMeasured on {machine(load(name))}: {spread(load(name))}."
 
 
+def timed(name: str) -> str:
+    """The table that a benchmark prints."""
+    return with_source(results.table(load(name)), name)
+
+
+def deployment(name: str) -> str:
+    """The table of ways to run a model; its benchmark imports what takes seconds."""
+    return with_source(importlib.import_module("deployment").markdown(load(name)), name)
+
+
 def report(name: str) -> str:
-    """The Markdown that a benchmark wrote beside its JSON file."""
+    """The Markdown that a command wrote beside its JSON file."""
     return with_source(find(name, ".md").read_text(encoding="utf-8").strip(), name)
 
 
@@ -222,7 +239,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "short": partial(over, ENCODER + "1-layer-short-cpu-float32", ["roberta"], memory=False, exponents=False),
     "range": partial(over, ENCODER + "1-layer-chosen-cpu-float32", ["roberta"]),
     "families": partial(over, ENCODER + "1-layer-families-cpu-float32", ["roberta"]),
-    "controls": partial(over, ENCODER + "1-layer-controls-cpu-float32", ["roberta"], memory=False, exponents=False),
+    "controls": partial(by_name, ENCODER + "1-layer-controls-cpu-float32", "roberta"),
     "training-step": partial(
         by_model,
         {
@@ -256,25 +273,30 @@ BLOCKS: dict[str, Callable[[], str]] = {
         ("speed roberta-eager", "speed roberta", "memory roberta-eager", "memory roberta"),
         ("abc-mlp-64", "abc-mlp-128"),
     ),
+    "deployment": lambda: deployment("deployment-cpu-float32"),
+    "windowed": partial(by_name, ENCODER + "6-layer-windowed-cpu-float32", "bert"),
+    "windowed-bfloat16": partial(by_name, ENCODER + "6-layer-windowed-cpu-bfloat16", "bert"),
+    **{
+        name: partial(timed, result)
+        for name, result in {
+            "attention": "attention-12-heads-of-64-cpu-float32",
+            "causal": "attention-causal-cpu-float32",
+            "causal-training": "generation-training-4-layer-cpu-float32",
+            "generation": "generation-decoding-4-layer-cpu-float32",
+            "generation-rows": "generation-decoding-4-layer-4-rows-cpu-float32",
+            "seq2seq-generation": "generation-translation-4-layer-cpu-float32",
+            "serving": "uneven-pipeline-encode-cpu-float32",
+            "uneven": "uneven-forward-finetune-cpu-float32",
+        }.items()
+    },
     **{
         name: partial(report, result)
         for name, result in {
-            "attention": "attention-12-heads-of-64-cpu-float32",
-            "causal": "causal-attention-cpu-float32",
-            "causal-training": "causal_training-4-layer-cpu-float32",
-            "deployment": "deployment-cpu-float32",
-            "generation": "generation-4-layer-cpu-float32",
-            "generation-rows": "generation-4-layer-4-rows-cpu-float32",
             "guarantees": "guarantees-cpu-float32",
             "lra": "lra-short-cpu-bfloat16",
             "multi30k": "translation-multi30k-cpu-float32",
             "perplexity": "perplexity-enwiki-cpu-float32",
-            "seq2seq-generation": "seq2seq_generation-4-layer-cpu-float32",
-            "serving": "serving-cpu-float32",
             "teacher": "teacher",
-            "uneven": "uneven-2-layer-cpu-float32",
-            "windowed": "windowed-6-layer-cpu-float32",
-            "windowed-bfloat16": "windowed-6-layer-cpu-bfloat16",
         }.items()
     },
 }
@@ -292,10 +314,10 @@ def render(page: str, path: Path) -> str:
     return MARKER.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]().replace('](../', f']({up}')}\n{match[3]}", page)
 
 
-def pictures() -> dict[Path, str]:
-    """The pictures of benchmarks that the pages show, each without its ending, with the name of the benchmark."""
+def pictures() -> list[Path]:
+    """The pictures of benchmarks that the pages show, without their endings."""
     shown = {ROOT / name for path in PAGES for name in PICTURE.findall(path.read_text(encoding="utf-8"))}
-    return {path: path.name.split("-")[0] for path in sorted(shown) if not path.name.startswith("lra-")}
+    return sorted(path for path in shown if not path.name.startswith("lra-"))  # by lra/report.py
 
 
 def main() -> None:
@@ -303,9 +325,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pictures", action="store_true", help="draw the pictures instead")
     if parser.parse_args().pictures:
-        for path, script in pictures().items():
+        for path in pictures():
             result = json.loads(path.with_name(f"{path.name}.json").read_text(encoding="utf-8"))
-            importlib.import_module(script).plot(result, path.with_name(f"{path.name}.png"))
+            plot(result, path.with_name(f"{path.name}.png"))
         return
     for path in PAGES:
         page = path.read_text(encoding="utf-8")
