@@ -24,7 +24,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from measuring import RESULTS, ratios, seconds, slots_of, steady_allocator, summary
+from measuring import RESULTS, seconds, slots_of, steady_allocator
+from results import ratios, summary
 from transformers import PreTrainedModel
 
 import luna_hf

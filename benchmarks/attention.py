@@ -1,206 +1,160 @@
-"""Attention alone: linear attention, its re-weightings and LAVO against softmax attention, in training and inference.
+"""Attention alone, after the projections of a layer, beside softmax attention: forward, and with its gradients.
 
     python benchmarks/attention.py
-    python benchmarks/attention.py --heads 2 --size 32 --rows 8
+    python benchmarks/attention.py --causal --lengths 2048 8192 16384 --check-floors
 
-The contenders are the attentions of the encoders after their projections. `eager` computes the softmax step by step and
-stores its maps, like the softmax attention of the papers; `sdpa` is PyTorch's fused one. See docs/speed.md.
+Contenders of encoders: linear attention, its re-weightings and LAVO; `eager` computes the softmax step by step and
+stores its maps, like the softmax attention of the papers, `sdpa` is PyTorch's fused one. With `--causal`: the causal
+scan alone, and the causal attention of every family.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import measuring
+import results
 import torch
-from plots import Panel, machine_name, plot_panels
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from luna_hf import LavoConfig, LeapformerConfig
-from luna_hf.families.lavo.attention import LavoAttention, mean_of_parts
-from luna_hf.families.leapformer.attention import LeapformerAttention
+from luna_hf.families.lavo.attention import LavoAttention, LavoCausalAttention, mean_of_parts
+from luna_hf.families.leapformer.attention import LeapformerAttention, LeapformerCausalAttention
 from luna_hf.ops.attention import softmax_attention
+from luna_hf.ops.causal_memory import attend_causal_memory
 from luna_hf.ops.context import make_context
-from luna_hf.scripting import describe_run, markdown_table, progress, run_script
+from luna_hf.ops.scan import causal_scan
 
 PROTOCOL = (
     "Random normal queries, keys and values in the layout of the projections; no padding, no dropout, random "
-    "parameters. training: forward, and backward to all inputs; inference: forward without gradients. Wall clock of "
-    "one call; every round times every contender at every length, in an order that rotates from round to round; ratios "
-    "are taken within a round, medians over rounds; the first round warms up. The process keeps freed memory for the "
-    "next call. LAVO's window has as many tokens as it has slots."
+    "parameters. Luna's pack weights are softplus of normal numbers, ABC's slot logits normal numbers; LeaPformer "
+    "includes the network of its proportions, and LAVO's window has as many tokens as it has slots. forward: no "
+    "gradients; backward: forward, and backward to all inputs. Time: wall clock of one call; every round times every "
+    "contender at every length, in an order that rotates from round to round; ratios are taken within a round, medians "
+    "over rounds; the first round warms up. The process keeps freed memory for the next call. Memory: peak resident "
+    "size of one call minus the size before it, each contender, length and call in its own process, where freed blocks "
+    "of 1 MiB and more go back to the system."
 )
-TRAINING, INFERENCE = "training", "inference"
-MODES = (TRAINING, INFERENCE)
-EAGER, SDPA = "eager", "sdpa"
-PEERS = (EAGER, SDPA)
+CALLS = ("forward", "backward")
 REWEIGHTINGS = {"linear": "none", "cosformer": "cosine", "leapformer": "learned"}
-OWN = (*REWEIGHTINGS, "lavo")
-# Agostinelli et al. 2024, table 2: throughput in training at 4K tokens over softmax attention's, of whole models with 2
-# layers of width 64, on a GPU.
-PAPER = {"linear": 9.3, "cosformer": 8.0, "leapformer": 7.8}
-SETTINGS = ("heads", "size", "slots", "rows", "threads", "device", "rounds")
-
-Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value: (b, h, n, c)
-Times = dict[int, dict[str, dict[str, list[float]]]]  # length, contender, mode: seconds of every round
+CONTENDERS = {
+    False: (*REWEIGHTINGS, "lavo", "eager", "sdpa"),
+    True: ("scan", "luna", "abc", "leapformer", "lavo", "sdpa"),
+}
+PEERS = {False: ["sdpa", "eager"], True: ["sdpa"]}
+Inputs = list[Tensor]  # query, key, value: (b, h, n, c); weights of the slots: (b, h, n, slots)
 
 
 @cache
-def make_module(name: str, heads: int, size: int, slots: int) -> nn.Module:
-    """The encoder attention of a contender, with random parameters."""
+def make_module(name: str, causal: bool, heads: int, size: int, slots: int) -> nn.Module:
+    """The attention of a contender with parameters, which are random."""
     shape = {"hidden_size": heads * size, "num_attention_heads": heads, "attention_probs_dropout_prob": 0.0}
-    torch.manual_seed(0)
-    if name in REWEIGHTINGS:
-        return LeapformerAttention(LeapformerConfig(**shape, reweighting=REWEIGHTINGS[name]))
-    config = LavoConfig(**shape, num_bases=slots, local_window=slots, attn_implementation="sdpa")
-    module = LavoAttention(config)
-    module.initialise(config)
-    return module
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if name in REWEIGHTINGS:
+            config = LeapformerConfig(**shape, is_decoder=causal, reweighting=REWEIGHTINGS[name])
+            return (LeapformerCausalAttention if causal else LeapformerAttention)(config)
+        config = LavoConfig(**shape, is_decoder=causal, num_bases=slots, local_window=slots, attn_implementation="sdpa")
+        module = (LavoCausalAttention if causal else LavoAttention)(config)
+        module.initialise(config)
+        return module
 
 
-def attend(name: str, inputs: Inputs, slots: int, training: bool) -> Tensor:
-    """Outputs of a contender, (b, n, h, c)."""
-    query, key, value = inputs
-    heads, length, size = query.shape[1:]
-    if name == EAGER:
-        return softmax_attention(query, key, value, scaling=size**-0.5)[0].transpose(1, 2)
-    if name == SDPA:
-        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-    module = make_module(name, heads, size, slots).to(query).train(training)
-    context = make_context(None, length, query.device, window=slots)
-    if name in REWEIGHTINGS:
-        return module.read_tokens(query, module.write_tokens(key, value, context), context)
-    return mean_of_parts(module.attend(query, key, value, context))[0].unflatten(-1, (heads, size))
+def attend(name: str, causal: bool, inputs: Inputs, training: bool = False) -> Tensor:
+    """Outputs of a contender, with b, n, h and c in any order."""
+    query, key, value, weights = inputs
+    length, slots = query.shape[2], weights.shape[3]
+    if name == "eager":
+        return softmax_attention(query, key, value, scaling=query.shape[3] ** -0.5)[0]
+    if name == "sdpa":
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+    if name == "scan":
+        return causal_scan(query, key, value)[0]
+    if name == "luna":
+        steps = torch.arange(1, length + 1, device=query.device)[None]
+        return attend_causal_memory(query, key, value, F.softplus(weights), "steps", steps=steps)[0]
+    if name == "abc":
+        return attend_causal_memory(query, key, value, weights, "softmax")[0]
+    module = make_module(name, causal, query.shape[1], query.shape[3], slots).to(query).train(training)
+    context = make_context(None, length, query.device, window=slots if name == "lavo" else 0)
+    if name == "lavo":
+        return mean_of_parts(module.attend(query, key, value, context))[0]
+    if causal:
+        return module.attend(query, key, value, context)
+    return module.read_tokens(query, module.write_tokens(key, value, context), context)
 
 
-def make_inputs(length: int, options: argparse.Namespace) -> Inputs:
-    """Queries, keys and values, tokens before heads in memory as projections leave them."""
+@cache
+def make_inputs(length: int, rows: int, heads: int, size: int, slots: int, device: str) -> Inputs:
+    """The same numbers for all contenders, tokens before heads in memory as projections leave them."""
     generator = torch.Generator().manual_seed(length)
-    shape = (options.rows, length, options.heads, options.size)
-    drawn = (torch.randn(shape, generator=generator).to(options.device) for _ in range(3))
-    query, key, value = (states.transpose(1, 2) for states in drawn)
-    return query, key, value
+    shapes = [(rows, length, heads, width) for width in (size, size, size, slots)]
+    return [torch.randn(shape, generator=generator).to(device).transpose(1, 2).requires_grad_() for shape in shapes]
 
 
-def make_action(name: str, length: int, mode: str, options: argparse.Namespace) -> Callable[[], None]:
+def make_action(name: str, length: int, call: str, options: argparse.Namespace) -> Callable[[], None]:
     """The timed call."""
-    inputs = make_inputs(length, options)
-    if mode == INFERENCE:
+    inputs = make_inputs(length, options.rows, options.heads, options.size, options.slots, options.device)
+    if call == "forward":
 
         @torch.no_grad()
-        def infer() -> None:
-            attend(name, inputs, options.slots, training=False)
+        def forward() -> None:
+            attend(name, options.causal, inputs)
 
-        return infer
-    for states in inputs:
-        states.requires_grad_()
-    gradient = torch.ones(options.rows, length, options.heads, options.size, device=options.device)
+        return forward
+    used = inputs if name in ("luna", "abc") else inputs[:3]
 
-    def train() -> None:
-        torch.autograd.grad(attend(name, inputs, options.slots, training=True), inputs, gradient)
+    def backward() -> None:
+        output = attend(name, options.causal, inputs, training=True)
+        torch.autograd.grad(output, used, torch.ones_like(output))
 
-    return train
-
-
-def measure_time(options: argparse.Namespace) -> Times:
-    """Seconds of every round."""
-    names = [*OWN, *PEERS]
-    times: Times = {n: {name: {mode: [] for mode in MODES} for name in names} for n in options.lengths}
-    for turn in range(-1, options.rounds):  # the first warms up
-        for length, taken in times.items():
-            for name in measuring.rotated(names, turn):
-                for mode in MODES:
-                    seconds = measuring.seconds(make_action(name, length, mode, options), options.device)
-                    if turn >= 0:
-                        taken[name][mode].append(seconds)
-        progress(f"round {turn + 1} of {options.rounds}")
-    return times
+    return backward
 
 
-def describe_length(length: int, times: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """One entry of the result's `lengths`."""
-    contenders: dict[str, Any] = {}
-    for name, modes in times.items():
-        contenders[name] = {mode: {"seconds": measuring.summary(taken)} for mode, taken in modes.items()}
-        for mode in MODES if name in OWN else ():
-            rivals = {peer: measuring.compare(times[peer][mode], modes[mode]) for peer in PEERS}
-            contenders[name][mode]["speed_over"] = rivals
-            # Of the re-weighting: twice the features, and how their proportions are found.
-            contenders[name][mode]["time_over_linear"] = measuring.compare(modes[mode], times["linear"][mode])
-    return {"length": length, "contenders": contenders}
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """A row for every length and contender: milliseconds, speed over the peers, time over linear attention."""
-    rows = []
-    for row in result["lengths"]:
-        for name, modes in row["contenders"].items():
-            cells = [f"{row['length']:,}", name, f"{PAPER[name]}" if name in PAPER else "-"]
-            for mode in MODES:
-                measured = modes[mode]
-                cells.append(f"{1e3 * measured['seconds']['median']:,.1f}")
-                over = [measured.get("speed_over", {}).get(peer) for peer in PEERS] + [measured.get("time_over_linear")]
-                cells += [f"{ratio['median']:.2f}" if ratio else "-" for ratio in over]
-            rows.append(cells)
-    titles = ("ms", *(f"over {peer}" for peer in PEERS), "time / linear")
-    header = ["length", "contender", "over softmax, paper", *(f"{mode}, {title}" for mode in MODES for title in titles)]
-    return markdown_table(header, rows)
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Time per token against length."""
-    panels = []
-    for mode in MODES:
-        curves: dict[str, dict[int, float]] = {}
-        for row in result["lengths"]:
-            for name, modes in row["contenders"].items():
-                seconds = modes[mode]["seconds"]["median"] / result["settings"]["rows"]
-                curves.setdefault(name, {})[row["length"]] = 1e6 * seconds / row["length"]
-        panels.append(Panel(f"{mode}, microseconds per token", curves))
-    settings = result["settings"]
-    title = f"attention alone, {settings['heads']} heads of {settings['size']}, {machine_name(result['machine'])}"
-    plot_panels(panels, title, path, peers=PEERS)
+def peak_memory(call: str, name: str, length: int, options: argparse.Namespace) -> int:
+    """Peak bytes of one call beyond its inputs, after one on 16 tokens; run it in a separate process."""
+    make_action(name, 16, call, options)()
+    return measuring.extra_memory(make_action(name, length, call, options), options.device)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line."""
     sizes = {"heads": 12, "size": 64, "slots": 64, "rows": 1, "rounds": 5}
-    options = measuring.make_parser(__doc__, lengths=[1024, 4096], **sizes).parse_args(arguments)
+    parser = measuring.make_parser(__doc__, lengths=[1024, 4096], **sizes)
+    parser.add_argument("--causal", action="store_true", help="the causal attentions, and the scan")
+    options = parser.parse_args(arguments)
     options.lengths = sorted(set(options.lengths))
+    if options.dtype != "float32":
+        parser.error("--dtype must be float32: the operators are measured as they are tested")
     return options
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything."""
-    torch.set_num_threads(options.threads)
+    names, entries = CONTENDERS[options.causal], []
+    every = dict.fromkeys(options.lengths, names)
+    memory = {call: measuring.measure_memory(partial(peak_memory, call), every, options) for call in CALLS}
     measuring.keeping_allocator()
-    times = measure_time(options)
-    return {
-        **describe_run(__file__, arguments, options.device),
-        "protocol": PROTOCOL,
-        "settings": {**{name: getattr(options, name) for name in SETTINGS}, "dtype": "float32"},
-        "peers": list(PEERS),
-        "paper": PAPER,
-        "lengths": [describe_length(length, taken) for length, taken in times.items()],
-        "floors": [],
-    }
+    places = [(length, call, name) for length in options.lengths for call in CALLS for name in names]
+    actions = {(length, call, name): make_action(name, length, call, options) for length, call, name in places}
+    times = measuring.interleave(actions, options.rounds, options.device)
+    for length in options.lengths:
+        for call in CALLS:
+            rounds = {name: times[length, call, name] for name in names}
+            models = results.describe(rounds, PEERS[options.causal], peak_memory_bytes=memory[call][length])
+            entries.append({"length": length, "call": call, "rows": options.rows, "models": models})
+    return {"peers": PEERS[options.causal], "lengths": entries}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure, print and write; 2 after a mistake in the command."""
+def subject(options: argparse.Namespace) -> str:
+    """First part of the file name."""
+    return "attention-causal" if options.causal else f"attention-{options.heads}-heads-of-{options.size}"
 
-    def script() -> int:
-        options = parse(arguments)
-        measuring.require_device(options.device)
-        subject = f"attention-{options.heads}-heads-of-{options.size}"
-        return measuring.publish(options, subject, run(options, arguments), markdown, plot)
 
-    return run_script(script)
-
+main = measuring.Benchmark(__file__, PROTOCOL, parse, measure, subject, results.table).main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

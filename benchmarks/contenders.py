@@ -109,6 +109,7 @@ MODEL_SETS: dict[str, tuple[str, ...]] = {
         *(name for name in VARIANTS["abc_memory"] if "mlp" not in name and "mixed" not in name),
     ),
     "mixed": ("roberta", "luna-mixed-64", "luna-mixed-64-untied", "abc-mixed-64", "abc-mlp-64"),
+    "windowed": ("bert", *WINDOWED),
     "gpu": (
         *("roberta", "roberta-flash", "modernbert", "modernbert-flash"),
         *("luna-untied", "luna-tied", "luna-mixed-64", "abc-mlp-64"),
@@ -124,13 +125,16 @@ PADDED_ROWS, PADDED_TOKENS = 0.5, 0.25  # a padded batch: this share of the rows
 
 
 def contender_names(chosen: Sequence[str] = ("standard",)) -> list[str]:
-    """The chosen models, or sets of them, in the order of measurement, peers first; `roberta` is always among them.
+    """The chosen models, or sets of them, in the order of measurement, peers first.
+
+    `roberta` is always among them, or `bert` where all have its segments.
 
     Raises:
         ValueError: An unknown name.
     """
     every = [*PEERS, *OWN]
-    wanted = {"roberta"} | {name for word in chosen for name in MODEL_SETS.get(word, (word,))}
+    wanted = {name for word in chosen for name in MODEL_SETS.get(word, (word,))}
+    wanted.add("bert" if wanted <= {"bert", *WINDOWED} else "roberta")
     if unknown := wanted - set(every):
         known = f"Sets: {', '.join(MODEL_SETS)}. Models: {', '.join(every)}."
         raise ValueError(f"There is no model {', '.join(sorted(unknown))}. {known}")
@@ -227,17 +231,19 @@ def make_batch(setting: argparse.Namespace, rows: int, length: int, padded: bool
 
 
 def make_action(
-    model: nn.Module, setting: argparse.Namespace, keep_gradients: bool = False
+    model: nn.Module, setting: argparse.Namespace, name: str = "", keep_gradients: bool = False
 ) -> Callable[[dict[str, Tensor]], None]:
     """The timed call: a forward without gradients, or forward, backward and fused AdamW.
 
-    With `keep_gradients` the memory of the gradients is used again, not taken anew.
+    With `keep_gradients` the memory of the gradients is used again, not taken anew. A Luna with a window runs as its
+    heads run it: nothing reads the packed states after the last layer.
     """
     if not is_training(setting):
+        own = {"reads_packed_states": False} if WINDOWED.get(name, ("", {}))[0] == "luna" else {}
 
         @torch.no_grad()
         def forward(batch: dict[str, Tensor]) -> None:
-            model(**batch)
+            model(**batch, **own)
 
         return forward
 
@@ -258,7 +264,7 @@ def rows_for(length: int, setting: argparse.Namespace) -> int:
 
 def peak_memory(name: str, length: int, setting: argparse.Namespace) -> int:
     """Peak bytes of one call beyond weights, gradients and optimizer state; run it in a separate process."""
-    action = make_action(build(name, setting), setting, keep_gradients=True)
+    action = make_action(build(name, setting), setting, name, keep_gradients=True)
     action(make_batch(setting, 1, min(WARM_UP_LENGTH, length)))
     batch = make_batch(setting, rows_for(length, setting), length)
     return extra_memory(lambda: action(batch), setting.device)

@@ -17,16 +17,16 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import measuring
+import results
 import torch
-from plots import Panel, machine_name, plot_panels
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 import luna_hf
-from luna_hf.scripting import UserError, describe_run, markdown_table, progress, reason, run_script
+from luna_hf.scripting import UserError, markdown_table, progress, reason
 
 PROTOCOL = (
     "Whole models with their heads, float32 unless the way says int8. Speed: one text of random ids without padding, "
@@ -47,14 +47,7 @@ Batch = dict[str, Tensor]
 Run = Callable[[Batch], Tensor]  # returns the logits
 
 
-class Way(NamedTuple):
-    """How to prepare a model: `prepare(model, folder, threads)` returns the call and the bytes of the program."""
-
-    prepare: Callable[[PreTrainedModel, Path, int], tuple[Run, int]]
-    packages: tuple[str, ...] = ()
-
-
-# ---- ways ----
+# ---- ways: from a model, a folder and threads to the call and the bytes of the program ----
 
 
 def use_pytorch(model: PreTrainedModel, folder: Path, threads: int) -> tuple[Run, int]:
@@ -153,14 +146,15 @@ def use_aot_inductor(model: PreTrainedModel, folder: Path, threads: int) -> tupl
 
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
-WAYS = {
-    PEER: Way(use_pytorch),
-    "int8": Way(use_int8),
-    "torchao-int8": Way(use_torchao, ("torchao",)),
-    "onnx": Way(use_onnx, ONNX),
-    "onnx-int8": Way(use_onnx_int8, ONNX),
-    "openvino": Way(use_openvino, (*ONNX, "openvino")),
-    "aot-inductor": Way(use_aot_inductor),
+# What prepares a way, and the packages that it needs.
+WAYS: dict[str, tuple[Callable[[PreTrainedModel, Path, int], tuple[Run, int]], tuple[str, ...]]] = {
+    PEER: (use_pytorch, ()),
+    "int8": (use_int8, ()),
+    "torchao-int8": (use_torchao, ("torchao",)),
+    "onnx": (use_onnx, ONNX),
+    "onnx-int8": (use_onnx_int8, ONNX),
+    "openvino": (use_openvino, (*ONNX, "openvino")),
+    "aot-inductor": (use_aot_inductor, ()),
 }
 
 
@@ -270,8 +264,8 @@ def error(run: Run, model: PreTrainedModel) -> float:
 
 
 @torch.no_grad()
-def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Prepare a model in every way and time them: what is known of every way, and of every length and way."""
+def measure_model(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Prepare a model in every way and time them: what is known of every way, and an entry for each length."""
     torch.compiler.reset()  # past its limit of compilations, which all models share, PyTorch runs them uncompiled
     model = load(name)
     batches = list(scored_batches(model, name, options)) if options.data else None
@@ -282,7 +276,7 @@ def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
         for way in options.ways:
             progress(f"{name}: {way}")
             try:
-                runs[way], size = WAYS[way].prepare(model, Path(folder), options.threads)
+                runs[way], size = WAYS[way][0](model, Path(folder), options.threads)
             except Exception as failure:  # of any class: each exporter and compiler has its own
                 failures[way] = f"{type(failure).__name__}: {reason(failure)}"
                 progress(f"{name}: {way} failed ({failures[way]})")
@@ -290,31 +284,27 @@ def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
             ways[way] = {"bytes": size, "error": error(runs[way], model)}
             if batches is not None:
                 ways[way]["score"] = score(runs[way], batches)
-        by_length = {
-            length: time_ways(runs, make_batch(model, 1, length, padded=False), options) for length in options.lengths
-        }
+        entries = [time_ways(name, runs, length, model, options) for length in options.lengths]
     kind = "accuracy" if is_classifier(model) else "loss"
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"parameters": parameters, "score": kind, "ways": ways, "failures": failures}, by_length
+    return {"parameters": parameters, "score": kind, "ways": ways, "failures": failures}, entries
 
 
-def time_ways(runs: dict[str, Run], batch: Batch, options: argparse.Namespace) -> dict[str, Any]:
-    """Time all ways on one batch, each several times a round."""
-    times: dict[str, list[float]] = {way: [] for way in runs}
+def time_ways(
+    name: str, runs: dict[str, Run], length: int, model: PreTrainedModel, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Time all ways on one text, each several times a round: one entry of the result's `lengths`."""
+    batch = make_batch(model, 1, length, padded=False)
 
     def repeat(run: Run) -> None:
         for _ in range(options.repeats):
             run(batch)
 
-    for turn in range(-1, options.rounds):  # the first warms up
-        for way in measuring.rotated(list(runs), max(turn, 0)):
-            taken = measuring.seconds(partial(repeat, runs[way]), "cpu") / options.repeats
-            if turn >= 0:
-                times[way].append(taken)
-    return {
-        way: {"seconds": measuring.summary(own), "speed_over_pytorch": measuring.compare(times[PEER], own)}
-        for way, own in times.items()
-    }
+    actions = {way: partial(repeat, run) for way, run in runs.items()}
+    times = measuring.interleave(actions, options.rounds, "cpu")
+    own = {way: [taken / options.repeats for taken in rounds] for way, rounds in times.items()}
+    models = results.describe(own, [PEER])
+    return {"length": length, "call": Path(name).name, "rows": 1, "tokens": length, "models": models}
 
 
 # ---- command ----
@@ -328,87 +318,52 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     parser.add_argument("--data", type=Path, help="folder of the texts to score; default: no scores")
     options = parser.parse_args(arguments)
-    options.dtype = "float32"
-    if options.device != "cpu":
-        parser.error("--device must be cpu: quantized models and the runtimes are measured on a CPU")
+    if options.device != "cpu" or options.dtype != "float32":
+        parser.error("--device must be cpu and --dtype float32: the runtimes are measured on a CPU")
     return options
 
 
 def installed_ways(ways: Sequence[str]) -> list[str]:
     """PyTorch and those of the ways whose packages are installed."""
-    missing = {way: [name for name in WAYS[way].packages if not find_spec(name)] for way in ways}
+    missing = {way: [name for name in WAYS[way][1] if not find_spec(name)] for way in ways}
     for way, names in missing.items():
         if names:
             progress(f"{way} is left out: pip install {' '.join(names)}")
     return list(dict.fromkeys([PEER, *(way for way, names in missing.items() if not names)]))
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything that the options ask for."""
-    torch.set_num_threads(options.threads)
     options.ways = installed_ways(options.ways)
-    models, lengths = {}, {length: {} for length in options.lengths}
-    for name in options.models:
-        models[Path(name).name], by_length = measure(name, options)
-        for length, ways in by_length.items():
-            lengths[length][Path(name).name] = ways
-    head = describe_run(__file__, arguments, options.device)
-    head["versions"] |= {name: version(name) for way in options.ways for name in WAYS[way].packages}
-    settings = ("ways", "lengths", "rounds", "repeats", "rows", "threads", "device", "dtype")
+    found = {Path(name).name: measure_model(name, options) for name in options.models}
     return {
-        **head,
-        "protocol": PROTOCOL,
-        "settings": {name: getattr(options, name) for name in settings},
-        "models": models,
-        "lengths": [{"length": length, "models": found} for length, found in lengths.items()],
-        "floors": [],
+        "peers": [PEER],
+        "packages": {name: version(name) for way in options.ways for name in WAYS[way][1]},
+        "models": {name: model for name, (model, _) in found.items()},
+        "lengths": [entry for _, entries in found.values() for entry in entries],
     }
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A row for each model and way."""
-    lengths = [entry["length"] for entry in result["lengths"]]
+    """A row for each model and way: size, error, score and times."""
+    lengths = list(dict.fromkeys(entry["length"] for entry in result["lengths"]))
     header = ["model", "way", "MB", "error", "score", *(f"{n} tokens, ms" for n in lengths)]
     rows = []
     for name, model in result["models"].items():
         for way, one in model["ways"].items():
             found = f"{model['score']} {one['score']:.3f}" if "score" in one else "-"
             row = [name, way, f"{one['bytes'] / 1e6:.1f}", f"{one['error']:.0e}" if one["error"] else "0", found]
-            for entry in result["lengths"]:
-                timed = entry["models"][name][way]
-                speed = "" if way == PEER else f" (x {timed['speed_over_pytorch']['median']:.2f})"
+            for entry in (entry for entry in result["lengths"] if entry["call"] == name):
+                timed = entry["models"][way]
+                speed = f" (x {timed['speed_over'][PEER]['median']:.2f})" if "speed_over" in timed else ""
                 row.append(f"{1000 * timed['seconds']['median']:.1f}{speed}")
             rows.append(row)
         rows += [[name, way, "failed", *["-"] * (len(header) - 3)] for way in model["failures"]]
-    own = {name: number for name, number in result["versions"].items() if name in (*ONNX, "openvino", "torchao")}
-    note = f"\n\nMade with {', '.join(f'{name} {number}' for name, number in own.items())}." if own else ""
-    return markdown_table(header, rows) + note
+    made = ", ".join(f"{name} {number}" for name, number in result["packages"].items())
+    return markdown_table(header, rows) + (f"\n\nMade with {made}." if made else "")
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Time against length, a panel for each model."""
-    panels = []
-    for name, model in result["models"].items():
-        curves = {
-            way: {
-                entry["length"]: 1000 * entry["models"][name][way]["seconds"]["median"] for entry in result["lengths"]
-            }
-            for way in model["ways"]
-        }
-        panels.append(Panel(f"{name}: milliseconds", curves))
-    title = f"One text, float32 and int8, {machine_name(result['machine'])}"
-    plot_panels(panels, title, path, peers=(PEER,))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure, print and write; 2 after a mistake in the command."""
-
-    def script() -> int:
-        options = parse(arguments)
-        return measuring.publish(options, "deployment", run(options, arguments), markdown, plot)
-
-    return run_script(script)
-
+main = measuring.Benchmark(__file__, PROTOCOL, parse, measure, lambda _: "deployment", markdown).main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

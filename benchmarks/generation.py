@@ -1,51 +1,47 @@
-"""Time per token and memory of generation against the length of the context, beside GPT-2 with its KV cache.
+"""Decoding, training and translation with a state of constant size, beside GPT-2 and BART with their KV caches.
 
     python benchmarks/generation.py --check-floors
+    python benchmarks/generation.py --kind training
+    python benchmarks/generation.py --kind translation --check-floors
 
-The timed call is one decoding step as in `generate`: the model's forward of one token with its cache. The models have
-the same size and random weights. See docs/speed.md for the protocol.
+`decoding` times one step as in `generate`, after contexts of several lengths; `training` a step on texts of these
+lengths; `translation` reading a source up to the first token, and then one token. The models of a kind have the same
+size and random weights. See docs/speed.md for the protocol.
 """
 
 import argparse
 import copy
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from statistics import median
+from functools import partial
 from typing import Any
 
 import measuring
+import results
 import torch
-from floors import compare
-from plots import Panel, machine_name, plot_panels
+import transformers as hf
 from torch import Tensor
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
-from transformers.generation.streamers import BaseStreamer
 
 from luna_hf import FAMILIES, MemoryCache
-from luna_hf.scripting import describe_run, markdown_table, progress, run_script
+from luna_hf.scripting import progress
 
 PROTOCOL = (
-    "One decoding step: the model's forward of one token of every row, with the cache, an attention mask of ones and "
-    "logits for that token, as in generate. Every round times one step of every model after every length of context, "
-    "in an order that rotates from round to round; ratios are taken within a round, medians over rounds. A state grows "
-    "by one token in each round, as in generation. The models of this package have read random tokens, in parts of "
-    "512; GPT-2's caches are filled with random keys and values, since reading 16K tokens takes minutes and changes no "
-    "shape. gpt2: DynamicCache, generate's default, which copies all keys and values in every step; gpt2-static: "
-    "StaticCache of exactly the length needed, written in place, not compiled. The allocator has its defaults. State: "
-    "bytes of the tensors in the cache. Memory: state, and peak resident size of a step beyond it, each model and "
-    "length in its own process (on an accelerator: peak allocated, in one process), where freed blocks of 1 MiB and "
-    "more go back to the system. generate: time between two tokens of a greedy call of generate, relative to a step, "
-    "at the shortest length."
+    "Every round times every model at every length, in an order that rotates from round to round; ratios are taken "
+    "within a round, medians over rounds. decoding: the model's forward of one token of every row, with the cache, an "
+    "attention mask of ones and logits for that token, as in generate; a state grows by one token in each round. The "
+    "models of this package have read random tokens, in parts of 512; GPT-2's caches are filled with random keys and "
+    "values, since reading 16K tokens takes minutes and changes no shape. gpt2: DynamicCache, generate's default, "
+    "which copies all keys and values in every step; gpt2-static: StaticCache of exactly the length needed, written "
+    "in place, not compiled. training: forward with labels at all positions, backward and fused AdamW on one text. "
+    "translation: encoder-decoders with as many layers in the decoder as in the encoder; source: the encoder, and the "
+    "decoder's forward of the start token; token: one more token with the cache; bart: sdpa, DynamicCache. State: "
+    "bytes of the tensors in the cache. Memory: what is held (state, or weights, gradients and moments), and the peak "
+    "resident size of a call beyond it, each model and length in its own process (on an accelerator: peak allocated, "
+    "in one process), where freed blocks of 1 MiB and more go back to the system."
 )
-SETTINGS = (
-    *("layers", "width", "heads", "vocab_size", "rows", "longest", "room"),
-    *("dtype", "device", "threads", "rounds"),
-)
-
-# Family and fields of this package's models; a family without an entry joins with 64 slots.
+# Family and fields of this package's causal models; a family without an entry joins with 64 slots.
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "luna-64": ("luna", {"projection_length": 64}),
     "luna-mixed-64": ("luna", {"projection_length": 64, "local_window": 32}),
@@ -55,40 +51,49 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _NAMED = {family for family, _ in OWN.values()}
 OWN |= {family: (family, measuring.slots_of(family, 64)) for family in FAMILIES if family not in _NAMED}
-DYNAMIC, STATIC = "gpt2", "gpt2-static"  # one model, two caches
-PEERS = (DYNAMIC, STATIC)
-NAMES = (*OWN, *PEERS)
-PART = 512  # tokens read at a time
-WARM_UP, GENERATE_ROUNDS = 2, 3  # steps; calls of generate
+DYNAMIC, STATIC, BART = "gpt2", "gpt2-static", "bart"  # the first two are one model with two caches
+# Models, peers, calls and default lengths of each kind.
+KINDS: dict[str, tuple[tuple[str, ...], list[str], tuple[str, ...], list[int]]] = {
+    "decoding": (tuple(OWN), [DYNAMIC, STATIC], ("token",), [1024, 2048, 4096, 8192, 16384]),
+    "training": (tuple(OWN), [DYNAMIC], ("training step",), [1024, 4096]),
+    "translation": (tuple(FAMILIES), [BART], ("source", "token"), [128, 512, 2048, 8192]),
+}
+PART, WARM_UP = 512, 2  # tokens read at a time; untimed steps
 
-# Floors, for the sizes of BASE on one CPU thread in float32.
-BASE = {"layers": 4, "width": 768, "heads": 12, "vocab_size": 50257, "threads": 1, "device": "cpu", "dtype": "float32"}
-GROWTH_LENGTHS, GROWTH = (1024, 16384), 1.05
-# Speed over GPT-2 at 16,384 tokens by rows and cache. A step reads all weights once: with one row they are two thirds
-# of the bytes of the static cache, which limits the speed of any model of this size to about 2.5 times the peer's.
-SPEED = {(1, DYNAMIC): 4.0, (1, STATIC): 1.8, (4, DYNAMIC): 4.0, (4, STATIC): 3.0}
-GENERATE = 1.1
 
-Times = dict[int, dict[str, list[float]]]  # length, model: seconds of every round
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line, with the longest context and the tokens added to it at most."""
+    sizes = {"rows": 1, "layers": 4, "width": 768, "heads": 12, "vocab_size": 50257, "rounds": 20}
+    parser = measuring.make_parser(__doc__, **sizes)
+    parser.add_argument("--kind", choices=KINDS, default="decoding", help="default: %(default)s")
+    parser.add_argument("--lengths", nargs="+", type=measuring.positive, help="default: from 1024, or 128, tokens on")
+    options = parser.parse_args(arguments)
+    options.lengths = sorted(set(options.lengths or KINDS[options.kind][3]))
+    options.longest, options.room = max(16, *options.lengths), WARM_UP + options.rounds + 2
+    return options
+
+
+# ---- models ----
 
 
 def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
-    """A randomly initialised model in eval mode, without dropout, and without an end token for `generate`."""
+    """A randomly initialised model in eval mode, without dropout."""
     torch.manual_seed(0)
-    if name in PEERS:
-        config = GPT2Config(
-            vocab_size=setting.vocab_size,
-            n_embd=setting.width,
-            n_layer=setting.layers,
-            n_head=setting.heads,
-            n_positions=setting.longest + setting.room,
-            bos_token_id=None,
-            eos_token_id=None,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        )
-        make = GPT2LMHeadModel
+    positions = setting.longest + setting.room
+    none = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    if name in (DYNAMIC, STATIC):
+        sizes = {"n_embd": setting.width, "n_layer": setting.layers, "n_head": setting.heads, "n_positions": positions}
+        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config, make = hf.GPT2Config(**sizes, **no_dropout, **none, vocab_size=setting.vocab_size), hf.GPT2LMHeadModel
+    elif name == BART:
+        sizes = {"layers": setting.layers, "attention_heads": setting.heads, "ffn_dim": 4 * setting.width}
+        sizes = {f"{part}_{size}": value for part in ("encoder", "decoder") for size, value in sizes.items()}
+        shape = {"d_model": setting.width, "max_position_embeddings": positions, "vocab_size": setting.vocab_size}
+        config, make = hf.BartConfig(**sizes, **shape, dropout=0.0), hf.BartForConditionalGeneration
     else:
-        family, fields = OWN[name]
+        translates = setting.kind == "translation"
+        family, fields = (name, measuring.slots_of(name, 64)) if translates else OWN[name]
+        both = {"is_encoder_decoder": True, "decoder_layers": setting.layers, "position_embedding_type": "sinusoidal"}
         config = FAMILIES[family].config(
             vocab_size=setting.vocab_size,
             hidden_size=setting.width,
@@ -97,12 +102,12 @@ def build(name: str, setting: argparse.Namespace) -> PreTrainedModel:
             intermediate_size=4 * setting.width,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
+            **({**both, "max_position_embeddings": positions} if translates else {}),
             **fields,
         )
-        make = FAMILIES[family].causal_lm
+        make = FAMILIES[family].seq2seq_lm if translates else FAMILIES[family].causal_lm
     with torch.device(setting.device):  # an accelerator draws random weights faster
         model = make(config)
-    model.generation_config.eos_token_id = None
     return model.to(device=setting.device, dtype=getattr(torch, setting.dtype)).eval()
 
 
@@ -111,6 +116,9 @@ def random_tokens(length: int, setting: argparse.Namespace) -> Tensor:
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(3, setting.vocab_size, (setting.rows, length), generator=generator)
     return ids.to(setting.device)
+
+
+# ---- states ----
 
 
 @torch.no_grad()
@@ -137,18 +145,23 @@ def fill_cache(name: str, model: PreTrainedModel, length: int, setting: argparse
     return cache
 
 
-def make_states(name: str, model: PreTrainedModel, setting: argparse.Namespace) -> dict[int, Cache]:
-    """The model's caches after contexts of the chosen lengths."""
+def make_states(name: str, model: PreTrainedModel, lengths: Sequence[int], setting: argparse.Namespace) -> Any:
+    """The model's caches after contexts of these lengths."""
     if name in OWN:
-        return read_tokens(model, setting.lengths, setting)
-    return {length: fill_cache(name, model, length, setting) for length in setting.lengths}
+        return read_tokens(model, lengths, setting)
+    return {length: fill_cache(name, model, length, setting) for length in lengths}
 
 
 def state_bytes(cache: Cache) -> int:
     """Size of all tensors in a cache."""
     if isinstance(cache, MemoryCache):
         return cache.nbytes
-    return sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values))
+    pair = (getattr(cache, f"{part}_attention_cache", None) for part in ("self", "cross"))
+    layers = [layer for part in pair if part for layer in part.layers] or cache.layers
+    return sum(states.nbytes for layer in layers for states in (layer.keys, layer.values))
+
+
+# ---- calls ----
 
 
 def make_step(model: PreTrainedModel, cache: Cache, length: int, setting: argparse.Namespace) -> Callable[[], Tensor]:
@@ -167,203 +180,108 @@ def make_step(model: PreTrainedModel, cache: Cache, length: int, setting: argpar
     return step
 
 
-# ---- measurements ----
+def make_training_step(model: PreTrainedModel, setting: argparse.Namespace) -> Callable[[int], None]:
+    """A training step on texts of a given length."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4, fused=True)
+
+    def step(length: int) -> None:
+        ids = random_tokens(length, setting)
+        optimizer.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+
+    return step
 
 
-def step_memory(name: str, length: int, setting: argparse.Namespace) -> int:
-    """Bytes of the state, plus the peak of a step beyond it; run it in a separate process."""
-    model = build(name, setting)
-    cache = make_states(name, model, argparse.Namespace(**{**vars(setting), "lengths": [length]}))[length]
-    step = make_step(model, cache, length, setting)
-    step()
-    return state_bytes(cache) + measuring.extra_memory(step, setting.device)
+@torch.no_grad()
+def read_source(name: str, model: PreTrainedModel, length: int, setting: argparse.Namespace) -> dict[str, Any]:
+    """Read a source and the start token; return what the next steps need."""
+    source, start = random_tokens(length, setting), random_tokens(1, setting)
+    mask = torch.ones_like(source)
+    if name == BART:
+        state = {"encoder_outputs": model.get_encoder()(source, attention_mask=mask), "attention_mask": mask}
+        state["cache"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        model(decoder_input_ids=start, use_cache=True, **state)
+        return state
+    cache = MemoryCache(model.config)
+    model(source, attention_mask=mask, decoder_input_ids=start, cache=cache, use_cache=True)
+    return {"cache": cache}
 
 
-def measure_time(steps: dict[int, dict[str, Callable[[], Tensor]]], rounds: int, device: str) -> Times:
-    """Seconds of one step of every model and length in every round."""
-    for actions in steps.values():
-        for action in actions.values():
+Actions = dict[str, Callable[[], Any]]
+
+
+def make_actions(name: str, model: PreTrainedModel, setting: argparse.Namespace) -> tuple[dict[int, Actions], Any]:
+    """The timed calls of a model by length, and the bytes of its states by length, if it has any."""
+    actions: dict[int, Actions] = {}
+    if setting.kind == "training":
+        step = make_training_step(model, setting)
+        step(16)
+        return {length: {"training step": partial(step, length)} for length in setting.lengths}, None
+    if setting.kind == "decoding":
+        states = make_states(name, model, setting.lengths, setting)
+        sizes = {length: state_bytes(states[length]) for length in setting.lengths}
+        for length in setting.lengths:
+            actions[length] = {"token": make_step(model, states[length], length, setting)}
             for _ in range(WARM_UP):
-                action()
-    times: Times = {length: {name: [] for name in actions} for length, actions in steps.items()}
-    for turn in range(rounds):
-        for name in measuring.rotated(NAMES, turn):
-            for length, actions in steps.items():
-                times[length][name].append(measuring.seconds(actions[name], device))
-        progress(f"round {turn + 1} of {rounds}")
-    return times
+                actions[length]["token"]()
+        return actions, sizes
+    read = {length: read_source(name, model, length, setting) for length in setting.lengths}
+    sizes = {length: state_bytes(read[length]["cache"]) for length in setting.lengths}
+
+    @torch.no_grad()
+    def token(state: dict[str, Any]) -> None:
+        model(decoder_input_ids=random_tokens(1, setting), use_cache=True, **state)
+
+    for length in setting.lengths:
+        source = partial(read_source, name, model, length, setting)
+        actions[length] = {"source": source, "token": partial(token, read[length])}
+    return actions, sizes
 
 
-class Clock(BaseStreamer):
-    """Records when `generate` emits a token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        """Record the prompt, or a token."""
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Do nothing."""
-
-    def gap(self) -> float:
-        """Median seconds between two tokens; the first one includes reading the prompt."""
-        return median(after - before for before, after in zip(self.times[1:], self.times[2:], strict=False))
+def peak_memory(name: str, length: int, setting: argparse.Namespace) -> int:
+    """Bytes that are held between calls, and the peak of the last call beyond them; run it in a separate process."""
+    own = argparse.Namespace(**{**vars(setting), "lengths": [length]})
+    model = build(name, own)
+    actions, sizes = make_actions(name, model, own)
+    held = sizes[length] if sizes else 4 * sum(parameter.nbytes for parameter in model.parameters())
+    return held + measuring.extra_memory(list(actions[length].values())[-1], setting.device)
 
 
-def measure_generate(
-    models: dict[str, PreTrainedModel],
-    steps: dict[str, Callable[[], Tensor]],
-    length: int,
-    setting: argparse.Namespace,
-    count: int,
-) -> dict[str, dict[str, Any]]:
-    """Time of a token in `generate` relative to a step, for every model."""
-    prompt = random_tokens(length, setting)
-    mask = torch.ones_like(prompt)
-    over: dict[str, list[float]] = {name: [] for name in models if name != STATIC}
-    for turn in range(GENERATE_ROUNDS):
-        for name in over:
-            clock = Clock()
-            options = {"max_new_tokens": count + 2, "do_sample": False, "streamer": clock}
-            models[name].generate(prompt, attention_mask=mask, **options)
-            step = median(measuring.seconds(steps[name], setting.device) for _ in range(count))
-            over[name].append(clock.gap() / step)
-        progress(f"generate: round {turn + 1} of {GENERATE_ROUNDS}")
-    return {name: measuring.summary(values) for name, values in over.items()}
-
-
-# ---- result ----
-
-
-def describe_length(
-    length: int, times: dict[str, list[float]], states: dict[str, int], memory: dict[str, int]
-) -> dict[str, Any]:
-    """One entry of the result's `lengths`."""
-    models: dict[str, dict[str, Any]] = {}
-    for name, taken in times.items():
-        models[name] = {"seconds": measuring.summary(taken), "state_bytes": states[name], "memory_bytes": memory[name]}
-        if name in OWN:
-            models[name]["speed_over"] = {peer: measuring.compare(times[peer], taken) for peer in PEERS}
-    return {"length": length, "models": models}
-
-
-def check(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every floor that applies to a run."""
-    settings, checks = result["settings"], []
-    own = [name for name in result["models"] if name not in result["peers"]]
-    for name in own:
-        sizes = [row["models"][name]["state_bytes"] for row in result["lengths"]]
-        checks.append(compare("largest state over the smallest", name, max(sizes) / min(sizes), 1.0))
-    if any(settings[name] != value for name, value in BASE.items()):
-        return checks
-    short, long = GROWTH_LENGTHS
-    last = {row["length"]: row["models"] for row in result["lengths"]}.get(long, {})
-    for name in own:
-        if result["growth"]:
-            ratio = result["growth"][name]["median"]
-            checks.append(compare(f"time of a step at {long} over {short}", name, ratio, GROWTH))
-        checks.append(compare("generate over a step", name, result["generate"][name]["median"], GENERATE))
-        for peer, speed in last[name]["speed_over"].items() if last else ():
-            if floor := SPEED.get((settings["rows"], peer)):
-                checks.append(compare(f"speed over {peer} at {long}", name, speed["median"], floor, at_least=True))
-    return checks
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """A row for every length, milliseconds, then MiB of the state and (in brackets) of a step; ratios in words."""
-    rows, names = [], list(result["lengths"][0]["models"])
-    for row in result["lengths"]:
-        models = row["models"].values()
-        times = [f"{1e3 * model['seconds']['median']:.1f}" for model in models]
-        sizes = [f"{model['state_bytes'] / 2**20:.1f} ({model['memory_bytes'] / 2**20:.1f})" for model in models]
-        rows.append([f"{row['length']:,}", *times, *sizes])
-    header = ["tokens", *(f"{name}, ms" for name in names), *(f"{name}, MiB" for name in names)]
-    lines = [markdown_table(header, rows), ""]
-    last = result["lengths"][-1]
-    for peer in PEERS:
-        ratio = {name: model["speed_over"][peer] for name, model in last["models"].items() if "speed_over" in model}
-        lines.append(f"* Speed relative to {peer} after {last['length']:,} tokens: {_in_words(ratio, 1)}.")
-    if result["growth"]:
-        short, long = GROWTH_LENGTHS
-        lines.append(f"* Time of a step after {long:,} tokens relative to {short:,}: {_in_words(result['growth'])}.")
-    lines.append(f"* Time of a token in `generate` relative to a step: {_in_words(result['generate'])}.")
-    return "\n".join(lines)
-
-
-def _in_words(ratio: dict[str, dict[str, Any]], digits: int = 2) -> str:
-    return ", ".join(f"{name} {values['median']:.{digits}f}" for name, values in ratio.items())
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Time of a step and memory against length."""
-    rows = {row["length"]: row["models"] for row in result["lengths"]}
-    times = {name: {n: 1e3 * models[name]["seconds"]["median"] for n, models in rows.items()} for name in NAMES}
-    memory = {name: {n: models[name]["memory_bytes"] / 2**20 for n, models in rows.items()} for name in NAMES}
-    panels = [Panel("time of a token (milliseconds)", times), Panel("memory beyond the model (MiB)", memory)]
-    settings = result["settings"]
-    title = (
-        f"generation, {settings['layers']} layers of width {settings['width']}, {settings['rows']} row(s), "
-        f"{settings['dtype']}, {machine_name(result['machine'])}"
-    )
-    plot_panels(panels, title, path, peers=PEERS)
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line, with the longest context and the tokens added to it at most."""
-    lengths = [1024, 2048, 4096, 8192, 16384]
-    sizes = {"rows": 1, "layers": 4, "width": 768, "heads": 12, "vocab_size": 50257, "rounds": 20}
-    parser = measuring.make_parser(__doc__, lengths=lengths, **sizes)
-    measuring.add_dtype(parser)
-    options = parser.parse_args(arguments)
-    options.lengths = sorted(set(options.lengths))
-    options.longest = options.lengths[-1]
-    options.room = WARM_UP + (1 + GENERATE_ROUNDS) * options.rounds + 2
-    return options
-
-
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything."""
-    torch.set_num_threads(options.threads)
-    memory = measuring.measure_memory(step_memory, dict.fromkeys(options.lengths, NAMES), options)
-    models = {name: build(name, options) for name in (*OWN, DYNAMIC)}
-    models[STATIC] = models[DYNAMIC]
-    states = {}
-    for name, model in models.items():
+    own, peers, calls, _ = KINDS[options.kind]
+    names = (*own, *peers)
+    memory = measuring.measure_memory(peak_memory, dict.fromkeys(options.lengths, names), options)
+    models = {name: build(name, options) for name in names if name != STATIC}
+    if STATIC in names:
+        models[STATIC] = models[DYNAMIC]
+    actions, sizes = {}, {}
+    for name in names:
         progress(f"context: {name}")
-        states[name] = make_states(name, model, options)
-    sizes = {length: {name: state_bytes(states[name][length]) for name in NAMES} for length in options.lengths}
-    steps = {
-        length: {name: make_step(models[name], states[name][length], length, options) for name in NAMES}
-        for length in options.lengths
-    }
-    times = measure_time(steps, options.rounds, options.device)
-    shortest = options.lengths[0]
-    result = {
-        **describe_run(__file__, arguments, options.device),
-        "protocol": PROTOCOL,
-        "settings": {name: getattr(options, name) for name in SETTINGS},
-        "peers": list(PEERS),
-        "models": {name: {"parameters": model.num_parameters()} for name, model in models.items()},
-        "growth": measuring.growth(times, GROWTH_LENGTHS),
-        "generate": measure_generate(models, steps[shortest], shortest, options, options.rounds),
-        "lengths": [describe_length(n, times[n], sizes[n], memory[n]) for n in options.lengths],
-    }
-    return {**result, "floors": check(result)}
+        made, sizes[name] = make_actions(name, models[name], options)
+        actions |= {(n, call, name): action for n, by_call in made.items() for call, action in by_call.items()}
+    times = measuring.interleave(actions, options.rounds, options.device, warm_up=False)
+    entries = []
+    for length in options.lengths:
+        for call in calls:
+            figures = {"peak_memory_bytes": memory[length]} if call == calls[-1] else {}
+            if call == "token":
+                figures["state_bytes"] = {name: sizes[name][length] for name in names}
+            found = results.describe({name: times[length, call, name] for name in names}, peers, **figures)
+            tokens = options.rows * (1 if call == "token" else length)
+            entries.append({"length": length, "call": call, "rows": options.rows, "tokens": tokens, "models": found})
+    described = {name: {"parameters": model.num_parameters()} for name, model in models.items()}
+    return {"peers": peers, "models": described, "lengths": entries}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure, print and write; 1 if floors are checked and one is missed, 2 after a mistake in the command."""
+def subject(options: argparse.Namespace) -> str:
+    """First part of the file name."""
+    rows = "" if options.rows == 1 else f"-{options.rows}-rows"
+    return f"generation-{options.kind}-{options.layers}-layer{rows}"
 
-    def script() -> int:
-        options = parse(arguments)
-        measuring.require_device(options.device)
-        subject = f"generation-{options.layers}-layer" + ("" if options.rows == 1 else f"-{options.rows}-rows")
-        return measuring.publish(options, subject, run(options, arguments), markdown, plot)
 
-    return run_script(script)
-
+main = measuring.Benchmark(__file__, PROTOCOL, parse, measure, subject, results.table).main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

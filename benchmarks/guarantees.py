@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, growth_exponent, positive, seconds, write_result
+from measuring import RESULTS, positive, seconds, write_result
+from results import growth_exponent
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging

@@ -1,30 +1,78 @@
-"""What the benchmarks share: options, statistics, clock, peak memory and the writing of results."""
+"""What the benchmarks share: their command, the measured rounds, and peak memory.
+
+A benchmark says what it measures, as actions by length and model. This module times them in turn and writes a result
+with machine and versions; `results.py` describes its form.
+"""
 
 import argparse
 import ctypes
 import gc
 import json
-import math
 import resource
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import floors
 import torch
+from plots import plot
 
 from luna_hf import FAMILIES
-from luna_hf.scripting import Parser, UserError, progress, reason, write_text
+from luna_hf.scripting import Parser, UserError, describe_run, progress, reason, run_script, write_text
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_NO_SETTINGS = ("output", "data", "check_floors")
 RESULTS = Path(__file__).resolve().parent / "results"
+Result = dict[str, Any]
 
 
 # ---- command line and results ----
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A command that times models beside peers.
+
+    Args:
+        script: its `__file__`.
+        protocol: how it measures, for the result.
+        parse: reads the command line.
+        measure: returns what the result holds besides header, settings and floors.
+        subject: first part of the file name.
+        markdown: the printed table.
+    """
+
+    script: str
+    protocol: str
+    parse: Callable[[Sequence[str]], argparse.Namespace]
+    measure: Callable[[argparse.Namespace], Result]
+    subject: Callable[[argparse.Namespace], str]
+    markdown: Callable[[Result], str]
+
+    def main(self, arguments: Sequence[str]) -> int:
+        """Measure, print and write; 1 if floors are checked and one is missed, 2 after a mistake in the command."""
+
+        def script() -> int:
+            options = self.parse(arguments)
+            require_device(options.device)
+            torch.set_num_threads(options.threads)
+            header = describe_run(self.script, arguments, options.device)
+            settings = {
+                name: value for name, value in vars(options).items() if name not in ("output", "data", "check_floors")
+            }
+            result = {**header, "protocol": self.protocol, "settings": settings, **self.measure(options)}
+            result["floors"] = floors.check(Path(self.script).stem, result)
+            path, result = write_result(options.output, self.subject(options), options.device, options.dtype, result)
+            print(self.markdown(result), floors.table(result["floors"]), sep="\n\n")
+            if len({entry.get("length") for entry in result["lengths"]}) > 1:
+                plot(result, path.with_suffix(".png"))
+            return int(options.check_floors and not all(check["holds"] for check in result["floors"]))
+
+        return run_script(script)
 
 
 def make_parser(description: str, **defaults: Any) -> Parser:
@@ -35,14 +83,11 @@ def make_parser(description: str, **defaults: Any) -> Parser:
         shown = " ".join(map(str, default)) if many else default
         kind = {"type": str if isinstance(default, str) else positive, "nargs": "+" if many else None}
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=f"default: {shown}", **kind)
+    dtypes = ["float32", "bfloat16"]
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the result and its plot")
     parser.add_argument("--check-floors", action="store_true", help="exit with status 1 if a floor is missed")
     return parser
-
-
-def add_dtype(parser: Parser) -> None:
-    """Let a benchmark choose the dtype of its models."""
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
 
 
 def positive(text: str) -> int:
@@ -68,31 +113,6 @@ def require_device(device: str) -> None:
         raise UserError(f"--device {device} cannot be used ({reason(error)}).") from error
 
 
-def publish(
-    options: argparse.Namespace,
-    subject: str,
-    result: dict[str, Any],
-    report: Callable[[Any], str],
-    plot: Callable[[Any, Path], None],
-    markdown: bool = True,
-) -> int:
-    """Write a result, with a plot if there are several lengths, and print its report and its floors.
-
-    `report` and `plot` get what the file holds; with `markdown` the report is kept beside it.
-
-    Returns:
-        The exit status.
-    """
-    dtype = result["settings"]["dtype"]
-    path, result = write_result(options.output, subject, options.device, dtype, result)
-    if markdown:
-        path.with_suffix(".md").write_text(report(result) + "\n", encoding="utf-8")
-    print(report(result), floors.table(result["floors"]), sep="\n\n")
-    if len(result["lengths"]) > 1:
-        plot(result, path.with_suffix(".png"))
-    return int(options.check_floors and not all(check["holds"] for check in result["floors"]))
-
-
 def write_result(folder: Path, subject: str, device: str, dtype: str, result: dict[str, Any]) -> tuple[Path, Any]:
     """Write `<subject>-<device>-<dtype>-torch<version>.json`, with floats rounded to six digits.
 
@@ -112,71 +132,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-# ---- statistics: pure functions ----
-
-
-def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Median, quartiles and extremes of the rounds, and the rounds themselves."""
-    quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return {
-        "median": statistics.median(values),
-        "quartiles": [quartiles[0], quartiles[2]],
-        "min": min(values),
-        "max": max(values),
-        "rounds": list(values),
-    }
-
-
-def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Ratios round by round: both numbers were measured within seconds of each other."""
-    return [above / below for above, below in zip(numerators, denominators, strict=True)]
-
-
-def compare(above: Any, below: Any) -> dict[str, Any]:
-    """Summary of the ratios of two series of rounds; of two equal dicts, the summaries below each key."""
-    if isinstance(above, dict):
-        return {name: compare(above[name], below[name]) for name in above}
-    return summary(ratios(above, below))
-
-
-def growth(times: dict[int, Any], lengths: tuple[int, int]) -> dict[str, Any] | None:
-    """Time at the longer of two lengths relative to the shorter, if both were measured."""
-    short, long = lengths
-    return compare(times[long], times[short]) if short in times and long in times else None
-
-
-def win_length(speedups: dict[int, float]) -> float | None:
-    """Length from which a model is faster, at that length and at every longer one measured.
-
-    Args:
-        speedups: measured length to median ratio (peer's time over the model's time; above 1: the model is faster).
-
-    Returns:
-        The shortest measured length if the model wins there already; otherwise the point where the ratio crosses 1,
-        interpolated linearly in the logarithms of length and ratio. `None` if it loses at the longest.
-    """
-    lengths = sorted(speedups)
-    losing = [index for index, length in enumerate(lengths) if speedups[length] <= 1]
-    if not losing:
-        return float(lengths[0])
-    last = losing[-1]
-    if last == len(lengths) - 1:
-        return None
-    below, above = lengths[last], lengths[last + 1]
-    low, high = math.log(speedups[below]), math.log(speedups[above])
-    return math.exp(math.log(below) + (math.log(above) - math.log(below)) * -low / (high - low))
-
-
-def growth_exponent(seconds_per_row: dict[int, float]) -> float:
-    """Least-squares slope of log time against log length, two at least: 1 is linear, 2 quadratic."""
-    x = [math.log(length) for length in seconds_per_row]
-    y = [math.log(seconds) for seconds in seconds_per_row.values()]
-    return statistics.linear_regression(x, y).slope
-
-
-# ---- models of this package ----
 
 
 def slots_of(family: str, number: int) -> dict[str, int]:
@@ -203,10 +158,27 @@ def seconds(action: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
+def rotated(names: Sequence[Any], turn: int) -> list[Any]:
     """The names in their order, starting with a different one each round."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
+
+
+def interleave(
+    actions: dict[Hashable, Callable[[], Any]], rounds: int, device: str, warm_up: bool = True
+) -> dict[Any, list[float]]:
+    """Seconds of every action of every round; each round starts with another action.
+
+    Both numbers of a ratio are then measured near each other, so that a machine that slows down for a minute slows all.
+    """
+    times: dict[Any, list[float]] = {key: [] for key in actions}
+    for turn in range(-1 if warm_up else 0, rounds):
+        for key in rotated(list(actions), max(turn, 0)):
+            taken = seconds(actions[key], device)
+            if turn >= 0:
+                times[key].append(taken)
+        progress(f"round {turn + 1} of {rounds}" if turn >= 0 else "warmed up")
+    return times
 
 
 def steady_allocator() -> None:

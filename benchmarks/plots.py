@@ -1,4 +1,4 @@
-"""Plots of the benchmarks: curves against length."""
+"""Plots of the benchmarks and studies."""
 
 import itertools
 from collections.abc import Sequence
@@ -58,3 +58,46 @@ def machine_name(machine: dict[str, Any]) -> str:
     if "accelerator" in machine:
         return machine["accelerator"]
     return f"{machine['cpu']}, {machine['threads']} thread(s)"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Time per token against length, a panel for each call of a benchmark, and the peak memory of its last one."""
+    panels: dict[str, Panel] = {}
+    for entry in result["lengths"]:
+        call, tokens = entry.get("call", "forward"), entry.get("tokens") or entry["rows"] * entry["length"]
+        for name, model in entry["models"].items():
+            times = panels.setdefault(call, Panel(f"{call}, microseconds per token", {}))
+            times.curves.setdefault(name, {})[entry["length"]] = 1e6 * model["seconds"]["median"] / tokens
+    memory = Panel(f"{call}, peak memory (MiB)", {})
+    for entry in result["lengths"]:
+        for name, model in entry["models"].items():
+            if "peak_memory_bytes" in model and entry.get("call", "forward") == call:
+                memory.curves.setdefault(name, {})[entry["length"]] = max(1, model["peak_memory_bytes"]) / 2**20
+    sizes = ("layers", "width", "heads", "slots", "rows", "tokens_per_batch", "dtype")
+    settings = [f"{name.replace('_', ' ')} {result['settings'][name]}" for name in sizes if name in result["settings"]]
+    title = f"{', '.join(settings)}; {machine_name(result['machine'])}"
+    plot_panels([*panels.values(), *([memory] if memory.curves else [])], title, path, peers=result["peers"])
+
+
+# ---- studies ----
+
+
+def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """A figure for a file, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def plain(axis: Any) -> None:
+    """A light grid, no frame."""
+    axis.grid(True, color="0.9")
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure."""
+    # Without the library's version in its metadata the file depends on the numbers only.
+    figure.savefig(path, dpi=130, metadata={"Software": None})

@@ -1,67 +1,71 @@
-"""Batches of variable-length texts: classifiers with their padding computed and left out, and RoBERTa's.
+"""Variable-length texts: classifiers with padding computed and left out, and whole calls, beside RoBERTa's.
 
-    python benchmarks/uneven.py
+    python benchmarks/uneven.py --check-floors
 
-The lengths are drawn from those of SST-2, MRPC and IMDB (`length_mixes.json`); `full` has texts of one length, where
-there is nothing to gain. Every round draws a new batch and runs every model on it, with a forward pass and with a
-finetuning step.
+`forward` and `finetune` take batches of 32 texts. `pipeline` and `encode` (of SentenceTransformer) are called with 64
+texts as users call them, tokenization included. The lengths are drawn from those of SST-2, MRPC and IMDB
+(`length_mixes.json`), and from all three at once (`together`); `full` has texts of one length, where there is nothing
+to gain.
 """
 
 import argparse
 import json
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import floors
 import measuring
+import results
 import torch
-from contenders import ENCODER_VOCABULARY, OWN, PAD, configure
+from contenders import ENCODER_VOCABULARY, OWN, PAD, configure, make_action
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast, pipeline
+from transformers.utils import logging
 
-from luna_hf.scripting import describe_run, markdown_table, progress, run_script
+from luna_hf.scripting import progress
 
 PROTOCOL = (
-    "Sequence classifiers with random weights, vocabulary 1000, no dropout, sdpa. Padded: every row is computed to the "
-    "longest of the batch (unpad_inputs=False). Default: the models leave padding out where that is faster. forward: "
-    "eval, no gradients. finetune: forward, backward and fused AdamW. Every round draws the lengths of a batch from "
-    "the quantiles of length_mixes.json and runs all models on it, in an order that rotates; ratios are taken within "
-    "a round, medians over rounds."
+    "Sequence classifiers with random weights, vocabulary 1000, no dropout, sdpa. padded: every row is computed to the "
+    "longest of the batch (unpad_inputs=False); by default the models leave padding out where that is faster. forward: "
+    "eval, no gradients. finetune: forward, backward and fused AdamW. pipeline: text-classification; encode: "
+    "SentenceTransformer with mean pooling, which sorts texts by length; both get a list of texts and batches of 32. "
+    "Every round draws the lengths of the texts from the quantiles of length_mixes.json and runs all models on them, "
+    "in an order that rotates; ratios are taken within a round, medians over rounds."
 )
 MIXES = json.loads((Path(__file__).resolve().parent / "length_mixes.json").read_text(encoding="utf-8"))
-FULL = "full"
-FULL_LENGTH = 128
-MODES = ("forward", "finetune")
-PEER = "roberta"
-MODELS = ("luna-tied", "abc-mlp-64", "leapformer", "lavo-64")
-SETTINGS = ("models", "layers", "width", "heads", "slots", "rows", "dtype", "device", "threads", "rounds")
-
-Seconds = dict[str, list[float]]  # of every round, by contender
+NAMES = tuple(name for name in MIXES if name != "note")
+TOGETHER, FULL, FULL_LENGTH = "together", "full", 128
+PEER, PADDED = "roberta", "padded"
+MODELS = ["luna-tied", "abc-mlp-64", "leapformer", "lavo-64"]
+BATCH = 32
+STEPS, CALLS = ("forward", "finetune"), ("pipeline", "encode")
+_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line."""
-    sizes = {"layers": 2, "width": 768, "heads": 12, "slots": 128, "rows": 32, "rounds": 9}
+    sizes = {"layers": 2, "width": 768, "heads": 12, "slots": 128, "rows": BATCH, "rounds": 9}
     parser = measuring.make_parser(__doc__, **sizes)
-    mixes = [name for name in MIXES if name != "note"]
-    parser.add_argument("--mixes", nargs="+", choices=[*mixes, FULL], default=[*mixes, FULL], help="default: all")
-    parser.add_argument("--models", nargs="+", default=MODELS, help=f"default: {' '.join(MODELS)}")
-    measuring.add_dtype(parser)
+    mixes, calls = [*NAMES, TOGETHER, FULL], [*STEPS, *CALLS]
+    parser.add_argument("--mixes", nargs="+", choices=mixes, default=mixes, help="default: all")
+    parser.add_argument("--calls", nargs="+", choices=calls, default=calls, help="default: all")
+    parser.add_argument("--models", nargs="+", choices=OWN, default=MODELS, help=f"default: {' '.join(MODELS)}")
     options = parser.parse_args(arguments)
-    if unknown := set(options.models) - set(OWN):
-        parser.error(f"there is no model {', '.join(sorted(unknown))}; choose among {', '.join(OWN)}")
-    options.mode, options.max_length = "forward", max(max(MIXES[name]) for name in mixes)
+    options.mode, options.max_length = "forward", max(max(MIXES[name]) for name in NAMES)
     return options
 
 
 def draw_lengths(mix: str, rows: int, seed: int) -> list[int]:
-    """The lengths of a batch."""
+    """The lengths of some texts, in random order."""
     draw = random.Random(seed)
-    return [FULL_LENGTH if mix == FULL else draw.choice(MIXES[mix]) for _ in range(rows)]
+    if mix == FULL:
+        return [FULL_LENGTH] * rows
+    return [draw.choice(MIXES[NAMES[row % len(NAMES)] if mix == TOGETHER else mix]) for row in range(rows)]
 
 
 def make_batch(lengths: Sequence[int], device: str) -> dict[str, Tensor]:
@@ -70,9 +74,27 @@ def make_batch(lengths: Sequence[int], device: str) -> dict[str, Tensor]:
     keep = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     ids = torch.randint(3, ENCODER_VOCABULARY, keep.shape, generator=generator).masked_fill(~keep, PAD)
     labels = torch.randint(0, 2, (len(lengths),), generator=generator)
-    return {
-        name: t.to(device) for name, t in {"input_ids": ids, "attention_mask": keep.long(), "labels": labels}.items()
-    }
+    batch = {"input_ids": ids, "attention_mask": keep.long(), "labels": labels}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def make_texts(mix: str, rows: int, seed: int) -> list[str]:
+    """Texts of random words with the lengths of a mix."""
+    draw, words = random.Random(seed), range(len(_SPECIAL), ENCODER_VOCABULARY)
+    lengths = draw_lengths(mix, rows, seed)
+    return [" ".join(f"w{word}" for word in draw.choices(words, k=max(1, length - 2))) for length in lengths]
+
+
+def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+    """A token for every word `w<id>`."""
+    words = [*_SPECIAL, *(f"w{number}" for number in range(len(_SPECIAL), ENCODER_VOCABULARY))]
+    own = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), trim_offsets=False)
+    special = {"bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=own, **special, pad_token=_SPECIAL[PAD], model_max_length=max_length
+    )
 
 
 def build(name: str, options: argparse.Namespace) -> PreTrainedModel:
@@ -82,100 +104,76 @@ def build(name: str, options: argparse.Namespace) -> PreTrainedModel:
     return model.to(device=options.device, dtype=getattr(torch, options.dtype))
 
 
-def make_calls(model: PreTrainedModel, mode: str) -> Callable[..., None]:
-    """The timed call."""
-    model.train(mode == "finetune")
-
-    @torch.no_grad()
-    def forward(batch: dict[str, Tensor], **options: Any) -> None:
-        model(**{name: tensor for name, tensor in batch.items() if name != "labels"}, **options)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def step(batch: dict[str, Tensor], **options: Any) -> None:
-        optimizer.zero_grad()
-        model(**batch, **options).loss.backward()
-        optimizer.step()
-
-    return step if mode == "finetune" else forward
+def make_steps(model: PreTrainedModel, call: str, options: argparse.Namespace) -> dict[str, Callable[..., Any]]:
+    """The timed steps of a model, which take a batch: as it is, and with padding computed."""
+    training = call == "finetune"
+    model.train(training)
+    setting = argparse.Namespace(**{**vars(options), "mode": "class_step" if training else "forward"})
+    step = make_action(model, setting)
+    if model.config.model_type == PEER:
+        return {"": step}
+    return {"": step, f", {PADDED}": lambda batch: step({**batch, "unpad_inputs": False})}
 
 
-def measure(mode: str, mix: str, models: dict[str, PreTrainedModel], options: argparse.Namespace) -> Seconds:
-    """Time every contender on the same batches."""
-    contenders: dict[str, Callable[..., None]] = {}
-    for name, model in models.items():
-        call = make_calls(model, mode)
-        contenders[name] = call
-        if name != PEER:
-            contenders[f"{name}, padded"] = partial(call, unpad_inputs=False)
-    times: Seconds = {name: [] for name in contenders}
-    for turn in range(-1, options.rounds):  # the first warms up
-        batch = make_batch(draw_lengths(mix, options.rows, turn), options.device)
-        for name in measuring.rotated(list(contenders), max(turn, 0)):
-            taken = measuring.seconds(partial(contenders[name], batch), options.device)
-            if turn >= 0:
-                times[name].append(taken)
-    return times
+def load_calls(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Callable[[list[str]], Any]]:
+    """Save a model with its tokenizer, and load it for a pipeline and for `encode`."""
+    from sentence_transformers import SentenceTransformer
 
-
-def describe(mode: str, mix: str, times: Seconds, options: argparse.Namespace) -> dict[str, Any]:
-    """One entry of the result's `lengths`."""
-    batches = [draw_lengths(mix, options.rows, turn) for turn in range(options.rounds)]
-    real = sum(map(sum, batches)) / sum(len(batch) * max(batch) for batch in batches)
-    models = {
-        name: {
-            "seconds": measuring.summary(times[name]),
-            "speed_over_padded": measuring.compare(times[f"{name}, padded"], times[name]),
-            "speed_over_roberta": measuring.compare(times[PEER], times[name]),
-        }
-        for name in options.models
+    build(name, options).save_pretrained(folder)
+    make_tokenizer(options.max_length).save_pretrained(folder)
+    classify = pipeline("text-classification", model=str(folder), device=options.device)
+    encoder = SentenceTransformer(str(folder), device=options.device)
+    encoder.to(getattr(torch, options.dtype))
+    return {
+        "pipeline": partial(classify, batch_size=BATCH),
+        "encode": partial(encoder.encode, batch_size=BATCH, show_progress_bar=False),
     }
-    return {"mode": mode, "mix": mix, "real_tokens": real, "models": models}
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+def measure_mix(call: str, mix: str, actions: dict[str, Callable[..., Any]], options: argparse.Namespace) -> Any:
+    """Time every model on the same texts: one entry of the result's `lengths`."""
+    rows = options.rows if call in STEPS else 2 * options.rows
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for turn in range(options.rounds):
+        if call in STEPS:
+            inputs: Any = make_batch(draw_lengths(mix, rows, turn), options.device)
+        else:
+            inputs = make_texts(mix, rows, turn)
+        drawn = {name: partial(action, inputs) for name, action in actions.items()}
+        own = {name: drawn[name] for name in measuring.rotated(list(drawn), turn)}
+        for name, taken in measuring.interleave(own, 1, options.device, warm_up=turn == 0).items():
+            times[name] += taken
+    found = results.describe({name: times[name] for name in (PEER, *options.models)}, [PEER])
+    for name in options.models if call in STEPS else ():
+        ratios = results.ratios(times[f"{name}, {PADDED}"], times[name])
+        found[name]["speed_over"][PADDED] = results.summary(ratios)
+    progress(f"{call}, {mix}")
+    return {"call": call, "mix": mix, "models": found}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything that the options ask for."""
-    torch.set_num_threads(options.threads)
-    models = {name: build(name, options) for name in (PEER, *options.models)}
-    entries = []
-    for mode in MODES:
-        for mix in options.mixes:
-            entries.append(describe(mode, mix, measure(mode, mix, models, options), options))
-            speeds = {name: model["speed_over_padded"]["median"] for name, model in entries[-1]["models"].items()}
-            progress(f"{mode}, {mix}: " + ", ".join(f"{name} x {speed:.2f}" for name, speed in speeds.items()))
-    result = {
-        **describe_run(__file__, arguments, options.device),
-        "protocol": PROTOCOL,
-        "settings": {name: getattr(options, name) for name in SETTINGS},
-        "lengths": entries,
-    }
-    return {**result, "floors": floors.check_uneven(result)}
+    logging.set_verbosity_error()  # `encode` has no use for the classifier's weights, and says so
+    entries, names = [], (PEER, *options.models)
+    for call in (call for call in STEPS if call in options.calls):
+        steps = {name: make_steps(build(name, options), call, options) for name in names}
+        actions = {f"{name}{kind}": action for name, own in steps.items() for kind, action in own.items()}
+        entries += [measure_mix(call, mix, actions, options) for mix in options.mixes]
+    with tempfile.TemporaryDirectory() as folder:
+        calls = [call for call in CALLS if call in options.calls]
+        loaded = {name: load_calls(name, Path(folder, name), options) for name in names} if calls else {}
+        for call in calls:
+            actions = {name: own[call] for name, own in loaded.items()}
+            entries += [measure_mix(call, mix, actions, options) for mix in options.mixes]
+    return {"peers": [PEER, PADDED], "lengths": entries}
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """A row for each mode, mix and model."""
-    rows = [
-        [
-            *(entry["mode"], entry["mix"], f"{entry['real_tokens']:.0%}", name),
-            *(f"{one['median']:.2f} ({one['min']:.2f}-{one['max']:.2f})" for one in list(model.values())[1:]),
-        ]
-        for entry in result["lengths"]
-        for name, model in entry["models"].items()
-    ]
-    return markdown_table(["", "lengths of", "real tokens", "model", "x padded (min-max)", "x roberta (min-max)"], rows)
+def subject(options: argparse.Namespace) -> str:
+    """First part of the file name."""
+    return f"uneven-{'-'.join(options.calls)}"
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure, print and write; 1 if floors are checked and one is missed, 2 after a mistake in the command."""
-
-    def script() -> int:
-        options = parse(arguments)
-        measuring.require_device(options.device)
-        subject = f"uneven-{options.layers}-layer"
-        return measuring.publish(options, subject, run(options, arguments), markdown, lambda *_: None)
-
-    return run_script(script)
-
+main = measuring.Benchmark(__file__, PROTOCOL, parse, measure, subject, results.table).main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,37 +1,35 @@
-"""Write the measured tables of README.md and docs/ from the committed results.
+"""Write the measured tables of README.md and docs/ from the committed results, and draw the pictures of benchmarks.
 
     python benchmarks/update_docs.py
+    python benchmarks/update_docs.py --pictures
 
 A page marks the place of a table with a `begin` and an `end` comment that carry its name, and `BLOCKS` maps the name to
-the function that writes it. Nothing is measured here: the same results always give the same pages.
+the function that writes it. Nothing is measured here: the same results always give the same pages and pictures.
 """
 
-import math
+import argparse
+import functools
+import importlib
+import json
 import re
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import docs_studies as studies
-from docs_choices import choices
-from docs_sources import (
-    ROOT,
-    Result,
-    load,
-    machine,
-    measured_table,
-    report,
-    span,
-    spread,
-    with_source,
-)
-from lra import results as lra
+import results
+from plots import plot
 
 from luna_hf.scripting import markdown_table
 
+ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 MARKER = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+PICTURE = re.compile(r"!\[[^\]]*\]\((?:\.\./)*(benchmarks/results/[^)]+)\.png\)")
 LABELS = {
     "roberta": "RoBERTa",
+    "roberta-eager": "unfused RoBERTa",
     "modernbert": "ModernBERT",
     "luna-untied": "Luna, untied",
     "luna-tied": "Luna, tied",
@@ -43,367 +41,267 @@ LABELS = {
     "abc-mlp-16": "ABC, 16 slots",
     "abc-mlp-64": "ABC, 64 slots",
     "abc-mlp-128": "ABC, 128 slots",
-    "luna-mixed-64": "Luna, tied, window and slots",
-    "luna-mixed-64-untied": "Luna, untied, window and slots",
-    "abc-mixed-64": "ABC, window and slots",
     "leapformer": "LeaPformer",
     "cosformer": "cosFormer",
     "linear-attention": "linear attention",
     "lavo-64": "LAVO, 64 bases, window of 64",
 }
-FORWARD, ABC = "encoder-forward-3-layer-luna-cpu-float32", "encoder-forward-1-layer-abc-cpu-float32"
-FEW, WINDOWED = "encoder-forward-1-layer-few-cpu-float32", "windowed-6-layer-cpu-float32"
-SHORT = "encoder-forward-1-layer-short-cpu-float32"
-FEW_BFLOAT16 = "encoder-forward-1-layer-few-cpu-bfloat16"
-FEW_MODERNBERT = "encoder-forward-3-layer-chosen-cpu-float32"
-FAMILIES, ATTENTION = "encoder-forward-1-layer-families-cpu-float32", "attention-12-heads-of-64-cpu-float32"
-WHOLE, STEP = "encoder-forward-base-chosen-cpu-float32", "encoder-mlm_step-base-chosen-cpu-float32"
-CLASS_STEP = "encoder-class_step-base-chosen-cpu-float32"
-CHECKPOINTED = "encoder-class_step-base-checkpointing-chosen-cpu-float32"
-DEPLOYMENT = "deployment-cpu-float32"
-UNEVEN, SERVING = "uneven-2-layer-cpu-float32", "serving-cpu-float32"
-RANGE = "encoder-forward-1-layer-chosen-cpu-float32"
-SEQ2SEQ = "seq2seq_generation-4-layer-cpu-float32"
-CAUSAL = "causal-attention-cpu-float32"
-CAUSAL_TRAINING = "causal_training-4-layer-cpu-float32"
-MULTI30K = "translation-multi30k-cpu-float32"
-LRA, LRA_COST, LRA_COST_LUNA = "lra-short-cpu-bfloat16", "lra-cost-cpu-float32", "lra-cost-luna-cpu-float32"
-PEERS = ("roberta", "modernbert")
+Result = dict[str, Any]
+Column = tuple[str, str]  # a model, and what of it: a key of `FIGURES`, or "speed PEER", "memory PEER"
 
-# ---- encoders ----
+# ---- results ----
 
 
-def _over(models: Result, name: str, peer: str = "roberta") -> str:
-    ratio = models[name]["speed_over"].get(peer)
-    return f"{ratio['median']:.2f}" if ratio else "-"
+def find(name: str, suffix: str = ".json") -> Path:
+    """The committed file of a result, whatever its version of torch if its name has one."""
+    (path,) = [*ROOT.glob(f"*/results/{name}-torch*{suffix}"), *ROOT.glob(f"experiments/results/{name}{suffix}")]
+    return path
 
 
-def _by_length(name: str, speeds: Sequence[tuple[str, str]], memory: Sequence[str], lengths: Sequence[int] = ()) -> str:
-    """A row for every length: speed relative to peers, then peak memory."""
-    header = ["tokens", *(f"{LABELS[model]} / {LABELS[peer]}" for model, peer in speeds)]
-    header += [f"{LABELS[model]}, MiB" for model in memory]
+@functools.cache
+def load(name: str) -> Result:
+    """A committed result."""
+    return json.loads(find(name).read_text(encoding="utf-8"))
+
+
+def span(values: Iterable[float], digits: int) -> str:
+    """The smallest and the largest of some values."""
+    values = list(values)
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def machine(result: Result) -> str:
+    """Hardware and versions of a result."""
+    if "hardware" in result:  # of the commands in training/, in words
+        versions = re.findall(r"(?:torch|transformers) [^,]+", result["versions"])
+        return f"{result['hardware'].replace('1 thread(s)', '1 thread').replace('(s)', 's')}; {', '.join(versions)}"
+    own, versions = result["machine"], result["versions"]
+    hardware = f"{own['cpu']} with {own['cpu_capability']}, {own['threads']} thread, {own['cores']} cores"
+    return f"{hardware}; torch {versions['torch']}, transformers {versions['transformers']}; {result['date']}"
+
+
+def ratios(entry: Any) -> Iterable[dict[str, Any]]:
+    """Every ratio below an entry of a result, as its summary over the rounds."""
+    if isinstance(entry, dict) and "quartiles" in entry:
+        yield entry
+    elif isinstance(entry, dict):
+        for key, item in entry.items():
+            yield from ratios(item) if key != "seconds" else ()
+
+
+def spread(result: Result) -> str:
+    """How far the quartiles of the rounds lie from their median, for a typical ratio and for the worst."""
+    found = [ratio for row in result["lengths"] for ratio in ratios(row)]
+    shares = [
+        max(abs(quartile - ratio["median"]) for quartile in ratio["quartiles"]) / ratio["median"] for ratio in found
+    ]
+    numbers = sorted({len(ratio["rounds"]) for ratio in found})
+    many = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
+    return (
+        f"medians of {many} rounds; a typical ratio has its quartiles within "
+        f"{statistics.median(shares):.0%} of its median, the noisiest within {max(shares):.0%}"
+    )
+
+
+def source(name: str) -> str:
+    """Command, machine, data and spread."""
+    result, path = load(name), find(name).relative_to(ROOT).as_posix()
+    lines = [f"- Command: `{command}`" for command in dict.fromkeys([*result.get("commands", []), result["command"]])]
+    lines.append(f"- Machine: {machine(result)}; [data](../{path})")
+    lines += [f"- Spread: {spread(result)}"] if "lengths" in result else []
+    return "\n".join(lines)
+
+
+def with_source(text: str, *names: str) -> str:
+    """A text with the commands, machines and data of the results that it shows."""
+    sources = "\n\n".join(map(source, names))
+    return f"{text}\n\n<details><summary>How this was measured</summary>\n\n{sources}\n\n</details>"
+
+
+# ---- tables ----
+
+FIGURES: dict[str, Callable[[Result], str]] = {
+    "MiB": lambda model: f"{model['peak_memory_bytes'] / 2**20:,.0f}",
+    "MiB in all": lambda model: f"{(model['held_bytes'] + model['peak_memory_bytes']) / 2**20:,.0f}",
+    "padded / full": lambda model: (
+        f"{model['padded_over_unpadded']['median']:.2f} ({span(model['padded_over_unpadded']['quartiles'], 2)})"
+    ),
+}
+
+
+def figure(models: Result, name: str, what: str) -> str:
+    """One cell: of a model at one length, one of `FIGURES`, or its speed or memory relative to a peer's."""
+    if what in FIGURES:
+        return FIGURES[what](models[name])
+    value = results.figure(models, name, what)
+    return "-" if value is None else f"{value:.2f}"
+
+
+def title(what: str) -> str:
+    """A figure in the head of a table."""
+    kind, _, peer = what.partition(" ")
+    return f"{kind} / {LABELS[peer]}" if peer in LABELS else what
+
+
+def by_length(name: str, columns: Sequence[Column], lengths: Sequence[int] = ()) -> str:
+    """A row for every length of a result, with figures of several models."""
+    header = [f"{LABELS.get(model, model)}, {title(what)}" for model, what in columns]
+    header = [re.sub(r", speed / ", " / ", text) for text in header]
     rows = [
-        [
-            f"{row['length']:,}",
-            *(_over(row["models"], *pair) for pair in speeds),
-            *(f"{row['models'][model]['peak_memory_bytes'] / 2**20:.0f}" for model in memory),
-        ]
+        [f"{row['length']:,}", *(figure(row["models"], *column) for column in columns)]
         for row in load(name)["lengths"]
         if not lengths or row["length"] in lengths
     ]
-    return markdown_table(header, rows)
+    return markdown_table(["tokens", *header], rows)
 
 
-def _crossing(name: str, models: Sequence[str], peer: str = "roberta") -> str:
-    wins = load(name)["wins"]
-    return ", ".join(f"{wins[model][peer]:,.0f} tokens ({LABELS[model]})" for model in models)
-
-
-def _growth(name: str, models: Sequence[str]) -> str:
-    short, long = load(name)["growth"]["range"]
-    found = {model: load(name)["growth"]["exponents"][model] for model in models}
-    powers = [f"{LABELS[model]} {one['median']:.2f} ({span(one['rounds'], 2)})" for model, one in found.items()]
-    return (
-        f"Exponent of the growth of time from {short:,} to {long:,} tokens (1 is linear, 2 is quadratic; range over "
-        f"the rounds in brackets): {'; '.join(powers)}."
-    )
-
-
-def _range(name: str, model: str, peer: str) -> str:
-    """The least and the greatest speed over a peer at any length."""
-    return span((row["models"][model]["speed_over"][peer]["median"] for row in load(name)["lengths"]), 1)
-
-
-def _front() -> str:
-    models = ["luna-tied", "roberta", "modernbert"]
-    speeds = [("luna-tied", peer) for peer in models[1:]]
-    layers = _by_length(FORWARD, speeds, models, (128, 512, 2048, 8192)).replace(LABELS["luna-tied"], "Luna")
-    return (
-        f"{layers}\n\nMeasured on {machine(load(FORWARD))}: {spread(FORWARD)}.\n\n"
-        f"Layer for layer, {_losing()}. From 512 to 8,192 tokens, the whole Luna model (12 layers) is "
-        f"{_range(WHOLE, 'luna-tied', 'roberta')} times as fast as RoBERTa-base (12 layers) and "
-        f"{_range(WHOLE, 'luna-tied', 'modernbert')} times as fast as ModernBERT-base (22 layers)."
-    )
-
-
-def _losing() -> str:
-    """Up to which length Luna's peers are faster, layer for layer."""
-    wins = load(FORWARD)["wins"]["luna-tied"]
-    lengths = " and ".join(f"{LABELS[peer]} up to {wins[peer]:,.0f} tokens" for peer in ("roberta", "modernbert"))
-    return f"RoBERTa and ModernBERT are faster than Luna on short texts: {lengths}"
-
-
-def _summary() -> str:
-    exponents = load(ABC)["growth"]["exponents"]
-    luna, roberta = (2 ** exponents[name]["median"] for name in ("luna-untied", "roberta"))
-    return (
-        f"- Layer for layer, RoBERTa is faster on short texts, up to "
-        f"{_crossing(FORWARD, ['luna-untied', 'luna-tied'])} and {_crossing(ABC, ['abc-mlp-128'])}. ModernBERT is "
-        f"faster up to {_crossing(FORWARD, ['luna-untied', 'luna-tied'], 'modernbert')}.\n"
-        f"- From 512 to 8,192 tokens, the whole Luna model (12 layers, tied) is "
-        f"{_range(WHOLE, 'luna-tied', 'roberta')} times as fast as RoBERTa-base (12 layers) and "
-        f"{_range(WHOLE, 'luna-tied', 'modernbert')} times as fast as ModernBERT-base (22 layers).\n"
-        f"- From 2,048 to 16,384 tokens, doubling the length multiplies Luna's time by {luna:.1f} and RoBERTa's by "
-        f"{roberta:.1f}.\n- {_decoding()}"
-    )
-
-
-def _encoder() -> str:
-    models = ["luna-untied", "luna-tied"]
-    speeds = [(model, peer) for peer in ("roberta", "modernbert") for model in models] + [("modernbert", "roberta")]
-    table = _by_length(FORWARD, speeds, ["luna-tied", "roberta", "modernbert"])
-    return with_source(f"{table}\n\n{_growth(FORWARD, [*models, 'roberta', 'modernbert'])}", FORWARD)
-
-
-def _whole() -> str:
-    """Whole models: ratios of speed, and memory with what the models hold, of a forward and of a training step."""
-    models = ["luna-tied", "roberta", "modernbert"]
-    pairs = [("luna-tied", "roberta"), ("luna-tied", "modernbert"), ("modernbert", "roberta")]
-    header = ["", "tokens", *(f"{LABELS[model]} / {LABELS[peer]}" for model, peer in pairs)]
-    header += [f"{LABELS[model]}, MiB" for model in models]
+def by_model(results: dict[str, str], columns: Sequence[str], models: Sequence[str] = ()) -> str:
+    """A row for every length and model of results that have a label; by default, of the models that have ratios."""
     rows = []
-    for name, label in ((WHOLE, "forward"), (STEP, "training step")):
-        result = load(name)
-        for row in result["lengths"]:
-            cells = [_over(row["models"], *pair) for pair in pairs]
-            for model in models:
-                held = result["models"][model]["held_bytes"] + row["models"][model]["peak_memory_bytes"]
-                cells.append(f"{held / 2**20:,.0f}")
-            rows.append([label, f"{row['rows']} x {row['length']:,}", *cells])
-    sizes = ", ".join(
-        f"{LABELS[model]} {one['layers']} layers, {one['parameters'] / 1e6:.0f} M parameters"
-        for model, one in load(STEP)["models"].items()
-    )
-    return with_source(f"{markdown_table(header, rows)}\n\n{sizes}.", WHOLE, STEP)
+    for name, label in results.items():
+        for row in load(name)["lengths"]:
+            own = [one for one in row["models"] if one in models or (not models and one not in load(name)["peers"])]
+            where = [label, f"{row['rows']} x {row['length']:,}"]
+            held = {one: {**load(name)["models"][one], **row["models"][one]} for one in row["models"]}
+            rows += [[*where, LABELS.get(one, one), *(figure(held, one, each) for each in columns)] for one in own]
+    return with_source(markdown_table(["", "tokens", "model", *map(title, columns)], rows), *results)
 
 
-def _class_step() -> str:
-    """Speed and memory of a classification step, plain and with gradient checkpointing, against RoBERTa's."""
-    results = [load(CLASS_STEP), load(CHECKPOINTED)]
-    rows = []
-    for plain, checkpointed in zip(*(result["lengths"] for result in results), strict=True):
-        for name in plain["models"]:
-            cells = []
-            for models in (plain["models"], checkpointed["models"]):
-                peak, shares = models[name]["peak_memory_bytes"], ["-", "-"]
-                if name != "roberta":
-                    shares = [_over(models, name), f"{peak / models['roberta']['peak_memory_bytes']:.2f}"]
-                cells += [f"{peak / 2**20:,.0f}", *shares]
-            rows.append([f"{plain['rows']} x {plain['length']:,}", LABELS[name], *cells])
-    header = ["MiB", "speed / RoBERTa", "memory / RoBERTa"]
-    header = ["tokens", "model", *header, *(f"with checkpointing: {title}" for title in header)]
-    return measured_table(header, rows, CLASS_STEP, CHECKPOINTED)
-
-
-def _abc() -> str:
-    models = ["abc-mlp-64", "abc-mlp-128"]
-    table = _by_length(ABC, [(name, "roberta") for name in (*models, "luna-untied")], [*models, "roberta"])
-    return with_source(f"{table}\n\n{_growth(ABC, models)}", ABC)
-
-
-def _over_roberta(name: str) -> str:
-    """Speed over RoBERTa and memory of every model of a result, and their growth."""
-    models = [model for model in load(name)["models"] if model != "roberta"]
-    table = _by_length(name, [(model, "roberta") for model in models], [*models, "roberta"])
-    return with_source(f"{table}\n\n{_growth(name, models)}", name)
-
-
-def _few_modernbert() -> str:
-    """Luna with few slots beside ModernBERT, layer for layer."""
-    pairs = [("luna-16", "modernbert"), ("luna-16", "roberta"), ("modernbert", "roberta")]
-    table = _by_length(FEW_MODERNBERT, pairs, ["luna-16", "modernbert", "roberta"])
-    return with_source(table, FEW_MODERNBERT)
-
-
-def _short() -> str:
-    """Speed over RoBERTa on short texts."""
-    models = [model for model in load(SHORT)["models"] if model != "roberta"]
-    return with_source(_by_length(SHORT, [(model, "roberta") for model in models], []), SHORT)
-
-
-def _controls() -> str:
-    name = "encoder-forward-1-layer-controls-cpu-float32"
-    rows = load(name)["lengths"]
-    models = [model for model in rows[0]["models"] if model.startswith("abc-")]
-    cells = [[f"`{model[4:]}`", *(_over(row["models"], model) for row in rows)] for model in models]
-    return measured_table(["control", *(f"{row['length']:,} tokens" for row in rows)], cells, name)
-
-
-def _one_length(names: dict[str, str], peers: Sequence[str] = PEERS) -> str:
-    """A row for every model of results that have one length each."""
-    rows = [
-        [label, LABELS[model], *(_over(row["models"], model, peer) for peer in peers)]
-        for name, label in names.items()
-        for row in load(name)["lengths"]
-        for model in row["models"]
-        if model not in PEERS
-    ]
-    return measured_table(["setting", "model", *(f"speed over {LABELS[peer]}" for peer in peers)], rows, *names)
-
-
-def _padding() -> str:
-    names = [f"encoder-forward-2-layer-padding{kind}-cpu-float32" for kind in ("", "-abc")]
-    rows = {
-        (LABELS[model], row["length"]): row["models"][model]["padded_over_unpadded"]
-        for name, family in zip(names, ("luna", "abc"), strict=True)
-        for row in load(name)["lengths"]
-        for model in row["models"]
-        if model.startswith(family)
-    }
-    cells = [[m, f"{n:,}", f"{one['median']:.2f} ({span(one['quartiles'], 2)})"] for (m, n), one in rows.items()]
-    return measured_table(["model", "tokens", "time padded / full, median (quartiles)"], cells, *names)
-
-
-def _paper() -> str:
-    name, rows = "encoder-forward-1-layer-eager-cpu-float32", []
-    models = load(name)["lengths"][0]["models"]
-    peers = ("roberta-eager", "roberta")
-    for model, speed, memory in (("abc-mlp-64", "1.5", "0.5"), ("abc-mlp-128", "1.3", "0.6")):
-        peak = {own: models[own]["peak_memory_bytes"] for own in (model, *peers)}
-        shares = [f"{peak[model] / peak[peer]:.2f}" for peer in peers]
-        rows.append([LABELS[model], speed, *(_over(models, model, peer) for peer in peers), memory, *shares])
-    header = ["model", "speed over unfused, paper", "speed over unfused", "speed over fused"]
-    return measured_table([*header, "memory / unfused, paper", "memory / unfused", "memory / fused"], rows, name)
-
-
-# ---- causal models ----
-
-
-def _causal_training() -> str:
-    result = load(CAUSAL_TRAINING)
-    last = result["lengths"][-1]
-    own = [model for name, model in last["models"].items() if name not in result["peers"]]
-    speed = span((model["speed_over"]["gpt2"]["median"] for model in own), 1)
-    memory = span((model["memory_over"]["gpt2"] for model in own), 2)
+def growth(name: str, models: Sequence[str]) -> str:
+    """The exponents of the growth of time."""
+    found = results.growth(load(name), within=(2048, 16384))
+    lengths = [entry["length"] for entry in load(name)["lengths"] if 2048 <= entry["length"] <= 16384]
+    powers = [f"{LABELS[one]} {found[one]['median']:.2f} ({span(found[one]['rounds'], 2)})" for one in models]
     return (
-        f"At {last['length']:,} tokens, a training step of Luna and ABC is {speed} times as fast as GPT-2's and takes "
-        f"{memory} times its memory."
+        f"Exponent of the growth of time from {lengths[0]:,} to {lengths[-1]:,} tokens (1 is linear, 2 is quadratic; "
+        f"range over the rounds in brackets): {'; '.join(powers)}."
     )
 
 
-# ---- demos and generation ----
+def over(name: str, peers: Sequence[str], own: Sequence[str] = (), memory: bool = True, exponents: bool = True) -> str:
+    """Speed over peers and memory of the models of a result by length, and the growth of their time."""
+    models = own or [model for model in load(name)["models"] if model not in load(name)["peers"]]
+    columns = [(model, f"speed {peer}") for peer in peers for model in models]
+    columns += [(model, "MiB") for model in (*models, *peers)] if memory else []
+    text = by_length(name, columns)
+    return with_source(f"{text}\n\n{growth(name, models)}" if exponents else text, name)
 
 
-def _demo() -> str:
-    name = "demo-cpu-float32"
-    own = load(name)
-    rows = [
-        [f"Luna, {own['parameters'] / 1e6:.1f} M parameters", own["held_out_loss"], own["held_out_accuracy"]],
-        ["unigram baseline", own["unigram_loss"], own["unigram_accuracy"]],
-    ]
-    header = [f"on {own['held_out_targets']:,} masked tokens of held-out text", "loss (nats)", "accuracy"]
-    return measured_table(header, [[label, f"{loss:.3f}", f"{share:.1%}"] for label, loss, share in rows], name)
+def by_name(name: str, peer: str) -> str:
+    """A row for every model of a result, with its speed over a peer by length."""
+    entries = load(name)["lengths"]
+    models = [model for model in entries[0]["models"] if model != peer]
+    rows = [[f"`{one}`", *(figure(entry["models"], one, f"speed {peer}") for entry in entries)] for one in models]
+    return with_source(markdown_table(["model", *(f"{entry['length']:,}" for entry in entries)], rows), name)
 
 
-def _continuation() -> str:
-    asked = load("clm-demo-cpu-float32")["continuations"][0]
-    return f"```\n{asked['prompt']}{asked['greedy']}\n```"
+def front() -> str:
+    """The short table of README.md."""
+    name, peers = ENCODER + "3-layer-luna-cpu-float32", ("roberta", "modernbert")
+    columns = [*(("luna-tied", f"speed {peer}") for peer in peers), *((one, "MiB") for one in ("luna-tied", *peers))]
+    table = by_length(name, columns, (128, 512, 2048, 8192)).replace(LABELS["luna-tied"], "Luna")
+    return f"{table}\n\nMeasured on {machine(load(name))}: {spread(load(name))}."
 
 
-def _clm_demo() -> str:
-    own = load("clm-demo-cpu-float32")
-    text = (
-        f"The model has {own['parameters'] / 1e6:.1f} M parameters and a perplexity of "
-        f"{own['held_out_perplexity']:.0f} on {own['held_out_targets']:,} tokens of held-out text. The unigram "
-        f"baseline has {math.exp(own['unigram_loss']):.0f}."
-    )
-    return with_source(text, "clm-demo-cpu-float32")
+def timed(name: str) -> str:
+    """The table that a benchmark prints."""
+    return with_source(results.table(load(name)), name)
 
 
-def _decoding() -> str:
-    result = load("generation-4-layer-cpu-float32")
-    last = result["lengths"][-1]["models"]
-    own = [name for name in last if name not in result["peers"]]
-    dynamic, static = (span((last[name]["speed_over"][peer]["median"] for name in own), 1) for peer in result["peers"])
-    growth = span((result["growth"][name]["median"] for name in own), 2)
-    state = span((last[name]["state_bytes"] / 2**20 for name in own), 1)
-    cache = f"{last['gpt2']['state_bytes'] / 2**20:.0f}"
-    return (
-        f"A decoding step of Luna and ABC takes {growth} times as long after 16,384 tokens as after 1,024. Their state "
-        f"takes {state} MiB; GPT-2's keys and values take {cache} MiB. The step is {dynamic} times as fast as GPT-2's "
-        f"with `DynamicCache`, the default of `generate`, and {static} times as fast as with `StaticCache`."
-    )
+def deployment(name: str) -> str:
+    """The table of ways to run a model; its benchmark imports what takes seconds."""
+    return with_source(importlib.import_module("deployment").markdown(load(name)), name)
 
 
-def _decoding_bound() -> str:
-    """What a decoding step reads, and the speed that follows from it."""
-    result = load("generation-4-layer-cpu-float32")
-    positions = (result["settings"]["longest"] + result["settings"]["room"]) * result["settings"]["width"]
-    weights = 4 * (result["models"]["gpt2"]["parameters"] - positions)
-    cache = result["lengths"][-1]["models"]["gpt2"]["state_bytes"]
-    return (
-        f"With one text, memory bandwidth limits a step. GPT-2 reads {weights / 1e6:.0f} MB of weights and, at 16K "
-        f"tokens, {cache / 1e6:.0f} MB of keys and values. Luna and ABC read about as many weights, so neither can be "
-        f"much more than {(weights + cache) / weights:.1f} times as fast as `gpt2-static`. With more texts or layers, "
-        "keys and values make up a larger share."
-    )
+def report(name: str) -> str:
+    """The Markdown that a command wrote beside its JSON file."""
+    return with_source(find(name, ".md").read_text(encoding="utf-8").strip(), name)
 
 
+ENCODER = "encoder-forward-"
+LUNAS, PEERS = ("luna-untied", "luna-tied"), ("roberta", "modernbert")
 BLOCKS: dict[str, Callable[[], str]] = {
-    "speed": _front,
-    "demo": _demo,
-    "clm-demo-text": _continuation,
-    "clm-demo": _clm_demo,
-    "summary": _summary,
-    "encoder": _encoder,
-    "whole": _whole,
-    "abc": _abc,
-    "few": lambda: _over_roberta(FEW),
-    "few-modernbert": _few_modernbert,
-    "few-bfloat16": lambda: _over_roberta(FEW_BFLOAT16),
-    "short": _short,
-    "windowed": lambda: report(WINDOWED),
-    "windowed-bfloat16": lambda: report("windowed-6-layer-cpu-bfloat16"),
-    "families": lambda: _over_roberta(FAMILIES),
-    "attention": lambda: report(ATTENTION),
-    "deployment": lambda: report(DEPLOYMENT),
-    "controls": _controls,
-    "training-step": lambda: _one_length(
+    "speed": front,
+    "encoder": partial(over, ENCODER + "3-layer-luna-cpu-float32", PEERS, LUNAS),
+    "whole": partial(
+        by_model,
+        {
+            ENCODER + "base-chosen-cpu-float32": "forward",
+            "encoder-mlm_step-base-chosen-cpu-float32": "training step",
+        },
+        ("speed roberta", "speed modernbert", "MiB in all"),
+        ("luna-tied", *PEERS),
+    ),
+    "abc": partial(over, ENCODER + "1-layer-abc-cpu-float32", ["roberta"]),
+    "few": partial(over, ENCODER + "1-layer-few-cpu-float32", ["roberta"]),
+    "few-bfloat16": partial(over, ENCODER + "1-layer-few-cpu-bfloat16", ["roberta"]),
+    "few-modernbert": partial(over, ENCODER + "3-layer-chosen-cpu-float32", PEERS, exponents=False),
+    "short": partial(over, ENCODER + "1-layer-short-cpu-float32", ["roberta"], memory=False, exponents=False),
+    "range": partial(over, ENCODER + "1-layer-chosen-cpu-float32", ["roberta"]),
+    "families": partial(over, ENCODER + "1-layer-families-cpu-float32", ["roberta"]),
+    "controls": partial(by_name, ENCODER + "1-layer-controls-cpu-float32", "roberta"),
+    "training-step": partial(
+        by_model,
         {
             "encoder-mlm_step-3-layer-luna-cpu-float32": "3 layers",
             "encoder-mlm_step-4-layer-abc-cpu-float32": "4 layers",
-        }
+        },
+        ("speed roberta", "speed modernbert"),
     ),
-    "class-step": _class_step,
-    "choices": choices,
-    "bfloat16": lambda: _one_length(
-        {"encoder-forward-1-layer-cpu-bfloat16": "emulated", "encoder-forward-1-layer-abc-cpu-bfloat16": "native"},
-        ("roberta",),
+    "class-step": partial(
+        by_model,
+        {
+            "encoder-class_step-base-chosen-cpu-float32": "",
+            "encoder-class_step-base-checkpointing-chosen-cpu-float32": "with checkpointing",
+        },
+        ("MiB", "speed roberta", "memory roberta"),
+        ("roberta", *LUNAS, "abc-mlp-64"),
     ),
-    "padding": _padding,
-    "uneven": lambda: report(UNEVEN),
-    "serving": lambda: report(SERVING),
-    "range": lambda: _over_roberta(RANGE),
-    "abc-paper": _paper,
-    "causal": lambda: report(CAUSAL),
-    "causal-training": lambda: report(CAUSAL_TRAINING),
-    "causal-training-short": _causal_training,
-    "decoding": _decoding,
-    "decoding-bound": _decoding_bound,
-    "generation": lambda: report("generation-4-layer-cpu-float32"),
-    "generation-rows": lambda: report("generation-4-layer-4-rows-cpu-float32"),
-    "seq2seq-generation": lambda: report(SEQ2SEQ),
-    "perplexity": lambda: report("perplexity-enwiki-cpu-float32"),
-    "guarantees": lambda: report("guarantees-cpu-float32"),
-    "learning": studies.learning,
-    "learning-finetune": lambda: report("learning-finetune-cpu-bfloat16"),
-    "recall": lambda: report("recall-cpu-float32"),
-    "mini-pretrain": lambda: report("mini-pretrain-cpu-bfloat16"),
-    "mini-scores": lambda: report("mini-scores-cpu-bfloat16"),
-    "zoo": studies.zoo,
-    "extrapolation": lambda: report(studies.EXTRAPOLATION),
-    "selection": studies.selection,
-    "selection-lsg": lambda: studies.selection_table("Best cosine at 512 tokens"),
-    "selection-variants": lambda: studies.selection_table("Variants"),
-    "selection-times": studies.selection_times,
-    "teacher": lambda: report("teacher"),
-    "multi30k": lambda: report(MULTI30K),
-    "long-reviews": lambda: report("long-reviews-cpu-bfloat16"),
-    "lra": lambda: report(LRA),
-    "lra-cost": lambda: report(LRA_COST),
-    "lra-cost-luna": lambda: report(LRA_COST_LUNA),
-    "lra-published": lra.published,
+    "bfloat16": partial(
+        by_model,
+        {ENCODER + "1-layer-cpu-bfloat16": "emulated", ENCODER + "1-layer-abc-cpu-bfloat16": "native"},
+        ["speed roberta"],
+    ),
+    "padding": partial(
+        by_model,
+        {ENCODER + "2-layer-padding-cpu-float32": "", ENCODER + "2-layer-padding-abc-cpu-float32": ""},
+        ["padded / full"],
+    ),
+    "abc-paper": partial(
+        by_model,
+        {ENCODER + "1-layer-eager-cpu-float32": ""},
+        ("speed roberta-eager", "speed roberta", "memory roberta-eager", "memory roberta"),
+        ("abc-mlp-64", "abc-mlp-128"),
+    ),
+    "deployment": lambda: deployment("deployment-cpu-float32"),
+    "windowed": partial(by_name, ENCODER + "6-layer-windowed-cpu-float32", "bert"),
+    "windowed-bfloat16": partial(by_name, ENCODER + "6-layer-windowed-cpu-bfloat16", "bert"),
+    **{
+        name: partial(timed, result)
+        for name, result in {
+            "attention": "attention-12-heads-of-64-cpu-float32",
+            "causal": "attention-causal-cpu-float32",
+            "causal-training": "generation-training-4-layer-cpu-float32",
+            "generation": "generation-decoding-4-layer-cpu-float32",
+            "generation-rows": "generation-decoding-4-layer-4-rows-cpu-float32",
+            "seq2seq-generation": "generation-translation-4-layer-cpu-float32",
+            "serving": "uneven-pipeline-encode-cpu-float32",
+            "uneven": "uneven-forward-finetune-cpu-float32",
+        }.items()
+    },
+    **{
+        name: partial(report, result)
+        for name, result in {
+            "guarantees": "guarantees-cpu-float32",
+            "lra": "lra-short-cpu-bfloat16",
+            "multi30k": "translation-multi30k-cpu-float32",
+            "perplexity": "perplexity-enwiki-cpu-float32",
+            "teacher": "teacher",
+        }.items()
+    },
 }
+
+# ---- pages and pictures ----
 
 
 def render(page: str, path: Path) -> str:
@@ -416,8 +314,21 @@ def render(page: str, path: Path) -> str:
     return MARKER.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]().replace('](../', f']({up}')}\n{match[3]}", page)
 
 
+def pictures() -> list[Path]:
+    """The pictures of benchmarks that the pages show, without their endings."""
+    shown = {ROOT / name for path in PAGES for name in PICTURE.findall(path.read_text(encoding="utf-8"))}
+    return sorted(path for path in shown if not path.name.startswith("lra-"))  # by lra/report.py
+
+
 def main() -> None:
-    """Rewrite the pages."""
+    """Rewrite the pages, or draw the pictures that they show."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures instead")
+    if parser.parse_args().pictures:
+        for path in pictures():
+            result = json.loads(path.with_name(f"{path.name}.json").read_text(encoding="utf-8"))
+            plot(result, path.with_name(f"{path.name}.png"))
+        return
     for path in PAGES:
         page = path.read_text(encoding="utf-8")
         if (new := render(page, path)) != page:

@@ -1,18 +1,14 @@
-"""The small English models in `checkpoints/`: from the texts to the table of their scores.
+"""The small English models in `checkpoints/`, from the texts to the weights.
 
     python experiments/mini.py tokenizer --data DATA
     python experiments/mini.py train luna-mini-en roberta-mini-en ... --data DATA
-    python experiments/mini.py finetune luna-mini-en roberta-mini-en ... --data DATA
-    python experiments/mini.py report
 
 `tokenizer` trains the byte-level BPE that all models share. `train` runs the stages of models that are not finished,
-after what they start from, unless that is in `checkpoints/`; without names, all models. `finetune` finetunes the models
-of the table on every task, with one setting for all. `report` writes losses and scores of the finished runs as JSON,
-tables and plots. After an interruption, run the same command again. `abc-mini-en` is trained at commit 8a742e4, which
-has the command that converted it.
+after what they start from, unless that is in `checkpoints/`; without names, all models. After an interruption, run the
+same command again. `abc-mini-en` is trained at commit 8a742e4, which has the command that converted it.
 
-DATA has `enwiki` and `novels` (train.parquet, validation.parquet; column `text`), and the folders of the tasks. The
-recipes read `data/`. Options that are not listed here, `--key value`, override those of the training commands.
+DATA has `enwiki` and `novels` (train.parquet, validation.parquet; column `text`). The recipes read `data/`. Options
+that are not listed here, `--key value`, override those of the training commands.
 """
 
 import argparse
@@ -22,10 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import finetuning
 import torch
-from mini_losses import publish_losses
-from mini_scores import SHIPPED, TASKS, publish_scores
 from running import ROOT, launch, make_parser, option_words, run_study
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
@@ -86,18 +79,11 @@ STAGES = {
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; unknown options are overrides."""
     parser = make_parser(__doc__, COMMANDS, "outputs")
-    add = parser.add_argument
-    add("models", nargs="*", help="of `train` (default: all) and `finetune` (default: those of the table)")
-    add("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="of `finetune` (default: all)")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of `finetune` (default: 0 1 2)")
+    parser.add_argument("models", nargs="*", help="of `train` (default: all)")
     options, options.overrides = parser.parse_known_args(arguments)
-    known = dict.fromkeys([*STAGES, *(SHIPPED if options.what == "finetune" else ())])
-    if unknown := [name for name in options.models if name not in (*known, *STARTS)]:
-        raise UserError(f"There is no model {unknown[0]} to {options.what}. Choose from {', '.join(known)}.")
+    if unknown := [name for name in options.models if name not in (*STAGES, *STARTS)]:
+        raise UserError(f"There is no model {unknown[0]} to train. Choose from {', '.join(STAGES)}.")
     return options
-
-
-# ---- pretraining ----
 
 
 def tokenizer(options: argparse.Namespace) -> Path:
@@ -226,35 +212,7 @@ def extrapolate(trained: Tensor, first: int, length: int) -> Tensor:
     return torch.cat([trained, waves[len(trained) :] @ weights])
 
 
-# ---- finetuning ----
-
-
-def finetune(options: argparse.Namespace) -> None:
-    """Finetune models on the tasks, one model after the other, so that a table of few models comes first."""
-    for name in options.models or SHIPPED:
-        for task in options.tasks:
-            own = argparse.Namespace(**{**vars(options), "runs": options.runs / "mini-scores" / name, "tasks": [task]})
-            finetuning.finetune(own, [encoder_of(options, name, TASKS[task].max_length)], TASKS)
-
-
-def encoder_of(options: argparse.Namespace, name: str, length: int) -> Path:
-    """Return the folder to finetune; a longer twin is made for texts that are longer than it takes."""
-    shipped, run = ROOT / "checkpoints" / name, options.runs / name
-    folder = shipped if shipped.is_dir() else run
-    if name != "roberta-mini-en" or length <= 512:
-        return folder
-    longer = options.runs / f"{name}-{length}-start"
-    return longer if (longer / "config.json").is_file() else lengthen_twin(longer, folder, length)
-
-
-def report(options: argparse.Namespace) -> None:
-    """Write the losses of the trained models, and the scores of the finished finetuning runs."""
-    publish_losses(options.runs, options.results, options.header)
-    if (scores := options.runs / "mini-scores").is_dir():
-        publish_scores(scores, options.results, options.header)
-
-
-COMMANDS = {"tokenizer": tokenizer, "train": train, "finetune": finetune, "report": report}
+COMMANDS = {"tokenizer": tokenizer, "train": train}
 
 
 def main(arguments: Sequence[str]) -> int:

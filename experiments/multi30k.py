@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finetuning import score_cell
+from plots import panels, plain, save
 from running import (
     ROOT,
     describe,
@@ -33,7 +33,6 @@ from running import (
     run_study,
     shared_fields,
 )
-from study_plots import panels, plain, save
 
 from luna_hf.scripting import markdown_table, progress
 
@@ -182,6 +181,13 @@ def text(result: dict[str, Any]) -> str:
         *(examples(name, groups) for name in dict.fromkeys(key[0] for key in groups)),
     ]
     return "\n\n".join(parts)
+
+
+def score_cell(values: list[float]) -> str:
+    """Mean, and the extremes if there are several."""
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    return f"{statistics.mean(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def examples(direction: str, groups: dict[tuple[str, str], list[dict[str, Any]]]) -> str:

@@ -15,7 +15,7 @@ import yaml
 
 from luna_hf.scripting import Parser, UserError, describe_run, run_script, write_json
 
-# Results are written as those of the benchmarks; `mini.py` trains a tokenizer.
+# Results are written and plotted as those of the benchmarks; `mini.py` trains a tokenizer.
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("benchmarks", "training"))
 
 from measuring import write_result
@@ -52,9 +52,9 @@ def run_study(
 
     def run() -> None:
         options = parse(arguments)
-        if options.what not in ("report", "speed") and options.data is None:
+        if options.what != "report" and options.data is None:
             raise UserError(f"`{options.what}` needs --data, the folder with the corpora and tasks.")
-        if options.what in ("report", "speed") and options.overrides:
+        if options.what == "report" and options.overrides:
             raise UserError(f"`{options.what}` has no option {options.overrides[0]}.")
         torch.set_num_threads(options.threads)
         options.header = describe_run(script, arguments, DEVICE)
@@ -90,60 +90,24 @@ def launch(script: str, words: Sequence[str], threads: int) -> None:
     Raises:
         UserError: It failed, and has printed the reason.
     """
-    launch_together([(script, words)], threads)
-
-
-def launch_together(commands: Sequence[tuple[str, Sequence[str]]], threads: int) -> None:
-    """Run training commands, each a script and its words, at the same time, and wait for all.
-
-    Raises:
-        UserError: One failed, and has printed the reason.
-    """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    children = {}
+    command = [sys.executable, str(ROOT / script), *words]
+    # A second signal would stop it without saving, so Ctrl-C must not reach it directly.
+    child = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        for script, words in commands:
-            command = [sys.executable, str(ROOT / script), *words]
-            # A second signal would stop it without saving, so Ctrl-C must not reach it directly.
-            children[subprocess.Popen(command, env=environment, start_new_session=True)] = script
-        for child in children:
-            child.wait()
+        child.wait()
     except BaseException:
-        for child in children:
-            child.terminate()
-            child.wait()
+        child.terminate()
+        child.wait()
         raise
-    for child, script in children.items():
-        if child.returncode:
-            raise UserError(f"{script} failed with status {child.returncode}.")
+    if child.returncode:
+        raise UserError(f"{script} failed with status {child.returncode}.")
 
 
 def option_words(values: dict[str, Any]) -> list[str]:
     """Words of a command line, `["--key", "value"]`."""
     words = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
     return [part for key, value in words.items() for part in (f"--{key}", value)]
-
-
-def pretrain(options: argparse.Namespace, recipe: Path, values: dict[str, Any], script: str = "pretrain_mlm") -> Path:
-    """Run a recipe on the study's corpus unless that run is finished; the overrides of the command line win.
-
-    Raises:
-        UserError: The run failed.
-        KeyboardInterrupt: It was stopped by a signal, and is saved.
-    """
-    folder = Path(values["output_dir"])
-    if not (folder / "metrics.json").is_file():
-        corpus = options.data / "enwiki"
-        values = {
-            "data": corpus / "train.parquet",
-            "validation": corpus / "validation.parquet",
-            "cache_dir": options.runs / "cache",
-            **values,
-        }
-        launch(f"training/{script}.py", [str(recipe), *option_words(values), *options.overrides], options.threads)
-        if not (folder / "metrics.json").is_file():
-            raise KeyboardInterrupt
-    return folder
 
 
 def describe(options: argparse.Namespace, folder: Path, **own: Any) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from study_plots import panels, plain, save
+from plots import panels, plain, save
 
 from luna_hf.scripting import markdown_table
 

@@ -6,14 +6,21 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from lra.gallery import COLUMNS, draw_gallery, strokes
 from lra.pathfinder import Grower, Paddle, Pathfinder, Scene
-from PIL import Image
 from reference.pathfinder import find_discs, trace
 from scipy import stats
 
 SPEC = Pathfinder()
 UNLIKELY = 1e-3  # of a statistic under the published distribution; seeds are fixed
+
+
+def strokes(snake, length):
+    """The paddles of a path as (y, x) of both ends, the one that comes first on the path before the other."""
+    ends = []
+    for index, (y, x, direction) in enumerate(snake):
+        pair = (y, x), (y + length * math.sin(direction), x + length * math.cos(direction))
+        ends.append(pair if index == 0 else pair[::-1])
+    return ends
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +153,3 @@ def test_images_follow_from_the_seed():
     assert np.array_equal(first(3), first(3))
     assert not np.array_equal(first(3), first(4))
     assert first(3)[0].shape == (1024,) and first(3)[0].dtype == np.uint8
-
-
-def test_the_gallery_shows_both_labels(tmp_path):
-    shown = draw_gallery(tmp_path / "gallery.png")
-    assert [scene.label for scene in shown] == [1] * COLUMNS + [0] * COLUMNS
-    with Image.open(tmp_path / "gallery.png") as picture:
-        assert min(picture.size) > 500

@@ -1,11 +1,6 @@
-"""The study of the small English models: what runs after what, and the table of their scores."""
-
-import json
-import shutil
+"""The small English models: what runs after what, and the positions of the longer twin."""
 
 import mini
-import mini_losses
-import mini_scores
 import pytest
 import torch
 from helpers import ROOT, tiny_tokenizer
@@ -64,22 +59,6 @@ def test_a_shipped_stage_is_not_trained_again(launched, tmp_path):
     assert launched[1][1]["--output_dir"] == str(tmp_path / "luna-mini-en-128")
 
 
-def test_a_model_that_is_not_shipped_is_finetuned_from_its_run(tmp_path, monkeypatch):
-    found = []
-    monkeypatch.setattr(mini, "ROOT", tmp_path)
-    monkeypatch.setattr(mini.finetuning, "finetune", lambda options, models, tasks: found.extend(models))
-    (tmp_path / "checkpoints" / "luna-mini-en").mkdir(parents=True)
-    monkeypatch.setattr(mini, "lengthen_twin", lambda folder, source, length: folder)
-    for name in ("luna-mini-en", "roberta-mini-en"):
-        (tmp_path / name).mkdir()
-    assert mini.main(["finetune", "luna-mini-en", "roberta-mini-en", "--data", "data", "--runs", str(tmp_path)]) == 0
-    assert set(found) == {
-        tmp_path / "checkpoints" / "luna-mini-en",
-        tmp_path / "roberta-mini-en",
-        tmp_path / "roberta-mini-en-2048-start",  # for imdb-2048
-    }
-
-
 def tokens(name):
     """What a stage and those before it read, in tokens."""
     if name in mini.STARTS:
@@ -123,81 +102,3 @@ def test_missing_texts_are_refused(tmp_path, capsys):
 def test_a_model_that_cannot_be_trained_is_refused(name, capsys):
     assert mini.main(["train", name, "--data", "data"]) == 2
     assert f"There is no model {name} to train" in capsys.readouterr().err
-
-
-def write_scores(runs, model, task, scores):
-    """What a finetuning command leaves, as far as the table reads it."""
-    path = runs / model / "finetune" / task / "results.json"
-    path.parent.mkdir(parents=True)
-    shared = {"model": model, "notes": [], "training_seconds": 60, "tokens_per_second": 100}
-    shared |= {"train_rows": 10, "epochs": 1, "max_length": mini_scores.TASKS[task].max_length}
-    own = [{**shared, "seed": seed, "scores": {"validation": score}} for seed, score in enumerate(scores)]
-    results = {"development": "validation", "main_metric": "accuracy", "command": "python ...", "runs": own}
-    path.write_text(json.dumps(results))
-
-
-def test_the_table_has_means_extremes_and_the_average_of_common_tasks(tmp_path, capsys):
-    write_scores(tmp_path, "luna-mini-en", "sst2", [{"accuracy": 0.8}, {"accuracy": 0.9}])
-    write_scores(tmp_path, "luna-mini-en", "imdb-2048", [{"accuracy": 0.1}])
-    write_scores(tmp_path, "luna-mini-en", "qnli", [{"accuracy": 0.2}])
-    both = {"accuracy": 0.6, "f1": 0.8, "mean": 0.7}
-    write_scores(tmp_path, "luna-mini-en", "mrpc", [both])
-    write_scores(tmp_path, "roberta-mini-en", "mrpc", [both])
-    write_scores(tmp_path, "roberta-mini-en", "sst2", [{"accuracy": 0.5}])
-    header = {"command": "python ...", "date": "2026", "machine": {}, "versions": {"torch": "2", "transformers": "5"}}
-    mini_scores.publish_scores(tmp_path, tmp_path / "results", header)
-    lines = {tuple(cell.strip() for cell in line.split("|")[1:3]): line for line in capsys.readouterr().out.split("\n")}
-    assert "85.0 (80.0 to 90.0) | 50.0 | 83.2 | 85.9" in lines["sst2", "accuracy"]
-    assert "80.0 | 80.0 | 81.1" in lines["mrpc", "f1"]
-    assert "20.0 | - |" in lines["qnli", "accuracy"]
-    assert "77.5 | 60.0" in lines["**average**", ""]
-    (path,) = (tmp_path / "results").glob("mini-scores-*.json")
-    rows = json.loads(path.read_text())["rows"]
-    assert {row["dataset"] for row in rows} == {"nyu-mll/glue", "stanfordnlp/imdb"}
-    assert rows[0]["values"] == [0.8, 0.9] and path.with_suffix(".png").is_file()
-    for model in ("luna-mini-en", "roberta-mini-en"):
-        shutil.rmtree(tmp_path / model)
-    write_scores(tmp_path, "roberta-mini-en", "sst2", [{"accuracy": 0.6}])
-    mini_scores.publish_scores(tmp_path, tmp_path / "results", header)
-    again = json.loads(path.read_text())["rows"]  # scores whose runs are gone stay
-    assert [row for row in again if (row["model"], row["task"]) != ("roberta-mini-en", "sst2")] == [
-        row for row in rows if (row["model"], row["task"]) != ("roberta-mini-en", "sst2")
-    ]
-    (replaced,) = [row for row in again if (row["model"], row["task"]) == ("roberta-mini-en", "sst2")]
-    assert replaced["values"] == [0.6]
-
-
-def write_run(folder, losses, tokens):
-    """What a pretraining run leaves, as far as the table reads it."""
-    folder.mkdir()
-    entries = [
-        {"kind": "held_out", "seen_tokens": tokens * (number + 1), "loss": loss} for number, loss in enumerate(losses)
-    ]
-    (folder / "log.jsonl").write_text("\n".join(map(json.dumps, entries)))
-    names = ("held_out_accuracy", "held_out_targets", "unigram_loss", "unigram_accuracy", "longest_input", "hardware")
-    own = {
-        "parameters": 6e6,
-        "held_out_loss": losses[-1],
-        "seen_tokens": tokens * len(losses),
-        "training_seconds": 3600,
-    }
-    (folder / "metrics.json").write_text(json.dumps({**dict.fromkeys(names, 1), **own, "command": "python ..."}))
-
-
-def test_a_curve_goes_on_in_the_second_stage(tmp_path, capsys):
-    write_run(tmp_path / "luna-mini-en-128", [5.0, 4.0], 10_000_000)
-    write_run(tmp_path / "luna-mini-en", [4.5, 3.5], 5_000_000)
-    write_run(tmp_path / "roberta-mini-en-128", [6.0], 1)
-    header = {"command": "python ...", "date": "2026", "machine": {}, "versions": {"torch": "2", "transformers": "5"}}
-    mini_losses.publish_losses(tmp_path, tmp_path / "results", header)
-    assert "| `luna-mini-en` | 6.0 M | 30 M | 3.500 (1.000) |" in capsys.readouterr().out
-    (path,) = (tmp_path / "results").glob("mini-pretrain-*.json")
-    (model,) = json.loads(path.read_text())["models"].values()
-    assert model["curve"]["tokens"] == [10_000_000, 20_000_000, 25_000_000, 30_000_000]
-    assert model["seconds"] == 7200 and path.with_suffix(".png").is_file()
-    for run in tmp_path.glob("luna-mini-en*"):
-        shutil.rmtree(run)
-    write_run(tmp_path / "luna-mini-en-4096", [3.0], 1)
-    mini_losses.publish_losses(tmp_path, tmp_path / "results", header)
-    models = json.loads(path.read_text())["models"]  # a model whose runs are gone keeps its figures
-    assert list(models) == ["luna-mini-en", "luna-mini-en-4096"] and models["luna-mini-en"] == model

@@ -1,11 +1,11 @@
 """The study of translation: every recipe takes part, training is equal, and what is finished is kept."""
 
 import json
+import re
 
 import multi30k
 import pytest
 import running
-from test_learning import check
 from tiny_translation import RECIPES, SETTINGS, write_parallel
 
 from luna_hf.scripting import UserError
@@ -14,6 +14,17 @@ SOFTMAX = {
     **{"model.d_model": 16, "model.encoder_layers": 1, "model.decoder_layers": 1, "model.encoder_ffn_dim": 24},
     **{"model.encoder_attention_heads": 2, "model.decoder_attention_heads": 2, "model.decoder_ffn_dim": 24},
 }
+
+
+def check(path):
+    """A result file names its origin and no machine's folders, and its table and plot are there."""
+    result = running.read_json(path)
+    assert re.fullmatch(r"python experiments/\w+\.py report", result["command"])
+    assert result["protocol"] and result["date"] and result["machine"]["cpu"] and result["machine"]["threads"] >= 1
+    assert {"python", "torch", "transformers", "luna_hf"} <= result["versions"].keys()
+    assert path.with_suffix(".md").read_text() == multi30k.text(result) + "\n"
+    assert path.with_suffix(".png").stat().st_size > 5_000
+    return result
 
 
 def test_every_recipe_takes_part():
@@ -40,7 +51,7 @@ def test_systems_are_compared(tmp_path):
     report = ["report", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     assert multi30k.main(report) == 0
     (path,) = (tmp_path / "results").glob("translation-multi30k-*.json")
-    result = check(path, multi30k.text)
+    result = check(path)
     assert [run["system"] for run in result["runs"]] == ["softmax", "luna16"]
     for run in result["runs"]:
         assert set(run["scores"]) == set(multi30k.METRICS) and run["curve"]["step"][-1] == SETTINGS["max_steps"]
@@ -77,11 +88,31 @@ def test_published_runs_stay_unless_repeated_or_made_with_another_recipe(tmp_pat
         assert made["versions"]["torch"].split(" and ") == [*former, "99.0"]
 
 
-def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"multi30k\.py run"):
-        multi30k.report(multi30k.parse(["report", "--runs", str(tmp_path)]))
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [(["run"], "--data"), (["report", "--max_steps", "3"], "--max_steps"), (["report"], "30k.py run")],
+)
+def test_mistakes_are_named(words, named, tmp_path, capsys):
+    assert multi30k.main([*words, "--runs", str(tmp_path)]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_commands_run_in_processes_that_may_save_when_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "ROOT", tmp_path)
+    (tmp_path / "fails.py").write_text("import sys; sys.exit(len(sys.argv))")
+    with pytest.raises(UserError, match=r"fails\.py.*3"):
+        running.launch("fails.py", ["--key", "value"], threads=1)
+    (tmp_path / "stops.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).touch(), sys.exit()))\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        running.launch("stops.py", [str(tmp_path / "saved")], threads=1)
+    assert (tmp_path / "saved").exists()
 
 
 def test_committed_results():
     for path in running.RESULTS.glob("translation-*.json"):
-        check(path, multi30k.text)
+        check(path)

@@ -10,6 +10,7 @@ chooses the checkpoint of each run, and the learning rate. The test split is rea
 
 import dataclasses
 import hashlib
+import json
 import math
 import shutil
 import statistics
@@ -24,7 +25,6 @@ import torch
 from datasets import Dataset
 from tasks.arguments import FinetuneTrainingArguments
 from tasks.labels import SINGLE_LABEL
-from tasks.plan import RUN_FILE, SETTINGS_FILE, read_json, read_run
 from tasks.runs import train
 from tasks.trainer import Diverged, FinetuneTrainer, checkpoints, find_checkpoint
 from torch import Tensor
@@ -36,7 +36,7 @@ from .models import PLUGINS, build
 from .recipes import Recipe
 from .tasks import Task
 
-TEST_FILE, WEIGHTS = "test.json", "model.safetensors"
+SETTINGS, RUN, TEST, WEIGHTS = "settings.json", "run.json", "test.json", "model.safetensors"
 Result = dict[str, Any]
 
 
@@ -53,6 +53,10 @@ class Cell:
 
     def __post_init__(self) -> None:
         self.digests = {split: digest(rows) for split, rows in self.splits.items()}
+
+    def run_folder(self, rate: float, seed: int) -> Path:
+        """The folder of a run."""
+        return self.folder / f"lr{rate:g}-seed{seed}"
 
 
 # ---- rows ----
@@ -126,23 +130,18 @@ def make_trainer(cell: Cell, rate: float, seed: int, folder: Path) -> FinetuneTr
     """A Trainer with a new model."""
     set_seed(seed)
     recipe, train = cell.recipe, cell.splits["train"]
+    same = ("weight_decay", "warmup_steps", "adam_beta2", "adam_epsilon", "max_grad_norm")
     arguments = FinetuneTrainingArguments(
         output_dir=str(folder),
         max_steps=recipe.steps,
         learning_rate=rate,
         lr_scheduler_type=recipe.scheduler,
-        warmup_steps=recipe.warmup_steps,
         per_device_train_batch_size=recipe.batch_size,
         per_device_eval_batch_size=recipe.eval_batch_size,
-        weight_decay=recipe.weight_decay,
-        adam_beta2=recipe.adam_beta2,
-        adam_epsilon=recipe.adam_epsilon,
-        max_grad_norm=recipe.max_grad_norm,
         eval_strategy="steps",
         save_strategy="steps",
-        eval_steps=recipe.eval_steps,
-        save_steps=recipe.eval_steps,
-        logging_steps=recipe.eval_steps,
+        **dict.fromkeys(("eval_steps", "save_steps", "logging_steps"), recipe.eval_steps),
+        **{name: getattr(recipe, name) for name in same},
         metric_for_best_model="accuracy",
         greater_is_better=True,
         label_names=["labels"],
@@ -153,7 +152,6 @@ def make_trainer(cell: Cell, rate: float, seed: int, folder: Path) -> FinetuneTr
         disable_tqdm=True,
     )
     arguments.include_num_input_tokens_seen = "no"
-    validation = cell.splits["validation"]
     trainer = FinetuneTrainer(
         problem_type=SINGLE_LABEL,
         lengths=lengths(train, cell.task),
@@ -161,7 +159,7 @@ def make_trainer(cell: Cell, rate: float, seed: int, folder: Path) -> FinetuneTr
         model=build(cell.model, cell.task, recipe),
         args=arguments,
         train_dataset=train.with_format("numpy"),
-        eval_dataset=sorted_by_length(validation, cell.task),
+        eval_dataset=sorted_by_length(cell.splits["validation"], cell.task),
         data_collator=collate,
     )
     trainer.remove_callback(PrinterCallback)
@@ -176,8 +174,7 @@ def sorted_by_length(rows: Dataset, task: Task) -> Dataset:
 
 def settings(cell: Cell, rate: float, seed: int) -> dict[str, Any]:
     """Everything that decides what a run computes."""
-    own = {"model": cell.model, "rate": rate, "seed": seed, "bf16": cell.bf16}
-    own |= {"plugin": PLUGINS.get(cell.model)}
+    own = {"model": cell.model, "rate": rate, "seed": seed, "bf16": cell.bf16, "plugin": PLUGINS.get(cell.model)}
     task = {f"task_{name}": value for name, value in dataclasses.asdict(cell.task).items()}
     recipe = {name: value for name, value in dataclasses.asdict(cell.recipe).items() if name != "learning_rates"}
     return {**own, **task, **recipe, **{f"data_{split}": found for split, found in cell.digests.items()}}
@@ -189,16 +186,21 @@ def check_settings(folder: Path, wanted: dict[str, Any]) -> None:
     Raises:
         UserError: They differ.
     """
-    path = folder / SETTINGS_FILE
+    path = folder / SETTINGS
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, wanted)
         return
-    before = read_json(path)
-    changed = [f"{name} {before.get(name)!r} instead of {value!r}" for name, value in wanted.items()]
-    changed = [text for text, (name, value) in zip(changed, wanted.items(), strict=True) if before.get(name) != value]
+    before = read(path)
+    changed = [name for name in wanted if before.get(name) != wanted[name]]
+    changed = [f"{name} {before.get(name)!r} instead of {wanted[name]!r}" for name in changed]
     if changed:
         raise UserError(f"{folder} holds a run with {', '.join(changed[:3])}. Choose another --output, or remove it.")
+
+
+def read(path: Path) -> Result:
+    """The content of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def train_run(cell: Cell, rate: float, seed: int) -> Result:
@@ -207,9 +209,9 @@ def train_run(cell: Cell, rate: float, seed: int) -> Result:
     Raises:
         UserError: The folder has a run with other settings.
     """
-    folder = cell.folder / f"lr{rate:g}-seed{seed}"
+    folder = cell.run_folder(rate, seed)
     check_settings(folder, settings(cell, rate, seed))
-    if not (folder / RUN_FILE).is_file():
+    if not (folder / RUN).is_file():
         progress(f"{cell.model} on {cell.task.name}, learning rate {rate:g}, seed {seed}")
         trainer = make_trainer(cell, rate, seed, folder)
         start = find_checkpoint(folder, progress)
@@ -222,10 +224,10 @@ def train_run(cell: Cell, rate: float, seed: int) -> Result:
             safetensors.torch.save_file(trainer.model.state_dict(), folder / WEIGHTS)
         except Diverged as error:
             result["diverged"] = str(error)
-        write_json(folder / RUN_FILE, {**result, **describe(cell, trainer)})
+        write_json(folder / RUN, {**result, **describe(cell, trainer)})
     for path in checkpoints(folder):
         shutil.rmtree(path)
-    return read_run(folder)
+    return read(folder / RUN)
 
 
 def accuracy(trainer: FinetuneTrainer, rows: Dataset) -> float:
@@ -257,13 +259,13 @@ def curve(log: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def test_run(cell: Cell, run: Result) -> float:
     """Accuracy of a finished run on the test split, which is read the first time only."""
-    folder = cell.folder / f"lr{run['rate']:g}-seed{run['seed']}"
-    path = folder / TEST_FILE
+    folder = cell.run_folder(run["rate"], run["seed"])
+    path = folder / TEST
     if not path.is_file():
         trainer = make_trainer(cell, run["rate"], run["seed"], folder)
         trainer.model.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
         write_json(path, {"accuracy": accuracy(trainer, sorted_by_length(cell.splits["test"], cell.task))})
-    return read_json(path)["accuracy"]
+    return read(path)["accuracy"]
 
 
 # ---- cells ----
@@ -271,10 +273,11 @@ def test_run(cell: Cell, run: Result) -> float:
 
 def finished_runs(cell: Cell) -> list[Result]:
     """All finished runs of a cell, also of earlier commands."""
-    runs = [read_run(path.parent) for path in sorted(cell.folder.glob(f"lr*-seed*/{RUN_FILE}"))]
-    for run in runs:
-        check_settings(Path(run["folder"]), settings(cell, run["rate"], run["seed"]))
-    return [{name: value for name, value in run.items() if name != "folder"} for run in runs]
+    runs = []
+    for path in sorted(cell.folder.glob(f"lr*-seed*/{RUN}")):
+        runs.append(read(path))
+        check_settings(path.parent, settings(cell, runs[-1]["rate"], runs[-1]["seed"]))
+    return runs
 
 
 def best_rate(runs: list[Result]) -> float | None:

@@ -10,8 +10,6 @@ from common.options import did_you_mean, fill, read_yaml
 from luna_hf.scripting import UserError
 
 FOLDER = Path(__file__).resolve().parent / "recipes"
-# Recipes with the models of another: they differ in their schedule and in attention dropout.
-SHORTENED = {"short": "small"}
 
 
 @dataclass(frozen=True)

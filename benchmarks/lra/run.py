@@ -20,10 +20,10 @@ import torch
 from datasets import disable_progress_bars
 from measuring import positive
 
-from lra import results, tasks
+from lra import tables, tasks
 from lra.cells import Cell, run_cell
 from lra.models import find_encoder, load_plugin
-from lra.recipes import SHORTENED, load_recipe
+from lra.recipes import load_recipe
 from lra.recipes import names as recipe_names
 from luna_hf.scripting import Parser, describe_run, locked, run_script, write_json
 
@@ -65,8 +65,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     rows = dict(zip(tasks.SPLITS, given + given[-1:] * 2, strict=False))
     header = describe_run(SCRIPT, arguments, "cuda" if torch.cuda.is_available() else "cpu")
     for name in options.task:
-        given = load_recipe(options.recipe, name)
-        recipe, whole = given.shortened(options.steps), load_recipe(SHORTENED.get(options.recipe, options.recipe), name)
+        recipe = load_recipe(options.recipe, name).shortened(options.steps)
         task, splits = tasks.load_task(name, options.data, options.cache, rows=rows, max_length=options.length)
         for model in options.model:
             folder = options.output / (recipe.name + "-bf16" * options.bf16) / name / model
@@ -74,10 +73,10 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
             with locked(folder / ".lock"):
                 cell = Cell(task, splits, model, recipe, folder, options.bf16)
                 found = run_cell(cell, options.rates or recipe.learning_rates, options.seeds)
-                result = {**header, **found, "full_rows": whole.steps * whole.batch_size}
+                result = {**header, **found}
                 write_json(folder / "cell.json", result)
-                results.plot_curves([result], folder / "curve.png")
-            print(results.details([result]), f"Learning curve: {folder / 'curve.png'}", sep="\n\n", flush=True)
+                tables.plot_curves([result], folder / "curve.png")
+            print(tables.details([result]), f"Learning curve: {folder / 'curve.png'}", sep="\n\n", flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:

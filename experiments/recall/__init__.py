@@ -1,1 +1,0 @@
-"""Recall studies: tasks that only a memory of the whole row can solve."""
