@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = {
     "vocab_size": 120,
     "hidden_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 96,
     "max_position_embeddings": 64,
