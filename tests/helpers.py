@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = {
     "vocab_size": 120,
     "hidden_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 96,
     "max_position_embeddings": 64,
@@ -56,6 +57,16 @@ FAMILY_VARIANTS = [(family, name) for family in FAMILIES for name in (*COMMON, *
 FAMILY_CAUSAL_VARIANTS = [(family, name) for family in FAMILIES for name in (*COMMON, *ROWS[family].causal)]
 FAMILY_KINDS = [(family, name) for family in FAMILIES for name in ROWS[family].kinds]
 FAMILY_CAUSAL_KINDS = [(family, name) for family in FAMILIES for name in ROWS[family].causal_kinds]
+
+
+def slow_unless(condition: Any, *case: Any) -> Any:
+    """Parameters of a test; without the condition it runs in the slow suite only."""
+    return pytest.param(*case, marks=[] if condition else pytest.mark.slow)
+
+
+# Every variant, for what hardly depends on it: those that represent no kind of code path run in the slow suite only.
+KINDS_FIRST = [slow_unless(case in FAMILY_KINDS, *case) for case in FAMILY_VARIANTS]
+CAUSAL_KINDS_FIRST = [slow_unless(case in FAMILY_CAUSAL_KINDS, *case) for case in FAMILY_CAUSAL_VARIANTS]
 # Families whose layers can read a window beside the slots.
 MIXING_FAMILIES = [family for family in FAMILIES if ROWS[family].mixes]
 # (family, pooling of a classification head)
@@ -232,6 +243,19 @@ def tiny_tokenizer(sentences: list[str] | None = None, vocab_size: int = 400) ->
     merges = json.loads(bpe.to_str())["model"]["merges"]
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
     return RobertaTokenizer(vocab=vocab, merges=merges, model_max_length=TINY["max_position_embeddings"])
+
+
+def covering(*axes: Sequence[Any]) -> list[Any]:
+    """Every combination of test parameters; all are slow but a few in which any two values meet."""
+    rows = list(product(*(range(len(axis)) for axis in axes)))
+    pairs = {row: set(combinations(enumerate(row), 2)) for row in rows}
+    missing, fast = set().union(*pairs.values()), set()
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
+        fast.add(best)
+    values = {row: [axis[place] for axis, place in zip(axes, row, strict=True)] for row in rows}
+    return [slow_unless(row in fast, *values[row]) for row in rows]
 
 
 @contextmanager

@@ -40,12 +40,12 @@ def test_full_attention_equals_robertas(twins, padding):
         inputs = {name: tensor.flip(1) for name, tensor in inputs.items()}
     real = inputs["attention_mask"] == 1
     expected, actual = (model(**inputs, output_hidden_states=True, output_attentions=True) for model in twins)
-    assert len(actual.hidden_states) == len(expected.hidden_states) == 4
+    assert len(actual.hidden_states) == len(expected.hidden_states) == 3
     for ours, theirs in zip(actual.hidden_states, expected.hidden_states, strict=True):
         torch.testing.assert_close(ours[real], theirs[real], rtol=0, atol=1e-5)
     torch.testing.assert_close(actual.logits[real], expected.logits[real], rtol=0, atol=1e-5)
     if twins[1].config._attn_implementation == "eager":
-        assert len(actual.attentions) == len(expected.attentions) == 3
+        assert len(actual.attentions) == len(expected.attentions) == 2
         for ours, theirs in zip(actual.attentions, expected.attentions, strict=True):
             queries = [weights.transpose(1, 2)[real] for weights in (ours, theirs)]  # (tokens, h, n)
             torch.testing.assert_close(*queries, rtol=0, atol=1e-5)
@@ -61,7 +61,7 @@ def test_attentions_are_probabilities_over_what_is_read(control):
     model = tiny_model("abc_memory", memory_control=control, attn_implementation="eager")
     inputs = padded_batch([21, 3])
     attentions = model(**inputs, output_attentions=True).attentions
-    assert len(attentions) == 3
+    assert len(attentions) == 2
     for weights in attentions:
         assert weights.shape == (2, 4, 21, 21 if control == "full" else 8)
         for row, length in enumerate((21, 3)):

@@ -31,7 +31,7 @@ SEQ2SEQ = {"together": {"is_encoder_decoder": True}, "encoders_only": True}
 FIELDS = {
     "vocab_size": ConfigField((0,), effect=(130, "parameters")),
     "hidden_size": ConfigField((0,), effect=(64, "parameters")),
-    "num_hidden_layers": ConfigField((0,), effect=(2, "parameters")),
+    "num_hidden_layers": ConfigField((0,), effect=(1, "parameters")),
     # In a decoder, 16 heads have the odd size 3.
     "num_attention_heads": ConfigField((5, "hidden_size", 48), bad_in_decoder=(16,), effect=(2, "outputs")),
     "intermediate_size": ConfigField((-1,), effect=(64, "parameters")),

@@ -305,11 +305,12 @@ def test_long_texts_decode_as_in_parallel(family):
 @torch.no_grad()
 def test_a_full_layer_is_softmax_attention_and_the_others_are_unchanged(family):
     """Layer by layer, each with the states of the layer before."""
-    model = float64(family, full_attention_layers=[1], **window_of(family, WINDOW))
+    fields = {"num_hidden_layers": 3, **window_of(family, WINDOW)}
+    model = float64(family, full_attention_layers=[1], **fields)
     names = {name for name, _ in model.encoder.layer[1].attention.self.named_parameters()}
     assert names == {f"{side}.{part}" for side in ("query", "key", "value") for part in ("weight", "bias")}
-    full = with_weights_of(float64("abc_memory", memory_control="full"), model)
-    mixed = with_weights_of(float64(family, **window_of(family, WINDOW)), model)
+    full = with_weights_of(float64("abc_memory", num_hidden_layers=3, memory_control="full"), model)
+    mixed = with_weights_of(float64(family, **fields), model)
     embeddings, *states = model(**PADDED, output_hidden_states=True).hidden_states
     keep = PADDED["attention_mask"].bool()
     carried, own = mixed.begin(embeddings, keep)

@@ -63,7 +63,7 @@ def test_luna_equals_a_literal_computation(kind, dynamic, each):
     }
     assert result.keys() == expected.keys()
     for name, values in expected.items():
-        assert len(values) == 3 and result[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+        assert len(values) == 2 and result[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
         assert all(value < 1 for value in values)
 
 
@@ -85,7 +85,7 @@ def test_abc_equals_a_literal_computation(kind):
         outputs = model(**batch, output_attentions=True, output_hidden_states=True)
         expected = {"read_entropy": [literal_entropy(read, LENGTHS, [5, 5, 5]) for read in outputs.attentions]}
         expected |= {"write_entropy": [], "slot_similarity": []}
-        for layer in range(3):
+        for layer in range(2):
             rows = []
             for row, length in enumerate(LENGTHS):
                 states = outputs.hidden_states[layer][row, :length]
@@ -96,7 +96,7 @@ def test_abc_equals_a_literal_computation(kind):
             expected["slot_similarity"].append(literal_similarity(heads, [5] * len(heads)))
     assert result.keys() == expected.keys()
     for name, values in expected.items():
-        assert len(values) == 3 and result[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+        assert len(values) == 2 and result[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
         assert all(value < 0.999 for value in values)
     assert not any("write" in vars(module) for module in model.modules())
 
@@ -105,7 +105,7 @@ def test_abc_equals_a_literal_computation(kind):
 def test_other_slots_have_no_entropy_of_writing_and_empty_ones_do_not_count(control):
     model = tiny_model("abc_memory", "mlm", memory_control=control, memory_size=8)
     result = probe(model, padded_batch(LENGTHS))
-    assert result.keys() == {"read_entropy", "slot_similarity"} and all(len(values) == 3 for values in result.values())
+    assert result.keys() == {"read_entropy", "slot_similarity"} and all(len(values) == 2 for values in result.values())
     assert all(0 < value <= 1 for value in result["read_entropy"])
     (short,) = padded_batch([5])["input_ids"]  # a row of five tokens fills at most five slots
     alone = probe(model, {"input_ids": short[None]})
@@ -123,7 +123,7 @@ def test_abc_without_slots_has_one_kind_of_map(control):
     for layer in flat.base_model.encoder.layer:
         torch.nn.init.zeros_(layer.attention.self.query.weight)
         torch.nn.init.zeros_(layer.attention.self.query.bias)
-    assert probe(flat, padded_batch(LENGTHS))["attention_entropy"] == pytest.approx([1.0] * 3)
+    assert probe(flat, padded_batch(LENGTHS))["attention_entropy"] == pytest.approx([1.0] * 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -154,7 +154,7 @@ def test_roberta_has_one_kind_of_map():
 
 def test_one_slot_has_nothing_to_compare():
     result = probe(tiny_model(kind="mlm", projection_length=1), padded_batch(LENGTHS))
-    assert result["unpack_entropy"] == result["slot_similarity"] == [None] * 3
+    assert result["unpack_entropy"] == result["slot_similarity"] == [None] * 2
     assert all(0 < value < 1 for value in result["pack_entropy"])
 
 

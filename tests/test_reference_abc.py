@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import normal_states, random_ids, tiny_model, weighted_sum
+from helpers import covering, normal_states, random_ids, tiny_model, weighted_sum
 from reference import abc as reference
 from torch import nn
 
@@ -149,9 +149,9 @@ def padded_rows(side: str) -> torch.Tensor:
     return keep
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("side", ["left", "right", "middle"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "side", "backend"), covering(list(VARIANTS), ["left", "right", "middle"], BACKENDS)
+)
 def test_padded_rows(variant, side, backend):
     """A padded row equals the row alone, whatever its padding holds; a row of padding stays finite."""
     model = make_model(num_hidden_layers=1, **VARIANTS[variant])

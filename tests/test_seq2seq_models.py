@@ -316,9 +316,9 @@ def test_maps_and_states_of_every_part(family):
     if ROWS[family].causal_maps:
         options["output_attentions"] = True
     outputs = model(**source, **target, **options)
-    assert len(outputs.encoder_hidden_states) == 4 and len(outputs.decoder_hidden_states) == 3
+    assert len(outputs.encoder_hidden_states) == 3 and len(outputs.decoder_hidden_states) == 3
     if ROWS[family].causal_maps:
-        assert len(outputs.encoder_attentions) == 3
+        assert len(outputs.encoder_attentions) == 2
         assert len(outputs.decoder_attentions) == len(outputs.cross_attentions) == 2
         slots = next(iter(slots_of(family).values()))
         assert outputs.cross_attentions[0].shape == (3, 4, 6, slots)

@@ -3,7 +3,8 @@
 The mixins cover saving and loading, initialisation, tied and resized embeddings, outputs, masks, gradients,
 checkpointing and attention backends. They come from the library's source distribution, which `make test` fetches;
 without it, this module is skipped (see `transformers_suite.py`). The library's pipeline tests need models from the Hub
-and are left out. The default variant of every family and kind runs in every suite, the others in the slow one.
+and are left out. The default variant of every family and kind runs in every suite, the others in the slow one. In the
+fast suite, only the first family runs with all of its heads, whose code the families share.
 
 A skip must not hide a forgotten attribute: a test that skips itself fails unless `EXPECTED_SKIPS` names it, and
 decorators may only skip for missing hardware or optional libraries.
@@ -190,6 +191,7 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
 
     family_name: str
     variant: LibraryVariant
+    all_classes: bool  # or the language model alone
     # Implements an abstract property of TrainingTesterMixin.
     model_tester: TinyModelTester = None
     # Off by default in the library, because its older models fail.
@@ -213,7 +215,8 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
 
     @property
     def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
-        return FAMILIES[self.family_name].models
+        family = FAMILIES[self.family_name]
+        return family.models if self.all_classes else (family.masked_lm,)
 
     @property
     def _torch_compile_train_cls(self) -> type[PreTrainedModel]:
@@ -273,7 +276,8 @@ class CausalTests(FamilyTests, GenerationTesterMixin):
 
     @property
     def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
-        return FAMILIES[self.family_name].base_model, FAMILIES[self.family_name].causal_lm
+        family = FAMILIES[self.family_name]
+        return (family.base_model, family.causal_lm) if self.all_classes else (family.causal_lm,)
 
     @property
     def _torch_compile_train_cls(self) -> type[PreTrainedModel]:
@@ -299,7 +303,8 @@ class Seq2SeqTests(FamilyTests, GenerationTesterMixin):
 
     @property
     def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
-        return FAMILIES[self.family_name].seq2seq_models
+        family = FAMILIES[self.family_name]
+        return family.seq2seq_models if self.all_classes else (family.seq2seq_lm,)
 
     @property
     def _torch_compile_train_cls(self) -> type[PreTrainedModel]:
@@ -327,10 +332,12 @@ def make_test_cases() -> dict[str, type[unittest.TestCase]]:
         for tests, variants, kind in kinds:
             for variant_name, variant in variants.items():
                 name = f"{prefix}{kind}{variant_name}Test"
+                fast = variant_name == "Default"
                 body = {"family_name": family_name, "variant": variant, "__module__": __name__}
+                body["all_classes"] = not fast or family_name == next(iter(FAMILIES))
                 body["has_attentions"] = tests is FamilyTests or row.causal_maps
                 case = type(name, (tests, unittest.TestCase), body)
-                cases[name] = case if variant_name == "Default" else pytest.mark.slow(case)
+                cases[name] = case if fast else pytest.mark.slow(case)
     return cases
 
 

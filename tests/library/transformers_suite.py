@@ -38,7 +38,6 @@ def load() -> None:
             "TRANSFORMERS' OWN TESTS WERE NOT RUN: fetch them with `python tests/library/transformers_suite.py`.",
             allow_module_level=True,
         )
-    pytest.register_assert_rewrite(PACKAGE)
     sys.path.insert(0, str(folder))
     add_stand_ins(folder / PACKAGE)
 
