@@ -27,11 +27,7 @@ SETTINGS, WEIGHTS = "config_sentence_transformers.json", "model.safetensors"
 
 
 def _read_json(name: str, *parts: str) -> Any:
-    """The content of a file of a folder or Hub name, or `None` if there is none.
-
-    Raises:
-        ValueError: It cannot be read.
-    """
+    """The content of a file of a folder or Hub name, or `None` if there is none."""
     file = "/".join(filter(None, parts))
     try:
         path = find(name, file)
@@ -142,11 +138,7 @@ def _kind(type_name: str) -> str:
 
 
 def _pooling(name: str, path: str) -> str:
-    """How a model pools.
-
-    Raises:
-        UserError: In a way that is not supported.
-    """
+    """How a model pools."""
     config = _read_json(name, path, "config.json") or {}
     chosen, prefix = config.get("pooling_mode"), "pooling_mode_"
     if not chosen:

@@ -133,11 +133,7 @@ def read_config(name: str) -> PreTrainedConfig:
 
 
 def _check_config(config: PreTrainedConfig, name: str) -> None:
-    """Refuse models of another architecture.
-
-    Raises:
-        ValueError: Such a model.
-    """
+    """Refuse models of another architecture."""
 
     def has(field: str) -> Any:
         return getattr(config, field, None)
@@ -162,11 +158,7 @@ def _check_config(config: PreTrainedConfig, name: str) -> None:
 
 
 def _take_apart(model: PreTrainedModel, name: str, missing: list[str], ignored: list[str]) -> LoadedSource:
-    """The parameters of a model, without those missing from its files.
-
-    Raises:
-        ValueError: Parts of the encoder or head are missing, or there are more layers than in the config.
-    """
+    """The parameters of a model, without those missing from its files."""
     layout, prefix = layouts()[model.config.model_type], model.base_model_prefix + "."
     tensors, names = {}, {}
     for own, tensor in model.named_parameters(remove_duplicate=False):

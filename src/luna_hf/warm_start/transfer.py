@@ -107,11 +107,7 @@ def _grouped(made: dict[str, str], with_how: bool) -> list[str]:
 
 
 def _find_family(model_class: type[PreTrainedModel], is_decoder: bool) -> Family:
-    """The family of a model class, by model type, since the code in a checkpoint folder defines other classes.
-
-    Raises:
-        ValueError: It is a causal model.
-    """
+    """The family of a model class, by model type, since the code in a checkpoint folder defines other classes."""
     family = FAMILIES[model_class.config_class.model_type]
     causal = {causal_class.__name__ for causal_class in family.causal_models}
     if is_decoder or causal & {parent.__name__ for parent in model_class.__mro__}:
@@ -123,11 +119,7 @@ def _find_family(model_class: type[PreTrainedModel], is_decoder: bool) -> Family
 
 
 def _find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype of a name, as in `from_pretrained`; `None` for the source's.
-
-    Raises:
-        ValueError: It is no floating-point type.
-    """
+    """The dtype of a name, as in `from_pretrained`; `None` for the source's."""
     if dtype in (None, "auto"):
         return None
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
@@ -139,11 +131,7 @@ def _find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def _target_config(
     config_class: type[PreTrainedConfig], loaded: LoadedSource, max_length: int | None, given: dict[str, Any]
 ) -> PreTrainedConfig:
-    """The config of the new model.
-
-    Raises:
-        ValueError: A field is unknown, decided by the source, or has a wrong value; or positions would be lost.
-    """
+    """The config of the new model."""
     own, decided = loaded.values, FAMILIES[config_class.model_type].warm_start.decided
     for name, value in given.items():
         if name in _FIXED_FIELDS:
