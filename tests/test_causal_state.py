@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 from variants import ROWS
 
 from luna_hf import FAMILIES, MemoryCache
-from luna_hf.ops.causal_memory import NORMALISERS, attend_causal_memory
+from luna_hf.ops.causal_memory import attend_causal_memory
 
 IDS = random_ids(2, 24)
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -56,7 +56,7 @@ def test_the_former_name_of_the_state_is_understood(family):
     assert_close(model(IDS[:, 9:], cache=cache).logits[:, -1], expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_VARIANTS)
+@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_KINDS)
 def test_a_state_made_in_inference_mode_continues_outside_it(family, name):
     model = variant(family, name)
     with torch.inference_mode():
@@ -80,7 +80,7 @@ def test_the_dtype_of_a_model_may_change_between_two_passes(family, name):
     assert model.bfloat16()(IDS[:, 12:], cache=cache).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_VARIANTS)
+@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_KINDS)
 @torch.no_grad()
 def test_autocast_may_end_between_two_passes(family, name):
     model = variant(family, name)
@@ -226,9 +226,3 @@ def test_a_cache_may_be_made_from_an_encoders_config(family):
     model = tiny_causal_model(family)
     encoder = type(model.config)(**{**model.config.to_dict(), "is_decoder": False, "position_embedding_type": None})
     assert model(IDS, cache=MemoryCache(encoder)).logits.isfinite().all()
-
-
-def test_an_unknown_normaliser_is_refused():
-    query, key, value, weights = torch.ones(4, 1, 1, 3, 2).unbind()
-    with refused("mean", *NORMALISERS):
-        attend_causal_memory(query, key, value, weights, "mean")

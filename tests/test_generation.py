@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import (
     FAMILY_CAUSAL_KINDS,
-    FAMILY_CAUSAL_VARIANTS,
     causal_variants_of,
     random_ids,
     refused,
@@ -21,7 +20,6 @@ from variants import ROWS
 from luna_hf import FAMILIES, MemoryCache
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
-causal_variants = pytest.mark.parametrize(("family", "variant"), FAMILY_CAUSAL_VARIANTS)
 causal_kinds = pytest.mark.parametrize(("family", "variant"), FAMILY_CAUSAL_KINDS)
 
 # Decoding methods of transformers, by their arguments.
@@ -71,7 +69,7 @@ def assert_same_generation(actual, expected):
 # ---- with and without the state ----
 
 
-@causal_variants
+@causal_kinds
 def test_the_state_changes_nothing(family, variant):
     model, inputs = wordy_model(family, variant), {"input_ids": random_ids(3, 11)}
     model.generation_config.no_repeat_ngram_size = 1  # monotonous text would prove little

@@ -73,7 +73,7 @@ def test_the_encoders_states_are_dropped(family, monkeypatch):
     """At the first step of the decoder nothing refers to them, and the state has one size."""
     model, sizes = make(family, max_position_embeddings=400), set()
     encoder, decoder, kept, dropped = model.get_encoder(), model.get_decoder(), [], []
-    original, decode = encoder.forward, decoder.decode
+    original, decode = encoder.forward, decoder.run_layers
 
     def forward(*args, **kwargs):
         outputs = original(*args, **kwargs)
@@ -85,7 +85,7 @@ def test_the_encoders_states_are_dropped(family, monkeypatch):
         return decode(*args, **kwargs)
 
     monkeypatch.setattr(encoder, "forward", forward)
-    monkeypatch.setattr(decoder, "decode", step)
+    monkeypatch.setattr(decoder, "run_layers", step)
     for length in (20, 300):
         made = texts(model, {"input_ids": random_ids(2, length)}, return_dict_in_generate=True)
         sizes.add(made.cache.nbytes)

@@ -56,6 +56,11 @@ class DecoderModelMixin(BaseModelMixin):
     _supports_flash_attn = False
     _supports_flex_attn = False
 
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        super().__init__(config)
+        is_rotary = config.position_embedding_type == "rotary"
+        self.rotary_size = self.attention_class.rotary_size(config) if is_rotary else 0
+
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @merge_with_config_defaults
     @capture_outputs
@@ -105,7 +110,7 @@ class DecoderModelMixin(BaseModelMixin):
         if self.config.position_embedding_type == "learned":
             self.check_length(length, context)
         positions = context.ranks if position_ids is None else position_ids
-        if self.config.position_embedding_type == "rotary":
+        if self.rotary_size:
             context = context._replace(rotation=self.rotation(positions))
         hidden_states = self.embeddings(input_ids, inputs_embeds, positions, token_type_ids, keep)
         hidden_states = self.run_layers(hidden_states, context, **layer_inputs)
@@ -135,8 +140,7 @@ class DecoderModelMixin(BaseModelMixin):
 
     def rotation(self, positions: Tensor) -> Tensor:
         """Return the cosines and sines (b or 1, n, 2, r / 2) of rotary positions (b or 1, n)."""
-        size = self.attention_class.rotary_size(self.config)
-        return rotation(positions, size, self.embeddings.word_embeddings.weight.dtype)
+        return rotation(positions, self.rotary_size, self.embeddings.word_embeddings.weight.dtype)
 
     def open_cache(self, cache: Any, use_cache: bool, batch: int) -> MemoryCache | None:
         """Validate the given cache; without one, create a new one if `use_cache`.

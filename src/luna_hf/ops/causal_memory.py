@@ -61,12 +61,7 @@ def attend_causal_memory(
     Returns:
         The outputs (b, h, n, c) in `query`'s dtype, without the values of the keys `beside`; the read weights
         (b, h, n, m + k) after dropout, or `None` if neither needed nor of use; and the state after the last token.
-
-    Raises:
-        ValueError: `normaliser` is unknown.
     """
-    if normaliser not in NORMALISERS:
-        raise ValueError(f"`normaliser` is {normaliser!r}, but must be one of {', '.join(NORMALISERS)}.")
     own = SlotOptions(NORMALISERS[normaliser], **options)
     kind, length = own.normaliser, query.shape[2]
     if memory is None:
@@ -78,10 +73,9 @@ def attend_causal_memory(
         key, value = key.masked_fill(padding, 0.0), value.masked_fill(padding, 0.0)
         weights = weights.to(precise).masked_fill(padding, -torch.inf if kind.has_logits else 0.0)
     divisor = own.steps.to(precise)[:, None, :, None] if kind.divisor == "steps" else None
-    count, bias, beside = None, None, own.beside
+    bias, count, beside = None, None, own.beside
     if own.count_scale is not None or own.outside is not None:
         bias, count = slot_bias(weights.to(precise), own, memory.count)
-        bias = None if bias is None else bias.to(precise)
     if beside is not None:
         own, beside = replace(own, need_weights=True), beside.to(precise)
     if own.slots is not None:

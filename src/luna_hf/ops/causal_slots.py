@@ -130,19 +130,19 @@ def read_weights(
 # ---- how many tokens a slot stands for ----
 
 
-def slot_bias(weights: Tensor, options: SlotOptions, before: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def slot_bias(weights: Tensor, options: SlotOptions, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Compute the bias of the slots' logits by the number of tokens that they stand for.
 
     Args:
         weights: (b, h, n, m) write weights in float32 or wider; those of padding are zero, or minus infinity.
-        options: see `SlotOptions`.
+        options: with a scale of the counts, or the number of tokens outside.
         before: (b, h, 1, m) counts after earlier tokens; `None` for none.
 
     Returns:
-        The bias (b or 1, 1 or h, n, 1 or m), or `None` for none; and the counts to keep in the state.
+        The bias (b or 1, 1 or h, n, 1 or m), and the counts to keep in the state.
     """
     scale, outside = options.count_scale, options.outside
-    bias = count = None
+    bias, count = weights.new_zeros(()), None
     if scale is not None:
         counts, count = slot_counts(weights, options, before)
         if outside is None:
@@ -152,8 +152,8 @@ def slot_bias(weights: Tensor, options: SlotOptions, before: Tensor | None) -> t
             total = options.steps[:, None, :, None].to(counts.dtype) if count is None else counts.sum(-1, keepdim=True)
             tokens = outside[:, None, :, None].to(counts.dtype).clamp(min=1)
             bias = log_counts(tokens * counts.clamp(min=least) / total.clamp(min=least), scale)
+    bias = bias.to(weights.dtype)
     if outside is not None:
-        bias = weights.new_zeros(()) if bias is None else bias.to(weights.dtype)
         bias = torch.where((outside == 0)[:, None, :, None], torch.finfo(weights.dtype).min / 2, bias)
     return bias, count
 
