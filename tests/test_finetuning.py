@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from tasks import best, classification, runs
 from tasks.plan import plan, unique_labels
-from tasks.trainer import FinetuneTrainer
+from tasks.trainer import FinetuneTrainer, find_checkpoint
 from tiny_finetuning import COMMANDS, PLAIN, RECIPES, checkpoint, command, glue_folder, refused, run
 from transformers import pipeline
 
@@ -110,6 +110,10 @@ def test_a_save_that_was_cut_off_is_passed_over(luna, sst2, uninterrupted, cut_o
     assert 0 < clock["seconds"] < 100
     clock["seconds"] += 1000
     (cut_off / "checkpoint-12" / "trainer_state.json").write_text(json.dumps(state))
+    for name in ("optimizer.pt", "model.safetensors", "trainer_state.json"):  # damage by something else than a kill
+        spoilt = shutil.copytree(cut_off, cut_off.with_name(name)) / "checkpoint-12" / name
+        spoilt.write_bytes(spoilt.read_bytes()[:-9])
+        assert find_checkpoint(spoilt.parents[1], print).name == "checkpoint-6"
     assert finetune_glue.main(command(luna, cut_off, **options(sst2))) == 0
     printed = capsys.readouterr().out
     assert "checkpoint-18 is not complete" in printed and "from checkpoint-12" in printed

@@ -140,7 +140,8 @@ class TextClassification(Task):
             require_columns(rows, (*self.spec.columns, *labels), self.sources[split])
             for column in self.spec.columns:
                 require_text(rows, column, self.sources[split])
-        labelled = {self.sources[split]: rows for split, rows in self.splits.items() if self._labelled(rows)}
+        used = {split: rows for split, rows in self.splits.items() if split not in self.tests or self._labelled(rows)}
+        labelled = {self.sources[split]: rows for split, rows in used.items()}
         self.labels = read_labels(labelled, self.label_column, self.spec.labels)
         self.problem_type = self.labels.problem_type
         self.metrics = self.spec.metrics or _METRICS[self.problem_type, self.labels.several]

@@ -14,6 +14,7 @@ It differs from transformers' Trainer in four points:
 import json
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -243,16 +245,25 @@ def remove_checkpoints(folder: Path) -> None:
 
 
 def find_checkpoint(folder: Path, tell: Callable[[str], None]) -> Path | None:
-    """Where to continue: the newest checkpoint that was written to its end."""
+    """Where to continue: the newest checkpoint that is whole."""
     for path in checkpoints(folder):
-        try:
-            read_state(path)
-        except (OSError, ValueError):
-            tell(f"  {path.name} is not complete and is not used.")
-        else:
+        if _is_whole(path):
             tell(f"  Continuing from {path.name}.")
             return path
+        tell(f"  {path.name} is not complete, or damaged, and is not used.")
     return None
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether its last file is there, and no file is cut off."""
+    try:
+        read_state(checkpoint)
+        for path in checkpoint.glob("*.safetensors"):
+            with safe_open(path, framework="pt"):  # compares the length of the file with its header
+                pass
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return all(zipfile.is_zipfile(path) for path in checkpoint.glob("*.pt*"))  # PyTorch's files, which end in a table
 
 
 def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
