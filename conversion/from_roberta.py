@@ -76,12 +76,8 @@ class Conversion:
                 add(self.flag(name), type=kind, metavar="NAME" if kind is str else "N", help=about)
         for name in self.rules.options():
             if name == self.rules.text_option:
-                add(
-                    "--text",
-                    type=Path,
-                    metavar="FILE",
-                    help=f"UTF-8 text; its first million characters become `{name}`",
-                )
+                about = f"UTF-8 text; its first million characters become `{name}`"
+                add("--text", type=Path, metavar="FILE", help=about)
             else:
                 add(self.flag(name), metavar="NAME", help=f"`{name}` of the family's warm start")
         about = "longest input, if longer than the source's: its positions are repeated (default: the source's)"

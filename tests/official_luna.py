@@ -116,27 +116,6 @@ def sentence_encoder_config(fixture: Fixture) -> LunaConfig:
 
 def seq2seq_config(fixture: Fixture, **overrides) -> LunaConfig:
     """Our configuration for a `luna_seq2seq` fixture."""
-    options = fixture.config["args"]
-    fields = {
-        "is_encoder_decoder": True,
-        "vocab_size": fixture.config["src_vocab"],
-        "decoder_vocab_size": fixture.config["tgt_vocab"],
-        "hidden_size": options["encoder_embed_dim"],
-        "intermediate_size": options["encoder_ffn_embed_dim"],
-        "num_hidden_layers": options["encoder_layers"],
-        "decoder_layers": options["decoder_layers"],
-        "num_attention_heads": options["encoder_attention_heads"],
-        "num_projected_attention_heads": options["encoder_projected_attention_heads"],
-        "position_embedding_type": "learned" if options["encoder_learned_pos"] else "sinusoidal",
-        "norm_first": options["encoder_normalize_before"],
-        "projection_length": options["projection_length"],
-        "dynamic_projection": not options["fix_projection_length"],
-        "tie_kv": not options["untie_luna_kv"],
-        "hidden_act": options["activation_fn"],
-        "embedding_layer_norm": options["layernorm_embedding"],
-        "scale_embedding": not options["no_scale_embedding"],
-        "share_encoder_decoder_embeddings": options["share_all_embeddings"],
-        "tie_word_embeddings": options["share_decoder_input_output_embed"] or options["share_all_embeddings"],
-        "max_position_embeddings": options["max_source_positions"],
-    }
+    original = Original(fixture.path.stem, fixture.weights(), complete("translation", fixture.config["args"]))
+    fields = make_config(original, Head("translation", "translation")).to_diff_dict()
     return LunaConfig(**{**fields, **overrides})
