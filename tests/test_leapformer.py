@@ -163,7 +163,7 @@ def test_the_size_of_the_learned_proportions(factor):
         for fields in ({"leap_factor": factor}, {"reweighting": "none"})
     ]
     inner = 12 // factor
-    assert counts[0] - counts[1] == 3 * 2 * (12 * inner + inner + inner + 1)
+    assert counts[0] - counts[1] == 2 * 2 * (12 * inner + inner + inner + 1)
 
 
 # ---- parts ----

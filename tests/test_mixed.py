@@ -214,7 +214,7 @@ def test_the_scale_of_each_head_starts_at_one(family):
     for family_model in (FAMILIES[family].base_model, FAMILIES[family].causal_lm):
         config = tiny_model(family, local_window=WINDOW).config
         scales = {n: p for n, p in family_model(config).named_parameters() if n.endswith("slot_scale")}
-        assert len(scales) == 3
+        assert len(scales) == 2
         assert all(scale.shape == (4,) and (scale == 1).all() for scale in scales.values())
 
 
@@ -326,7 +326,7 @@ def test_a_full_layer_is_softmax_attention_and_the_others_are_unchanged(family):
 @backends
 @torch.no_grad()
 def test_full_layers_ignore_the_switches(family, backend):
-    model = float64(family, full_attention_layers=[0, 1, 2], local_window=WINDOW, attn_implementation=backend)
+    model = float64(family, full_attention_layers=[0, 1], local_window=WINDOW, attn_implementation=backend)
     expected = hidden(model)
     for reads in ({"local_window": 0}, {"read_slots": False}):
         assert torch.equal(hidden(model, **reads), expected)
@@ -369,6 +369,6 @@ def test_indices_of_full_layers(family):
 @every_family
 def test_every_parameter_gets_a_gradient_if_all_layers_are_full(family):
     """As distributed training requires: what only other layers would use is not left behind."""
-    model = tiny_model(family, "mlm", full_attention_layers=[0, 1, 2], **window_of(family, WINDOW)).train()
+    model = tiny_model(family, "mlm", full_attention_layers=[0, 1], **window_of(family, WINDOW)).train()
     model(**inputs_for("mlm", labels=True)).loss.backward()
     assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]

@@ -21,6 +21,20 @@ SLOW = (
     "test_eager_matches_sdpa_inference",
     "test_training_overfit",
 )
+# Tests of files and of missing weights, which every suite runs for one family; `test_saving.py` tests all of them.
+SHARED = (
+    "test_base_model_prefix_loads_base_weights",
+    "test_can_init_all_missing_weights",
+    "test_can_use_safetensors",
+    "test_correct_missing_keys",
+    "test_from_pretrained_no_checkpoint",
+    "test_load_contiguous_weights",
+    "test_load_save_without_tied_weights",
+    "test_load_with_mismatched_shapes",
+    "test_model_weights_reload_no_missing_tied_weights",
+    "test_save_load",
+    "test_torch_save_load",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,5 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents and item.name.startswith(SLOW):
-            item.add_marker(pytest.mark.slow)
+        if Path(__file__).parent in item.path.parents:
+            slow = SLOW if getattr(item.cls, "shared_code", True) else (*SLOW, *SHARED)
+            if item.name.startswith(slow):
+                item.add_marker(pytest.mark.slow)

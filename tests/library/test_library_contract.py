@@ -4,7 +4,7 @@ The mixins cover saving and loading, initialisation, tied and resized embeddings
 checkpointing and attention backends. They come from the library's source distribution, which `make test` fetches;
 without it, this module is skipped (see `transformers_suite.py`). The library's pipeline tests need models from the Hub
 and are left out. The default variant of every family and kind runs in every suite, the others in the slow one. In the
-fast suite, only the first family runs with all of its heads, whose code the families share.
+fast suite, only the first family has its heads and the tests of files, whose code the families share.
 
 A skip must not hide a forgotten attribute: a test that skips itself fails unless `EXPECTED_SKIPS` names it, and
 decorators may only skip for missing hardware or optional libraries.
@@ -191,7 +191,7 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
 
     family_name: str
     variant: LibraryVariant
-    all_classes: bool  # or the language model alone
+    shared_code: bool  # whether to test what all families share
     # Implements an abstract property of TrainingTesterMixin.
     model_tester: TinyModelTester = None
     # Off by default in the library, because its older models fail.
@@ -216,7 +216,7 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
     @property
     def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
         family = FAMILIES[self.family_name]
-        return family.models if self.all_classes else (family.masked_lm,)
+        return family.models if self.shared_code else (family.base_model, family.masked_lm)
 
     @property
     def _torch_compile_train_cls(self) -> type[PreTrainedModel]:
@@ -276,8 +276,7 @@ class CausalTests(FamilyTests, GenerationTesterMixin):
 
     @property
     def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
-        family = FAMILIES[self.family_name]
-        return (family.base_model, family.causal_lm) if self.all_classes else (family.causal_lm,)
+        return FAMILIES[self.family_name].base_model, FAMILIES[self.family_name].causal_lm
 
     @property
     def _torch_compile_train_cls(self) -> type[PreTrainedModel]:
@@ -303,8 +302,7 @@ class Seq2SeqTests(FamilyTests, GenerationTesterMixin):
 
     @property
     def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
-        family = FAMILIES[self.family_name]
-        return family.seq2seq_models if self.all_classes else (family.seq2seq_lm,)
+        return FAMILIES[self.family_name].seq2seq_models
 
     @property
     def _torch_compile_train_cls(self) -> type[PreTrainedModel]:
@@ -334,7 +332,7 @@ def make_test_cases() -> dict[str, type[unittest.TestCase]]:
                 name = f"{prefix}{kind}{variant_name}Test"
                 fast = variant_name == "Default"
                 body = {"family_name": family_name, "variant": variant, "__module__": __name__}
-                body["all_classes"] = not fast or family_name == next(iter(FAMILIES))
+                body["shared_code"] = not fast or family_name == next(iter(FAMILIES))
                 body["has_attentions"] = tests is FamilyTests or row.causal_maps
                 case = type(name, (tests, unittest.TestCase), body)
                 cases[name] = case if fast else pytest.mark.slow(case)
