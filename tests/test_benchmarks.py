@@ -14,7 +14,7 @@ import measuring
 import pytest
 import torch
 import uneven
-from helpers import FAMILIES, ROOT, refused
+from helpers import ROOT, refused
 from results import growth, growth_exponent, ratios, summary, win_length
 from transformers import ModernBertConfig, RobertaConfig
 
@@ -140,22 +140,15 @@ def test_modernbert_runs_in_whole_cycles(capsys):
     assert "modernbert" in encoder.parse(["--layers", "6"]).names
 
 
-def test_flash_contenders_need_the_package_a_gpu_and_half_precision(capsys, monkeypatch):
-    flash, rest = ["roberta-flash", "modernbert-flash"], ["--models", "gpu", "--dtype", "bfloat16"]
-    without = encoder.parse(rest).names
-    assert without[:2] == ["roberta", "modernbert"] and not set(flash) & set(without)
-    printed = capsys.readouterr().err
-    assert all(name in printed for name in flash)
+def test_flash_contenders_need_the_package_a_gpu_and_half_precision(monkeypatch):
+    half = ["--models", "gpu", "--dtype", "bfloat16"]
+    assert not any("flash" in name for name in encoder.parse(half).names)
     with refused("roberta-flash", "flash-attn", error=UserError):
         encoder.parse(["--models", "roberta-flash"])
     monkeypatch.setattr(encoder, "is_flash_attn_2_available", lambda: True)
-    assert set(encoder.parse([*rest, "--device", "cuda"]).names) == {*without, *flash}
+    assert {"roberta-flash", "modernbert-flash"} <= set(encoder.parse([*half, "--device", "cuda"]).names)
     with refused("roberta-flash", "bfloat16", error=UserError):
         encoder.parse(["--models", "roberta-flash", "--device", "cuda"])
-    for name in flash:
-        config = contenders.configure(name, encoder.parse([*rest, "--device", "cuda"]))
-        assert config._attn_implementation == "flash_attention_2"
-        assert config.model_type == name.removesuffix("-flash")
 
 
 @pytest.mark.parametrize(("mode", "copies"), [("forward", 1), ("mlm_step", 4)])  # + gradients and two moments
@@ -280,26 +273,6 @@ def test_a_step_after_a_context_continues_the_text(name):
         other = generation.fill_cache(generation.DYNAMIC, model, 64, setting)
         logits = [generation.make_step(model, cache, 64, setting)() for cache in (states[64], other)]
         assert states[64].get_seq_length() == 65 and torch.allclose(*logits, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [*generation.OWN, generation.DYNAMIC])
-def test_a_causal_training_step_learns(name):
-    setting = generation.parse([*GENERATION, "--kind", "training"])
-    model = generation.build(name, setting)
-    ids = generation.random_tokens(64, setting)
-    before = model(ids, labels=ids).loss.item()
-    step = generation.make_training_step(model, setting)
-    for _ in range(3):
-        step(64)
-    assert model.training and model(ids, labels=ids).loss.item() < before
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_translation_has_a_state_of_constant_size_in_half_precision(family):
-    setting = generation.parse([*GENERATION, "--kind", "translation", "--dtype", "bfloat16"])
-    model = generation.build(family, setting)
-    cache = generation.read_source(family, model, 16, setting)["cache"]
-    assert model.dtype == torch.bfloat16 and generation.state_bytes(cache) > 0
 
 
 def test_guarantees(tmp_path, capsys):

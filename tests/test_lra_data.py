@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Image, Value
 from lra import cache
 from lra.cache import digests, generated
 from lra.listops import CLOSE, VOCAB_SIZE, ListOps, text
-from lra.tasks import BYTES_VOCABULARY, NAMES, load_task
+from lra.tasks import BYTES_VOCABULARY, load_task
 from PIL import Image as Picture
 from reference.listops import arguments, depth, evaluate, expressions
 from scipy import stats
@@ -143,7 +143,7 @@ def test_test_rows_do_not_depend_on_the_number_of_training_rows(tmp_path, small_
     assert make(tmp_path)["test"] == make(tmp_path, rows={**ROWS, "train": 5})["test"]
 
 
-@pytest.mark.parametrize("draws", [0, 7, 33, 94])
+@pytest.mark.parametrize("draws", [7, 33, 94])
 def test_a_killed_generation_continues(tmp_path, small_parts, draws):
     """What is on disk stays, and the rest becomes what it would have been."""
     left = iter(range(draws))
@@ -327,9 +327,6 @@ def test_errors_name_what_is_wrong(reviews, tmp_path):
         with pytest.raises(UserError, match=match):
             load_task(*arguments, tmp_path, **options)
 
-    refused("|".join(NAMES), "pathx", None)
-    refused("dev", "listops", None, rows={"dev": 3})
-    refused("'test': 0", "listops", None, rows={"test": 0})
     refused("1,024", "pathfinder", None, max_length=100)
     refused("new_aan_pairs.train.tsv", "retrieval", None)
     refused("new_aan_pairs.train.tsv", "retrieval", reviews)

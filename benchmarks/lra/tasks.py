@@ -132,14 +132,10 @@ def load_task(
         `pixel_values`, and `label`. Sequences are not padded.
 
     Raises:
-        UserError: The name, the data or the numbers are wrong.
+        UserError: The data or the numbers are wrong.
     """
-    if name not in NAMES:
-        raise UserError(f"There is no task {name!r}. Choose one of {', '.join(NAMES)}.")
     published, rows = _PUBLISHED[name], rows or {}
     length = max_length or published.max_length
-    if wrong := [split for split in rows if split not in SPLITS or rows[split] < 1]:
-        raise UserError(f"`rows` has {wrong[0]!r}: {rows[wrong[0]]}; it takes 1 or more of train, validation and test.")
     if published.inputs == "pixels" and length != PIXELS:
         raise UserError(f"The {PIXELS:,} pixels of {name} cannot be cut to {length:,}. Leave max_length out.")
     if name in _GENERATORS:
