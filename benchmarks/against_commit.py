@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from measuring import RESULTS, seconds, slots_of, steady_allocator
-from results import ratios, summary
+from summaries import ratios, summary
 from transformers import PreTrainedModel
 
 import luna_hf

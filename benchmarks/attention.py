@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import Any
 
 import measuring
-import results
+import summaries
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -144,7 +144,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for length in options.lengths:
         for call in CALLS:
             rounds = {name: times[length, call, name] for name in names}
-            models = results.describe(rounds, PEERS[options.causal], peak_memory_bytes=memory[call][length])
+            models = summaries.describe(rounds, PEERS[options.causal], peak_memory_bytes=memory[call][length])
             entries.append({"length": length, "call": call, "rows": options.rows, "models": models})
     return {"peers": PEERS[options.causal], "lengths": entries}
 
@@ -154,7 +154,7 @@ def subject(options: argparse.Namespace) -> str:
     return "attention-causal" if options.causal else f"attention-{options.heads}-heads-of-{options.size}"
 
 
-main = measuring.Benchmark(__file__, PROTOCOL, parse, measure, subject, results.table).main
+main = measuring.Benchmark(__file__, PROTOCOL, parse, measure, subject, summaries.table).main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import measuring
-import results
+import summaries
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
@@ -303,7 +303,7 @@ def time_ways(
     actions = {way: partial(repeat, run) for way, run in runs.items()}
     times = measuring.interleave(actions, options.rounds, "cpu")
     own = {way: [taken / options.repeats for taken in rounds] for way, rounds in times.items()}
-    models = results.describe(own, [PEER])
+    models = summaries.describe(own, [PEER])
     return {"length": length, "call": Path(name).name, "rows": 1, "tokens": length, "models": models}
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import measuring
-import results
+import summaries
 from contenders import (
     BASE,
     CYCLE,
@@ -121,12 +121,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     times = measuring.interleave(actions, options.rounds, options.device, warm_up=options.device != "cpu")
     peers, entries = [name for name in PEERS if name in models], []
     for length in options.lengths:
-        own = results.describe(
+        own = summaries.describe(
             {name: times[name, length, "unpadded"] for name in models}, peers, peak_memory_bytes=memory[length]
         )
         for name in models if options.padding else ():
-            ratios = results.ratios(times[name, length, "padded"], times[name, length, "unpadded"])
-            own[name]["padded_over_unpadded"] = results.summary(ratios)
+            ratios = summaries.ratios(times[name, length, "padded"], times[name, length, "unpadded"])
+            own[name]["padded_over_unpadded"] = summaries.summary(ratios)
         entries.append({"length": length, "rows": rows[length], "models": own})
     described = {name: describe_model(model, options) for name, model in models.items()}
     return {"peers": peers, "models": described, "lengths": entries}
@@ -143,13 +143,13 @@ def subject(options: argparse.Namespace) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """The table, then from which length each model is faster than each peer, and the growth of time."""
-    entries, lines = result["lengths"], [results.table(result), ""]
+    entries, lines = result["lengths"], [summaries.table(result), ""]
     for name, model in entries[0]["models"].items():
         for peer in model.get("speed_over", ()) if name not in result["peers"] else ():
-            speeds = {entry["length"]: results.figure(entry["models"], name, f"speed {peer}") for entry in entries}
-            length = results.win_length(speeds)
+            speeds = {entry["length"]: summaries.figure(entry["models"], name, f"speed {peer}") for entry in entries}
+            length = summaries.win_length(speeds)
             lines.append(f"{name} against {peer}: " + (f"faster from {length:.0f} tokens" if length else "not faster"))
-    if growth := results.growth(result, within=GROWTH_RANGE):
+    if growth := summaries.growth(result, within=GROWTH_RANGE):
         fitted = ", ".join(f"{name} {fit['median']:.3f}" for name, fit in growth.items())
         lines.append(f"growth exponent of one row's time, from {GROWTH_RANGE[0]} to {GROWTH_RANGE[1]} tokens: {fitted}")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import results
+import summaries
 import yaml
 
 FLOORS = Path(__file__).with_suffix(".yaml")
@@ -19,13 +19,13 @@ def check(script: str, result: dict[str, Any]) -> list[Check]:
         bounds, call = rule.get("at_least") or rule["at_most"], rule.get("call")
         found: dict[tuple[str, Any], float | None] = {}
         if rule["figure"] == "growth":
-            exponents = results.growth(result, call, tuple(rule["within"]))
+            exponents = summaries.growth(result, call, tuple(rule["within"]))
             found = {(name, "growth"): one["median"] for name, one in exponents.items()}
             bounds = {name: {"growth": bound} for name, bound in bounds.items()}
         for entry in result["lengths"]:
             for name in entry["models"] if rule["figure"] != "growth" and entry.get("call") == call else ():
                 place = next((key for key in bounds.get(name, {}) if key in (entry.get("length"), entry.get("mix"))), 0)
-                found[name, place] = results.figure(entry["models"], name, rule["figure"]) if place else None
+                found[name, place] = summaries.figure(entry["models"], name, rule["figure"]) if place else None
         for (name, place), measured in found.items():
             bound = bounds.get(name, {}).get(place)
             if bound is not None and measured is not None:

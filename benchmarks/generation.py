@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import measuring
-import results
+import summaries
 import torch
 import transformers as hf
 from torch import Tensor
@@ -268,7 +268,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             figures = {"peak_memory_bytes": memory[length]} if call == calls[-1] else {}
             if call == "token":
                 figures["state_bytes"] = {name: sizes[name][length] for name in names}
-            found = results.describe({name: times[length, call, name] for name in names}, peers, **figures)
+            found = summaries.describe({name: times[length, call, name] for name in names}, peers, **figures)
             tokens = options.rows * (1 if call == "token" else length)
             entries.append({"length": length, "call": call, "rows": options.rows, "tokens": tokens, "models": found})
     described = {name: {"parameters": model.num_parameters()} for name, model in models.items()}
@@ -281,7 +281,7 @@ def subject(options: argparse.Namespace) -> str:
     return f"generation-{options.kind}-{options.layers}-layer{rows}"
 
 
-main = measuring.Benchmark(__file__, PROTOCOL, parse, measure, subject, results.table).main
+main = measuring.Benchmark(__file__, PROTOCOL, parse, measure, subject, summaries.table).main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

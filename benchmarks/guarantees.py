@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from measuring import RESULTS, positive, seconds, write_result
-from results import growth_exponent
+from summaries import growth_exponent
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging

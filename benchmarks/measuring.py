@@ -1,7 +1,7 @@
 """What the benchmarks share: their command, the measured rounds, and peak memory.
 
 A benchmark says what it measures, as actions by length and model. This module times them in turn and writes a result
-with machine and versions; `results.py` describes its form.
+with machine and versions; `summaries.py` describes its form.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import measuring
-import results
+import summaries
 import torch
 from contenders import ENCODER_VOCABULARY, OWN, PAD, configure, make_action
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -143,10 +143,10 @@ def measure_mix(call: str, mix: str, actions: dict[str, Callable[..., Any]], opt
         own = {name: drawn[name] for name in measuring.rotated(list(drawn), turn)}
         for name, taken in measuring.interleave(own, 1, options.device, warm_up=turn == 0).items():
             times[name] += taken
-    found = results.describe({name: times[name] for name in (PEER, *options.models)}, [PEER])
+    found = summaries.describe({name: times[name] for name in (PEER, *options.models)}, [PEER])
     for name in options.models if call in STEPS else ():
-        ratios = results.ratios(times[f"{name}, {PADDED}"], times[name])
-        found[name]["speed_over"][PADDED] = results.summary(ratios)
+        ratios = summaries.ratios(times[f"{name}, {PADDED}"], times[name])
+        found[name]["speed_over"][PADDED] = summaries.summary(ratios)
     progress(f"{call}, {mix}")
     return {"call": call, "mix": mix, "models": found}
 
@@ -173,7 +173,7 @@ def subject(options: argparse.Namespace) -> str:
     return f"uneven-{'-'.join(options.calls)}"
 
 
-main = measuring.Benchmark(__file__, PROTOCOL, parse, measure, subject, results.table).main
+main = measuring.Benchmark(__file__, PROTOCOL, parse, measure, subject, summaries.table).main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

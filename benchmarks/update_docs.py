@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import results
+import summaries
 from plots import plot
 
 from luna_hf.scripting import markdown_table
@@ -133,7 +133,7 @@ def figure(models: Result, name: str, what: str) -> str:
     """One cell: of a model at one length, one of `FIGURES`, or its speed or memory relative to a peer's."""
     if what in FIGURES:
         return FIGURES[what](models[name])
-    value = results.figure(models, name, what)
+    value = summaries.figure(models, name, what)
     return "-" if value is None else f"{value:.2f}"
 
 
@@ -169,7 +169,7 @@ def by_model(results: dict[str, str], columns: Sequence[str], models: Sequence[s
 
 def growth(name: str, models: Sequence[str]) -> str:
     """The exponents of the growth of time."""
-    found = results.growth(load(name), within=(2048, 16384))
+    found = summaries.growth(load(name), within=(2048, 16384))
     lengths = [entry["length"] for entry in load(name)["lengths"] if 2048 <= entry["length"] <= 16384]
     powers = [f"{LABELS[one]} {found[one]['median']:.2f} ({span(found[one]['rounds'], 2)})" for one in models]
     return (
@@ -205,7 +205,7 @@ def front() -> str:
 
 def timed(name: str) -> str:
     """The table that a benchmark prints."""
-    return with_source(results.table(load(name)), name)
+    return with_source(summaries.table(load(name)), name)
 
 
 def deployment(name: str) -> str:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import uneven
 from helpers import ROOT, refused
-from results import growth, growth_exponent, ratios, summary, win_length
+from summaries import growth, growth_exponent, ratios, summary, win_length
 from transformers import ModernBertConfig, RobertaConfig
 
 from luna_hf import LunaConfig
