@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plots import panels, plain, save
 from running import (
     ROOT,
     describe,
@@ -33,6 +32,9 @@ from running import (
     run_study,
     shared_fields,
 )
+
+# isort: split
+from plots import panels, plain, save
 
 from luna_hf.scripting import markdown_table, progress
 

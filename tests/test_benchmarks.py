@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 
 import attention
 import contenders
@@ -320,6 +322,14 @@ def test_a_mistake_is_one_line(script, words, named, tmp_path, capsys):
     assert script.main([*words, "--output", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert named in line and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["benchmarks/encoder", "benchmarks/lra/run", "experiments/multi30k"])
+def test_commands_start_in_any_folder(script, tmp_path):
+    """Each finds the modules of its own and other folders, without the path of the tests."""
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--help"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 0
 
 
 # ---- arithmetic ----
