@@ -51,10 +51,10 @@ class GenerationHooks:
         """Check that the prompt continues a given state, before transformers leaves out what the state contains."""
         cache = self.get_decoder().open_cache(model_kwargs.get("cache"), False, input_ids.shape[0])
         if cache is not None and cache.is_initialized:
-            across = self.config.is_encoder_decoder
-            mask = model_kwargs.get("decoder_attention_mask" if across else "attention_mask")
-            embeds = None if across else model_kwargs.get("inputs_embeds")
-            if across and mask is None:
+            translates = self.config.is_encoder_decoder
+            mask = model_kwargs.get("decoder_attention_mask" if translates else "attention_mask")
+            embeds = None if translates else model_kwargs.get("inputs_embeds")
+            if translates and mask is None:
                 generation_config._mask_length = input_ids.shape[1]
             columns = generation_config._mask_length if mask is None else mask.shape[1]  # of a mask that was dropped
             check_prompt(input_ids, embeds, mask, columns, cache)
