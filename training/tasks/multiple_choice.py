@@ -194,8 +194,10 @@ class ChoiceTask(Task):
     def load(self, name: str, config: str | None) -> dict[str, Dataset]:
         """The splits as questions: `train` and `validation` with answers, `test` with or without."""
         splits = load_splits(name, config, required=(["train"], ["validation"]))
-        read_row = type(self).read_row
-        return {s: read_questions(rows, self.columns, read_row, f"{name}, {s}") for s, rows in splits.items()}
+        return {
+            split: read_questions(rows, self.columns, self.read_row, f"{name}, {split}")
+            for split, rows in splits.items()
+        }
 
     def check_length(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[str]:
         """A note on the length of questions."""
@@ -269,7 +271,7 @@ class RaceTask(ChoiceTask):
     title = "RACE"
     dataset = "RACE (Lai et al. 2017), for non-commercial research only"
     columns = ("example_id", "article", "question", "options", "answer")
-    read_row = race_row
+    read_row = staticmethod(race_row)
     example = """passage = "Tom has a cat and a dog. The cat sleeps all day, and the dog plays with him."
 question = "Tom plays with _ ."
 options = ["the cat", "the dog", "nobody", "his sister"]
@@ -306,7 +308,7 @@ class CsqaTask(ChoiceTask):
     title = "CommonsenseQA"
     dataset = "CommonsenseQA (Talmor et al. 2019)"
     columns = ("id", "question", "choices", "answerKey")
-    read_row = csqa_row
+    read_row = staticmethod(csqa_row)
     example = """question = "Where does a fox sleep?"
 options = ["hen house", "den", "office", "river", "sky"]
 texts = [f"Q: {question}{tokenizer.sep_token}A: {option}" for option in options]

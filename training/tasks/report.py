@@ -134,8 +134,9 @@ def _formatted(row: dict[str, Any], names: list[str]) -> dict[str, str]:
     found = {**row, **{f"{split} {metric}": f"{value:.4f}" for split, metric, value in measured(row)}}
     dropout = "" if row["dropout"] is None else f", dropout {row['dropout']:g}"
     found["setting"] = f"batch {row['batch_size']}, learning rate {row['learning_rate']:g}{dropout}"
-    values = {name: found.get(name) for name in names}
-    return {n: "diverged" if value is None else format(value, _FORMATS.get(n, "")) for n, value in values.items()}
+    return {
+        name: "diverged" if found.get(name) is None else format(found[name], _FORMATS.get(name, "")) for name in names
+    }
 
 
 def outcome_text(result: Result) -> str:

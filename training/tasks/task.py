@@ -23,8 +23,9 @@ class Task:
     Args:
         rows: the splits by name.
         source: what messages call the data: a data set (a folder or a name on the Hub), or files by split.
-        train, development, tests: splits to train on, of which the first chooses the checkpoint, and to predict. Those
-            that are missing are passed over; a split that chooses the checkpoint is not a test.
+        train: the split to train on.
+        development: splits to evaluate on, as far as there are any; the first one chooses the checkpoint.
+        tests: splits to predict, as far as there are any and they are no development splits.
         config: part of a data set on the Hub.
 
     Attributes:
