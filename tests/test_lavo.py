@@ -41,10 +41,10 @@ def test_the_bases_start_orthonormal():
         for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
             model = LavoModel._from_config(tiny_config_for("lavo", num_bases=bases), dtype=dtype)
             drawn = torch.stack([layer.attention.self.bases for layer in model.encoder.layer]).float()
-            assert drawn.shape == (3, 4, bases, 12)
+            assert drawn.shape == (2, 4, bases, 12)
             products = drawn @ drawn.mT if bases <= 12 else drawn.mT @ drawn
             torch.testing.assert_close(products, torch.eye(min(bases, 12)).expand_as(products), rtol=0, atol=error)
-            assert len({tuple(head.flatten().tolist()) for head in drawn.flatten(0, 1)}) == 12
+            assert len({tuple(head.flatten().tolist()) for head in drawn.flatten(0, 1)}) == 2 * 4
 
 
 @torch.no_grad()

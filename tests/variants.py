@@ -1,8 +1,8 @@
 """What the tests know about each family: one row of `ROWS` per family, and the options common to all.
 
-The tests of attention, padding, parity and decoding run every variant of a row. What does not depend on the attention
-(heads, checkpoints, compilers, the Trainer) runs once per kind: `kinds` and `causal_kinds` name the variants that
-represent the code paths.
+The comparisons with references and the tests of padding run every variant of a row. What depends less on the attention
+(decoding, heads, checkpoints, the Trainer) runs once per kind: `kinds` and `causal_kinds` name the variants that
+represent the code paths. The slow suite runs the others, too.
 
 A new family adds a row. The defaults fit a family that reads slots with a softmax and adds no options.
 """
