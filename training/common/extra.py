@@ -10,4 +10,4 @@ def require(extra: str, *packages: str) -> None:
         sys.exit(f'error: {", ".join(missing)} not installed. Install the {extra} extra: pip install -e ".[{extra}]"')
 
 
-require("train", "accelerate", "datasets", "matplotlib", "scipy", "sklearn", "tqdm", "xxhash", "yaml")
+require("train", "accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tqdm", "xxhash", "yaml")

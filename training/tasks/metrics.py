@@ -3,7 +3,10 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import datasets
+import evaluate
 import numpy as np
 from scipy import stats
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
@@ -23,9 +26,35 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 }
 
 
+class Scores(evaluate.Metric):
+    """Some of `METRICS` as one metric of `evaluate`, which works offline.
+
+    Args:
+        names: the metrics.
+        value: the type of a row's prediction and reference.
+    """
+
+    def __init__(self, names: Sequence[str], value: datasets.Value | datasets.List) -> None:
+        self.names, self.value = names, value
+        super().__init__(keep_in_memory=True)
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Metrics of GLUE and of other classification and regression, by scikit-learn and scipy.",
+            citation="",
+            features=datasets.Features({"predictions": self.value, "references": self.value}),
+        )
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        sides = np.asarray(references), np.asarray(predictions)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # constants and classes that are missing: the values above are meant
+            return {name: float(METRICS[name](*sides)) for name in self.names}
+
+
 def compute(names: Sequence[str], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
     """Some of `METRICS`, from finite numbers: classes or numbers (b,), or zeros and ones or numbers (b, c)."""
-    sides = [side.astype(float) if side.dtype.kind == "f" else side for side in (references, predictions)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # constants and classes that are missing: the values above are meant
-        return {name: float(METRICS[name](*sides)) for name in names}
+    has_floats = "f" in (predictions.dtype.kind, references.dtype.kind)
+    value = datasets.Value("float64" if has_floats else "int64")
+    scores = Scores(names, value if predictions.ndim == 1 else datasets.List(value))
+    return scores.compute(predictions=predictions, references=references)
