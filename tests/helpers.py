@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations, product
 from pathlib import Path
@@ -256,6 +256,17 @@ def covering(*axes: Sequence[Any]) -> list[Any]:
         fast.add(best)
     values = {row: [axis[place] for axis, place in zip(axes, row, strict=True)] for row in rows}
     return [slow_unless(row in fast, *values[row]) for row in rows]
+
+
+def in_turn(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """Every combination of test parameters; all are slow but one for each value, with the others in turn.
+
+    A value that is a tuple stands for several parameters.
+    """
+    cases = [(place, value if isinstance(value, tuple) else (value,)) for place, value in enumerate(values)]
+    return [
+        slow_unless(other == others[place % len(others)], *case, other) for place, case in cases for other in others
+    ]
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import gradients, normal_states, random_ids, tiny_causal_model, tiny_model
+from helpers import gradients, in_turn, normal_states, random_ids, tiny_causal_model, tiny_model
 from reference import lavo as reference
 from test_reference_abc import assert_near, padded_rows
 
@@ -66,8 +66,7 @@ def context_of(model, kind, states, keep):
     return context if kind == "encoder" else context._replace(rotation=model.rotation(context.ranks))
 
 
-@pytest.mark.parametrize("side", ["left", "right", "middle"])
-@pytest.mark.parametrize(("kind", "variant"), BOTH_KINDS)
+@pytest.mark.parametrize(("kind", "variant", "side"), in_turn(BOTH_KINDS, ["left", "right", "middle"]))
 def test_padded_rows(kind, variant, side):
     """A padded row equals the row alone, whatever its padding holds; a row of padding stays finite."""
     model, attention = make(kind, **CAUSAL[variant])
@@ -107,8 +106,7 @@ def test_lengths(window, kind):
     assert_equal_results([output[0]], [by_tokens(expected)], tensors, copies)
 
 
-@pytest.mark.parametrize(("kind", "variant"), BOTH_KINDS)
-@pytest.mark.parametrize("length", [1, 2, 11])
+@pytest.mark.parametrize(("kind", "variant", "length"), in_turn(BOTH_KINDS, [11, 1, 2]))
 def test_weights(kind, variant, length):
     """Over slots and window; they sum to one."""
     model, attention = make(kind, **CAUSAL[variant], attn_implementation="eager")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import gradients, normal_states, random_ids, tiny_causal_model, tiny_model
+from helpers import gradients, in_turn, normal_states, random_ids, tiny_causal_model, tiny_model
 from reference import leapformer as reference
 from test_reference_abc import assert_near, padded_rows
 
@@ -61,9 +61,9 @@ def context_of(model, kind, states, keep):
     return context if kind == "encoder" else context._replace(rotation=model.rotation(context.ranks))
 
 
-@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(
-    ("kind", "variant"), [("encoder", name) for name in ENCODERS] + [("causal", name) for name in CAUSAL]
+    ("kind", "variant", "side"),
+    in_turn([*(("encoder", name) for name in ENCODERS), *(("causal", name) for name in CAUSAL)], SIDES),
 )
 def test_padded_rows(kind, variant, side):
     """A padded row equals the row alone, whatever its padding holds; a row of padding gives zeros."""

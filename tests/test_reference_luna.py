@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import padded_batch, random_ids, tiny_model, weighted_sum
+from helpers import in_turn, padded_batch, random_ids, tiny_model, weighted_sum
 from reference.luna import encode_row, slots_in_use
 
 SLOTS = 8
@@ -86,8 +86,7 @@ def test_a_long_row():
     check(tiny_model(num_hidden_layers=1, max_position_embeddings=200).double(), [random_ids(1, 150)[0]])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "side"), in_turn(VARIANTS, ["left", "right"]))
 def test_padded_rows(variant, side):
     """Some rows are shorter than P."""
     rows = [random_ids(1, length, seed=length)[0] for length in (3, 13, SLOTS)]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import padded_batch, tiny_seq2seq_model, weighted_sum
+from helpers import in_turn, padded_batch, tiny_seq2seq_model, weighted_sum
 from reference.luna_seq2seq import translate_row
 
 VARIANTS = {
@@ -23,8 +23,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("variant", "side"), in_turn(VARIANTS, ["right", "left"]))
 def test_logits_and_gradients(variant, side):
     """A batch with padding on either side of the source against every row alone."""
     model = tiny_seq2seq_model("luna", num_hidden_layers=2, **VARIANTS[variant]).double()
