@@ -8,7 +8,8 @@ from luna_hf import LunaConfig, LunaForSequenceClassification, LunaModel
 
 
 @pytest.mark.parametrize(
-    ("keyword", "named"), [("output_packed_hiden_states", "no input"), ("output_pack_attentions", "eager")]
+    ("keyword", "named"),
+    [("output_packed_hiden_states", "output_packed_hidden_states"), ("output_pack_attentions", "eager")],
 )
 def test_wrong_keywords_are_refused_by_name(keyword, named):
     with refused(keyword, named):

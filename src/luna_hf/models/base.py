@@ -1,5 +1,6 @@
 """Base classes shared by all models: loading and saving, input validation, and heads on a base model."""
 
+import difflib
 import os
 import sys
 from dataclasses import fields
@@ -18,6 +19,12 @@ from ..layers.embeddings import TokenEmbeddings
 from ..layers.memory_attention import MemoryAttention
 from ..ops.context import drop_if_full
 
+# Inputs of some model here, in the order in which a misspelt one is compared with them.
+_INPUT_NAMES = (
+    *("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels", "cache"),
+    *("use_cache", "logits_to_keep", "shift_labels", "start_positions", "end_positions", "num_items_in_batch"),
+)
+
 # Keywords of every transformers model, the option of flex attention, and what `generate` passes on for stop strings.
 _OPTIONS = (*TransformersKwargs.__optional_keys__, "kernel_options", "tokenizer")
 
@@ -34,6 +41,13 @@ _REFUSED_KEYWORDS = {
     **dict.fromkeys(("cache", "past_key_values", "use_cache"), _NO_CACHE),
     **dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"), _PACKED),
 }
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot trace difflib
+def _closest_input(name: str, outputs: tuple[str, ...]) -> str:
+    known = [known for known in (*_INPUT_NAMES, *outputs) if known != name]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean `{close[0]}`?" if close else ""
 
 
 def add_peft_targets(model_type: str) -> None:
@@ -189,7 +203,8 @@ class BaseModelMixin:
             if value is None or name in self.known_keywords:
                 continue
             if name not in _REFUSED_KEYWORDS:
-                raise ValueError(f"The model has no input `{name}`.")
+                outputs = tuple(f"output_{recorded}" for recorded in self._can_record_outputs)
+                raise ValueError(f"The model has no input `{name}`.{_closest_input(name, outputs)}")
             if value is not False:  # switched off
                 raise ValueError(f"`{name}` is not supported: {_REFUSED_KEYWORDS[name]}")
         if "local_window" in keywords or "read_slots" in keywords:
