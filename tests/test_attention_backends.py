@@ -15,6 +15,7 @@ from helpers import (
     padded_batch,
     random_ids,
     refused,
+    slow_unless,
     tiny_causal_model,
     tiny_config,
     tiny_model,
@@ -226,7 +227,9 @@ def test_sdpa_equals_eager(family, kind, variant):
 
 
 @pytest.mark.parametrize("unpad", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("model_type", "variant"), FAMILY_KINDS)
+@pytest.mark.parametrize(
+    ("model_type", "variant"), [slow_unless(case[1] in ("default", "selected"), *case) for case in FAMILY_KINDS]
+)
 def test_flex_attention(model_type, variant, unpad):
     # On CPUs without AVX512, PyTorch 2.13 returns wrong numbers from kernels that it compiled again for other shapes.
     torch._dynamo.reset()

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from helpers import (
+    CAUSAL_KINDS_FIRST,
     FAMILY_CAUSAL_KINDS,
-    FAMILY_CAUSAL_VARIANTS,
     causal_variants_of,
     random_ids,
     refused,
@@ -67,7 +67,7 @@ def test_a_state_made_in_inference_mode_continues_outside_it(family, name):
         assert_close(logits, model(IDS, use_cache=False).logits[:, -1], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_VARIANTS)
+@pytest.mark.parametrize(("family", "name"), CAUSAL_KINDS_FIRST)
 @torch.no_grad()
 def test_the_dtype_of_a_model_may_change_between_two_passes(family, name):
     model = variant(family, name)
@@ -128,7 +128,7 @@ def test_cached_functions_of_the_weights_follow_them():
     assert_close(cache.layers[0].constants["pack_query"][0], expected)
 
 
-@pytest.mark.parametrize(("family", "name"), FAMILY_CAUSAL_VARIANTS)
+@pytest.mark.parametrize(("family", "name"), CAUSAL_KINDS_FIRST)
 @pytest.mark.parametrize("trained", ["all", "query"])
 def test_gradients_through_a_carried_state_are_those_of_the_whole_text(family, name, trained):
     gradients = []

@@ -15,6 +15,7 @@ from helpers import (
     inputs_for,
     padded_batch,
     random_ids,
+    slow_unless,
     tiny_causal_model,
     tiny_model,
     tiny_tokenizer,
@@ -25,7 +26,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.ao.nn.quantized.dynamic import Linear as QuantizedLinear
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
-from variants import COMMON, ROWS
+from variants import ROWS
 
 from luna_hf import FAMILIES
 
@@ -35,27 +36,27 @@ families = pytest.mark.parametrize("family", list(FAMILIES))
 SHAPES = [(3, 12), (2, 5), (4, 31), (3, 8), (5, 64)]
 
 
-def slow_unless(condition, *case):
-    """Parameters of a test; without the condition it runs in the slow suite only."""
-    return pytest.param(*case, marks=[] if condition else pytest.mark.slow)
-
-
-# Compiled in every suite: a family's own kinds of attention.
-FAST = [case for case in FAMILY_KINDS if case[1] == "default" or case[1] not in COMMON]
 # Every head with the default variant, and every variant with the masked-LM head.
-CASES = [
-    slow_unless((family, kind) == ("luna", "sequence"), family, kind, "default")
-    for family in FAMILIES
-    for kind in MODELS
-    if kind != "mlm"
-]
-CASES += [slow_unless((family, variant) in FAST, family, "mlm", variant) for family, variant in FAMILY_VARIANTS]
-cases = pytest.mark.parametrize(("family", "kind", "variant"), CASES)
-# The two schedules of a causal memory, and the scans of the families without one: all that depends on the length.
-CAUSAL = [(family, "default") for family in FAMILIES]
-causal = pytest.mark.parametrize(
-    ("family", "variant"), [slow_unless(case in CAUSAL, *case) for case in FAMILY_CAUSAL_VARIANTS]
-)
+CASES = [(family, kind, "default") for family in FAMILIES for kind in MODELS if kind != "mlm"]
+CASES += [(family, "mlm", variant) for family, variant in FAMILY_VARIANTS]
+# In every suite, each family is compiled once and exported once: compiler and exporter share their tracer.
+COMPILED = {"luna": "mixed", "abc_memory": "selected", "leapformer": "rotary", "lavo": "default"}
+EXPORTED = {"luna": "default", "abc_memory": "mixed", "leapformer": "default", "lavo": "no-window"}
+COMPILED_CAUSAL, EXPORTED_CAUSAL = ("luna",), ("abc_memory",)
+
+
+def encoders(chosen, cases=CASES):
+    """Every case; those that are not chosen are slow."""
+    values = [slow_unless(case[1:] == ("mlm", chosen[case[0]]), *case) for case in cases]
+    return pytest.mark.parametrize(("family", "kind", "variant"), values)
+
+
+def decoders(chosen):
+    """The same for causal models, whose default variants have all that depends on the length."""
+    values = [slow_unless(case[0] in chosen and case[1] == "default", *case) for case in FAMILY_CAUSAL_VARIANTS]
+    return pytest.mark.parametrize(("family", "variant"), values)
+
+
 # Around the chunks of 64 tokens, and one or several of them.
 CAUSAL_LENGTHS = (5, 64, 65, 130, 300)
 
@@ -84,7 +85,7 @@ def assert_equal_outputs(actual, expected):
 # ---- torch.compile ----
 
 
-@cases
+@encoders(COMPILED)
 @torch.no_grad()
 def test_one_graph_serves_all_lengths(family, kind, variant):
     model = tiny_model(family, kind, num_hidden_layers=1, **variants_of(family)[variant])
@@ -96,7 +97,9 @@ def test_one_graph_serves_all_lengths(family, kind, variant):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("given", ["no-mask", "padded-ids-only", "positions"])
+@pytest.mark.parametrize(
+    "given", [slow_unless(given == "positions", given) for given in ("no-mask", "padded-ids-only", "positions")]
+)
 @torch.no_grad()
 def test_one_graph_for_every_form_of_input(given):
     model = tiny_model("luna", "base", num_hidden_layers=1)
@@ -114,7 +117,7 @@ def test_one_graph_for_every_form_of_input(given):
     assert counter.frame_count == 1
 
 
-@causal
+@decoders(COMPILED_CAUSAL)
 @torch.no_grad()
 def test_one_causal_graph_serves_all_lengths(family, variant):
     model = tiny_causal_model(family, num_hidden_layers=1, use_cache=False, **causal_variants_of(family)[variant])
@@ -235,7 +238,7 @@ def dynamic_shapes(longest=64):
     return {"input_ids": axes, "attention_mask": axes}
 
 
-@pytest.mark.parametrize(("family", "kind", "variant"), [case for case in CASES if case.values[1] != "choice"])
+@encoders(EXPORTED, [case for case in CASES if case[1] != "choice"])
 @torch.no_grad()
 def test_one_export_serves_every_batch_and_length(family, kind, variant, tmp_path):
     model = tiny_model(family, kind, num_hidden_layers=1, **variants_of(family)[variant])
@@ -247,7 +250,7 @@ def test_one_export_serves_every_batch_and_length(family, kind, variant, tmp_pat
         assert_equal_outputs(loaded(**inputs), model(**inputs))
 
 
-@causal
+@decoders(EXPORTED_CAUSAL)
 @torch.no_grad()
 def test_one_causal_export_serves_every_batch_and_length(family, variant):
     model = tiny_causal_model(family, num_hidden_layers=1, use_cache=False, **causal_variants_of(family)[variant])
@@ -326,7 +329,12 @@ def test_autocast_stays_near_float32(family, kind, precision):
 
 
 @pytest.mark.parametrize(
-    ("family", "variant"), [case for case in FAMILY_VARIANTS if case[1] not in ROWS[case[0]].inexact_in_half]
+    ("family", "variant"),
+    [
+        slow_unless(case in FAMILY_KINDS, *case)
+        for case in FAMILY_VARIANTS
+        if case[1] not in ROWS[case[0]].inexact_in_half
+    ],
 )
 @precisions
 def test_a_converted_model_stays_near_float32(family, variant, precision):

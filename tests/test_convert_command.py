@@ -179,6 +179,7 @@ def own_embeddings(folder, texts, pooling):
     return pool_states(AutoModel.from_pretrained(folder)(**batch).last_hidden_state, batch["attention_mask"], pooling)
 
 
+@pytest.mark.slow
 def test_sentence_transformers_without_the_package(converted, sources, tmp_path):
     texts = [*SHORT, *LONG, LONG[1].upper()]
     words = [converted, sources / "sentences", tmp_path / "found.pt", json.dumps(texts), json.dumps(SHORT)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import MIXING_FAMILIES, random_ids, tiny_model
+from helpers import MIXING_FAMILIES, random_ids, slow_unless, tiny_model
 
 SELECTED = {"local_window": 6, "num_selected_tokens": 5, "num_selection_queries": 4, "max_global_tokens": 7}
 SELECTED["softmax_length"] = 12
@@ -23,7 +23,7 @@ def close(actual, expected, mask, atol=1e-5):
     torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=atol)
 
 
-@families
+@pytest.mark.parametrize("family", [slow_unless(family == "abc_memory", family) for family in MIXING_FAMILIES])
 @torch.no_grad()
 def test_one_graph_serves_all_lengths(family):
     model, graphs = tiny_model(family, num_hidden_layers=1, **SELECTED), []
@@ -39,8 +39,14 @@ def test_one_graph_serves_all_lengths(family):
     assert len(graphs) == 1
 
 
-@families
-@pytest.mark.parametrize("kind", ["base", "span", "sequence"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        slow_unless((family, kind) == ("luna", "span"), family, kind)
+        for family in MIXING_FAMILIES
+        for kind in ("base", "span", "sequence")
+    ],
+)
 @torch.no_grad()
 def test_one_export_serves_every_batch_and_length(family, kind):
     """With marks that are given, and with those of a head."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import FAMILY_CAUSAL_KINDS, FAMILY_CAUSAL_VARIANTS, random_ids
+from helpers import FAMILY_CAUSAL_KINDS, FAMILY_CAUSAL_VARIANTS, random_ids, slow_unless
 from test_generation import left_padded as pad
 from test_generation import prompts, wordy_model
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -11,6 +11,9 @@ from transformers import CompileConfig
 from luna_hf import FAMILIES, MemoryCache
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
+kinds = pytest.mark.parametrize(
+    ("family", "variant"), [slow_unless(case[1] == "default", *case) for case in FAMILY_CAUSAL_KINDS]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +44,7 @@ def compiled_with(backend):
     return {"cache_implementation": "static", "compile_config": config}
 
 
-@pytest.mark.parametrize(("family", "variant"), FAMILY_CAUSAL_KINDS)
+@kinds
 def test_one_compilation_serves_every_call(family, variant):
     model, counter = make(family, variant), CompileCounterWithBackend("eager")
     options = compiled_with(counter)
@@ -63,7 +66,7 @@ def test_sampling_without_padding(family):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("family", "variant"), FAMILY_CAUSAL_KINDS)
+@kinds
 @torch.no_grad()
 def test_a_step_compiled_by_hand(family, variant):
     """The state stays at its addresses, as a CUDA graph requires, and holds the same numbers."""

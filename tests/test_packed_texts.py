@@ -9,10 +9,13 @@ import torch
 from helpers import (
     FAMILIES,
     FAMILY_VARIANTS,
+    KINDS_FIRST,
+    in_turn,
     inputs_for,
     padded_batch,
     random_ids,
     refused,
+    slow_unless,
     tiny_model,
     tiny_seq2seq_model,
     tiny_tokenizer,
@@ -28,7 +31,7 @@ TOLERANCE = {"rtol": 0, "atol": 1e-12}
 LENGTHS = [17, 3, 40, 1, 9, 17, 25]  # with 8 slots: shorter and longer than the memory, alone and alike
 
 families = pytest.mark.parametrize("family", FAMILIES)
-variants = pytest.mark.parametrize(("family", "variant"), FAMILY_VARIANTS)
+variants = pytest.mark.parametrize(("family", "variant"), KINDS_FIRST)
 backends = pytest.mark.parametrize("attention", ["eager", "sdpa"])
 
 
@@ -96,8 +99,7 @@ def model_of(family, variant="default", kind="base", **options):
 # ---- values and gradients ----
 
 
-@backends
-@variants
+@pytest.mark.parametrize(("family", "variant", "attention"), in_turn(FAMILY_VARIANTS, ["eager", "sdpa"]))
 def test_a_text_has_the_values_and_gradients_that_it_has_alone(family, variant, attention, free_buckets):
     model, rows = model_of(family, variant, attn_implementation=attention), texts()
     expected = alone(model, rows)
@@ -247,8 +249,10 @@ def test_an_encoder_decoder_refuses_packed_sources(family):
         model(packed["input_ids"], decoder_input_ids=target, cu_seq_lens_q=torch.tensor([0, 4, 9]))
 
 
-@families
-@pytest.mark.parametrize("kind", ["mlm", "token"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [slow_unless(kind == "mlm" or family == "luna", family, kind) for family in FAMILIES for kind in ("mlm", "token")],
+)
 def test_the_trainer_with_the_flattening_collator(family, kind, tmp_path):
     """An update on flattened texts is that on padded ones; the collator labels no first token of a text."""
     rows = texts([9, 4, 21, 1, 13, 30])

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from datasets import Dataset
-from helpers import FAMILIES, padded_batch, random_ids, refused, run_python, tiny_tokenizer
+from helpers import FAMILIES, padded_batch, random_ids, refused, run_python, slow_unless, tiny_tokenizer
 from helpers import tiny_seq2seq_model as tiny
 from test_generation_compile import compiled_with
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -173,7 +173,7 @@ print(type(model).__name__, type(AutoModel.from_pretrained(folder, trust_remote_
 """
 
 
-@families
+@pytest.mark.parametrize("family", [slow_unless(name == "luna", name) for name in FAMILIES])
 def test_it_loads_without_the_package(family, tmp_path):
     model, inputs = make(family), source()
     model.save_pretrained(tmp_path)

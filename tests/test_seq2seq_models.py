@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import COMMON, FAMILIES, ROWS, padded_batch, random_ids, refused, slots_of, tiny_config_for
+from helpers import COMMON, FAMILIES, ROWS, padded_batch, random_ids, refused, slots_of, slow_unless, tiny_config_for
 from helpers import tiny_seq2seq_model as tiny
 from transformers import AutoModel, AutoModelForSeq2SeqLM
 from transformers.modeling_outputs import BaseModelOutput
@@ -14,7 +14,9 @@ from luna_hf import LunaForConditionalGeneration, MemoryCache
 families = pytest.mark.parametrize("family", list(FAMILIES))
 # Every option of the backbone, and of each family what its cross-attention or its decoder depends on.
 VARIANTS = [(family, name) for family in FAMILIES for name in (*COMMON, *ROWS[family].seq2seq)]
-variants = pytest.mark.parametrize(("family", "variant"), VARIANTS)
+variants = pytest.mark.parametrize(
+    ("family", "variant"), [slow_unless(case[1] in ("default", "mixed"), *case) for case in VARIANTS]
+)
 # Positions of one pass and of a step, and sums in another order.
 NEAR = {"rtol": 0, "atol": 1e-10}
 

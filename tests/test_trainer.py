@@ -14,9 +14,11 @@ from helpers import (
     FAMILY_POOLINGS,
     MODELS,
     causal_variants_of,
+    in_turn,
     inputs_for,
     model_class,
     random_ids,
+    slow_unless,
     tiny_causal_model,
     tiny_config_for,
     tiny_model,
@@ -142,7 +144,7 @@ def classification_trainer(family, folder, pooling="mean", **overrides):
 
 @pytest.mark.parametrize(
     ("family", "pooling"),
-    [pytest.param(*case, marks=[] if case[1] == "mean" else pytest.mark.slow) for case in FAMILY_POOLINGS],
+    [slow_unless(case == ("luna", "mean"), *case) for case in FAMILY_POOLINGS],
 )
 def test_finetuning_learns_a_classification(family, pooling, tmp_path):
     trainer = classification_trainer(family, tmp_path, pooling, num_train_epochs=6)
@@ -175,8 +177,7 @@ CHECKPOINTED += [(family, "mlm", variant) for family, variant in FAMILY_KINDS]
 CHECKPOINTED += [(family, "causal", variant) for family, variant in FAMILY_CAUSAL_KINDS]
 
 
-@pytest.mark.parametrize(("family", "kind", "variant"), CHECKPOINTED)
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize(("family", "kind", "variant", "reentrant"), in_turn(CHECKPOINTED, [False, True]))
 def test_checkpointing_changes_no_gradient(family, kind, variant, reentrant):
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     if kind == "causal":
@@ -210,7 +211,10 @@ def test_reentrant_checkpointing_draws_the_same_dropout_in_blocks_of_rows(monkey
 # ---- LoRA ----
 
 
-@pytest.mark.parametrize(("family", "targets"), [(family, name) for family in FAMILIES for name in ROWS[family].lora])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [slow_unless(name == "all-linear", family, name) for family in FAMILIES for name in ROWS[family].lora],
+)
 def test_lora_trains_merges_and_comes_back(family, targets, tmp_path):
     peft = pytest.importorskip("peft")
     lora = ROWS[family].lora[targets]

@@ -81,6 +81,7 @@ def test_the_script_writes_a_checkpoint_with_its_figures(finished):
         assert value in process.stdout
 
 
+@pytest.mark.slow
 def test_the_checkpoint_answers_alike_without_the_package(finished):
     _, folder = finished
     code = """
