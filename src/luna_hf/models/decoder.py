@@ -110,8 +110,7 @@ class DecoderModelMixin(BaseModelMixin):
         if self.config.position_embedding_type == "learned":
             self.check_length(length, context)
         positions = context.ranks if position_ids is None else position_ids
-        if self.rotary_size:
-            context = context._replace(rotation=self.rotation(positions))
+        context = context._replace(rotation=self.rotation(positions))
         hidden_states = self.embeddings(input_ids, inputs_embeds, positions, token_type_ids, keep)
         hidden_states = self.run_layers(hidden_states, context, **layer_inputs)
         if cache is not None:
@@ -138,8 +137,10 @@ class DecoderModelMixin(BaseModelMixin):
                 "(`max_position_embeddings`). Generate fewer tokens, or use a model with sinusoidal positions."
             )
 
-    def rotation(self, positions: Tensor) -> Tensor:
-        """Return the cosines and sines (b or 1, n, 2, r / 2) of rotary positions (b or 1, n)."""
+    def rotation(self, positions: Tensor) -> Tensor | None:
+        """Return the cosines and sines (b or 1, n, 2, r / 2) of rotary positions (b or 1, n); `None` if not rotary."""
+        if not self.rotary_size:
+            return None
         return rotation(positions, self.rotary_size, self.embeddings.word_embeddings.weight.dtype)
 
     def open_cache(self, cache: Any, use_cache: bool, batch: int) -> MemoryCache | None:
