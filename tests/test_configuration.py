@@ -12,6 +12,7 @@ from helpers import (
     FAMILIES,
     padded_batch,
     random_ids,
+    randomise,
     refused,
     slots_of,
     tiny_causal_model,
@@ -99,8 +100,8 @@ FIELDS = {
     "eos_token_id": ConfigField(),
     "tie_word_embeddings": ConfigField(effect=(False, "tied")),
     "scale_embedding": ConfigField(effect=(False, "outputs"), together={"position_embedding_type": "sinusoidal"}),
-    "is_decoder": ConfigField(effect=(True, "outputs"), encoders_only=True),
-    "decoder_layers": ConfigField((0,), effect=(2, "seq2seq_parameters"), **SEQ2SEQ),
+    "is_decoder": ConfigField(effect=(True, "trunk_outputs"), encoders_only=True),
+    "decoder_layers": ConfigField((0,), effect=(1, "seq2seq_parameters"), **SEQ2SEQ),
     "decoder_vocab_size": ConfigField(
         (0,),
         effect=(130, "seq2seq_parameters"),
@@ -288,6 +289,14 @@ def run(model, train):
 
 def outputs(config, train=False, kind="base"):
     return run(tiny_model(config.model_type, kind, **changed(config)), train)
+
+
+def trunk_outputs(config):
+    """The outputs of what AutoModel makes."""
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config)
+    randomise(model)
+    return run(model, train=False)
 
 
 def changed(config):

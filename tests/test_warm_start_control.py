@@ -100,13 +100,13 @@ def test_activations_that_are_no_softmax_start_at_random(activation):
         (
             {"share_control": False},
             {"memory_size": 4},
-            f"abc.encoder.layer.{{0..2}}.attention.self.control.weight: {OWN_ATTENTION}; the source's own (mlp, 32 x "
+            f"abc.encoder.layer.{{0..1}}.attention.self.control.weight: {OWN_ATTENTION}; the source's own (mlp, 32 x "
             "48) does not fit",
         ),
         (
             {"conv_kernel_size": 3},
             {"conv_kernel_size": 5},
-            "abc.encoder.layer.{0..2}.attention.convolution.weight: zero; the source's own (48 x 3) does not fit",
+            "abc.encoder.layer.{0..1}.attention.convolution.weight: zero; the source's own (48 x 3) does not fit",
         ),
     ],
 )

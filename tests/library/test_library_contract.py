@@ -267,6 +267,7 @@ class FamilyTests(ModelTesterMixin, TrainingTesterMixin):
 class CausalTests(FamilyTests, GenerationTesterMixin):
     """The same for a family's decoder and causal language model."""
 
+    base_kind = "CausalModel"
     expected_skips = {**EXPECTED_SKIPS, **CAUSAL_SKIPS}
     # The sequence that TrainingTesterMixin trains on and generates begins with token 1.
     special_ids = {"pad_token_id": 0, "bos_token_id": 1}
@@ -276,7 +277,7 @@ class CausalTests(FamilyTests, GenerationTesterMixin):
 
     @property
     def all_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
-        return FAMILIES[self.family_name].base_model, FAMILIES[self.family_name].causal_lm
+        return FAMILIES[self.family_name].causal_models
 
     @property
     def _torch_compile_train_cls(self) -> type[PreTrainedModel]:

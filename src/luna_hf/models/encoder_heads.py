@@ -69,7 +69,7 @@ class EncoderHeadMixin(HeadMixin):
         num_items_in_batch: torch.Tensor | int | None = None,
         global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> MaskedLMOutput | SequenceClassifierOutput | MultipleChoiceModelOutput | TokenClassifierOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.

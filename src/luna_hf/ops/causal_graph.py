@@ -1,9 +1,9 @@
 """The causal memory of logits (the normaliser "softmax") for graphs: no control flow depends on data or length.
 
 Token j enters what token t reads with weight exp(s_j - z_t), where z is the logarithm of the running sum. Split at
-positions between the two, it is a product of factors of at most 1, whose underflow is harmless. This is how the second
-half of each block of 16, 32 and 64 tokens reads the first, and how each block of 64 reads all earlier ones; blocks of 8
-are computed directly.
+positions between the two, it is a product of factors of at most 1, whose underflow is harmless. This is how the
+second half of each block of 16, 32 and 64 tokens reads the first, and how each block of 64 reads all earlier ones;
+blocks of 8 are computed directly.
 
 Shape letters as in `causal_memory.py`.
 """

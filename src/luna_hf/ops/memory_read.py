@@ -3,8 +3,8 @@
 Every query reads all slots; a window is read only by the tokens around it. A read takes a list of memories, so that a
 layer may mix slots and windows.
 
-Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head size.
-Every mask is boolean with True = keep.
+Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head
+size. Every mask is boolean with True = keep.
 """
 
 from collections.abc import Sequence

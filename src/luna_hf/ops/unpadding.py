@@ -1,9 +1,9 @@
 """Variable-length texts without padding between them.
 
-An *unpadded batch* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and feed-forward
-networks run on it as they are. What mixes the tokens of a text, attention and convolutions, needs rows: the texts are
-sorted by length into a few *buckets*, rows (b, n, d) that are padded to the longest of their bucket. As a bucket is
-an ordinary padded batch, no text can reach another, and every mechanism works as it does there.
+An *unpadded batch* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and
+feed-forward networks run on it as they are. What mixes the tokens of a text, attention and convolutions, needs rows:
+the texts are sorted by length into a few *buckets*, rows (b, n, d) that are padded to the longest of their bucket. As
+a bucket is an ordinary padded batch, no text can reach another, and every mechanism works as it does there.
 
 Shape letters: t tokens of an unpadded batch, p places of all buckets, b texts of a bucket, n places of a text, l
 carried states.
