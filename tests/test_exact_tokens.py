@@ -342,7 +342,7 @@ def test_wrong_marks_are_refused():
             tiny_config_for(family, softmax_length=4, local_window=4)
         with refused("num_selected_tokens", "local_window"):
             tiny_config_for(family, num_selected_tokens=4)
-        with refused("num_selected_tokens", "decoder"):
+        with refused("num_selected_tokens", "encoder"):
             tiny_config_for(family, num_selected_tokens=4, local_window=4, is_decoder=True)
 
 
