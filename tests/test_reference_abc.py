@@ -26,7 +26,8 @@ VARIANTS |= {
     f"{name}-selected": {**VARIANTS[name], "local_window": 4, "num_selected_tokens": 3, "num_selection_queries": 5}
     for name in WITH_SLOTS
 }
-VARIANTS["mlp-mixed-all"] = {"memory_control": "mlp", "local_window": 5, "slot_counts": "all"}
+for name in ("mlp", "local_to_global"):
+    VARIANTS[f"{name}-mixed-all"] = {"memory_control": name, "local_window": 5, "slot_counts": "all"}
 VARIANTS["compressive-selected-all"] = {**VARIANTS["compressive-selected"], "slot_counts": "all"}
 VARIANTS["mlp-mixed-without-bias"] = {"memory_control": "mlp", "local_window": 4, "slot_count_bias": False}
 BACKENDS = ["eager", "sdpa"]
