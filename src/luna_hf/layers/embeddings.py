@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.utils import is_tracing
 
 from ..configuration import BoundedMemoryConfig
@@ -28,14 +27,31 @@ class SinusoidalPositions(nn.Module):
         return sinusoids(position_ids, self.dim)
 
 
+class WordEmbedding(nn.Embedding):
+    """A token embedding whose padding starts at zero, but learns where it is read.
+
+    Padding gets no gradient without the help of `padding_idx`, and may elsewhere be a token: a decoder ignores ids.
+    """
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Look up ids: (b, n) to (b, n, d)."""
+        return nn.functional.embedding(input_ids, self.weight)
+
+
+def padding_row(config: BoundedMemoryConfig) -> int | None:
+    """Return the token that only pads, or `None` if padding is also another special token, such as the last one."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    others = (*ends, config.bos_token_id, config.sep_token_id, config.decoder_start_token_id)
+    return None if config.pad_token_id in others else config.pad_token_id
+
+
 class TokenEmbeddings(nn.Module):
     """Token, position and segment embeddings, LayerNorm, dropout, projection if widths differ; padding is zero."""
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
         width, self.period = config.embedding_width(), config.position_period
-        # Without `padding_idx`: padding gets no gradient, but its token may be a real one elsewhere, such as the last.
-        self.word_embeddings = nn.Embedding(config.vocab_size, width)
+        self.word_embeddings = WordEmbedding(config.vocab_size, width, padding_idx=padding_row(config))
         self.scale = math.sqrt(width) if config.scales_embedding() else 1.0
         self.first_position = config.first_position
         # Decoders count positions from 0. That of an encoder-decoder has the positions of its encoder.
@@ -52,15 +68,6 @@ class TokenEmbeddings(nn.Module):
         )
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.embeddings_project = nn.Linear(width, config.hidden_size) if width != config.hidden_size else None
-
-    def initialise(self, config: BoundedMemoryConfig) -> None:
-        """Set the embedding of padding to zero, unless it is that of another special token."""
-        weight, ends = self.word_embeddings.weight, config.eos_token_id
-        others = (config.bos_token_id, config.sep_token_id, config.decoder_start_token_id)
-        others = (*others, *(ends if isinstance(ends, list) else [ends]))
-        # A slice has not the mark of a parameter that was loaded, which `init` must not change.
-        if config.pad_token_id not in others and not getattr(weight, "_is_hf_initialized", False):
-            init.zeros_(weight[config.pad_token_id])
 
     def forward(
         self,
