@@ -229,8 +229,8 @@ def test_folders_of_earlier_versions_keep_their_positions(make, positions, tmp_p
 
 @families
 @pytest.mark.parametrize("role", ["eos_token_id", "bos_token_id", "decoder_start_token_id", None])
-def test_the_token_of_padding_learns_where_it_is_read(family, role):
-    """As padding it has no gradient; in another role it starts as other tokens do."""
+def test_a_token_that_also_pads_learns_where_it_is_read(family, role):
+    """It starts as other tokens do; as padding it has no gradient."""
     special = {role: [2, 9] if role == "eos_token_id" else 9} if role else {}
     config, own = tiny_config_for(family, pad_token_id=9, **special), FAMILIES[family]
     for make in (own.base_model, own.causal_model, own.seq2seq_model):
@@ -238,7 +238,7 @@ def test_the_token_of_padding_learns_where_it_is_read(family, role):
         base = model.get_decoder() if make is own.seq2seq_model else model
         weight = base.get_input_embeddings().weight
         assert weight[9].any().item() is (role is not None)
-        for mask, learns in (([1, 1, 1, 1], True), ([1, 1, 1, 0], False)):
+        for mask, learns in (([1, 1, 1, 1], role is not None), ([1, 1, 1, 0], False)):
             inputs = {"input_ids": torch.tensor([[5, 6, 7, 9]]), "attention_mask": torch.tensor([mask])}
             if base is not model:
                 inputs |= {f"decoder_{name}": tensor for name, tensor in inputs.items()}

@@ -27,17 +27,6 @@ class SinusoidalPositions(nn.Module):
         return sinusoids(position_ids, self.dim)
 
 
-class WordEmbedding(nn.Embedding):
-    """A token embedding whose padding starts at zero, but learns where it is read.
-
-    Padding gets no gradient without the help of `padding_idx`, and may elsewhere be a token: a decoder ignores ids.
-    """
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Look up ids: (b, n) to (b, n, d)."""
-        return nn.functional.embedding(input_ids, self.weight)
-
-
 def padding_row(config: BoundedMemoryConfig) -> int | None:
     """Return the token that only pads, or `None` if padding is also another special token, such as the last one."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -51,7 +40,8 @@ class TokenEmbeddings(nn.Module):
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
         width, self.period = config.embedding_width(), config.position_period
-        self.word_embeddings = WordEmbedding(config.vocab_size, width, padding_idx=padding_row(config))
+        # The embedding of `padding_idx` starts at zero and never learns.
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_row(config))
         self.scale = math.sqrt(width) if config.scales_embedding() else 1.0
         self.first_position = config.first_position
         # Decoders count positions from 0. That of an encoder-decoder has the positions of its encoder.
