@@ -172,7 +172,7 @@ def start_twin(folder: Path, tokenizer_folder: Path, width: int = 256) -> Path:
     )
     model = RobertaForMaskedLM(config)
     positions = model.roberta.embeddings.position_embeddings.weight
-    waves = sinusoids(*positions.shape)
+    waves = sinusoids(torch.arange(len(positions)), positions.shape[1])
     with torch.no_grad():
         positions.copy_(waves / waves.std() * 0.05)
         positions[config.pad_token_id] = 0
@@ -204,7 +204,7 @@ def extrapolate(trained: Tensor, first: int, length: int) -> Tensor:
 
     The new ones are a linear function of the sinusoids, fitted to the trained ones (ridge regression).
     """
-    waves = sinusoids(first + length, trained.shape[1])
+    waves = sinusoids(torch.arange(first + length), trained.shape[1])
     waves = torch.cat([waves / waves[: len(trained)].std() * 0.05, torch.full((len(waves), 1), 0.05)], dim=1)
     known = waves[first : len(trained)]
     ridge = 0.1 * torch.eye(known.shape[1])

@@ -7,9 +7,10 @@ import torch
 from helpers import padded_batch, tiny_model
 from reference import abc, luna
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from luna_hf import absorb, absorb_projections
-from luna_hf.ops import absorbed
+from luna_hf.ops import absorbed, attention, dispatch
 from luna_hf.ops.attention import split_heads
 
 ROWS, LENGTH, SLOTS, WIDTH, HEADS = 3, 9, 4, 12, 3
@@ -341,6 +342,32 @@ def test_an_untouched_model_calls_its_modules(used):
         module.register_forward_hook(lambda *args: seen.append(args[0]))
     model(**padded_batch([21, 17]))
     assert not used and len(seen) == 4
+
+
+class Products(TorchFunctionMode):
+    """Collects the dtypes that matrix products compute in."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (nn.functional.linear, torch.matmul):
+            self.seen.add(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cheaper", [True, False])
+@pytest.mark.parametrize("family", ["luna", "abc_memory"])
+def test_half_precision_is_not_emulated(family, cheaper, monkeypatch):
+    """In both forms, on a CPU without instructions for it."""
+    for module in (attention, dispatch):
+        monkeypatch.setattr(module, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16]))
+    monkeypatch.setattr(absorb, "is_cheaper", lambda *sizes, **numbers: cheaper)
+    model = absorb_projections(tiny_model(family)).bfloat16()
+    with Products() as products:
+        assert model(**padded_batch([21, 17])).last_hidden_state.dtype == torch.bfloat16
+    assert products.seen == {torch.float32}
 
 
 def test_what_is_saved_stays_the_same(tmp_path):

@@ -41,6 +41,9 @@ FIELDS = {
     "attention_probs_dropout_prob": ConfigField((-0.1,), effect=(0.5, "trained_outputs")),
     "activation_dropout": ConfigField((2,), effect=(0.5, "trained_outputs")),
     "max_position_embeddings": ConfigField((0,), effect=(80, "parameters"), encoders_only=True),
+    "first_position": ConfigField(
+        (0,), effect=(4, "outputs"), together={"position_embedding_type": "sinusoidal"}, encoders_only=True
+    ),
     "position_period": ConfigField(
         (1,), effect=(9, "parameters"), together={"position_embedding_type": "learned"}, encoders_only=True
     ),
@@ -95,7 +98,7 @@ FIELDS = {
     "classifier_dropout": ConfigField((1.5,), effect=(0.5, "trained_classifier_outputs"), encoders_only=True),
     "classifier_hidden_size": ConfigField((0,), effect=(16, "classifier_parameters"), encoders_only=True),
     "classifier_activation": ConfigField(("tahn", "tanh"), effect=("relu", "classifier_outputs"), encoders_only=True),
-    "pad_token_id": ConfigField((120, "vocab_size"), effect=(2, "parameters")),
+    "pad_token_id": ConfigField((120, "vocab_size"), effect=(5, "embeddings")),
     "bos_token_id": ConfigField(),
     "eos_token_id": ConfigField(),
     "tie_word_embeddings": ConfigField(effect=(False, "tied")),
@@ -276,6 +279,11 @@ def test_bad_values_are_not_saved(model_type, tmp_path):
 
 def parameters(config):
     return {n: tuple(p.shape) for n, p in FAMILIES[config.model_type].masked_lm(config).named_parameters()}
+
+
+def embeddings(config):
+    weight = FAMILIES[config.model_type].base_model(config).get_input_embeddings().weight
+    return [token for token, row in enumerate(weight) if not row.any()]
 
 
 @torch.no_grad()

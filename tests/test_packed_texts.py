@@ -127,9 +127,12 @@ def test_nothing_of_a_text_reaches_another(family, variant, free_buckets):
         spoilt = embeds.clone()
         spoilt[:, own] = float("nan")
         if "cluster" not in variant:  # whose gradient path is blocked by a choice of the nearest centroid
+            spoilt.requires_grad_()
             actual = model(inputs_embeds=spoilt, **marks).last_hidden_state[0].split(LENGTHS)
             for i, states in enumerate(actual):
                 assert states.isnan().all() if i == chosen else torch.equal(states, expected[i])
+            weighted(actual[0]).backward()
+            assert spoilt.grad[0, : LENGTHS[0]].isfinite().all()
         inputs = embeds.clone().requires_grad_()
         weighted(model(inputs_embeds=inputs, **marks).last_hidden_state[0, own]).backward()
         others = torch.ones(sum(LENGTHS), dtype=torch.bool)
@@ -333,13 +336,58 @@ def test_wrong_marks_are_refused():
     for wrong in ([0, 3], [1, 6], [0, 3, 3, 6], [0, 4, 2, 6]):
         with refused("cu_seq_lens_q", 6):
             model(ids, cu_seq_lens_q=torch.tensor(wrong))
+    with refused("cu_seq_lens_q", "every row", 3):
+        model(ids.view(2, 3), cu_seq_lens_q=torch.tensor([0, 4, 6]))
+    with refused("cu_seq_lens_q", 6):
+        model(ids, cu_seq_lens_q=torch.tensor([], dtype=torch.int32))
     with refused("cu_seq_lens_k"):
         model(ids, cu_seq_lens_q=torch.tensor([0, 2, 6]), cu_seq_lens_k=torch.tensor([0, 3, 6]))
     with refused("seq_idx", "(1, 6)", "(1, 4)"):
         model(ids, seq_idx=torch.zeros(1, 4))
+    both = {"cu_seq_lens_q": torch.tensor([0, 2, 6]), "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 1]])}
+    for name, marks in both.items():
+        for wrong in ([0, 1, 0, 2, 1, 3], [0, 1, 0, 1, 0, 1], [2, 3, 2, 3, 2, 2], [5, 4, 5, 6, 7, 8]):
+            with refused("position_ids"):
+                model(ids, position_ids=torch.tensor([wrong]), **{name: marks})
+        model(ids, position_ids=torch.tensor([[2, 3, 2, 3, 4, 5]]), **{name: marks})
+    with refused("position_ids"):  # of a row that is one text
+        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), cu_seq_lens_q=torch.tensor([0, 6]))
+    with refused("cu_seq_lens_q", "seq_idx"):
+        model(ids, **{**both, "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1]])})
+    model(ids, **both)
     with refused(65, 64):
         model(random_ids(1, 70), cu_seq_lens_q=torch.tensor([0, 65, 70]))
     assert model(random_ids(1, 70), cu_seq_lens_q=torch.tensor([0, 30, 70])).last_hidden_state.shape == (1, 70, 48)
+
+
+PADDING = {"first": slice(0, 3), "inner": slice(3, 7), "last": slice(7, 12)}
+
+
+@families
+@pytest.mark.parametrize("empty", PADDING)
+@torch.no_grad()
+def test_a_text_of_padding_alone_keeps_its_place(family, empty, free_buckets):
+    model, ids, mask = model_of(family), random_ids(1, 12), torch.ones(1, 12, dtype=torch.long)
+    mask[0, PADDING[empty]] = 0
+    cumulated, numbers = torch.tensor([0, 3, 7, 12]), torch.tensor([[0] * 3 + [1] * 4 + [2] * 5])
+    for marks in ({"cu_seq_lens_q": cumulated}, {"seq_idx": numbers}):
+        output = model(ids, attention_mask=mask, **marks)
+        assert output.last_hidden_state.isfinite().all() and not output.last_hidden_state[0, PADDING[empty]].any()
+        packed = output.get("packed_last_hidden_state")
+        assert packed is None or (len(packed) == 3 and packed.isfinite().all())
+        for number, (name, place) in enumerate(PADDING.items()):
+            if name != empty:
+                own = model(ids[:, place])
+                torch.testing.assert_close(output.last_hidden_state[:, place], own[0], **TOLERANCE)
+                if packed is not None:
+                    slots = own.packed_last_hidden_state.shape[1]
+                    torch.testing.assert_close(packed[number, :slots], own.packed_last_hidden_state[0], **TOLERANCE)
+                    assert output.packed_attention_mask[number].sum() == slots
+    if empty == "inner":  # padding may have any position, which marks nothing
+        with refused("position_ids", "cu_seq_lens_q", "seq_idx"):
+            model(ids, attention_mask=mask, position_ids=torch.tensor([[*range(3), *range(4), *range(5)]]))
+    with refused("padding"):
+        model(ids, attention_mask=0 * mask, cu_seq_lens_q=cumulated)
 
 
 def test_several_texts_cannot_start_from_packed_states():

@@ -23,7 +23,7 @@ from test_parity_abc import PRECISIONS, assert_near, projections
 from test_parity_leapformer import KINDS, layer_weights
 from torch.nn import functional as F
 
-from luna_hf.ops.positions import sinusoids_at
+from luna_hf.ops.positions import sinusoids
 
 LUNA = [
     *("release_encoder_post_lnemb_cls", "release_encoder_pre_tiedlayers_mp", "release_encoder_pre_untied_cls"),
@@ -79,6 +79,7 @@ def luna_classifier(fixture, dtype):
     task = Task("luna", inputs, options.get("vocab_size") or 256, length, labels, "fixture")
     fields = {"dynamic_projection": options["dynamic_projection"], "hidden_act": options["activation_fn"]}
     fields |= {"tie_kv": any("pc_proj" in name for name in weights), "vocab_size": PAD + 1, "pad_token_id": PAD}
+    fields["first_position"] = PAD + 1
     classifier = Classifier(task, recipe, partial(models._library, "luna", fields))
 
     theirs = part(weights, "encoder.encoder.") if model else dict(weights)
@@ -90,11 +91,11 @@ def luna_classifier(fixture, dtype):
         if "embed_positions.weight" in theirs:  # without rows for what is no position
             theirs["embed_positions.weight"] = F.pad(theirs["embed_positions.weight"], (0, 0, PAD + 1, 0))
     missing, unexpected = classifier.encoder.load_state_dict(encoder_weights(theirs), strict=False)
-    assert not unexpected and not [name for name in missing if not name.endswith("table")]
+    assert not unexpected and not missing
     classifier.embedding.load_state_dict(embedding)
     if pixels and not options["learned_pos_embedding"]:  # theirs count pixels from 0
-        table = classifier.encoder.embeddings.position_embeddings.table
-        table[PAD + 1 :] = sinusoids_at(torch.arange(len(table) - PAD - 1), table.shape[1])
+        positions = classifier.encoder.embeddings.position_embeddings
+        positions.forward = lambda ids: sinusoids(ids - PAD - 1, positions.dim)
     if classifier.class_token is not None:
         classifier.class_token.data = embedding["weight"][0]
     if model:

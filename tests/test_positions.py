@@ -1,13 +1,26 @@
 """Other numbers of positions than a model was trained on: `resize_position_embeddings`, also while loading."""
 
 import copy
+import json
+import math
 
 import pytest
 import torch
-from helpers import TINY, model_class, padded_batch, random_ids, refused, tiny_causal_model, tiny_model
+from helpers import (
+    TINY,
+    model_class,
+    padded_batch,
+    random_ids,
+    refused,
+    tiny_causal_model,
+    tiny_config_for,
+    tiny_model,
+    tiny_seq2seq_model,
+)
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from luna_hf import FAMILIES
+from luna_hf.ops.positions import rotation, sinusoids
 
 TRAINED = TINY["max_position_embeddings"]
 LONGER, SHORTER = 2 * TRAINED + 5, TRAINED - 5
@@ -181,3 +194,82 @@ def test_a_period_needs_learned_positions_and_an_encoder():
             FAMILIES["luna"].config(**TINY, position_period=5, **fields)
     with refused("position_period"):
         FAMILIES["luna"].config(**TINY, position_period=1)
+
+
+# ---- padding ids ----
+
+
+@families
+@torch.no_grad()
+def test_a_large_padding_id_adds_no_positions(family):
+    model = tiny_model(family, vocab_size=3000, pad_token_id=2983, position_embedding_type="learned")
+    assert len(model.get_position_embeddings().weight) == TRAINED + 2
+    batch = padded_batch([TRAINED, 5], pad_token_id=2983)
+    for inputs in (batch, {"input_ids": batch["input_ids"]}):
+        states = model(**inputs, unpad_inputs=False)[0]
+        torch.testing.assert_close(states[1, :5], model(batch["input_ids"][1:, :5])[0][0], atol=1e-5, rtol=1e-5)
+    with refused(TRAINED, TRAINED + 1):
+        model(random_ids(1, TRAINED + 1))
+
+
+@pytest.mark.parametrize("make", [tiny_model, tiny_seq2seq_model])
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+def test_folders_of_earlier_versions_keep_their_positions(make, positions, tmp_path):
+    """They have no `first_position`: theirs is behind the row of padding."""
+    model = make("luna", pad_token_id=7, first_position=8, position_embedding_type=positions)
+    model.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values.pop("first_position") == 8
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    loaded, ids = type(model).from_pretrained(tmp_path), {"input_ids": random_ids(2, 9)}
+    ids |= {"decoder_input_ids": random_ids(2, 4, seed=1)} if make is tiny_seq2seq_model else {}
+    assert loaded.config.first_position == 8 and torch.equal(loaded(**ids)[0], model(**ids)[0])
+    assert [make("luna", pad_token_id=pad).config.first_position for pad in (0, 1, 7)] == [1, 2, 2]
+
+
+@families
+@pytest.mark.parametrize("role", ["eos_token_id", "bos_token_id", "decoder_start_token_id", None])
+def test_a_token_that_also_pads_learns_where_it_is_read(family, role):
+    """It starts as other tokens do; as padding it has no gradient."""
+    special = {role: [2, 9] if role == "eos_token_id" else 9} if role else {}
+    config, own = tiny_config_for(family, pad_token_id=9, **special), FAMILIES[family]
+    for make in (own.base_model, own.causal_model, own.seq2seq_model):
+        model = make(config.as_decoder() if make is own.causal_model else config)
+        base = model.get_decoder() if make is own.seq2seq_model else model
+        weight = base.get_input_embeddings().weight
+        assert weight[9].any().item() is (role is not None)
+        for mask, learns in (([1, 1, 1, 1], role is not None), ([1, 1, 1, 0], False)):
+            inputs = {"input_ids": torch.tensor([[5, 6, 7, 9]]), "attention_mask": torch.tensor([mask])}
+            if base is not model:
+                inputs |= {f"decoder_{name}": tensor for name, tensor in inputs.items()}
+            model.zero_grad()
+            states = model(**inputs)[0][inputs["attention_mask"] == 1]
+            (states * torch.randn_like(states)).sum().backward()
+            assert weight.grad[9].any().item() is learns
+
+
+# ---- angles ----
+
+FAR = [0, 5, 1_000_000, 10_000_000, 2**31]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_angles_are_exact_at_far_positions(dtype):
+    places, exact = torch.tensor([FAR]), 1e-6 if dtype == torch.float32 else 1e-12
+    cos, sin = rotation(places, 8, dtype)[0].unbind(-2)
+    waves = sinusoids(places, 8)[0]
+    for row, place in enumerate(FAR):
+        for i in range(4):
+            angle, wave = place * 10000.0 ** (-i / 4), place * 10000.0 ** (-i / 3)
+            assert abs(cos[row, i] - math.cos(angle)) < exact and abs(sin[row, i] - math.sin(angle)) < exact
+            assert abs(waves[row, i] - math.sin(wave)) < 1e-6 and abs(waves[row, 4 + i] - math.cos(wave)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"), [("luna", {}), ("abc_memory", {"local_window": 4}), ("lavo", {}), ("leapformer", {})]
+)
+@torch.no_grad()
+def test_rotary_positions_are_relative_however_far(family, fields):
+    model, ids = tiny_causal_model(family, position_embedding_type="rotary", **fields), random_ids(1, 30)
+    near, far = (model(ids, position_ids=first + torch.arange(30)[None]).logits for first in (0, 10_000_000))
+    torch.testing.assert_close(far, near, atol=1e-4, rtol=1e-4)

@@ -3,6 +3,9 @@
 Transformers' own tests (`tests/library/`) cover tied and resized embeddings and offloading.
 """
 
+import copy
+import pickle
+
 import pytest
 import torch
 from helpers import (
@@ -11,14 +14,18 @@ from helpers import (
     MODELS,
     inputs_for,
     model_class,
+    random_ids,
     randomise,
+    tiny_causal_model,
     tiny_config_for,
     tiny_model,
+    tiny_seq2seq_model,
     variants_of,
 )
 from variants import COMMON
 
 from luna_hf import FAMILIES
+from luna_hf.absorb import absorb_projections
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 kinds = pytest.mark.parametrize(("family", "variant"), FAMILY_KINDS)
@@ -109,3 +116,74 @@ def test_every_tensor_moves_to_another_dtype(family, variant):
         model = tiny_model(family, "sequence", **variants_of(family)[variant]).to(dtype)
         assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {dtype}
         assert model(**inputs_for("sequence")).logits.dtype == dtype
+
+
+# ---- state outside the state dict ----
+
+MAKERS = {"encoder": tiny_model, "causal": tiny_causal_model, "seq2seq": tiny_seq2seq_model}
+makers = pytest.mark.parametrize("kind", MAKERS)
+
+
+def inputs_of(kind):
+    ids = {"input_ids": random_ids(2, 12)}
+    return ids | ({"decoder_input_ids": random_ids(2, 5, seed=1)} if kind == "seq2seq" else {})
+
+
+@families
+@makers
+@torch.no_grad()
+def test_the_state_dict_is_the_whole_state(family, kind):
+    """A model made on `meta` computes the same from a state dict alone; fresh memory is NaN."""
+    options = {} if kind == "seq2seq" and family == "leapformer" else {"conv_kernel_size": 3}
+    model = MAKERS[kind](family, position_embedding_type="sinusoidal", **options)
+    assert not [*model.buffers()]
+    with torch.device("meta"):
+        other = type(model)(model.config)
+    other = other.to_empty(device="cpu").eval()
+    for parameter in other.parameters():
+        parameter.fill_(torch.nan)
+    other.load_state_dict(model.state_dict(), strict=True)
+    expected = model(**inputs_of(kind))[0]
+    assert torch.equal(other(**inputs_of(kind))[0], expected)
+    other.half().float().load_state_dict(model.state_dict())
+    assert torch.equal(other(**inputs_of(kind))[0], expected)
+
+
+def look(*_):
+    """A user's hook."""
+
+
+PREPARED = {
+    "recorded": lambda model, inputs: None,
+    "hooked": lambda model, inputs: [module.register_forward_hook(look) for module in model.modules()],
+    "backwards": lambda model, inputs: model(**inputs)[0].sum().backward(),
+}
+
+
+@families
+@makers
+@pytest.mark.parametrize("prepared", PREPARED)
+def test_models_are_copied_and_pickled(family, kind, prepared):
+    attentions = {} if family == "leapformer" and kind == "causal" else {"attn_implementation": "eager"}
+    model, inputs = MAKERS[kind](family, num_hidden_layers=1, **attentions), inputs_of(kind)
+    records = ("output_hidden_states", "output_attentions") if attentions else ("output_hidden_states",)
+    records = dict.fromkeys(records, True)
+    PREPARED[prepared](model, inputs)
+    expected = model(**inputs, **records)
+    hooks = sum(len(module._forward_hooks) for module in model.modules())
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        for _ in range(2):  # the second time with hooks of its own
+            found = copied(**inputs, **records)
+            assert found.keys() == expected.keys() and torch.equal(found[0], expected[0])
+            assert [len(value) for value in found.values()] == [len(value) for value in expected.values()]
+        assert sum(look in module._forward_hooks.values() for module in copied.modules()) == (
+            len([*model.modules()]) if prepared == "hooked" else 0
+        )
+    assert sum(len(module._forward_hooks) for module in model.modules()) == hooks
+
+
+def test_a_model_with_absorbed_projections_is_pickled():
+    model = absorb_projections(tiny_model("luna"))
+    expected = model(**inputs_of("encoder"), output_hidden_states=True)
+    found = pickle.loads(pickle.dumps(model))(**inputs_of("encoder"), output_hidden_states=True)
+    assert torch.equal(found[0], expected[0]) and len(found.hidden_states) == len(expected.hidden_states)

@@ -397,9 +397,6 @@ LAVO = Variants(
     fields={
         "local_window": ConfigField((-1,), effect=(7, "outputs")),
         "slot_count_bias": ConfigField(),
-        "pad_token_id": ConfigField(
-            (120, "vocab_size"), effect=(2, "outputs"), together={"position_embedding_type": "sinusoidal"}
-        ),
         "max_position_embeddings": ConfigField(
             (0,), effect=(80, "parameters"), together={"position_embedding_type": "learned"}, encoders_only=True
         ),

@@ -70,7 +70,7 @@ def make_pair(recipe: ConvertRecipe, pooling: str, frame: Frame) -> Made:
         raise UserError("All layers of `model` keep full attention: there is nothing to fit. Leave out `attention`.")
     is_table = config.position_embedding_type == "learned" and not config.position_period
     has_new = is_table and config.position_rows() > longest
-    kept = config.pad_token_id + 1 + longest if has_new else 0
+    kept = config.first_position + longest if has_new else 0
     return Made(pair, set(made.new), kept, made.lines("extended", "new", "unused"))
 
 

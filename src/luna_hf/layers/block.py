@@ -20,6 +20,7 @@ from ..ops.context import ForwardContext
 from ..ops.convolution import depthwise_convolution
 from ..ops.recompute import keep_inputs, may_recompute
 from .memory_attention import FullAttention, MemoryAttention
+from .recorded import Recorded
 
 # Number of tokens that the feed-forward network takes at a time: on a CPU, whose cache they fit, and elsewhere.
 _CPU_ROWS, _ROWS = 1024, 16384
@@ -103,7 +104,7 @@ class AttentionBlock(nn.Module):
         return self.output.dense(read), carried
 
 
-class TransformerLayer(GradientCheckpointingLayer):
+class TransformerLayer(Recorded, GradientCheckpointingLayer):
     """One layer of an encoder or decoder: attention and feed-forward network."""
 
     def __init__(self, config: BoundedMemoryConfig, *attention: Any) -> None:

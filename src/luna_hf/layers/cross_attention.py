@@ -8,9 +8,10 @@ from ..ops.context import ForwardContext
 from .block import SubLayerOutput, TransformerLayer
 from .cache import SOURCE
 from .memory_attention import Memory, MemoryAttention
+from .recorded import Recorded
 
 
-class CrossAttentionBlock(nn.Module):
+class CrossAttentionBlock(Recorded):
     """Cross-attention sub-layer: the family's attention (`self`, as in RoBERTa) and output projection."""
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int, attention_class: type[MemoryAttention]) -> None:

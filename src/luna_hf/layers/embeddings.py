@@ -4,45 +4,34 @@ import math
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.utils import is_tracing
 
 from ..configuration import BoundedMemoryConfig
 from ..ops.attention import linear
-from ..ops.positions import repeated_positions, sinusoids, sinusoids_at, token_positions
+from ..ops.positions import repeated_positions, sinusoids, token_positions
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed sinusoidal position table, indexed like an embedding."""
+    """Sinusoidal positions, called like an embedding.
 
-    def __init__(self, num_positions: int, dim: int, padding_idx: int | None = None) -> None:
-        super().__init__()
-        self.num_positions, self.dim, self.padding_idx = num_positions, dim, padding_idx
-        self.table = nn.Buffer(self.make_table(), persistent=False)
-
-    def initialise(self, config: BoundedMemoryConfig) -> None:
-        """Recompute the table, which is not saved in checkpoints."""
-        init.copy_(self.table, self.make_table())
-
-    def make_table(self) -> Tensor:
-        """Compute the table, (num_positions, dim) float32."""
-        return sinusoids(self.num_positions, self.dim, self.padding_idx)
-
-    def forward(self, position_ids: Tensor) -> Tensor:
-        """Look up positions: (b, n) to (b, n, d)."""
-        return nn.functional.embedding(position_ids, self.table)
-
-
-class EndlessSinusoids(nn.Module):
-    """Sinusoidal positions computed on the fly, for decoders, which accept inputs of any length."""
+    Computed in every pass: a table would be a buffer outside the state dict, which a model made on `meta` would lack,
+    and which `model.to(dtype)` would round.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Encode positions, counted from 0: (b, n) to (b, n, d)."""
-        return sinusoids_at(position_ids, self.dim)
+        """Encode positions: (b, n) to (b, n, d) float32."""
+        return sinusoids(position_ids, self.dim)
+
+
+def padding_row(config: BoundedMemoryConfig) -> int | None:
+    """Return the token that only pads, or `None` if padding is also another special token, such as the last one."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    others = (*ends, config.bos_token_id, config.sep_token_id, config.decoder_start_token_id)
+    return None if config.pad_token_id in others else config.pad_token_id
 
 
 class TokenEmbeddings(nn.Module):
@@ -50,21 +39,19 @@ class TokenEmbeddings(nn.Module):
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
-        width, padding_idx = config.embedding_width(), config.pad_token_id
-        num_positions = config.position_rows() + padding_idx + 1
-        self.padding_idx, self.period = padding_idx, config.position_period
-        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_idx)
+        width, self.period = config.embedding_width(), config.position_period
+        # The embedding of `padding_idx` starts at zero and never learns.
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_row(config))
         self.scale = math.sqrt(width) if config.scales_embedding() else 1.0
+        self.first_position = config.first_position
         # Decoders count positions from 0. That of an encoder-decoder has the positions of its encoder.
-        self.first_position = padding_idx + 1 if config.is_encoder_decoder else 0
+        self.offset = config.first_position if config.is_encoder_decoder else 0
+        self.position_embeddings = None  # rotary: applied to queries and keys
         if config.position_embedding_type == "learned":
-            self.position_embeddings = nn.Embedding(num_positions, width, padding_idx=padding_idx)
-        elif config.position_embedding_type in ("rotary", "none"):  # rotary: applied to queries and keys
-            self.position_embeddings = None
-        elif config.is_decoder:
-            self.position_embeddings = EndlessSinusoids(width)
-        else:
-            self.position_embeddings = SinusoidalPositions(num_positions, width, padding_idx)
+            rows = config.first_position + config.position_rows()
+            self.position_embeddings = nn.Embedding(rows, width, padding_idx=config.first_position - 1)
+        elif config.position_embedding_type == "sinusoidal":
+            self.position_embeddings = SinusoidalPositions(width)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         self.LayerNorm = (
             nn.LayerNorm(width, eps=config.layer_norm_eps) if config.embedding_layer_norm else nn.Identity()
@@ -84,13 +71,13 @@ class TokenEmbeddings(nn.Module):
         tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         length = tokens.shape[1]
         if position_ids is None and self.position_embeddings is not None:
-            every = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if keep is None else keep
-            position_ids = token_positions(every, self.padding_idx)
+            every = torch.ones(1, length, dtype=torch.bool, device=tokens.device) if keep is None else keep
+            position_ids = token_positions(every, self.first_position)
         states = tokens * self.scale if self.scale != 1.0 else tokens
         if self.period is not None:
-            position_ids = repeated_positions(position_ids, self.padding_idx, self.period)
+            position_ids = repeated_positions(position_ids, self.first_position, self.period)
         if self.position_embeddings is not None:
-            states = states + self.position_embeddings(position_ids + self.first_position).to(states.dtype)
+            states = states + self.position_embeddings(position_ids + self.offset).to(states.dtype)
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
                 token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)

@@ -30,6 +30,7 @@ from ..ops.exact_tokens import (
 from ..ops.memory_read import Memories, SlotMemory, WindowMemory, read_memories, tokens_in_window
 from ..ops.recompute import recomputed
 from ..ops.tokens import join_gradients
+from .recorded import Recorded
 
 # Number of tokens per part where tokens are processed in parts.
 _PART_TOKENS = 512
@@ -56,7 +57,7 @@ class MarkedReads(NamedTuple):
     mask: KeyMask | None  # padding mask of all tokens
 
 
-class MemoryAttention(nn.Module):
+class MemoryAttention(Recorded):
     """Multi-head attention to a written context; each family implements `write`.
 
     The projections have RoBERTa's names; the output projection belongs to the layer.

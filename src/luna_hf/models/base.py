@@ -17,6 +17,7 @@ from ..configuration import BoundedMemoryConfig, is_ours, saved_file
 from ..layers.block import DepthwiseConvolution, LayerStack, TransformerLayer
 from ..layers.embeddings import TokenEmbeddings
 from ..layers.memory_attention import MemoryAttention
+from ..layers.recorded import Recorded
 from ..ops.context import drop_if_full
 
 # Inputs of some model here, in the order in which a misspelt one is compared with them.
@@ -62,7 +63,7 @@ def add_peft_targets(model_type: str) -> None:
             table.setdefault(model_type, [*names, *("key_value" for name in names if name == "value")])
 
 
-class BoundedMemoryPreTrainedModel(PreTrainedModel):
+class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
     """Base class of all models: loading, saving and initialisation."""
 
     config: BoundedMemoryConfig

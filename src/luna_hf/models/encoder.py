@@ -79,14 +79,11 @@ class EncoderPreTrainedModel(BoundedMemoryPreTrainedModel):
 
 
 def resize_table(table: nn.Module | None, trained: int, length: int) -> None:
-    """Resize a table of learned or sinusoidal positions in place, from one number of positions to another."""
+    """Resize a table of learned positions in place, from one number of positions to another; others need no change."""
     weight = getattr(table, "weight", None)
     if weight is not None:
         rows = repeat_positions(weight.detach(), table.num_embeddings - trained, length)
         table.weight, table.num_embeddings = nn.Parameter(rows, requires_grad=weight.requires_grad), len(rows)
-    elif hasattr(table, "make_table"):  # sinusoids; a decoder's are endless
-        table.num_positions += length - trained
-        table.table = nn.Buffer(table.make_table().to(table.table), persistent=False)
 
 
 # Keywords of the encoders' forward pass besides those of every model.
@@ -125,9 +122,10 @@ class EncoderModelMixin(BaseModelMixin):
             attention_mask: (b, n), 1 for tokens and 0 for padding on either side. Without it, every `pad_token_id` in
                 `input_ids` is padding.
             token_type_ids: (b, n) segment ids, if the model has segment embeddings.
-            position_ids: (b, n) rows of the position table; by default `pad_token_id + t` for the t-th real token (from
-                1). Positions that begin at 0 are counted from there instead. Where they return to the row's first, the
-                next text begins. Memories that depend on token order ignore them and use the order of the input.
+            position_ids: (b, n) rows of the position table; by default `config.first_position + t` for the t-th real
+                token (from 0). Positions that begin at 0 are counted from there instead. Where they return to the row's
+                first, the next text begins. Memories that depend on token order ignore them and use the order of the
+                input.
             inputs_embeds: (b, n, d) token embeddings, instead of `input_ids`; before scaling, positions and LayerNorm.
             global_attention_mask: (b, n), 1 for tokens to mark, as in Longformer: every token reads them, and they read
                 every token (`config.global_tokens_read_all`).
@@ -199,9 +197,11 @@ class EncoderModelMixin(BaseModelMixin):
             hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
             return hidden_states, *self.begin(hidden_states, keep, marked, **options)
         if position_ids is None:
-            position_ids = unpadded.positions + self.config.pad_token_id + 1
+            position_ids = unpadded.positions + self.config.first_position
         else:
             position_ids = unpadded.select(position_ids)
+            if ((position_ids[:, 1:] < position_ids[:, :-1]) & (unpadded.positions[:, 1:] > 0)).any():
+                raise ValueError("`position_ids` fall within a text: count them up from each text's first token.")
         tokens = map(unpadded.select, (input_ids, inputs_embeds, token_type_ids, marked))
         input_ids, inputs_embeds, token_type_ids, marked = tokens
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, None)
@@ -268,7 +268,8 @@ class EncoderModelMixin(BaseModelMixin):
         """Return where the texts of (b, n) or (b, n, d) inputs begin, see `find_starts`.
 
         Raises:
-            ValueError: A row holds several texts, and is read as one; or positions fall in a row that is one text.
+            ValueError: A row holds several texts, and is read as one, or all are padding; or positions fall in a row
+                that is one text.
         """
         markers = {name: keywords[name] for name in BOUNDARIES if keywords.get(name) is not None}
         starts = find_starts(inputs.shape[:2], keep, position_ids, markers)
@@ -279,6 +280,8 @@ class EncoderModelMixin(BaseModelMixin):
                 f"`{next(iter(markers), 'position_ids')}` marks several texts in a row, but what reads this encoder "
                 "takes one text per row: pad the texts (DataCollatorWithPadding), whose padding is not computed."
             )
+        elif keep is not None and not keep.any():
+            raise ValueError("The rows hold several texts, but all tokens are padding.")
         return starts
 
     def unpad(
@@ -318,7 +321,7 @@ class EncoderModelMixin(BaseModelMixin):
         unpadded = unpad_batch(keep, starts, shape, inputs.device, self.config.hidden_size, border)
         if starts is not None:
             return unpadded
-        has_empty_row = len(unpadded.lengths) < shape[0]
+        has_empty_row = not unpadded.lengths.all()
         return None if has_empty_row or not (wanted or unpadded.cost < shape[0] * shape[1]) else unpadded
 
     def table_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> Tensor | None:
@@ -328,6 +331,6 @@ class EncoderModelMixin(BaseModelMixin):
         """
         if position_ids is None:
             return None
-        padding_idx = self.config.pad_token_id
-        real = position_ids if keep is None else position_ids.masked_fill(~keep, padding_idx + 1)
-        return position_ids + (real.amin(-1, keepdim=True) == 0) * (padding_idx + 1)
+        first = self.config.first_position
+        real = position_ids if keep is None else position_ids.masked_fill(~keep, first)
+        return position_ids + (real.amin(-1, keepdim=True) == 0) * first

@@ -16,10 +16,9 @@ def rotation(positions: Tensor, size: int, dtype: torch.dtype = torch.float32) -
     Returns:
         (b, n, 2, size / 2).
     """
-    dtype = torch.promote_types(dtype, torch.float32)
-    frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=dtype, device=positions.device) / size)
-    angles = positions.unsqueeze(-1) * frequencies
-    return torch.stack([angles.cos(), angles.sin()], dim=-2)
+    angles = position_angles(positions, size // 2, size // 2)
+    waves = torch.stack([angles.cos(), angles.sin()], dim=-2)
+    return waves.to(torch.promote_types(dtype, torch.float32)).to(positions.device)
 
 
 def rotate(states: Tensor, rotation: Tensor) -> Tensor:
@@ -37,57 +36,59 @@ def rotate(states: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def token_positions(keep: Tensor, padding_idx: int) -> Tensor:
-    """RoBERTa's position ids: `padding_idx + t` for the t-th real token (from 1), `padding_idx` for padding.
+def token_positions(keep: Tensor, first: int) -> Tensor:
+    """RoBERTa's position ids: `first + t` for the t-th real token (from 0), and the row before for padding.
 
     Args:
         keep: (b, n) padding mask.
+        first: position of the first token.
 
     Returns:
         (b, n) long.
     """
-    return keep.long().cumsum(-1) * keep + padding_idx  # `long` because ONNX has no cumsum of booleans
+    return keep.long().cumsum(-1) * keep + first - 1  # `long` because ONNX has no cumsum of booleans
 
 
-def repeated_positions(position_ids: Tensor, padding_idx: int, period: int) -> Tensor:
+def repeated_positions(position_ids: Tensor, first: int, period: int) -> Tensor:
     """Position ids whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
 
     Args:
-        position_ids: (..., n) long, `padding_idx` for padding, and `padding_idx + 1` for position 0.
+        position_ids: (..., n) long, see `token_positions`.
+        first: the position id of position 0.
         period: at least 2.
 
     Returns:
         (..., n) long.
     """
-    beyond = position_ids - padding_idx - 2  # position 1 is 0 here
-    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + padding_idx + 2)
+    beyond = position_ids - first - 1  # position 1 is 0 here
+    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + first + 1)
 
 
-def sinusoids(num_positions: int, dim: int, padding_idx: int | None = None) -> Tensor:
-    """Sinusoidal position table in float32, sines in the first half and cosines in the second (fairseq's layout).
+def sinusoids(positions: Tensor, dim: int) -> Tensor:
+    """Sinusoidal position embeddings, sines in the first half and cosines in the second (fairseq's layout).
 
     Args:
-        num_positions: number of rows; row p encodes position p.
+        positions: (...) long.
         dim: width; if odd, the last column is zero.
-        padding_idx: row to set to zero.
 
     Returns:
-        (num_positions, dim).
+        (..., dim) float32.
     """
-    table = sinusoids_at(torch.arange(num_positions), dim)
-    if padding_idx is not None:
-        table[padding_idx] = 0.0
-    return table
-
-
-def sinusoids_at(positions: Tensor, dim: int) -> Tensor:
-    """Compute rows of the table of `sinusoids` for any positions: (...) long to (..., dim) float32."""
     half = dim // 2
-    # float64, which MPS lacks: in float32 the error of an angle grows with the position.
-    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
-    exponents = -torch.arange(half, dtype=dtype, device=positions.device) / max(half - 1, 1)
-    angles = positions.unsqueeze(-1) * 10000.0**exponents  # (..., half)
-    return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, dim - 2 * half)).float()
+    angles = position_angles(positions, half, max(half - 1, 1))
+    waves = torch.cat([angles.sin(), angles.cos()], dim=-1).float().to(positions.device)
+    return F.pad(waves, (0, dim - 2 * half))
+
+
+def position_angles(positions: Tensor, count: int, divisor: int) -> Tensor:
+    """Compute the angles `position * 10000^(-i / divisor)` for i = 0 ... count - 1: (...) to (..., count).
+
+    In float64, because in float32 the error of an angle grows with the position; on the CPU if the device is MPS, which
+    lacks it.
+    """
+    device = torch.device("cpu") if positions.device.type == "mps" else positions.device
+    exponents = -torch.arange(count, dtype=torch.float64, device=device) / divisor
+    return positions.to(device).unsqueeze(-1) * 10000.0**exponents
 
 
 def repeat_positions(table: Tensor, first: int, length: int) -> Tensor:

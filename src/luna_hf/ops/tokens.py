@@ -81,8 +81,11 @@ def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor |
     # Tokens come before heads, as in the projections' output, so that flattening them is a view.
     first = num_slots * torch.arange(batch * heads, device=slots.device).view(batch, 1, heads)
     rows = slots.transpose(1, 2).expand(batch, length, heads) + first
-    memory = states.new_zeros(batch * heads * num_slots, size)
-    return memory.index_add(0, rows.flatten(), states.transpose(1, 2).flatten(0, 2)).view(batch, heads, num_slots, size)
+    added = states.transpose(1, 2).flatten(0, 2)
+    if torch.onnx.is_in_onnx_export():  # ONNX Runtime cannot add float16
+        added = added.to(torch.promote_types(added.dtype, torch.float32))
+    memory = added.new_zeros(batch * heads * num_slots, size).index_add(0, rows.flatten(), added)
+    return memory.view(batch, heads, num_slots, size).to(states.dtype)
 
 
 def first_kept(states: Tensor, keep: Tensor | None) -> Tensor:

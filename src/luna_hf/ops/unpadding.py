@@ -147,16 +147,22 @@ def find_starts(
     cumulated, of_keys, numbers = given = [boundaries.get(name) for name in BOUNDARIES]
     if not all(map(is_readable, given)):
         raise ValueError("A compiled or traced model reads one text per row: pad the texts (DataCollatorWithPadding).")
+    marked = {}
     if cumulated is not None or of_keys is not None:
-        starts = _starts_from_lengths(shape, cumulated, of_keys)
-    elif numbers is not None:
+        marked["cu_seq_lens_q"] = _starts_from_lengths(shape, cumulated, of_keys)
+    if numbers is not None:
         if numbers.shape != shape:
             raise ValueError(f"`seq_idx` must have shape {tuple(shape)}, but has shape {tuple(numbers.shape)}.")
-        starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
-    elif position_ids is None or shape[1] == 1 or not (is_readable(position_ids) and is_readable(keep)):
+        marked["seq_idx"] = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+    if position_ids is not None and shape[1] > 1 and is_readable(position_ids) and is_readable(keep):
+        marked["position_ids"] = _starts_from_positions(shape, keep, position_ids)
+    if not marked:
         return None
-    else:
-        starts = _starts_from_positions(shape, keep, position_ids)
+    (name, starts), *others = marked.items()
+    for other, found in others:
+        found = found.to(starts.device)
+        if (found & ~starts).any() or (other == "seq_idx" and not torch.equal(found, starts)):
+            raise ValueError(f"`{other}` restart within a text of `{name}`: let both mark the same texts, or give one.")
     return starts if starts[:, 1:].any() else None
 
 
@@ -164,25 +170,32 @@ def _starts_from_lengths(shape: tuple[int, int], cumulated: Tensor | None, of_ke
     if cumulated is None or not (of_keys is None or torch.equal(cumulated, of_keys)):
         raise ValueError("`cu_seq_lens_q` and `cu_seq_lens_k` must be equal: give the boundaries of the texts in both.")
     total = shape[0] * shape[1]
-    if cumulated.dim() != 1 or cumulated[0] != 0 or cumulated[-1] != total or (cumulated.diff() < 1).any():
-        raise ValueError(
-            f"`cu_seq_lens_q` must rise from 0 to the number of tokens, {total}, but is {cumulated.tolist()}."
-        )
+    ends = cumulated.tolist()
+    if cumulated.dim() != 1 or not ends or (ends[0], ends[-1]) != (0, total) or (cumulated.diff() < 1).any():
+        raise ValueError(f"`cu_seq_lens_q` must rise from 0 to the number of tokens, {total}, but is {ends}.")
     starts = torch.zeros(total, dtype=torch.bool, device=cumulated.device)
     starts[cumulated[:-1].long()] = True
     starts = starts.view(shape)
-    starts[:, 0] = True
+    if not starts[:, 0].all():
+        raise ValueError(f"`cu_seq_lens_q` must hold the end of every row of {shape[1]} tokens, but is {ends}.")
     return starts
 
 
 def _starts_from_positions(shape: tuple[int, int], keep: Tensor | None, position_ids: Tensor) -> Tensor:
     positions = position_ids.expand(shape)
     keep = torch.ones_like(positions, dtype=torch.bool) if keep is None else keep
-    # Real tokens only, one after the other: padding may have any position.
+    begins = positions.gather(1, keep.long().argmax(1, keepdim=True))  # (b, 1) of the first tokens
+    counts = (positions[:, :-1] == begins) & (positions[:, 1:] == begins + 1) & ~keep[:, :-1] & ~keep[:, 1:]
+    if (counts & (keep.flip(1).cumsum(1).flip(1)[:, 1:] > 0)).any():
+        raise ValueError(
+            "`position_ids` count a text of padding alone, which they cannot mark, as padding may have any position. "
+            "Give `cu_seq_lens_q` and `cu_seq_lens_k`, or `seq_idx`."
+        )
+    # Real tokens only, one after the other.
     rows, columns = keep.nonzero(as_tuple=True)
     real, of_row = positions[keep], torch.ones_like(rows, dtype=torch.bool)
     of_row[1:] = rows[1:] != rows[:-1]
-    first = real[of_row.nonzero().squeeze(-1)[of_row.cumsum(0) - 1]]
+    first = begins[rows, 0]
     starts = torch.zeros_like(keep)
     starts[rows[1:], columns[1:]] = (real[1:] <= real[:-1]) & (real[1:] == first[1:]) & ~of_row[1:]
     starts[:, 0] = True
@@ -242,22 +255,23 @@ def unpad_batch(
 
     Args:
         keep: (b, n) padding mask; `None` if nothing is padded.
-        starts: (b, n) from `find_starts`; `None` if every row is one text.
+        starts: (b, n) from `find_starts`; `None` if every row is one text. A text may be padding alone.
         shape: (b, n).
         device: device of the states.
         width: d.
         border: texts of up to this length share no bucket with longer ones.
 
     Returns:
-        The unpadded batch; of each row that is one text there must be a token.
+        The unpadded batch.
     """
     if starts is None:
         texts = torch.arange(shape[0])[:, None].expand(shape).flatten()
     else:
         texts = starts.flatten().cpu().cumsum(0) - 1
+    number_of_texts = int(texts[-1]) + 1
     tokens = None if keep is None else keep.flatten().cpu().nonzero().squeeze(-1)
     texts = texts if tokens is None else texts[tokens]
-    _, texts, lengths = texts.unique_consecutive(return_inverse=True, return_counts=True)
+    lengths = texts.bincount(minlength=number_of_texts)
     first = lengths.cumsum(0) - lengths  # of each text, its first token
     order = lengths.argsort(stable=True)
     by_length = lengths[order].tolist()
@@ -265,10 +279,11 @@ def unpad_batch(
     below, cost = bisect_right(by_length, border), bucket_cost(device, width)
     sizes = plan_buckets(by_length[:below], cost) + plan_buckets(by_length[below:], cost)
     for rows in sizes:
-        own, length = order[number : number + rows], by_length[number + rows - 1]
+        own, length = order[number : number + rows], max(by_length[number + rows - 1], 1)
         index = torch.arange(length)
         mask = index < lengths[own, None]
-        gather = first[own, None] + index.clamp(max=lengths[own, None] - 1)
+        # The place of a text without tokens holds any other's.
+        gather = (first[own, None] + index.clamp(max=lengths[own, None] - 1)).clamp(min=0)
         scatter[gather[mask]] = places + mask.flatten().nonzero().squeeze(-1)
         equal = by_length[number] == length
         buckets.append(Bucket(rows, length, None if equal else mask.to(device)))

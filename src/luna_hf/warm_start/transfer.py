@@ -233,7 +233,7 @@ class _Maker:
     def extend(self, table: Tensor, own_name: str) -> tuple[Tensor, str]:
         """The position table with our padding rows and the config's positions, and what was done to it."""
         config, trained, first = self.model.config, self.loaded.longest, self.loaded.first
-        wanted, length, done = config.pad_token_id + 1, config.position_rows(), [own_name]
+        wanted, length, done = config.first_position, config.position_rows(), [own_name]
         if wanted > first:
             table = torch.cat([table.new_zeros(wanted - first, table.shape[1]), table])
             done.append(f"{wanted - first} row{'s' * (wanted - first > 1)} of zeros added in front for padding")
@@ -333,10 +333,10 @@ def warm_start(
         maker = _Maker(rules, model)
         made = maker.make_all()
     report = maker.finish()
-    if dtype is not None:  # not `model.to(dtype)`, which would also round buffers such as the sinusoids
+    if dtype is not None:
         made = {name: values.to(dtype) for name, values in made.items()}
     model.load_state_dict(made, strict=False, assign=True)
     model.tie_weights()
-    model.to(loaded.embedding.device)  # moves buffers; the parameters are already there
+    model.to(loaded.embedding.device)
     model.config.dtype = dtype or loaded.embedding.dtype
     return model.eval(), report

@@ -34,6 +34,7 @@ from transformers.utils import is_torchdynamo_compiling
 from ...layers.cache import SOURCE, MemoryCacheLayer
 from ...layers.causal_attention import CausalMemoryAttention
 from ...layers.memory_attention import Memory, MemoryAttention
+from ...layers.recorded import Recorded
 from ...ops.attention import KeyMask, attend_heads, linear, make_key_mask, product, project_heads, split_heads
 from ...ops.context import ForwardContext, drop_if_full
 from ...ops.recompute import recomputed
@@ -82,7 +83,7 @@ class LunaProjections:
         return self.key(states).view(shape).transpose(1, 2), self.value(states).view(shape).transpose(1, 2)
 
 
-class LunaPackAttention(LunaProjections, nn.Module):
+class LunaPackAttention(LunaProjections, Recorded):
     """Pack attention: the slots attend to the tokens of the context."""
 
     is_causal = False

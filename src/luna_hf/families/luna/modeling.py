@@ -33,6 +33,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from ...layers.block import TransformerLayer
 from ...layers.embeddings import SinusoidalPositions
 from ...layers.heads import TokenPooling
+from ...layers.recorded import Recorded
 from ...models.base import BoundedMemoryPreTrainedModel
 from ...models.decoder import CausalLMMixin, DecoderModelMixin
 from ...models.encoder import EncoderModelMixin, EncoderPreTrainedModel
@@ -124,7 +125,7 @@ class LunaQuestionAnsweringOutput(PackedOutput, QuestionAnsweringModelOutput):
     """`QuestionAnsweringModelOutput` with the packed states."""
 
 
-class LunaPackedEmbeddings(nn.Module):
+class LunaPackedEmbeddings(Recorded):
     """The initial packed sequence P_0: a learned parameter shared by all rows, with LayerNorm and dropout."""
 
     def __init__(self, config: LunaConfig) -> None:
@@ -133,7 +134,7 @@ class LunaPackedEmbeddings(nn.Module):
         self.weight = nn.Parameter(torch.empty(length, width))
         self.scale = math.sqrt(width) if config.scales_embedding() else 1.0
         is_sinusoidal = config.position_embedding_type == "sinusoidal"
-        self.positions = SinusoidalPositions(length, width) if is_sinusoidal else None
+        self.positions = SinusoidalPositions(width) if is_sinusoidal else None
         self.LayerNorm = (
             nn.LayerNorm(width, eps=config.layer_norm_eps) if config.embedding_layer_norm else nn.Identity()
         )
@@ -153,7 +154,7 @@ class LunaPackedEmbeddings(nn.Module):
         packed = self.weight[:num_slots]
         packed = packed * self.scale if self.scale != 1.0 else packed
         if self.positions is not None:
-            packed = packed + self.positions.table[:num_slots].to(packed.dtype)
+            packed = packed + self.positions(torch.arange(num_slots, device=packed.device)).to(packed.dtype)
         packed = self.dropout(self.LayerNorm(packed).expand(batch, -1, -1))
         return packed if keep is None else packed.masked_fill(~keep.unsqueeze(-1), 0.0)
 
