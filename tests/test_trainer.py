@@ -27,13 +27,8 @@ from helpers import (
     variants_of,
 )
 from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    DataCollatorWithPadding,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, default_data_collator
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from variants import ROWS
 
@@ -180,10 +175,10 @@ class OwnCausalLM(FAMILIES["luna"].causal_lm):
 
 def from_saved_code(folder):
     """A causal model whose class comes from its folder, not from the package."""
-    tiny_causal_model("luna").save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert type(model).__module__.startswith("transformers_modules.")
-    return model
+    model = tiny_causal_model("luna")
+    model.save_pretrained(folder)
+    name = model.config.auto_map["AutoModelForCausalLM"]
+    return get_class_from_dynamic_module(name, str(folder)).from_pretrained(folder)
 
 
 SMOOTHED = {
