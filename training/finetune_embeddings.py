@@ -98,6 +98,14 @@ def parse(words: Sequence[str]) -> tuple[EmbeddingArguments, TrainingArguments]:
     return options.parse(classes, words, __doc__, command=command, refused=REFUSED_HERE)
 
 
+def _number(label: Any) -> float:
+    """A label as a number, NaN if it is none."""
+    try:
+        return math.nan if isinstance(label, bool) else float(label)
+    except (TypeError, ValueError):
+        return math.nan
+
+
 def read_pairs(name: str) -> dict[str, Dataset]:
     """The splits train and validation, with a `score` from 0 to 1 for each pair.
 
@@ -112,14 +120,16 @@ def read_pairs(name: str) -> dict[str, Dataset]:
         for column in COLUMNS[:2]:
             require_text(rows, column, source)
         for row, label in enumerate(rows["label"]):
-            if type(label) not in (int, float) or not 0 <= label <= 5:
+            if not 0 <= _number(label) <= 5:
                 raise UserError(
                     f"Row {row} of {source} has the label {shorten(repr(label))}; it must be a number from 0 to 5."
                 )
-    if len(set(splits["validation"]["label"])) == 1:
+    if len(set(map(float, splits["validation"]["label"]))) == 1:
         raise UserError(f"{name} (validation) has equal labels in all rows, so there is no correlation. Add others.")
     return {
-        split: rows.select_columns(list(COLUMNS)).map(lambda row: {"score": row["label"] / 5}, remove_columns="label")
+        split: rows.select_columns(list(COLUMNS)).map(
+            lambda row: {"score": float(row["label"]) / 5}, remove_columns="label"
+        )
         for split, rows in splits.items()
     }
 
@@ -199,7 +209,10 @@ def run(encoder: SentenceTransformer, training: TrainingArguments, pairs: dict[s
     )
     before = evaluator(encoder)
     if not all(map(math.isfinite, before.values())):
-        raise UserError("The encoder gives all pairs of the validation split the same cosine, or none. Name another.")
+        raise UserError(
+            "The encoder gives all pairs of the validation split the same cosine, or none. Name another encoder, "
+            "or raise --max_length."
+        )
     trainer = EmbeddingTrainer(encoder, training, pairs["train"], loss=CoSENTLoss(encoder), callbacks=[Clock()])
     try:
         start = find_checkpoint(folder, print)
