@@ -9,6 +9,7 @@ import torch
 from helpers import run_python
 from hub_stub import HubStub
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 from transformers import (
     AutoModel,
@@ -361,6 +362,26 @@ def test_refused_sources(name, tmp_path, capsys):
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: ") and word in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "value", "words", "named"),
+    [
+        ("model.safetensors", torch.nan, [], "word_embeddings.weight"),
+        ("model.safetensors", 1e38, ["--dtype", "float16"], "word_embeddings.weight"),
+        ("2_Dense/model.safetensors", torch.inf, [], "2_Dense/model.safetensors"),
+    ],
+)
+def test_weights_that_are_not_finite(file, value, words, named, tmp_path, capsys):
+    source = write_sentences(tmp_path / "source", kinds=("Transformer", "Pooling", "Dense"))
+    (source / "2_Dense").mkdir()
+    save_file({"linear.weight": torch.ones(8, 32)}, source / "2_Dense" / "model.safetensors")
+    weights = load_file(source / file)
+    weights.get("embeddings.word_embeddings.weight", weights.get("linear.weight"))[2, 3] = value
+    save_file(weights, source / file, metadata={"format": "pt"})
+    assert run(source, tmp_path / "out", *words) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and named in line and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pyarrow
 import pytest
 from helpers import SENTENCES, tiny_model, tiny_tokenizer
 from pyarrow.parquet import write_table
+from tiny_finetuning import write_split
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,54 @@ def test_the_folder_embeds_and_the_scores_are_those_of_the_saved_model(encoder, 
         pairs["sentence1"], pairs["sentence2"], pairs["score"], show_progress_bar=False
     )
     assert evaluator(model)["spearman_cosine"] == pytest.approx(figures["scores"]["spearman"], abs=1e-4)
+
+
+BAD_ROWS = {
+    **{f"label {value}": {"label": value} for value in (None, float("nan"), float("inf"), 1e39, -1, True, "high")},
+    **{f"sentence {value}": {"sentence1": value} for value in (None, 7)},
+}
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_rows_are_refused_before_training(case, split, encoder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(finetune_embeddings, "load", None)
+    for part in ("train", "validation"):
+        rows = [{"sentence1": text, "sentence2": "a", "label": number / 2} for number, text in enumerate(SENTENCES)]
+        rows[1] |= BAD_ROWS[case] if part == split else {}
+        write_split(tmp_path / "data" / f"{part}.jsonl", rows)
+    assert finetune_embeddings.main(words(encoder, tmp_path / "data", tmp_path / "out")) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+
+
+def test_a_run_that_diverges_leaves_no_weights_and_the_folder_can_be_used(encoder, data, tmp_path, capsys):
+    out, steps = tmp_path / "out", {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    assert finetune_embeddings.main(words(encoder, data, out, **steps, learning_rate=1e30)) == 2
+    assert "error: The run diverged" in capsys.readouterr().err
+    assert not list(out.rglob("*.safetensors")) and not (out / "metrics.json").exists()
+    assert finetune_embeddings.main(words(encoder, data, out, **steps)) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"max_length": 1000}, "--max_length is 1000"),
+        ({"optim": "adalomo"}, "--optim adalomo"),
+        ({"fsdp": "full_shard"}, "distributed"),
+        ({"save_strategy": "best"}, "`save_strategy` is 'best'"),
+    ],
+)
+def test_options_that_cannot_be_used(more, named, encoder, data, tmp_path, capsys):
+    assert finetune_embeddings.main(words(encoder, data, tmp_path / "out", **more)) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_equal_labels_have_no_correlation(encoder, data, tmp_path, capsys):
+    rows = [{"sentence1": text, "sentence2": text, "label": 5.0} for text in SENTENCES]
+    (data / "stsb" / "validation.parquet").unlink()
+    write_split(data / "stsb" / "validation.jsonl", rows)
+    assert finetune_embeddings.main(words(encoder, data, tmp_path / "out")) == 2
+    assert "equal labels" in capsys.readouterr().err
 
 
 def test_a_missing_model_and_a_missing_split_are_refused(encoder, data, tmp_path, capsys, monkeypatch):

@@ -385,7 +385,13 @@ def test_a_folder_with_other_files_is_refused(luna, sst2, tmp_path, monkeypatch,
         ({"report_to": "nowhere"}, "--report_to nowhere"),
         ({"optim": "adalomo"}, "--optim adalomo"),  # lomo-optim is not installed
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr"),
-        ({"learning_rate": -1}, "learning rate: -1"),
+        ({"learning_rate": -1}, "`learning_rate` is -1"),
+        ({"fsdp": "full_shard"}, "distributed"),
+        ({"torch_compile_backend": "nonsense"}, "NONSENSE"),
+        ({"torch_compile_mode": "nonsense"}, "nonsense"),
+        ({"log_level": "loud"}, "--log_level loud"),
+        ({"gradient_checkpointing_kwargs": '{"depth": 1}'}, "depth"),
+        ({"dataloader_persistent_workers": True}, "num_workers"),
     ],
 )
 def test_what_cannot_start_is_found_before_the_data_are_tokenized(

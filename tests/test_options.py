@@ -3,8 +3,13 @@
 import dataclasses
 from typing import Annotated, Any
 
+import convert
+import finetune_glue
+import pretrain_clm
+import pretrain_mlm
 import pytest
-from common.options import parse
+import train_translation
+from common.options import TRAINING, parse
 
 from luna_hf.scripting import UserError
 
@@ -32,6 +37,7 @@ class Defaults:
     keep: bool = True
 
 
+FINETUNE = ["--model_name_or_path", "model", "--task_name", "sst2"]
 RECIPE = """
 name: tiny
 steps: 3
@@ -173,3 +179,42 @@ def test_help_lists_own_options_with_their_lines_and_inherited_ones_by_name(caps
         and "[default: 2]" in printed
     )
     assert "--ddp_backend" in printed.rpartition("transformers.TrainingArguments")[2]
+
+
+@pytest.mark.parametrize(
+    ("key", "bad", "good"),
+    [
+        *[(key, (0, -1), 1) for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "save_steps")],
+        *[(key, (0, -1), 1) for key in ("max_train_samples", "sweep_batch_sizes", "eval_accumulation_steps")],
+        *[(key, (0, ".nan", ".inf"), 0.5) for key in ("num_train_epochs", "adam_epsilon", "sweep_learning_rates")],
+        *[(key, (-1, ".nan", ".inf"), 0) for key in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm")],
+        *[(key, (1, 1.5, -0.1, ".nan"), 0) for key in ("dropout", "sweep_dropouts", "adam_beta2")],
+        *[(key, (-1, 2**32), 7) for key in ("seed", "seeds")],
+        ("max_length", (1, -5), 2),
+        ("max_steps", (0, -2), -1),  # transformers' default
+    ],
+)
+def test_numbers_out_of_range_are_refused_in_finetuning(key, bad, good, tmp_path):
+    for value in bad:
+        with pytest.raises(UserError, match=f"`{key}` is .*must be"):
+            finetune_glue.parse([*FINETUNE, "--output_dir", str(tmp_path), f"--{key}", str(value)])
+    assert finetune_glue.parse([*FINETUNE, "--output_dir", str(tmp_path), f"--{key}", str(good)])
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "bad"),
+    [
+        *[(pretrain_mlm, key, 0) for key in ("max_steps", "batch_size", "learning_rate", "max_grad_norm", "log_steps")],
+        *[(pretrain_mlm, key, 1.0) for key in ("mask_probability", "held_out_fraction", "warmup_fraction")],
+        *[(pretrain_mlm, key, ".inf") for key in ("learning_rate", "decay_power", "weight_decay", "min_gain_nats")],
+        *[(pretrain_clm, key, 0) for key in ("sample_tokens", "adam_epsilon", "eval_blocks")],
+        *[(convert, key, 0) for key in ("pass_tokens", "eval_tokens", "mask_probability", "save_total_limit")],
+        *[(train_translation, key, 0) for key in ("accumulation", "warmup_steps", "num_beams", "eval_batch_size")],
+        *[(train_translation, key, value) for key, value in (("label_smoothing", 1.0), ("max_length", 1))],
+    ],
+)
+def test_numbers_out_of_range_are_refused_in_recipes(command, key, bad, capsys):
+    recipe = sorted((TRAINING / "recipes" / command.__name__).glob("*.yaml"))[0]
+    assert command.main([str(recipe), f"--{key}", str(bad)]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and f"`{key}` is" in line and "must be" in line

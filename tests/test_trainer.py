@@ -22,10 +22,14 @@ from helpers import (
     tiny_causal_model,
     tiny_config_for,
     tiny_model,
+    tiny_seq2seq_model,
     tiny_tokenizer,
     variants_of,
 )
+from torch.nn import functional as F
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, default_data_collator
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from variants import ROWS
 
 from luna_hf import FAMILIES
@@ -160,6 +164,52 @@ def test_half_precision_with_checkpointed_activations(tmp_path):
     # The first steps stay near the loss of guessing, ln 2.
     assert 0.4 < loss < 1.2 and 0.4 < trainer.evaluate()["eval_loss"] < 1.2
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+# ---- label smoothing ----
+
+
+class OwnCausalLM(FAMILIES["luna"].causal_lm):
+    """A user's subclass."""
+
+
+def from_saved_code(folder):
+    """A causal model whose class comes from its folder, not from the package."""
+    model = tiny_causal_model("luna")
+    model.save_pretrained(folder)
+    name = model.config.auto_map["AutoModelForCausalLM"]
+    return get_class_from_dynamic_module(name, str(folder)).from_pretrained(folder)
+
+
+SMOOTHED = {
+    **{f"{name}-masked": lambda _, name=name: tiny_model(name, "mlm") for name in FAMILIES},
+    **{f"{name}-causal": lambda _, name=name: tiny_causal_model(name) for name in FAMILIES},
+    **{f"{name}-seq2seq": lambda _, name=name: tiny_seq2seq_model(name) for name in FAMILIES},
+    "subclass": lambda _: OwnCausalLM(tiny_config_for("luna", is_decoder=True)).eval(),
+    "saved code": from_saved_code,
+}
+
+
+@pytest.mark.parametrize("case", SMOOTHED)
+def test_label_smoothing_compares_with_the_right_token(case, tmp_path, monkeypatch):
+    for name in [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if "Luna" in name and "saved" in case]:
+        monkeypatch.delitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, name)  # as without the package
+    model = SMOOTHED[case](tmp_path)
+    batch = {"input_ids": random_ids(2, 12), "attention_mask": torch.ones(2, 12, dtype=torch.long)}
+    labels = batch["input_ids"].masked_fill(torch.arange(12) < torch.tensor([[3], [0]]), -100)
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    trainer = Trainer(model, arguments(tmp_path, label_smoothing_factor=0.1))
+    with torch.no_grad():
+        logits = model(**batch).logits
+        loss = trainer.compute_loss(model, {**batch, "labels": labels})
+        share = trainer.compute_loss(model, {**batch, "labels": labels}, num_items_in_batch=50)
+    if type(model).__name__.endswith("CausalLM"):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits, labels = logits[labels != -100].double(), labels[labels != -100]
+    expected = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(loss.double(), expected / len(labels), atol=1e-5, rtol=0)
+    torch.testing.assert_close(share.double(), expected / 50, atol=1e-5, rtol=0)
 
 
 # ---- activation checkpointing ----

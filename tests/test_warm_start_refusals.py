@@ -71,6 +71,19 @@ def test_damaged_weights(file, tmp_path):
         assert str(tmp_path) in str(raised.value) and "weights_only" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(torch.nan, None), (-torch.inf, None), (torch.inf, "float16"), (1e6, "float16")]
+)
+def test_weights_that_are_not_finite(value, dtype, tmp_path):
+    source, name = make_source(), "roberta.encoder.layer.1.output.dense.weight"
+    with torch.no_grad():
+        source.get_parameter(name)[2, 3] = value
+    source.save_pretrained(tmp_path)
+    for given in (source, tmp_path):
+        with refused(name.removeprefix("roberta.")):
+            warm_start(LunaForMaskedLM, given, dtype=dtype)
+
+
 def test_folders_that_are_incomplete(tmp_path):
     make_source().save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "model.safetensors"

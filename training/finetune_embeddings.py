@@ -5,25 +5,26 @@ r"""Finetune an encoder on STS-B (Cer et al. 2017), into a sentence-transformers
 
 An embedding is the mean of a text's token states. The cosine of two embeddings learns to order pairs of sentences as
 people score them (CoSENT's loss). `--dataset_name` is a name on the Hub, or a folder with a file for each split:
-columns `sentence1`, `sentence2` and `label`, from 0 to 5. Every option of sentence-transformers' training arguments is
-accepted. After an interruption, the same command continues from the last epoch. Needs sentence-transformers:
-pip install -e ".[train,embed]"
+columns `sentence1`, `sentence2` and `label`, from 0 to 5. Options of sentence-transformers' training arguments work,
+or are refused with the reason. After an interruption, the same command continues from the last epoch. Needs
+sentence-transformers: pip install -e ".[train,embed]"
 """
 
 from common import extra, extra_embed  # noqa: F401
 
 # isort: split
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from common import options
 from common.cards import bullets
-from common.models import load_config, load_encoder, load_tokenizer
+from common.models import load_encoder, load_tokenizer, longest_input
 from datasets import Dataset, disable_progress_bars
 from sentence_transformers import (
     SentenceTransformer,
@@ -32,17 +33,33 @@ from sentence_transformers import (
 )
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.sentence_transformer.losses import CoSENTLoss
-from tasks.arguments import option
-from tasks.files import load_splits, require_columns
+from tasks.arguments import REFUSED, CheckedTraining, option
+from tasks.files import load_splits, require_columns, require_text, shorten
 from tasks.plan import SETTINGS_FILE, check_output, check_settings, data_digest, is_begun, read_json, settings
-from tasks.trainer import Clock, find_checkpoint, remove_checkpoints, seconds
+from tasks.trainer import Clock, Diverged, FiniteTraining, find_checkpoint, remove_checkpoints, seconds
 from transformers import AutoModel
 from transformers.utils import logging
 
-from luna_hf.scripting import describe_run, locked, run_script, write_json
+from luna_hf.scripting import UserError, describe_run, locked, run_script, write_json
 
 SCRIPT, RESULT = "training/finetune_embeddings.py", "metrics.json"
 COLUMNS = ("sentence1", "sentence2", "label")
+_EVALUATION = ("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_accumulation_steps")
+_BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
+_HUB = ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "hub_token")
+REFUSED_HERE = REFUSED | {
+    **dict.fromkeys(_EVALUATION, "the validation split is scored once before and once after training"),
+    **dict.fromkeys(_BEST, "the weights of the last update are kept"),
+    **dict.fromkeys((*_HUB, "hub_always_push"), "the folder is not pushed: use `hf upload`"),
+    "label_smoothing_factor": "labels are numbers",
+    "learning_rate_mapping": "all parameters have the same --learning_rate",
+    "neftune_noise_alpha": "the Trainer does not find the table of embeddings in a SentenceTransformer",
+    "include_num_input_tokens_seen": "tokens are not counted",
+    "train_sampling_strategy": "--batch_sampler chooses the order of the rows",
+    "prompts": "texts are embedded as they are",
+    "router_mapping": "the encoder is the same for both sentences",
+    "multi_dataset_batch_sampler": "there is one data set",
+}
 
 
 @dataclass
@@ -56,48 +73,80 @@ class EmbeddingArguments:
 
 
 @dataclass
-class TrainingArguments(SentenceTransformerTrainingArguments):
+class TrainingArguments(CheckedTraining, SentenceTransformerTrainingArguments):
     """Those of sentence-transformers, with defaults that suit STS-B."""
 
+    output_dir: str = option(MISSING, "Folder to write to (required).")
     num_train_epochs: float = 4
     per_device_train_batch_size: int = 32
+    per_device_eval_batch_size: int = 16
     learning_rate: float = 1e-4
     warmup_steps: float = 0.1
     logging_steps: float = 50
-    save_strategy: str = "epoch"
+    save_strategy: Literal["epoch", "steps", "no"] = "epoch"
     save_total_limit: int | None = 2
     report_to: str = "none"
 
 
+class EmbeddingTrainer(FiniteTraining, SentenceTransformerTrainer):
+    """That of sentence-transformers; a loss that is not finite ends the run."""
+
+
 def parse(words: Sequence[str]) -> tuple[EmbeddingArguments, TrainingArguments]:
     """The options of a command line."""
-    return options.parse((EmbeddingArguments, TrainingArguments), words, __doc__, command="finetune_embeddings")
+    classes, command = (EmbeddingArguments, TrainingArguments), "finetune_embeddings"
+    return options.parse(classes, words, __doc__, command=command, refused=REFUSED_HERE)
+
+
+def _number(label: Any) -> float:
+    """A label as a number, NaN if it is none."""
+    try:
+        return math.nan if isinstance(label, bool) else float(label)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def read_pairs(name: str) -> dict[str, Dataset]:
     """The splits train and validation, with a `score` from 0 to 1 for each pair.
 
     Raises:
-        UserError: A split or column is missing.
+        UserError: A split, a column or a text is missing, a label is no number from 0 to 5, or those of the validation
+            split are all equal.
     """
     splits = load_splits(name, "stsb", ("train", "validation"), required=(["train"], ["validation"]))
     for split, rows in splits.items():
-        require_columns(rows, COLUMNS, f"{name} ({split})")
+        source = f"{name} ({split})"
+        require_columns(rows, COLUMNS, source)
+        for column in COLUMNS[:2]:
+            require_text(rows, column, source)
+        for row, label in enumerate(rows["label"]):
+            if not 0 <= _number(label) <= 5:
+                raise UserError(
+                    f"Row {row} of {source} has the label {shorten(repr(label))}; it must be a number from 0 to 5."
+                )
+    if len(set(map(float, splits["validation"]["label"]))) == 1:
+        raise UserError(f"{name} (validation) has equal labels in all rows, so there is no correlation. Add others.")
     return {
-        split: rows.select_columns(list(COLUMNS)).map(lambda row: {"score": row["label"] / 5}, remove_columns="label")
+        split: rows.select_columns(list(COLUMNS)).map(
+            lambda row: {"score": float(row["label"]) / 5}, remove_columns="label"
+        )
         for split, rows in splits.items()
     }
 
 
-def load(arguments: EmbeddingArguments) -> SentenceTransformer:
+def load(arguments: EmbeddingArguments, training: TrainingArguments) -> SentenceTransformer:
     """The encoder with mean pooling, in float32.
 
     Raises:
-        UserError: There is no such encoder, or it is damaged.
+        UserError: There is no such encoder, it is damaged, or takes fewer tokens than `max_length`; or the optimizer or
+            schedule cannot be created.
     """
     name = arguments.model_name_or_path
-    _, notes = load_encoder(AutoModel, name)  # finds what is missing
-    load_tokenizer(name, load_config(name))
+    model, notes = load_encoder(AutoModel, name)  # finds what is missing
+    load_tokenizer(name, model.config)
+    training.check_with(model)
+    if (arguments.max_length or 0) > (longest := longest_input(model.config)):
+        raise UserError(f"--max_length is {arguments.max_length}, but {name} takes at most {longest} tokens.")
     print(bullets(notes))
     logging.set_verbosity_error()  # the notes replace the report of unused weights
     encoder = SentenceTransformer(name, model_kwargs={"dtype": torch.float32})
@@ -110,14 +159,14 @@ def finetune(words: Sequence[str]) -> None:
     """Train, evaluate, and write the folder, with `metrics.json` at last.
 
     Raises:
-        UserError: The model, the data or the folder cannot be used.
+        UserError: The model, the data or the folder cannot be used, or the run diverged.
     """
     arguments, training = parse(words)
     folder = Path(training.output_dir)
     check_output(folder, [arguments.model_name_or_path])
     with locked(folder / ".lock"):
         pairs = read_pairs(arguments.dataset_name)
-        encoder = None if (folder / RESULT).is_file() else load(arguments)
+        encoder = None if (folder / RESULT).is_file() else load(arguments, training)
         begin(folder, arguments, training, pairs)
         if encoder:
             head = describe_run(SCRIPT, words, training.device.type)
@@ -146,16 +195,34 @@ def begin(folder: Path, arguments: EmbeddingArguments, training: TrainingArgumen
 
 
 def run(encoder: SentenceTransformer, training: TrainingArguments, pairs: dict[str, Dataset]) -> dict[str, Any]:
-    """Train and save the encoder; returns the figures."""
+    """Train and save the encoder; returns the figures.
+
+    Raises:
+        UserError: The scores before training are not finite; or a loss, a weight or a score after it, of which nothing
+            is left that another setting would continue.
+    """
     folder, dev = Path(training.output_dir), pairs["validation"]
-    evaluator = EmbeddingSimilarityEvaluator(dev["sentence1"], dev["sentence2"], dev["score"], show_progress_bar=False)
-    before = evaluator(encoder)
-    trainer = SentenceTransformerTrainer(
-        encoder, training, pairs["train"], loss=CoSENTLoss(encoder), callbacks=[Clock()]
+    evaluator = EmbeddingSimilarityEvaluator(
+        *(dev["sentence1"], dev["sentence2"], dev["score"]),
+        batch_size=training.per_device_eval_batch_size,
+        show_progress_bar=False,
     )
-    start = find_checkpoint(folder, print)
-    trainer.train(resume_from_checkpoint=str(start) if start else None)
-    scores = evaluator(encoder)
+    before = evaluator(encoder)
+    if not all(map(math.isfinite, before.values())):
+        raise UserError(
+            "The encoder gives all pairs of the validation split the same cosine, or none. Name another encoder, "
+            "or raise --max_length."
+        )
+    trainer = EmbeddingTrainer(encoder, training, pairs["train"], loss=CoSENTLoss(encoder), callbacks=[Clock()])
+    try:
+        start = find_checkpoint(folder, print)
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        trainer.require_finite(dict(encoder.named_parameters()))
+        scores = evaluator(encoder)
+        trainer.require_finite(scores)
+    except Diverged as error:
+        remove_checkpoints(folder)
+        raise UserError(f"The run diverged: {error}. No model was saved. Lower --learning_rate.") from error
     encoder.save_pretrained(str(folder))
     return {
         "train_rows": len(pairs["train"]),

@@ -13,6 +13,7 @@ The command line overrides the recipe, the recipe overrides the defaults of the 
 import dataclasses
 import difflib
 import inspect
+import math
 import re
 import textwrap
 import types
@@ -29,6 +30,39 @@ Values = dict[str, Any]
 
 TRAINING = Path(__file__).resolve().parents[1]
 _WIDTH = 110
+# Ranges of numbers in all commands, by the words of a message. A message ends with "but must be at least 0".
+_RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "above 0": (
+        lambda value: 0 < value < math.inf,
+        (
+            *("adam_epsilon", "decay_power", "num_train_epochs", "max_steps", "sweep_learning_rates"),
+            *("log_steps", "logging_steps", "eval_steps", "save_steps", "save_total_limit", "torch_empty_cache_steps"),
+            *("batch_size", "batch_tokens", "pass_tokens", "eval_batch_size", "sweep_batch_sizes", "accumulation"),
+            *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+            *("max_train_samples", "max_eval_samples", "eval_blocks", "eval_tokens", "eval_accumulation_steps"),
+            *("average_checkpoints", "num_beams", "max_new_tokens", "sample_tokens", "dataloader_prefetch_factor"),
+            *("share", "new_learning_rate", "ddp_bucket_cap_mb", "ddp_timeout"),
+        ),
+    ),
+    "at least 0": (
+        lambda value: 0 <= value < math.inf,
+        (
+            *("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "max_skipped_steps", "eval_delay"),
+            *("early_stopping_patience", "dataloader_num_workers", "neftune_noise_alpha", "frozen_steps"),
+        ),
+    ),
+    "at least 0 and below 1": (
+        lambda value: 0 <= value < 1,
+        (
+            *("adam_beta1", "adam_beta2", "dropout", "sweep_dropouts", "label_smoothing", "label_smoothing_factor"),
+            *("warmup_fraction", "warmup_ratio", "sentence_share"),
+        ),
+    ),
+    "between 0 and 1, both excluded": (lambda value: 0 < value < 1, ("held_out_fraction", "mask_probability")),
+    "at least 0 and below 2**32": (lambda value: 0 <= value < 2**32, ("seed", "seeds")),  # what NumPy takes
+    "at least 2": (lambda value: 2 <= value < math.inf, ("max_length",)),
+    "finite": (math.isfinite, ("length_penalty", "min_bleu", "min_gain_nats")),
+}
 _TRAINER_DOCS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
 
 
@@ -185,6 +219,18 @@ def _typed(key: str, value: Any, kinds: tuple[Any, ...], source: str) -> Any:
     return list(map(float, value)) if kind == list[float] else value
 
 
+def _check_range(key: str, value: Any, source: str) -> None:
+    """Check a number, or those of a list.
+
+    Raises:
+        UserError: One is out of the range of its key.
+    """
+    for number in value if isinstance(value, list) else [value]:
+        for allowed, (accepts, keys) in _RANGES.items():
+            if key in keys and number is not None and not accepts(number):
+                raise UserError(f"{source}`{key}` is {number!r}, but must be {allowed}.")
+
+
 def _from_texts(key: str, texts: list[str], kinds: tuple[Any, ...]) -> Any:
     """What the words after an option stand for."""
     if not texts:
@@ -233,9 +279,14 @@ def fill(one: type, values: Values, where: str = "") -> Any:
         where: start of the messages, for example "recipe.yaml: ".
 
     Raises:
-        UserError: A field without a default is missing, or a value has the wrong type or is refused by the dataclass.
+        UserError: A field without a default is missing, or a value has the wrong type, is out of range or is refused by
+            the dataclass.
     """
     given = {key: _typed(key, values[key], kinds, where) for key, kinds in _kinds(one).items() if key in values}
+    defaults = {field.name: field.default for field in dataclasses.fields(one)}
+    for key, value in given.items():
+        if value != defaults[key]:  # such as the -1 of transformers' `max_steps`
+            _check_range(key, value, where)
     required = [field.name for field in dataclasses.fields(one) if field.init and _is_required(field)]
     if missing := [key for key in required if key not in given]:
         raise UserError(f"{where}Set `{'`, `'.join(missing)}`; see `--help`.")
@@ -243,8 +294,8 @@ def fill(one: type, values: Values, where: str = "") -> Any:
         return one(**given)
     except UserError:
         raise
-    except (ValueError, ImportError, TypeError) as error:
-        raise UserError(str(error)) from error
+    except (ValueError, ImportError, TypeError, OSError) as error:  # OSError: a file that an option names
+        raise UserError(" ".join(str(error).split())) from error
 
 
 def _is_required(field: dataclasses.Field) -> bool:

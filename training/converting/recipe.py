@@ -54,11 +54,6 @@ class Stage:
 
     def __post_init__(self) -> None:
         where = f"`stages`, {self.name}: "
-        for key in ("share", "new_learning_rate"):
-            if not _is_positive(getattr(self, key)):
-                raise UserError(f"{where}`{key}` is {getattr(self, key)}, but must be a number above 0.")
-        if not 0 <= self.learning_rate < math.inf:
-            raise UserError(f"{where}`learning_rate` is {self.learning_rate}, but must be at least 0.")
         if not self.weights or not all(map(_is_positive, self.weights.values())):
             raise UserError(f"{where}`weights` must be a section of objectives and numbers above 0.")
         for name in self.weights:
@@ -127,12 +122,8 @@ class ConvertRecipe(Recipe):
         self.require(("data",), bool, "files, a folder, a name on the Hub, or a list of these")
         family = self.model.get("model_type")
         self.require(("model",), lambda _: family in FAMILIES, f"a section with `model_type`: {', '.join(FAMILIES)}")
-        self.require(("held_out_fraction",), lambda value: 0 < value < 1, "between 0 and 1, both excluded")
-        self.require(("sentence_share", "warmup_fraction"), lambda value: 0 <= value < 1, "at least 0 and below 1")
         if self.sentence_share:
             self.require(("sentences",), bool, "named if `sentence_share` is above 0")
-        self.require(("mask_probability",), lambda value: 0 < value < 1, "between 0 and 1, both excluded")
-        self.require(("pass_tokens", "eval_tokens"), lambda value: value >= 1, "at least 1")
         self.require(("teacher_longest",), lambda value: value >= 8, "at least 8, for example 256")
         self.require(("teacher_windows",), _are_sizes, "a list of sizes of at least 8 tokens, for example [64, 128]")
         multiple = f"a multiple of `pass_tokens` ({self.pass_tokens})"

@@ -1,7 +1,6 @@
 """The recipes' `parameter_groups`: parameters with a separate learning rate, or frozen for some updates."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -36,13 +35,11 @@ class ParameterGroup:
             re.compile(self.match)
         except re.error as error:
             raise UserError(f"{where}`match` is not a regular expression: {error}.") from error
-        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+        if self.learning_rate == 0:
             raise UserError(
                 f"{where}`learning_rate` is {self.learning_rate}, but must be above 0. To freeze the group, set its "
                 "`frozen_steps` to `max_steps`."
             )
-        if self.frozen_steps < 0:
-            raise UserError(f"{where}`frozen_steps` is {self.frozen_steps}, but must be 0 or more.")
 
 
 def read_groups(entries: Iterable[Any]) -> list[ParameterGroup]:

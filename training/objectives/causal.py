@@ -36,7 +36,6 @@ class CausalRecipe(RunRecipe):
         super().__post_init__()
         some = bool(self.prompts) and all(prompt.strip() for prompt in self.prompts)
         self.require(("prompts",), lambda _: some, "texts for the finished model to continue")
-        self.require(("sample_tokens",), lambda value: value >= 1, "at least 1")
 
 
 class CausalPretraining(Pretraining):

@@ -34,7 +34,6 @@ class PretrainRecipe(RunRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(("mask_probability",), lambda value: 0 < value < 1, "between 0 and 1, both excluded")
         if self.compile:
             self.require(("separate_documents",), lambda value: not value, "false with `compile`, or `compile` false")
         one_mask = all(sentence.count("<mask>") == 1 for sentence in self.fill_mask)

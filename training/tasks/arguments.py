@@ -1,16 +1,19 @@
 """Options that every finetuning command has, with the paper's values as defaults."""
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 import yaml
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
+from transformers.training_args import trainer_log_levels
 
 from luna_hf.scripting import UserError, reason
 
-# Options of the Trainer that these commands set themselves, and would otherwise ignore silently.
+# Options of the Trainer that these commands set themselves, would ignore, or cannot train with. The others work.
 REFUSED = {
     **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the command always trains, evaluates and predicts"),
     **dict.fromkeys(("metric_for_best_model", "greater_is_better"), "the task names the score that chooses"),
@@ -20,6 +23,17 @@ REFUSED = {
     "data_seed": "--seeds decides the order of the rows, too",
     "include_num_input_tokens_seen": "tokens are always counted, without padding",
     "logging_nan_inf_filter": "a loss that is not finite ends the run",
+    "hub_revision": "the model is pushed to the main branch",
+    "dataloader_drop_last": "every row is trained on and evaluated",
+    "auto_find_batch_size": "results name the batch size; lower --per_device_train_batch_size instead",
+    "save_only_model": "an interrupted run continues with the state of its optimizer",
+    "parallelism_config": "it is an object of Python; start the command with `accelerate launch`",
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "the saved weights would be rounded, too"),
+    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), "the models of this package have no Liger kernels"),
+    **dict.fromkeys(("prediction_loss_only", "batch_eval_metrics"), "a score needs the predictions of all rows"),
+    **dict.fromkeys(("eval_do_concat_batches", "eval_use_gather_object"), "a score needs one array of predictions"),
+    "debug": "its hooks stop at masks, which are no numbers",
+    "include_for_metrics": "a score is computed from predictions and labels alone",
 }
 
 
@@ -82,8 +96,55 @@ class FinetuneArguments:
         return {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in self.model_config)}
 
 
+class CheckedTraining:
+    """What training arguments check in every finetuning command; a base class beside transformers'."""
+
+    def __post_init__(self) -> None:
+        available = [*get_available_reporting_integrations(), "all", "none"]
+        for name in [self.report_to] if isinstance(self.report_to, str) else self.report_to or []:
+            if name not in available:
+                raise UserError(f"--report_to {name} is unknown or not installed. Available: {', '.join(available)}.")
+        for name in ("log_level", "log_level_replica"):
+            if getattr(self, name) not in trainer_log_levels:
+                raise UserError(f"--{name} {getattr(self, name)} is unknown. Known: {', '.join(trainer_log_levels)}.")
+        self.logging_nan_inf_filter = False
+        # Otherwise processes on CPUs would not find each other.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()
+        super().__post_init__()
+        names = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order")
+        DataLoader([0], **{name: getattr(self, f"dataloader_{name}") for name in names})  # raises what does not fit
+
+    def check_with(self, model: torch.nn.Module, main_metric: str | None = None) -> None:
+        """Create a Trainer, its optimizer and its schedule once, as is done otherwise after the data are tokenized.
+
+        Raises:
+            UserError: A package or an argument is missing, or a value is out of range.
+        """
+        layer = torch.nn.Linear(1, 1)
+        repeated = self.activation_checkpointing_kwargs or self.gradient_checkpointing_kwargs or {}
+        try:
+            own = replace(self, metric_for_best_model=main_metric, push_to_hub=False, label_smoothing_factor=0.0)
+            Trainer(layer, own, train_dataset=[0], eval_dataset=[0])
+            checkpoint(layer, torch.zeros(1), **{"use_reentrant": False, **repeated})
+            if self.torch_compile:
+                torch.compile(layer, backend=self.torch_compile_backend or "inductor", mode=self.torch_compile_mode)
+        except (ImportError, ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"The options of the Trainer cannot be used: {reason(error)}.") from error
+        try:
+            kind, options = Trainer.get_optimizer_cls_and_kwargs(self, model)
+            optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+            if kind.__module__.startswith("torch.optim"):
+                optimizer = kind(optimizer.param_groups[0]["params"], **options)
+            if self.lr_scheduler_type not in (SchedulerType.GREEDY, SchedulerType.REDUCE_ON_PLATEAU):
+                get_scheduler(self.lr_scheduler_type, optimizer, 1, 10, self.lr_scheduler_kwargs)
+        except (ImportError, ValueError, TypeError, RuntimeError) as error:
+            chosen = f"--optim {self.optim.value} with --lr_scheduler_type {self.lr_scheduler_type.value}"
+            raise UserError(f"{chosen} cannot be used: {reason(error)}.") from error
+
+
 @dataclass
-class FinetuneTrainingArguments(TrainingArguments):
+class FinetuneTrainingArguments(CheckedTraining, TrainingArguments):
     """transformers' TrainingArguments with the values of the Luna paper (and of RoBERTa, whose recipe it follows)."""
 
     output_dir: str = option(MISSING, "Folder to write to (required).")
@@ -112,30 +173,5 @@ class FinetuneTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = option(False, "The commands pass on what a model takes.")
 
     def __post_init__(self) -> None:
-        available = [*get_available_reporting_integrations(), "all", "none"]
-        for name in [self.report_to] if isinstance(self.report_to, str) else self.report_to or []:
-            if name not in available:
-                raise UserError(f"--report_to {name} is unknown or not installed. Available: {', '.join(available)}.")
         self.include_num_input_tokens_seen = "non_padding"  # for the speed in the results
-        self.logging_nan_inf_filter = False
-        # Otherwise processes on CPUs would not find each other.
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()
         super().__post_init__()
-
-    def check_with(self, model: torch.nn.Module) -> None:
-        """Create the optimizer and schedule once, as the Trainer does only after the data are tokenized.
-
-        Raises:
-            UserError: A package or an argument is missing, or a value is out of range.
-        """
-        try:
-            kind, options = Trainer.get_optimizer_cls_and_kwargs(self, model)
-            optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-            if kind.__module__.startswith("torch.optim"):
-                optimizer = kind(optimizer.param_groups[0]["params"], **options)
-            if self.lr_scheduler_type not in (SchedulerType.GREEDY, SchedulerType.REDUCE_ON_PLATEAU):
-                get_scheduler(self.lr_scheduler_type, optimizer, 1, 10, self.lr_scheduler_kwargs)
-        except (ImportError, ValueError, TypeError, RuntimeError) as error:
-            chosen = f"--optim {self.optim.value} with --lr_scheduler_type {self.lr_scheduler_type.value}"
-            raise UserError(f"{chosen} cannot be used: {reason(error)}.") from error

@@ -194,7 +194,7 @@ def open_model(job: Job, name: str) -> Prepared:
     prepared = Prepared(tokenizer, max_length)
     model, found = load_model(job, name, prepared, job.arguments.dropout)
     prepared.notes = [*found, *notes]
-    job.training.check_with(model)
+    job.training.check_with(model, job.task.main_metric)
     tokenizer.model_max_length = max(max_length, longest)
     return prepared
 

@@ -128,7 +128,28 @@ def seconds(trainer: Trainer) -> float:
     return next(part for part in trainer.callback_handler.callbacks if isinstance(part, Clock)).seconds
 
 
-class FinetuneTrainer(Trainer):
+class FiniteTraining:
+    """What ends a run that diverges; a base class beside a Trainer."""
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
+        """One micro batch; its loss must be finite."""
+        loss = super().training_step(*arguments, **keywords)
+        self.require_finite({"training loss": loss})
+        return loss
+
+    def require_finite(self, values: Mapping[str, Any]) -> None:
+        """Check numbers, arrays or tensors by name.
+
+        Raises:
+            Diverged: On every process, if one of them has a value that is not finite.
+        """
+        for name, value in values.items():
+            finite = value is None or bool(torch.isfinite(torch.as_tensor(value)).all())
+            if not self.accelerator.gather(torch.tensor(float(finite), device=self.args.device)).all():
+                raise Diverged(f"{name.removeprefix('eval_')} not finite after {self.state.global_step:,} updates")
+
+
+class FinetuneTrainer(FiniteTraining, Trainer):
     """Trainer with the loss, the order and the clock of this module.
 
     Args:
@@ -171,12 +192,6 @@ class FinetuneTrainer(Trainer):
         """Seconds of training, those before a resume included."""
         return seconds(self)
 
-    def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """One micro batch; its loss must be finite."""
-        loss = super().training_step(*arguments, **keywords)
-        self.require_finite({"training loss": loss})
-        return loss
-
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> EvalLoopOutput:
         """Evaluate or predict; predictions must be finite, and in training also loss and metrics."""
         output = super().evaluation_loop(*arguments, **keywords)
@@ -188,17 +203,6 @@ class FinetuneTrainer(Trainer):
         """`scores`, which are defined for finite numbers only."""
         self.require_finite({"predictions": prediction.predictions})
         return self.scores(prediction.predictions, prediction.label_ids)
-
-    def require_finite(self, values: Mapping[str, Any]) -> None:
-        """Check numbers, arrays or tensors by name.
-
-        Raises:
-            Diverged: On every process, if one of them has a value that is not finite.
-        """
-        for name, value in values.items():
-            finite = value is None or bool(torch.isfinite(torch.as_tensor(value)).all())
-            if not self.accelerator.gather(torch.tensor(float(finite), device=self.args.device)).all():
-                raise Diverged(f"{name.removeprefix('eval_')} not finite after {self.state.global_step:,} updates")
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         """The order of this module, unless a sequential one is requested."""

@@ -45,11 +45,7 @@ class TranslationRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = ("batch_tokens", "accumulation", "warmup_steps", "average_checkpoints", "num_beams")
-        counts += ("max_new_tokens", "eval_batch_size")
-        self.require(counts, lambda value: value >= 1, "at least 1")
-        self.require(("max_length",), lambda value: value >= 2, "at least 2: a token and the end")
-        self.require(("label_smoothing",), lambda value: 0 <= value < 1, "at least 0 and below 1")
+        self.require(("warmup_steps",), bool, "at least 1")
         self.require(("source_language", "target_language"), re.compile(r"[\w-]+").fullmatch, "a code such as de")
         self.require(("data", "train_split", "validation_split"), str.strip, "given")
         self.require(("model",), lambda value: "model_type" in value, "a section with `model_type`, for example luna")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import TransformersKwargs, is_tracing
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -84,6 +85,9 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
         super().__init_subclass__(**kwargs)
         # Transformers copies the file of a class with an `_auto_class`; `hub.py` writes the code of the package's own.
         cls._auto_class = None if is_ours(cls) else next(iter(cls.auto_classes), None)
+        # With label smoothing, the Trainer compares logits with the next label only for classes that this table names.
+        if "AutoModelForCausalLM" in cls.auto_classes:
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

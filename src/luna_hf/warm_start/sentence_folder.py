@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from safetensors.torch import load_file
+
 from ..convert.files import find
 from ..scripting import UserError, reason, write_json
 
@@ -124,6 +126,9 @@ def read_sentence_folder(name: str) -> SentenceFolder | None:
     for path, kind in zip(paths, kinds, strict=True):
         if kind == "Dense" and f"{path}/{WEIGHTS}" not in files:
             raise UserError(f"{name} has no {path}/{WEIGHTS}. Save the model again with sentence-transformers.")
+        weights = load_file(files[f"{path}/{WEIGHTS}"]) if kind == "Dense" else {}
+        if not all(values.isfinite().all() for values in weights.values()):
+            raise UserError(f"{path}/{WEIGHTS} of {name} holds NaN or infinity. Use an earlier checkpoint.")
     longest = settings.get("max_seq_length")
     if longest is None:  # recent versions store it with the tokenizer, where others store a huge number for none
         stored = (_read_json(name, subfolder, "tokenizer_config.json") or {}).get("model_max_length")

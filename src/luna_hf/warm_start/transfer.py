@@ -276,6 +276,13 @@ class _Maker:
         return self.report
 
 
+def _check_finite(tensors: dict[str, Tensor], problem: str) -> None:
+    """Refuse NaN and infinities; `problem` completes the message after the name of a tensor."""
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} {problem}")
+
+
 def warm_start(
     model_class: type[PreTrainedModel],
     source: Source,
@@ -312,9 +319,9 @@ def warm_start(
         The model in eval mode, and what became of every parameter.
 
     Raises:
-        ValueError: The model is causal; the source cannot be read or mapped; `dtype` is no floating-point type; a field
-            is unknown or decided by the source; there would be fewer positions than the source's; or the family's
-            rules refuse.
+        ValueError: The model is causal; the source cannot be read or mapped; a weight of it is not finite, or not in
+            `dtype`, or `dtype` is no floating-point type; a field is unknown or decided by the source; there would be
+            fewer positions than the source's; or the family's rules refuse.
     """
     family = _find_family(model_class, given.pop("is_decoder", False))
     if preset is not None:
@@ -323,6 +330,8 @@ def warm_start(
     options = {name: given.pop(name) for name in family.warm_start.options() if name in given}
     with torch.random.fork_rng(devices=[]):
         loaded = load_source(source, allow_pickle)
+        weights = {loaded.names[name]: tensor for name, tensor in loaded.tensors.items()}
+        _check_finite(weights, "of the source holds NaN or infinity. Use an earlier checkpoint.")
         config = _target_config(model_class.config_class, loaded, max_length, given)
         rules = family.warm_start(loaded, config, seed, **options)
         rules.check()
@@ -335,6 +344,7 @@ def warm_start(
     report = maker.finish()
     if dtype is not None:
         made = {name: values.to(dtype) for name, values in made.items()}
+        _check_finite(made, f"has values that are too large for {dtype}. Choose torch.bfloat16 or torch.float32.")
     model.load_state_dict(made, strict=False, assign=True)
     model.tie_weights()
     model.to(loaded.embedding.device)
