@@ -35,7 +35,7 @@ from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 from tasks.arguments import option
 from tasks.files import load_splits, require_columns
 from tasks.plan import SETTINGS_FILE, check_output, check_settings, data_digest, is_begun, read_json, settings
-from tasks.trainer import Clock, find_checkpoint, remove_checkpoints, seconds
+from tasks.trainer import Clock, Sealing, find_checkpoint, remove_checkpoints, seconds
 from transformers import AutoModel
 from transformers.utils import logging
 
@@ -151,9 +151,9 @@ def run(encoder: SentenceTransformer, training: TrainingArguments, pairs: dict[s
     evaluator = EmbeddingSimilarityEvaluator(dev["sentence1"], dev["sentence2"], dev["score"], show_progress_bar=False)
     before = evaluator(encoder)
     trainer = SentenceTransformerTrainer(
-        encoder, training, pairs["train"], loss=CoSENTLoss(encoder), callbacks=[Clock()]
+        encoder, training, pairs["train"], loss=CoSENTLoss(encoder), callbacks=[Clock(), Sealing()]
     )
-    start = find_checkpoint(folder, print)
+    start = find_checkpoint(folder, print, training.load_best_model_at_end)
     trainer.train(resume_from_checkpoint=str(start) if start else None)
     scores = evaluator(encoder)
     encoder.save_pretrained(str(folder))
