@@ -65,7 +65,8 @@ def reason(error: BaseException) -> str:
     """
     if isinstance(error, UnpicklingError):
         code = re.search(r"GLOBAL (\S+)", str(error))
-        return f"its pickle would run {code[1]}, which could be any code" if code else "its pickle is damaged"
+        held = f"its pickle would run {code[1]}, which could be any code" if code else ""
+        return held or "its pickle is damaged, or holds more than tensors and plain values"
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 

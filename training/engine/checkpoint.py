@@ -7,7 +7,6 @@ A checkpoint is written to a folder with another name, which is renamed when all
 moment leaves the earlier checkpoints intact.
 """
 
-import json
 import logging
 import os
 import shutil
@@ -27,7 +26,7 @@ from common.seal import newest_intact, seal, sync
 from safetensors import SafetensorError
 
 from engine.sharding import stored_classes
-from luna_hf.scripting import UserError, is_disk_full, reason, write_json
+from luna_hf.scripting import UserError, is_disk_full, read_json, reason, write_json
 
 _FOLDER = "checkpoints"
 _PREFIX = "step-"
@@ -120,7 +119,7 @@ def _put_in_place(unfinished: Path, final: Path, keep: int) -> None:
 
 def read_state(checkpoint: Path) -> tuple[Counters, dict[str, Any]]:
     """Counters of a checkpoint, and the `record` of its run."""
-    state = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    state = read_json(checkpoint / _STATE)
     known = {entry.name for entry in fields(Counters)}
     return Counters(**{name: value for name, value in state["counters"].items() if name in known}), state["record"]
 
