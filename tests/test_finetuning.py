@@ -25,7 +25,7 @@ from tasks.trainer import FinetuneTrainer, Sealing, find_checkpoint
 from tiny_finetuning import COMMANDS, PLAIN, RECIPES, checkpoint, command, glue_folder, refused, run
 from transformers import TrainerState, pipeline
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, write_json
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,9 @@ def test_a_checkpoint_whose_best_one_is_damaged_is_passed_over(cut_off):
 
 
 def test_the_best_checkpoint_of_a_moved_run_is_found(tmp_path):
-    state = TrainerState(best_model_checkpoint="/elsewhere/checkpoint-6")
+    (tmp_path / "checkpoint-12").mkdir()
+    write_json(tmp_path / "checkpoint-12" / "trainer_state.json", {"best_model_checkpoint": "/elsewhere/checkpoint-6"})
+    state = TrainerState(global_step=12)  # from which the Trainer has removed it
     Sealing().on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None)
     assert state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
 

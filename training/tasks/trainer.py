@@ -130,8 +130,9 @@ class Sealing(TrainerCallback):
     """Seals every checkpoint, and finds the best one where it is now."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The folder of the run may have been moved, or lie on another path, since the checkpoint was written."""
-        state.best_model_checkpoint = _best(Path(args.output_dir), state.best_model_checkpoint)
+        """The run may have been moved since the checkpoint was written; the Trainer then forgets which one is best."""
+        if state.global_step:
+            state.best_model_checkpoint = _best(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Seal what all processes have written."""
@@ -274,7 +275,7 @@ def find_checkpoint(folder: Path, tell: Callable[[str], None], needs_best: bool 
     def wrong(checkpoint: Path) -> str | None:
         if own := _damage(checkpoint):
             return own
-        best = _best(folder, read_state(checkpoint).get("best_model_checkpoint")) if needs_best else None
+        best = _best(checkpoint) if needs_best else None
         if best and (other := _damage(Path(best))):
             return f"it needs {Path(best).name}, the best one until then, which is damaged: {other}"
         return None
@@ -305,12 +306,14 @@ def _damage(checkpoint: Path) -> str | None:
     parts = {"*model[._-]*": "weights", "optimizer*": "optimizer", "scheduler.pt": "scheduler.pt"}
     parts["rng_state*.pth"] = "random states"
     missing = [part for pattern, part in parts.items() if not any(checkpoint.glob(pattern))]
+    missing = [] if any(checkpoint.glob("global_step*")) else missing  # DeepSpeed has other files
     return f"{cut[0]} is cut off" if cut else f"it has no {missing[0]}" if missing else None
 
 
-def _best(folder: Path, recorded: str | None) -> str | None:
-    """The best checkpoint that a state records, in the folder where it is now."""
-    return str(folder / Path(recorded).name) if recorded else None
+def _best(checkpoint: Path) -> str | None:
+    """The best checkpoint that another one beside it records, where it is now."""
+    recorded = read_state(checkpoint).get("best_model_checkpoint")
+    return str(checkpoint.with_name(Path(recorded).name)) if recorded else None
 
 
 def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
@@ -319,7 +322,7 @@ def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
         trainer.train(resume_from_checkpoint=str(start) if start else None)
         return
     state = TrainerState.load_from_json(str(start / "trainer_state.json"))
-    best = _best(start.parent, state.best_model_checkpoint) if trainer.args.load_best_model_at_end else None
+    best = _best(start) if trainer.args.load_best_model_at_end else None
     trainer.model.load_state_dict(load_file(Path(best or start) / "model.safetensors"))
     trainer.state = state
     trainer._load_callback_state()
