@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from luna_hf.scripting import Parser, UserError, describe_run, run_script, write_json
+from luna_hf.scripting import Parser, UserError, describe_run, read_json, run_script, write_json
 
 # Results are written and plotted as those of the benchmarks; `mini.py` trains a tokenizer.
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("benchmarks", "training"))
@@ -118,11 +118,6 @@ def describe(options: argparse.Namespace, folder: Path, **own: Any) -> None:
 
 
 # ---- reports ----
-
-
-def read_json(path: Path) -> Any:
-    """Content of a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def finished_runs(folder: Path, kind: str, command: str) -> list[tuple[Path, dict[str, Any]]]:

@@ -8,17 +8,15 @@ checkpoints/NAME/
     README.md                                          written by build.py
 """
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from common.options import fill, read_yaml
 from engine.log import read_log
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, read_json
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
@@ -194,10 +192,5 @@ class Checkpoint:
 
 def _stage(folder: Path) -> Stage:
     recipe = folder / "recipe.yaml"
-    values = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
+    values = read_yaml(recipe) if recipe.is_file() else {}
     return Stage(values, read_json(folder / "metrics.json"), read_log(folder / "log.jsonl"))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from catalogue import read_json
-from transformers import AutoTokenizer
+from common.models import DAMAGED
 
-from luna_hf.scripting import UserError, write_text
+from luna_hf.scripting import UserError, load_tokenizer, read_json, reason, write_text
 
 PASSAGE = (
     "The old harbour lies at the mouth of the river. In the morning, boats bring fish and coal to the town, and in the "
@@ -67,7 +66,11 @@ def kind_of(folder: Path) -> str:
 
 
 def load(folder: Path, **options: Any) -> tuple[Any, Any]:
-    """The model of a folder in evaluation mode, and its tokenizer; `options` are those of `from_pretrained`."""
+    """The model of a folder in evaluation mode, and its tokenizer; `options` are those of `from_pretrained`.
+
+    Raises:
+        UserError: A file is missing or damaged.
+    """
     kind = kind_of(folder)
     if kind == "sentences":
         from common import extra_embed  # noqa: F401
@@ -77,8 +80,11 @@ def load(folder: Path, **options: Any) -> tuple[Any, Any]:
 
         model = SentenceTransformer(str(folder), device="cpu", model_kwargs=options)
         return model.eval(), model.tokenizer
-    model = getattr(transformers, KINDS[kind].auto_class).from_pretrained(folder, **options)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    try:
+        model = getattr(transformers, KINDS[kind].auto_class).from_pretrained(folder, **options)
+    except DAMAGED as error:
+        raise UserError(f"The model in {folder} cannot be loaded ({reason(error)}).") from error
+    return model.eval(), load_tokenizer(str(folder), required=True)
 
 
 def make(folder: Path, longest: int | float) -> list[Case]:

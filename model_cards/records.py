@@ -15,16 +15,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
-from catalogue import Stage, read_json
+from catalogue import Stage
 from common.machine import plural
+from common.options import parse_yaml
 from engine.log import read_log
 from safetensors import safe_open
 from tasks.arguments import REFUSED
 from tasks.plan import RUN_FILE, SETTINGS_FILE, read_run
 from transformers import TrainingArguments
 
-from luna_hf.scripting import UserError, portable
+from luna_hf.scripting import UserError, portable, read_json
 
 _RECIPE = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SETTING = ("batch_size", "learning_rate", "dropout", "seed")
@@ -51,7 +51,7 @@ def _pretrained(folder: Path, figures: dict[str, Any]) -> Stage:
     found = _RECIPE.search((folder / "README.md").read_text(encoding="utf-8"))
     if not found:
         raise UserError(f"{folder / 'README.md'} holds no recipe: no training command has written it.")
-    return Stage(yaml.safe_load(found[1]), figures, read_log(folder / "log.jsonl"))
+    return Stage(parse_yaml(found[1], f"The recipe in {folder / 'README.md'}"), figures, read_log(folder / "log.jsonl"))
 
 
 def _portable(value: Any) -> Any:
@@ -100,7 +100,8 @@ def _finetuned(run: Path, root: Path) -> tuple[Path, list[Stage]]:
         if others:
             named = ", ".join(str(path) for path in (folder, *others))
             raise UserError(f"{run} holds several models. Name one of them: {named}.")
-    result = read_run(folder)
+    if not (result := read_run(folder)):
+        raise UserError(f"There is no {folder / RUN_FILE}: {folder} holds no finished run.")
     settings = read_json(_run_folder(folder, root, result) / SETTINGS_FILE)
     command = Path(next(word for word in results["command"].split() if word.endswith(".py"))).stem
     kept = {name: value for name, value in result.items() if name not in ("folder", "history")}

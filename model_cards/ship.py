@@ -22,13 +22,13 @@ from typing import Any
 import golden
 import torch
 import yaml
-from catalogue import Entry, Stage, Zoo, read_json
+from catalogue import Entry, Stage, Zoo
 from common.models import longest_input
 from engine.card import PLOT, drawing
 from records import read_stages
 from transformers import AutoConfig
 
-from luna_hf.scripting import TOKENIZER_FILES, Parser, run_script, write_json, write_text, writing
+from luna_hf.scripting import TOKENIZER_FILES, Parser, read_json, run_script, write_json, write_text, writing
 
 LOG_LIMIT = 200_000  # bytes
 # What is plotted of a log.

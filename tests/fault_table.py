@@ -30,7 +30,7 @@ class Row:
             for a command that keeps nothing between runs.
         models: folders of models among the inputs.
         checkpoints: pattern of its checkpoints below `disk`; empty for a command without any.
-        last: pattern of the change of a file at which it has two whole checkpoints and writes a third.
+        last: pattern of the change of a file before which it has two whole checkpoints and nothing of a third.
     """
 
     module: str
@@ -94,6 +94,7 @@ PRETRAINING = {
 
 # ---- finetuning ----
 
+TRAINERS_LAST = r"os.mkdir \S*checkpoint-18$"
 DROPOUT = {"hidden_dropout_prob": 0.1}
 
 
@@ -118,8 +119,7 @@ def _csqa(inputs: Path) -> None:
 def _finetuning(module: str, make: Callable[[Path], object], train: str, **options: object) -> Row:
     words = command("inputs/model", OUT, dataset_name="inputs/data", num_train_epochs=3, **options)
     changes = (f"inputs/data/{train}.jsonl", ["--accept_changed_data"])
-    last = r"open \S*checkpoint-18/trainer_state.json"
-    return Row(module, make, words, ("model",), changes, "out/**/checkpoint-*", last)
+    return Row(module, make, words, ("model",), changes, "out/**/checkpoint-*", TRAINERS_LAST)
 
 
 SWEEP = {"sweep": True, "sweep_batch_sizes": [8, 16], "sweep_learning_rates": 3e-3, "seeds": 1}
@@ -146,7 +146,7 @@ EMBEDDINGS = {
         ("model",),
         ("inputs/data/train.jsonl", ["--accept_changed_data", "true"]),
         "out/checkpoint-*",
-        r"open \S*checkpoint-18/trainer_state.json",
+        TRAINERS_LAST,
     )
 }
 

@@ -181,22 +181,28 @@ def spoilt(content: bytes, editable: bool) -> dict[str, bytes]:
 def _damaged(on: Stage, snapshot: Path, wanted: Callable[[Path], bool], edited: bool = True) -> Iterator[Case]:
     names = [path.relative_to(snapshot) for path in sorted(snapshot.rglob("*")) if path.is_file()]
     for name in filter(wanted, names):
-        for way, content in spoilt((snapshot / name).read_bytes(), edited and name.suffix == ".json").items():
+        ways = spoilt((snapshot / name).read_bytes(), edited and name.suffix == ".json")
+        if "checkpoint" in name.parent.as_posix():
+            ways["missing"] = None
+        for way, content in ways.items():
             on.place.reset(snapshot)
-            (on.place.folder / "disk" / name).write_bytes(content)
+            path = on.place.folder / "disk" / name
+            path.unlink() if content is None else path.write_bytes(content)
             yield on.again(f"{name}: {way}", name.name, name.parent.name, "disk/out")
 
 
 def damaged_run(on: Stage) -> Iterator[Case]:
-    """Damaged files of an interrupted run: those of the newest checkpoint, log, settings, tokenizer."""
+    """Damaged files of an interrupted run: of the newest checkpoint, older weights, log, settings, tokenizer."""
     if not on.row.last:
         return
     snapshot = on.interrupted()
     steps = {path: path.name.rpartition("-")[2] for path in snapshot.glob(on.row.checkpoints)}
+    # The command must read what is damaged here, so nothing of a later checkpoint may be there.
     newest = max((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
 
     def wanted(name: Path) -> bool:
         inside = name.is_relative_to(newest.relative_to(snapshot))
+        inside |= "checkpoint" in name.parent.as_posix() and name.suffix == ".safetensors"  # of which one is the best
         top = not re.search(r"checkpoint", name.as_posix()) and name.parts[0] == "out"
         return (inside or top) and name.suffix not in (".py", ".lock", ".md") and not name.name.startswith(".")
 

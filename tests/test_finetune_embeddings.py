@@ -108,3 +108,21 @@ def test_a_missing_model_and_a_missing_split_are_refused(encoder, data, tmp_path
     (data / "stsb" / "validation.parquet").unlink()
     assert finetune_embeddings.main(words(encoder, data, tmp_path / "out")) == 2
     assert "validation" in capsys.readouterr().err
+
+
+def test_damaged_checkpoints_are_named_and_an_older_one_used(encoder, data, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "out"
+    given = words(encoder, data, output, num_train_epochs=3, per_device_train_batch_size=16, save_total_limit=3)
+    with monkeypatch.context() as patch:
+        patch.delattr(finetune_embeddings, "seconds")  # a kill after the training
+        with pytest.raises(NameError):
+            finetune_embeddings.main(given)
+    flipped, lost = output / "checkpoint-6" / "optimizer.pt", output / "checkpoint-4" / "scheduler.pt"
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    flipped.write_bytes(content)
+    lost.unlink()
+    assert finetune_embeddings.main(given) == 0
+    printed = capsys.readouterr().out
+    assert "checkpoint-6: optimizer.pt differs" in printed and "checkpoint-4: scheduler.pt is missing" in printed
+    assert "Continuing from checkpoint-2" in printed

@@ -7,22 +7,25 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import finetune_glue
 import pytest
 import torch
 import yaml
+from common.seal import seal
 from helpers import ROOT
 from hub_stub import HubStub
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from tasks import best, classification, runs
 from tasks.plan import plan, unique_labels
-from tasks.trainer import FinetuneTrainer, find_checkpoint
+from tasks.trainer import FinetuneTrainer, Sealing, find_checkpoint
 from tiny_finetuning import COMMANDS, PLAIN, RECIPES, checkpoint, command, glue_folder, refused, run
-from transformers import pipeline
+from transformers import TrainerState, pipeline
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, write_json
 
 
 @pytest.fixture(scope="module")
@@ -110,17 +113,77 @@ def test_a_save_that_was_cut_off_is_passed_over(luna, sst2, uninterrupted, cut_o
     assert 0 < clock["seconds"] < 100
     clock["seconds"] += 1000
     (cut_off / "checkpoint-12" / "trainer_state.json").write_text(json.dumps(state))
-    for name in ("optimizer.pt", "model.safetensors", "trainer_state.json"):  # damage by something else than a kill
-        spoilt = shutil.copytree(cut_off, cut_off.with_name(name)) / "checkpoint-12" / name
-        spoilt.write_bytes(spoilt.read_bytes()[:-9])
-        assert find_checkpoint(spoilt.parents[1], print).name == "checkpoint-6"
+    seal(cut_off / "checkpoint-12")
     assert finetune_glue.main(command(luna, cut_off, **options(sst2))) == 0
     printed = capsys.readouterr().out
-    assert "checkpoint-18 is not complete" in printed and "from checkpoint-12" in printed
+    assert "damaged checkpoint checkpoint-18: it is not complete" in printed and "from checkpoint-12" in printed
     assert_same_run(cut_off, uninterrupted)
     result = read(cut_off)
     assert result["resumed_from_step"] == 12 and 1000 < result["training_seconds"] < 1100
     assert result["tokens_per_second"] > result["samples_per_second"] > 0
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+# With a manifest, any change is found; without one, as earlier versions wrote them, files that are cut or missing.
+STATES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+DAMAGE = list(itertools.product(STATES, (flip, cut, Path.unlink), (True, False)))
+DAMAGE = [(name, damaged, sealed) for name, damaged, sealed in DAMAGE if sealed or damaged is not flip]
+
+
+@pytest.mark.parametrize(("name", "damaged", "sealed"), DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(cut_off, name, damaged, sealed):
+    shutil.rmtree(cut_off / "checkpoint-18")
+    for folder in cut_off.glob("checkpoint-*"):
+        if not sealed:
+            (folder / "files.json").unlink()
+    told = []
+    assert find_checkpoint(cut_off, told.append).name == "checkpoint-12"
+    damaged(cut_off / "checkpoint-12" / name)
+    told.clear()
+    assert find_checkpoint(cut_off, told.append).name == "checkpoint-6" and len(told) == 2
+    parts = {"model.safetensors": "weights", "optimizer.pt": "optimizer", "rng_state.pth": "random states"}
+    assert "checkpoint-12" in told[0] and (name in told[0] or parts[name] in told[0] or "not complete" in told[0])
+
+
+def test_a_checkpoint_whose_best_one_is_damaged_is_passed_over(cut_off):
+    state = read(cut_off / "checkpoint-12", "trainer_state")
+    state["best_model_checkpoint"] = "/elsewhere/checkpoint-6"  # the run has been moved
+    (cut_off / "checkpoint-12" / "trainer_state.json").write_text(json.dumps(state))
+    seal(cut_off / "checkpoint-12")
+    assert find_checkpoint(cut_off, print).name == "checkpoint-12"
+    flip(cut_off / "checkpoint-6" / "model.safetensors")
+    told = []
+    assert find_checkpoint(cut_off, told.append, needs_best=False).name == "checkpoint-12"
+    assert find_checkpoint(cut_off, told.append) is None
+    assert any("checkpoint-12: it needs checkpoint-6" in line for line in told) and "beginning" in told[-1]
+
+
+def test_the_best_checkpoint_of_a_moved_run_is_found(tmp_path):
+    (tmp_path / "checkpoint-12").mkdir()
+    write_json(tmp_path / "checkpoint-12" / "trainer_state.json", {"best_model_checkpoint": "/elsewhere/checkpoint-6"})
+    state = TrainerState(global_step=12)  # from which the Trainer has removed it
+    Sealing().on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None)
+    assert state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
+
+
+def test_links_that_lead_out_of_the_output_folder_are_refused(luna, sst2, tmp_path, capsys):
+    victim, out = tmp_path / "mine", tmp_path / "out"
+    victim.write_text("mine")
+    out.mkdir()
+    for name in (".lock", "config.json"):
+        (out / name).symlink_to(victim)
+        assert str(out / name) in refused(capsys, command(luna, out, **options(sst2)))
+        (out / name).unlink()
+    assert victim.read_text() == "mine"
 
 
 def test_a_run_killed_after_early_stopping_does_not_train_on(luna, sst2, tmp_path, monkeypatch):
@@ -301,7 +364,8 @@ def test_plan_of_the_papers_sweep_and_names_of_models(tmp_path):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *[("model_config", "classifier_pooling"), ("train_sampling_strategy", "best"), ("do_train", "")],
+        *[("model_config", f"a{value}") for value in ("", "=[1", "=2026-13-45", "=!!python/name:os.mkdir")],
+        *[("train_sampling_strategy", "best"), ("do_train", "")],
         *[("metric-for-best-model", "loss"), ("resume_from_checkpoint", "here"), ("learning_rat", 1)],
         *[("seeds", 1.5), ("output_dir", None)],
     ],

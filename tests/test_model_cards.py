@@ -17,7 +17,7 @@ import ship
 import torch
 from accelerate.state import AcceleratorState
 from catalogue import Zoo
-from helpers import refused, run_python
+from helpers import ROOT, refused, run_python
 from hub_stub import HubStub
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
@@ -36,6 +36,25 @@ def place(name, zoo):
         return Zoo()
     build.write(zoo, name)
     return zoo
+
+
+# ---- damaged files ----
+
+CONTENTS = {"empty": b"", "cut": b'{"a": 1', "a list": b"[]", "no keys": b"{}", "missing": None}
+# Without a recipe, a run is a part of the next stage's.
+DAMAGED = [*itertools.product(("metrics.json", "golden.json", "config.json"), CONTENTS)]
+DAMAGED += [("recipe.yaml", kind) for kind in ("empty", "cut", "a list")]
+
+
+@pytest.mark.parametrize(("file", "kind"), DAMAGED)
+def test_a_damaged_file_is_named(tmp_path, file, kind):
+    name = "luna-mini-en"
+    for part in ("model_cards", "experiments/results", f"checkpoints/{name}"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.safetensors", "*.png", "*.py"))
+    path, content = tmp_path / "checkpoints" / name / file, CONTENTS[kind]
+    path.unlink() if content is None else path.write_bytes(content)
+    with refused(name if (file, kind) == ("metrics.json", "missing") else path, error=UserError):
+        build.write(Zoo(tmp_path), name)
 
 
 # ---- shipping ----

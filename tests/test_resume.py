@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -112,6 +113,34 @@ def test_a_damaged_checkpoint_is_passed_over(corpus, tmp_path, monkeypatch, caps
     printed = capsys.readouterr().out
     assert f"{newest.name}: {name}" in printed and "step-00000002: step 2 of 6" in printed
     assert losses(folder) == losses(uninterrupted)
+
+
+class Code:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_pickles_of_a_checkpoint_run_no_code(corpus, tmp_path, monkeypatch, capsys):
+    folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT)
+    kill(words, monkeypatch)
+    newest, made = checkpoint.checkpoints(folder)[-1], tmp_path / "made"
+    pickles = [path for path in newest.iterdir() if path.suffix in (".pkl", ".bin", ".pt")]
+    assert len(pickles) > 3
+    for path in pickles:
+        content = path.read_bytes()
+        path.write_bytes(pickle.dumps(Code(str(made)), protocol=2))
+        checkpoint.seal(newest)
+        assert start(pretrain_mlm, words) == 2 and not made.exists(), path
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and str(newest) in error, path
+        # accelerate goes on without its random states, and then they are not those of the run.
+        assert ("random states" if path.name.startswith("random_states") else "mkdir") in error, path
+        path.write_bytes(content)
 
 
 def test_a_damaged_log_loses_the_damaged_lines_only(corpus, tmp_path, monkeypatch, capsys, uninterrupted):

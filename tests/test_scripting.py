@@ -1,6 +1,8 @@
 """What all commands share: locks on folders, full disks, fingerprints of data."""
 
+import io
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -11,7 +13,15 @@ from common.fingerprint import changed_files, fingerprint
 from helpers import ROOT, refused
 from safetensors.torch import save_file
 
-from luna_hf.scripting import UserError, _lock, locked, run_script
+from luna_hf.scripting import (
+    UserError,
+    _lock,
+    locked,
+    read_json,
+    refuse_links,
+    run_script,
+    write_text,
+)
 
 _HOLD = """
 import sys
@@ -113,6 +123,76 @@ def test_full_disk_takes_one_line(tmp_path, capsys, fill):
     assert status == 2
     assert error.startswith("error: ") and error.count("\n") == 1
     assert "earlier checkpoints are whole" in error
+
+
+def _rust():
+    raise Exception("Permission denied (os error 13)")
+
+
+def _folder_in_place_of_a_file():
+    open(ROOT)  # noqa: SIM115
+
+
+def _lines():
+    raise UserError("first\n  second")
+
+
+def _pickle():
+    torch.load(io.BytesIO(pickle.dumps(Code())), weights_only=False)
+
+
+class Code:
+    """Raises where it is unpickled."""
+
+    def __reduce__(self):
+        return exec, ("raise KeyError",)
+
+
+@pytest.mark.parametrize("script", [_rust, _folder_in_place_of_a_file, _lines, _pickle])
+def test_errors_of_the_system_and_pickles_take_one_line(capsys, monkeypatch, script):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    before = dict(os.environ)
+    assert run_script(script) == 2 and dict(os.environ) == before
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_what_a_link_leads_to_is_not_written(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    lock, unfinished = tmp_path / "out" / ".lock", tmp_path / "out" / ".run.json.unfinished"
+    lock.parent.mkdir()
+    for make in (lock.symlink_to, lock.hardlink_to):
+        make(victim)
+        with refused(lock, error=UserError), locked(lock):
+            pass
+        lock.unlink()
+    unfinished.symlink_to(victim)
+    write_text(tmp_path / "out" / "run.json", "{}")
+    assert victim.read_text() == "mine" and not unfinished.exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling", "folder", "in a folder"])
+def test_links_that_lead_out_of_a_folder_are_refused(tmp_path, kind):
+    out = tmp_path / "out"
+    (out / "inner" / "wandb").mkdir(parents=True)
+    (tmp_path / "victim").touch()
+    (out / "near").symlink_to("inner")  # stays inside
+    (out / "inner" / "wandb" / "log").symlink_to(tmp_path / "victim")
+    refuse_links(out)
+    link = (out / "inner" if kind == "in a folder" else out) / "link"
+    link.symlink_to({"dangling": "../gone", "folder": tmp_path}.get(kind, tmp_path / "victim"))
+    with refused(link, error=UserError):
+        refuse_links(out)
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"a": 1', b"[]", b"null", b"\xff", b"[" * 100_000, b'{"b": 1}'])
+def test_a_damaged_json_file_is_named(tmp_path, content):
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_bytes(content)
+    with refused(path, error=UserError):
+        read_json(path)["a"]
 
 
 def test_output_that_its_reader_has_closed_is_no_traceback():

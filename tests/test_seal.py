@@ -2,9 +2,10 @@
 
 import json
 import os
+import shutil
 
 import pytest
-from common.seal import damage, seal
+from common.seal import damage, newest_intact, seal
 
 CHANGES = {
     "cut": lambda path: os.truncate(path, 5),
@@ -29,6 +30,20 @@ def test_a_change_is_found(folder, change):
     assert damage(folder) is None
     CHANGES[change](folder / "inner" / "b")
     assert damage(folder).startswith("inner/b ")
+
+
+def test_a_folder_is_sealed_again(folder):
+    (folder / "a").write_bytes(b"new")
+    seal(folder)
+    assert damage(folder) is None
+
+
+def test_the_newest_intact_folder_is_chosen(folder):
+    told, newer = [], shutil.copytree(folder, folder / "newer")
+    (newer / "a").write_bytes(b"new")
+    seal(folder)
+    assert newest_intact([newer, folder], told.append) == folder and "newer: a has 3 bytes" in told[0]
+    assert newest_intact([newer], told.append) is None
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[]", b"{}x", b"\xff", b'{"a": 0}', b'{"a": [0]}', b'{"a": {}}', b"1"])

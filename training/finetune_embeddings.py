@@ -36,7 +36,7 @@ from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 from tasks.arguments import REFUSED, CheckedTraining, option
 from tasks.files import load_splits, require_columns, require_text, shorten
 from tasks.plan import SETTINGS_FILE, check_output, check_settings, data_digest, is_begun, read_json, settings
-from tasks.trainer import Clock, Diverged, FiniteTraining, find_checkpoint, remove_checkpoints, seconds
+from tasks.trainer import Clock, Diverged, FiniteTraining, Sealing, find_checkpoint, remove_checkpoints, seconds
 from transformers import AutoModel
 from transformers.utils import logging
 
@@ -213,9 +213,11 @@ def run(encoder: SentenceTransformer, training: TrainingArguments, pairs: dict[s
             "The encoder gives all pairs of the validation split the same cosine, or none. Name another encoder, "
             "or raise --max_length."
         )
-    trainer = EmbeddingTrainer(encoder, training, pairs["train"], loss=CoSENTLoss(encoder), callbacks=[Clock()])
+    trainer = EmbeddingTrainer(
+        encoder, training, pairs["train"], loss=CoSENTLoss(encoder), callbacks=[Clock(), Sealing()]
+    )
     try:
-        start = find_checkpoint(folder, print)
+        start = find_checkpoint(folder, print, training.load_best_model_at_end)
         trainer.train(resume_from_checkpoint=str(start) if start else None)
         trainer.require_finite(dict(encoder.named_parameters()))
         scores = evaluator(encoder)

@@ -105,6 +105,7 @@ def write_rows(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> N
     lists = [(name, pa.list_(kind)) for name, kind in zip(columns, types, strict=True)]
     schema = pa.schema([*lists, ("label", pa.int64())])
     unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.unlink(missing_ok=True)  # left by a kill, or a link to another file
     with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for batch in _batches(rows):
             *sequences, labels = zip(*batch, strict=True)

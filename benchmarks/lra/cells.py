@@ -10,7 +10,6 @@ chooses the checkpoint of each run, and the learning rate. The test split is rea
 
 import dataclasses
 import hashlib
-import json
 import math
 import shutil
 import statistics
@@ -30,7 +29,7 @@ from tasks.trainer import Diverged, FinetuneTrainer, checkpoints, find_checkpoin
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
-from luna_hf.scripting import UserError, progress, write_json
+from luna_hf.scripting import UserError, progress, read_json, write_json
 
 from .models import PLUGINS, build
 from .recipes import Recipe
@@ -200,7 +199,7 @@ def check_settings(folder: Path, wanted: dict[str, Any]) -> None:
 
 def read(path: Path) -> Result:
     """The content of a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)
 
 
 def train_run(cell: Cell, rate: float, seed: int) -> Result:

@@ -1,6 +1,5 @@
 """Find and load the checkpoints that the page shows."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import LunaForCausalLM, LunaForMaskedLM
-from luna_hf.scripting import UserError, load_tokenizer, reason
+from luna_hf.scripting import UserError, load_tokenizer, read_json, reason
 
 
 class Loaded(NamedTuple):
@@ -78,7 +77,7 @@ def load_checkpoints(folder: Path) -> Checkpoints:
 def checkpoints_of(folder: Path, architecture: str) -> Iterator[Path]:
     """The subfolders, by name, with a model whose class ends like this."""
     for path in sorted(folder.glob("*/config.json")):
-        classes = json.loads(path.read_text(encoding="utf-8")).get("architectures") or [""]
+        classes = read_json(path).get("architectures") or [""]
         if classes[0].endswith(architecture) and (path.parent / "model.safetensors").is_file():
             yield path.parent
 

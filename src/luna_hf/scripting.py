@@ -13,12 +13,14 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import date
 from pathlib import Path
+from pickle import UnpicklingError
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -57,7 +59,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its class if it has none."""
+    """The first line of an error's message, or the name of its class if it has none.
+
+    PyTorch's message on a pickle that it has refused would advise to load it without the restriction.
+    """
+    if isinstance(error, UnpicklingError):
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        held = f"its pickle would run {code[1]}, which could be any code" if code else ""
+        return held or "its pickle is damaged, or holds more than tensors and plain values"
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
@@ -73,18 +82,18 @@ def run_script(
             command installs its own handler, or where processes may block inside a collective operation.
 
     Returns:
-        The script's status, or 0; 2 for a `UserError`, a missing permission or a full disk; 130 after Ctrl-C; 141 if
-        the reader of the output has closed it.
+        The script's status, or 0; 2 for a `UserError` or an error of the system, such as a missing permission or a full
+        disk; 130 after Ctrl-C; 141 if the reader of the output has closed it.
     """
     try:
         _hide_progress_bars()
-        with _sigterm_unwinds(stopped) if clean_on_sigterm else nullcontext():
+        with _restricted_unpickling(), _sigterm_unwinds(stopped) if clean_on_sigterm else nullcontext():
             try:
                 return script() or 0
             finally:
                 sys.stdout.flush()  # at exit, a closed output would be a traceback
     except UserError as error:
-        return _stop(f"error: {error}")
+        return _stop(f"error: {' '.join(str(error).split())}")
     except PermissionError as error:
         return _stop(f"error: no permission to use {error.filename or error}")
     except KeyboardInterrupt:
@@ -97,10 +106,14 @@ def run_script(
             return 141
         raise
     except Exception as error:
-        if not is_disk_full(error):
-            raise
-        place = getattr(error, "filename", None)
-        return _stop(f"error: the disk is full{f' ({place})' if place else ''}: {stopped}")
+        if is_disk_full(error):
+            place = getattr(error, "filename", None)
+            return _stop(f"error: the disk is full{f' ({place})' if place else ''}: {stopped}")
+        if isinstance(error, OSError | UnpicklingError) or "(os error " in str(
+            error
+        ):  # the latter by libraries in Rust
+            return _stop(f"error: {reason(error)}: {stopped}")
+        raise
 
 
 def _stop(message: str, status: int = 2) -> int:
@@ -108,6 +121,9 @@ def _stop(message: str, status: int = 2) -> int:
     return status
 
 
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
+# Variables of PyTorch: the first restricts every `torch.load`, the second would lift its default restriction.
+_UNPICKLING = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Writers in Rust and C++ report a full disk in words only.
@@ -121,6 +137,21 @@ def is_disk_full(error: BaseException) -> bool:
     own = getattr(error, "errno", None) in _DISK_FULL or _DISK_FULL_WORDS.search(str(error))
     cause = error.__cause__ or error.__context__
     return bool(own) or (cause is not None and is_disk_full(cause))
+
+
+@contextmanager
+def _restricted_unpickling() -> Iterator[None]:
+    """Let `torch.load` read nothing but tensors and plain values, whatever a library asks for.
+
+    A checkpoint may come from somebody else. accelerate, for example, reads some of its files without a restriction.
+    """
+    before = {name: os.environ.pop(name, None) for name in _UNPICKLING}
+    os.environ[_UNPICKLING[0]] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_UNPICKLING[0]]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def _hide_progress_bars() -> None:
@@ -180,9 +211,9 @@ def locked(path: Path, folder: Path | None = None) -> Iterator[None]:
         folder: what it protects, for the error; by default the folder that holds it.
 
     Raises:
-        UserError: Another process holds it.
+        UserError: Another process holds it, or it is a link.
     """
-    with path.open("a+", encoding="utf-8") as file:
+    with _open_plain(path) as file:
         if not _lock(file):
             file.seek(0)
             holder = file.read().strip() or "another process"  # which has not written its name yet
@@ -198,20 +229,53 @@ def locked(path: Path, folder: Path | None = None) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def _open_plain(path: Path) -> TextIO:
+    """Open a file to read and append; raises a `UserError` if it is a link, or anything else that is no file."""
+    refused = UserError(f"{path} is a link to something else, or no file. Remove it, or name another folder.")
+    try:
+        file = open(path, "a+", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | _NO_LINK, 0o666))  # noqa: SIM115
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO, None):  # link, folder, socket, pipe
+            raise
+        raise refused from error
+    found = os.fstat(file.fileno())
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+        return file
+    file.close()
+    raise refused
+
+
 def _lock(file: TextIO) -> bool:
     """Lock an open file for this process; false if another one holds it, or has removed it since it was opened."""
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+        return os.path.samestat(os.fstat(file.fileno()), os.lstat(file.name))
     except (BlockingIOError, FileNotFoundError):
         return False
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse to write to a folder with links that lead out of it, since a command would write where they lead.
+
+    Raises:
+        UserError: It has one.
+    """
+    inside = folder.resolve()
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                raise UserError(
+                    f"{path} is a link to {os.readlink(path)}, outside the folder. Remove it, or name another folder."
+                )
+        folders[:] = set(folders) - {"wandb"}  # which links to its own log
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically: after a kill at any moment it holds the old content or the new, never a part."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
+    unfinished.unlink(missing_ok=True)  # left by a kill, or a link to another file
+    with unfinished.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -221,6 +285,34 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write JSON as `write_text` writes text."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+class Record(dict[str, Any]):
+    """The JSON object in a file. A missing key is a `UserError` that names the file."""
+
+    def __init__(self, content: dict[str, Any], path: Path, advice: str = "") -> None:
+        super().__init__(content)
+        self.path, self.advice = path, advice
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise UserError(f"{self.path} is damaged (it has no {key!r}). {self.advice}".strip())
+
+
+def read_json(path: Path, advice: str = "") -> Record:
+    """The JSON object in a file that a command has written; `advice` ends the error.
+
+    Raises:
+        UserError: It is missing, damaged, or no object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
+    except FileNotFoundError as error:
+        raise UserError(f"There is no {path}. {advice}".strip()) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({reason(error)}). {advice}".strip()) from error
+    return Record(content, path, advice)
 
 
 @contextmanager

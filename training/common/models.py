@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
@@ -32,6 +33,8 @@ from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.ops.positions import repeat_positions
 from luna_hf.scripting import UserError
 
+# What reading damaged weights may raise, or a pickle that holds code.
+DAMAGED = (OSError, SafetensorError, ValueError, RuntimeError, EOFError, LookupError, TypeError, UnpicklingError)
 # Fields of a config that follow from the tokenizer, and their values in the tokenizers that a run trains.
 _FROM_TOKENIZER = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 
@@ -227,10 +230,11 @@ def load_encoder(
         model, info = auto_class.from_pretrained(
             name_or_path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, dtype=torch.float32
         )
-    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+    except DAMAGED as error:
         fields = ", ".join(f"{name}={value!r}" for name, value in config_overrides.items())
+        chosen = f" with {fields}" if fields else ""
         raise UserError(
-            f"The weights of {name_or_path} cannot be loaded{f' with {fields}' if fields else ''}: {error}"
+            f"The weights of {name_or_path} cannot be loaded{chosen}: {scripting.reason(error)}."
         ) from error
     finally:
         logging.set_verbosity(verbosity)
@@ -278,7 +282,7 @@ def load_config(name_or_path: str, kind: ModelKind = MASKED) -> PreTrainedConfig
         raise UserError(f"{name_or_path} is not a checkpoint: it has no config.json.")
     try:
         config = AutoConfig.from_pretrained(name_or_path)
-    except (OSError, ValueError, KeyError, HFValidationError, HfHubHTTPError, StrictDataclassError) as error:
+    except Exception as error:  # config files fail in many ways, all of them the user's to fix
         raise UserError(
             f"There is no model {name_or_path!r}, neither as a folder nor on the Hub ({scripting.reason(error)})."
         ) from error

@@ -144,13 +144,22 @@ def read_yaml(path: Path) -> Values:
     """
     if not path.is_file():
         raise UserError(f"There is no recipe {path}. Recipes: {', '.join(_recipes(path.parent.name))}.")
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
+    values = parse_yaml(path.read_bytes(), str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UserError(f"{path} must consist of `key: value` lines.")
     return values
+
+
+def parse_yaml(text: str | bytes, what: str) -> Any:
+    """The value of a YAML text; a tag that would make anything but plain values is not valid.
+
+    Raises:
+        UserError: It is not valid; `what` begins the message.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the second: 2026-13-45, or not UTF-8
+        raise UserError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -246,10 +255,10 @@ def _from_texts(key: str, texts: list[str], kinds: tuple[Any, ...]) -> Any:
     if set(kinds) <= {str, type(None)}:
         return text
     try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+        value = parse_yaml(text, f"--{key} {text}")
+    except UserError:
         if str not in kinds:
-            raise UserError(f"--{key} {text}: not a YAML value ({error}).") from error
+            raise
         return text
     return value if str not in kinds or any(_accepts(kind, value) for kind in kinds) else text
 

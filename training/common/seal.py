@@ -1,25 +1,29 @@
-"""Sealed folders: their files are on disk, and a manifest lists sizes and checksums, so that damage is found."""
+"""Sealed folders: their files are on disk, and a manifest lists sizes and checksums, so that damage is found.
+
+Every checkpoint of a run is sealed, those of the pretraining loop and those of the Trainer.
+"""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import xxhash
 
 from luna_hf.scripting import write_json
 
-_MANIFEST = "files.json"
+MANIFEST = "files.json"
 _PART = 1 << 20
 
 
 def seal(folder: Path) -> None:
     """Flush every file of a folder to disk, then write the manifest."""
+    (folder / MANIFEST).unlink(missing_ok=True)  # of what the folder held before
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in paths:
         sync(path)
     listed = {path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)] for path in paths}
-    write_json(folder / _MANIFEST, listed)
+    write_json(folder / MANIFEST, listed)
     sync(folder)
 
 
@@ -29,8 +33,25 @@ def damage(folder: Path) -> str | None:
         return next(_differences(folder), None)
     except OSError as error:
         return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
-    except (ValueError, TypeError, AttributeError):
-        return f"{_MANIFEST} is not a manifest"
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return f"{MANIFEST} is not a manifest"
+
+
+def newest_intact(
+    found: Iterable[Path], tell: Callable[[str], None], wrong: Callable[[Path], str | None] = damage
+) -> Path | None:
+    """The first of the checkpoints that is intact; `tell` gets a line about each damaged one before it.
+
+    Args:
+        found: the newest first.
+        tell: prints.
+        wrong: what is wrong with a checkpoint, or `None`.
+    """
+    for checkpoint in found:
+        if (difference := wrong(checkpoint)) is None:
+            return checkpoint
+        tell(f"Ignoring the damaged checkpoint {checkpoint.name}: {difference}.")
+    return None
 
 
 def sync(path: Path) -> None:
@@ -43,10 +64,10 @@ def sync(path: Path) -> None:
 
 
 def _differences(folder: Path) -> Iterator[str]:
-    listed = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if (name := path.relative_to(folder).as_posix()) not in {*listed, _MANIFEST}:
-            yield f"{_MANIFEST} does not list {name}"
+        if (name := path.relative_to(folder).as_posix()) not in {*listed, MANIFEST}:
+            yield f"{MANIFEST} does not list {name}"
     for name, (size, checksum) in listed.items():
         path = folder / name
         if not path.is_file():

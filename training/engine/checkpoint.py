@@ -7,7 +7,6 @@ A checkpoint is written to a folder with another name, which is renamed when all
 moment leaves the earlier checkpoints intact.
 """
 
-import json
 import logging
 import os
 import shutil
@@ -23,10 +22,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from common.machine import plural
-from common.seal import damage, seal, sync
+from common.seal import newest_intact, seal, sync
 from safetensors import SafetensorError
 
-from luna_hf.scripting import UserError, is_disk_full, write_json
+from engine.sharding import stored_classes
+from luna_hf.scripting import UserError, is_disk_full, read_json, reason, write_json
 
 _FOLDER = "checkpoints"
 _PREFIX = "step-"
@@ -61,14 +61,10 @@ def newest_complete(output_dir: Path, log: Callable[[str], None], needed: bool =
         UserError: A checkpoint is `needed` and there are some, but every one is damaged.
     """
     found = checkpoints(output_dir)
-    for checkpoint in reversed(found):
-        wrong = damage(checkpoint)
-        if wrong is None:
-            return checkpoint
-        log(f"Ignoring the damaged checkpoint {checkpoint.name}: {wrong}.")
-    if found and needed:
+    newest = newest_intact(reversed(found), log)
+    if newest is None and found and needed:
         raise UserError(f"Every checkpoint in {output_dir / _FOLDER} is damaged: remove that folder to start again.")
-    return None
+    return newest
 
 
 def save_checkpoint(
@@ -123,7 +119,7 @@ def _put_in_place(unfinished: Path, final: Path, keep: int) -> None:
 
 def read_state(checkpoint: Path) -> tuple[Counters, dict[str, Any]]:
     """Counters of a checkpoint, and the `record` of its run."""
-    state = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    state = read_json(checkpoint / _STATE)
     known = {entry.name for entry in fields(Counters)}
     return Counters(**{name: value for name, value in state["counters"].items() if name in known}), state["record"]
 
@@ -131,9 +127,11 @@ def read_state(checkpoint: Path) -> tuple[Counters, dict[str, Any]]:
 def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
     """Load a checkpoint into what `accelerator` has prepared, and return the data position of this process.
 
+    A file of it may come from somebody else: commands read nothing but tensors and plain values (`run_script`).
+
     Raises:
         UserError: Another number of processes wrote it, so that the run could not be continued exactly; or its files
-            do not fit the run.
+            do not fit the run, or hold code.
     """
     counters, _ = read_state(checkpoint)
     if counters.processes != accelerator.num_processes:
@@ -142,10 +140,11 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any
             f"{accelerator.num_processes}: start as many as before."
         )
     try:
-        accelerator.load_state(str(checkpoint))
+        with torch.serialization.safe_globals(stored_classes(accelerator)):
+            accelerator.load_state(str(checkpoint))
         own = torch.load(checkpoint / _data_file(accelerator), weights_only=True)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
-        raise UserError(f"{checkpoint} cannot be loaded: {error}") from error
+        raise UserError(f"{checkpoint} cannot be loaded: {reason(error)}. Remove this folder.") from error
     accelerator.step = 0  # counts the passes of an update, and checkpoints are written between updates
     if not torch.equal(torch.get_rng_state(), own["random"]):  # accelerate ignores what it cannot restore
         raise UserError(f"The random states in {checkpoint} cannot be restored on this machine.")

@@ -16,7 +16,7 @@ from data.corpus import Corpus
 from engine.card import PLOT
 from engine.checkpoint import checkpoints, newest_complete, read_state, remove_all
 from engine.recipe import Recipe
-from luna_hf.scripting import TOKENIZER_FILES, UserError, locked
+from luna_hf.scripting import TOKENIZER_FILES, UserError, locked, refuse_links
 
 _RESULTS = ("model.safetensors", "metrics.json", "README.md", PLOT)
 T = TypeVar("T")
@@ -140,7 +140,7 @@ def check_writable(folder: Path) -> None:
     """Create the folder.
 
     Raises:
-        UserError: It is a file, or cannot be written to.
+        UserError: It is a file, cannot be written to, or has links that lead out of it.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"`output_dir` {folder} is a file. Name a folder.")
@@ -149,6 +149,7 @@ def check_writable(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()  # without a name, so that a kill leaves nothing
     except OSError as error:
         raise UserError(f"`output_dir` {folder} cannot be written to ({error.strerror}). Name another.") from error
+    refuse_links(folder)
 
 
 def clear_output(folder: Path) -> None:

@@ -34,6 +34,16 @@ def check_backend(accelerator: Accelerator) -> None:
             )
 
 
+def stored_classes(accelerator: Accelerator) -> list[type]:
+    """Classes that the sharding backend stores in checkpoints, beside tensors and plain values."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return []
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum]
+
+
 def prepare_model(
     accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, recipe: Recipe, micro_batch: int
 ) -> tuple[nn.Module, Optimizer]:

@@ -4,7 +4,7 @@ from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-import yaml
+from common.options import parse_yaml
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
@@ -88,12 +88,13 @@ class FinetuneArguments:
         """`model_config` as a dictionary.
 
         Raises:
-            UserError: A word without an equal sign.
+            UserError: A word without an equal sign, or a value that is not YAML.
         """
         for word in self.model_config:
             if "=" not in word:
                 raise UserError(f"--model_config {word!r} must be KEY=VALUE, such as classifier_pooling=packed_max.")
-        return {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in self.model_config)}
+        words = [(word, *word.split("=", 1)) for word in self.model_config]
+        return {key: parse_yaml(value, f"--model_config {word}") for word, key, value in words}
 
 
 class CheckedTraining:

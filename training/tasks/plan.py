@@ -12,7 +12,8 @@ from typing import Any
 from common.fingerprint import changed_files, fingerprint
 from datasets import Dataset
 
-from luna_hf.scripting import UserError, reason
+from luna_hf import scripting
+from luna_hf.scripting import UserError, refuse_links
 from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments
 from tasks.task import Job
 from tasks.trainer import checkpoints
@@ -106,21 +107,20 @@ def read_run(folder: Path) -> dict[str, Any]:
         UserError: The file is damaged.
     """
     path = folder / RUN_FILE
-    return {**read_json(path), "folder": str(folder)} if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    run = read_json(path)
+    run["folder"] = str(folder)
+    return run
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> scripting.Record:
     """The content of a file that a run has written.
 
     Raises:
-        UserError: It is damaged.
+        UserError: It is damaged, or lacks a key.
     """
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{path} is damaged ({reason(error)}). Remove {path.parent}, or write to another folder."
-        ) from error
+    return scripting.read_json(path, f"Remove {path.parent}, or write to another folder.")
 
 
 def check_output(folder: Path, models: list[str]) -> None:
@@ -128,7 +128,7 @@ def check_output(folder: Path, models: list[str]) -> None:
 
     Raises:
         UserError: It is or holds one of the models to start from, or files that no finetuning wrote, or it cannot be
-            written to.
+            written to, or links lead out of it.
     """
     for model in filter(lambda model: Path(model).is_dir(), models):
         if folder.resolve() in (Path(model).resolve(), *Path(model).resolve().parents):
@@ -141,6 +141,7 @@ def check_output(folder: Path, models: list[str]) -> None:
         tempfile.TemporaryFile(dir=folder).close()  # without a name, so that a kill leaves nothing
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be written to ({error.strerror or error}).") from error
+    refuse_links(folder)
     if any(folder.glob(SETTINGS_FILE)) or any(folder.glob(f"runs/*/*/{SETTINGS_FILE}")):
         return
     for path in folder.rglob("*"):

@@ -242,7 +242,7 @@ def one_run(job: Job, run: Run, prepared: Prepared) -> Result:
     set_seed(run.seed)
     model, _ = load_model(job, run.model, prepared, run.dropout)
     trainer = make_trainer(job, run, model, prepared)
-    start = find_checkpoint(run.folder, job.print)
+    start = find_checkpoint(run.folder, job.print, trainer.args.load_best_model_at_end)
     resumed_from = read_state(start)["global_step"] if start else 0  # `train` may delete it
     outcome = attempt(job, trainer, prepared, start, run.folder)
     result = {**describe(job, run, prepared, trainer), **outcome, "resumed_from_step": resumed_from}

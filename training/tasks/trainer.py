@@ -1,17 +1,17 @@
 """The Trainer of the finetuning commands: one loss and one order for every model, and checkpoints that are whole.
 
-It differs from transformers' Trainer in four points:
+It differs from transformers' Trainer in five points:
 
 - The loss is computed here from the logits, divided by the labels of the whole update. transformers' own heads ignore
   `num_items_in_batch`, so with gradient accumulation they train on a sum of means.
 - The order of the rows depends on the seed and the epoch alone. The Trainer's length-grouped sampler draws from the
   global generator, which dropout advances differently in every model, and it shuffles evaluation sets, too.
 - A clock counts the seconds of training without evaluation and saving; it continues after a resume.
+- Checkpoints are sealed, and a damaged one is not used.
 - A loss, prediction, metric or weight that is not finite ends the run with `Diverged`. The Trainer would filter NaN out
   of its log and train on.
 """
 
-import json
 import shutil
 import time
 import zipfile
@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
+from common.seal import MANIFEST, damage, newest_intact, seal
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,6 +33,7 @@ from transformers import EarlyStoppingCallback, EvalPrediction, Trainer, Trainer
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
+from luna_hf.scripting import read_json, reason
 from tasks.labels import REGRESSION, SINGLE_LABEL
 
 # Batches that are sorted together: enough for little padding, few enough that epochs differ.
@@ -123,6 +126,21 @@ class Clock(TrainerCallback, ExportableState):
         self.seconds += time.perf_counter() - self._since
 
 
+class Sealing(TrainerCallback):
+    """Seals every checkpoint, and finds the best one where it is now."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The run may have been moved since the checkpoint was written; the Trainer then forgets which one is best."""
+        if state.global_step:
+            state.best_model_checkpoint = _best(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Seal what all processes have written."""
+        PartialState().wait_for_everyone()
+        if state.is_world_process_zero:
+            seal(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+
+
 def seconds(trainer: Trainer) -> float:
     """What the `Clock` of a trainer shows, seconds before a resume included."""
     return next(part for part in trainer.callback_handler.callbacks if isinstance(part, Clock)).seconds
@@ -184,6 +202,7 @@ class FinetuneTrainer(FiniteTraining, Trainer):
         self.model_accepts_loss_kwargs = False  # `task_loss` divides; heads need not know
         self.lengths = lengths
         self.add_callback(Clock())
+        self.add_callback(Sealing())
         if patience:
             self.add_callback(EarlyStoppingCallback(patience))
 
@@ -231,9 +250,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """The content of `trainer_state.json`, the last file of a checkpoint that the Trainer writes.
 
     Raises:
-        OSError, ValueError: It is missing or cut off.
+        UserError: It is missing or damaged.
     """
-    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return read_json(checkpoint / "trainer_state.json")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -248,26 +267,57 @@ def remove_checkpoints(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def find_checkpoint(folder: Path, tell: Callable[[str], None]) -> Path | None:
-    """Where to continue: the newest checkpoint that is whole."""
-    for path in checkpoints(folder):
-        if _is_whole(path):
-            tell(f"  Continuing from {path.name}.")
-            return path
-        tell(f"  {path.name} is not complete, or damaged, and is not used.")
-    return None
+def find_checkpoint(folder: Path, tell: Callable[[str], None], needs_best: bool = True) -> Path | None:
+    """Where to continue: the newest checkpoint that is intact.
+
+    Args:
+        folder: of the run.
+        tell: prints.
+        needs_best: whether the run ends with the best weights, so that the best checkpoint so far must be intact, too.
+    """
+
+    def wrong(checkpoint: Path) -> str | None:
+        if own := _damage(checkpoint):
+            return own
+        best = _best(checkpoint) if needs_best else None
+        if best and (other := _damage(Path(best))):
+            return f"it needs {Path(best).name}, the best one until then, which is damaged: {other}"
+        return None
+
+    found = checkpoints(folder)
+    if newest := newest_intact(found, lambda line: tell(f"  {line}"), wrong):
+        tell(f"  Continuing from {newest.name}.")
+    elif found:
+        tell("  No checkpoint is intact: training from the beginning.")
+    return newest
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether its last file is there, and no file is cut off."""
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, or `None`.
+
+    One without a manifest was written by an earlier version, or a kill came between its last file and the manifest.
+    """
+    if (checkpoint / MANIFEST).is_file():
+        return damage(checkpoint)
     try:
         read_state(checkpoint)
         for path in checkpoint.glob("*.safetensors"):
             with safe_open(path, framework="pt"):  # compares the length of the file with its header
                 pass
-    except (OSError, ValueError, SafetensorError):
-        return False
-    return all(zipfile.is_zipfile(path) for path in checkpoint.glob("*.pt*"))  # PyTorch's files, which end in a table
+    except (OSError, ValueError, SafetensorError) as error:
+        return f"it is not complete ({reason(error)})"
+    cut = [path.name for path in checkpoint.glob("*.pt*") if not zipfile.is_zipfile(path)]  # they end in a table
+    parts = {"*model[._-]*": "weights", "optimizer*": "optimizer", "scheduler.pt": "scheduler.pt"}
+    parts["rng_state*.pth"] = "random states"
+    missing = [part for pattern, part in parts.items() if not any(checkpoint.glob(pattern))]
+    missing = [] if any(checkpoint.glob("global_step*")) else missing  # DeepSpeed has other files
+    return f"{cut[0]} is cut off" if cut else f"it has no {missing[0]}" if missing else None
+
+
+def _best(checkpoint: Path) -> str | None:
+    """The best checkpoint that another one beside it records, where it is now."""
+    recorded = read_state(checkpoint).get("best_model_checkpoint")
+    return str(checkpoint.with_name(Path(recorded).name)) if recorded else None
 
 
 def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
@@ -276,7 +326,7 @@ def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
         trainer.train(resume_from_checkpoint=str(start) if start else None)
         return
     state = TrainerState.load_from_json(str(start / "trainer_state.json"))
-    best = state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    best = _best(start) if trainer.args.load_best_model_at_end else None
     trainer.model.load_state_dict(load_file(Path(best or start) / "model.safetensors"))
     trainer.state = state
     trainer._load_callback_state()

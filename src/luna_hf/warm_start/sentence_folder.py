@@ -37,7 +37,7 @@ def _read_json(name: str, *parts: str) -> Any:
         return None
     try:
         return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"The {file} of {name} cannot be read ({reason(error)}).") from error
 
 
