@@ -9,7 +9,6 @@ import pretrain_clm
 import pytest
 import torch
 from common import models
-from common.cards import code
 from data import masking, prepare, rows
 from data.tokenizer import train_causal_tokenizer
 from engine import log, loop
@@ -31,6 +30,7 @@ from tiny_training import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
 from luna_hf import MemoryCache
+from luna_hf.markdown import code
 from luna_hf.scripting import UserError
 
 DEMO = CAUSAL[0]

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import date
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -77,6 +78,7 @@ def run_script(
         the reader of the output has closed it.
     """
     try:
+        _print_everything()
         _hide_progress_bars()
         with _sigterm_unwinds(stopped) if clean_on_sigterm else nullcontext():
             try:
@@ -86,7 +88,7 @@ def run_script(
     except UserError as error:
         return _stop(f"error: {error}")
     except PermissionError as error:
-        return _stop(f"error: no permission to use {error.filename or error}")
+        return _stop(f"error: no permission to use {error.filename or error}: change its rights, or name another")
     except KeyboardInterrupt:
         return _stop(f"interrupted: {stopped}", 130)
     except BrokenPipeError:
@@ -97,6 +99,8 @@ def run_script(
             return 141
         raise
     except Exception as error:
+        if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
+            return _stop(f"error: {error.object[:100]!a} cannot be used in this locale. Set PYTHONUTF8=1: {stopped}")
         if not is_disk_full(error):
             raise
         place = getattr(error, "filename", None)
@@ -121,6 +125,20 @@ def is_disk_full(error: BaseException) -> bool:
     own = getattr(error, "errno", None) in _DISK_FULL or _DISK_FULL_WORDS.search(str(error))
     cause = error.__cause__ or error.__context__
     return bool(own) or (cause is not None and is_disk_full(cause))
+
+
+def _print_everything() -> None:
+    """Print characters that the terminal's encoding lacks as escapes; refuse words that this locale cannot decode.
+
+    Raises:
+        UserError: The command line has such a word: libraries in Rust and C++ could not open a file of that name.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if word := next((word for word in sys.argv if not word.isprintable() and word != readable(word)), None):
+        encoding = sys.getfilesystemencoding()
+        raise UserError(f"{readable(word)} is not in the encoding of this locale, {encoding}. Set PYTHONUTF8=1.")
 
 
 def _hide_progress_bars() -> None:
@@ -184,9 +202,9 @@ def locked(path: Path, folder: Path | None = None) -> Iterator[None]:
     """
     with path.open("a+", encoding="utf-8") as file:
         if not _lock(file):
-            file.seek(0)
-            holder = file.read().strip() or "another process"  # which has not written its name yet
-            raise UserError(f"{folder or path.parent} is in use by {holder}. Wait for it, or name another folder.")
+            raise UserError(
+                f"{folder or path.parent} is in use by {_holder(path)}. Wait for it, or name another folder."
+            )
         try:
             file.truncate(0)
             print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
@@ -196,6 +214,14 @@ def locked(path: Path, folder: Path | None = None) -> Iterator[None]:
                 path.unlink()
             if fcntl:  # at once: closing the file is not enough while a forked child has it open
                 fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _holder(path: Path) -> str:
+    """The process that has written its name into a lock, if it has yet and nobody else has written there."""
+    with suppress(OSError):
+        if found := re.match(rb"process \d+ on [\w.-]+", path.read_bytes()):
+            return found[0].decode()
+    return "another process"
 
 
 def _lock(file: TextIO) -> bool:
@@ -211,7 +237,7 @@ def _lock(file: TextIO) -> bool:
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically: after a kill at any moment it holds the old content or the new, never a part."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
+    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:  # lone surrogates: JSON reads them
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -272,8 +298,16 @@ def portable(text: str | Path) -> str:
     """A path without this machine's folders: relative to the current folder if inside it, else the last part."""
     path = Path(text)
     if not path.is_absolute():
-        return str(text)
-    return path.relative_to(Path.cwd()).as_posix() if path.is_relative_to(Path.cwd()) else path.name
+        return readable(str(text))
+    return readable(path.relative_to(Path.cwd()).as_posix() if path.is_relative_to(Path.cwd()) else path.name)
+
+
+def readable(text: str) -> str:
+    """A text without lone surrogates, which no file can hold: names that Python could not decode are read as UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
 
 
 def portable_command(words: list[str]) -> str:
@@ -291,7 +325,7 @@ def portable_command(words: list[str]) -> str:
 def cpu_name() -> str:
     """Model name of the processor."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.lower().startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
