@@ -64,9 +64,9 @@ def test_a_text_is_shown_as_it_is(place, text):
 
 @pytest.mark.parametrize("place", MADE)
 def test_a_text_takes_one_line_and_fits_into_a_file(place):
-    card = MADE[place]("a\n\n# b\r\v\f\x1c\x85\u2028c\0\udcd0\udc9f\ud800")
+    card = MADE[place]("a\n\n# b\r\v\f\x1c\x85\u2028c\0\x1b[2J\udcd0\udc9f\ud800")
     assert len(card.splitlines()) == len(MADE[place]("word").splitlines())
-    assert kinds(card) == kinds(MADE[place]("word")) and card.encode()
+    assert kinds(card) == kinds(MADE[place]("word")) and card.encode() and "\x1b" not in card
 
 
 def test_code_between_backticks_stays_code():

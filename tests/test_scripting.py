@@ -104,6 +104,14 @@ def test_a_lock_is_reported_in_one_line_whatever_it_holds(tmp_path, holder, cont
         assert (tmp_path / ".lock").read_text().startswith("process ")
 
 
+def test_an_error_is_one_line_that_a_terminal_shows(capsys):
+    def script():
+        raise UserError("There is no a\nb\x1b[2J\x9b\u043f.")
+
+    assert run_script(script) == 2
+    assert capsys.readouterr().err == "error: There is no a b\\x1b[2J\\x9b\u043f.\n"
+
+
 @pytest.mark.parametrize("error", [PermissionError(13, "denied", "out/.lock"), PermissionError("out/.lock")])
 def test_a_missing_permission_takes_one_line_that_names_the_file(error, capsys):
     def script():

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from string import Template
 from typing import Any
 
-from .scripting import markdown_table, readable
+from .scripting import CONTROLS, markdown_table, readable
 
 _BREAKS = re.compile(r"\s*[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]\s*")
 # An underscore inside a word, and a dash inside a line, mean nothing; GitHub links bare addresses.
@@ -42,7 +42,7 @@ def code(text: object) -> Markdown:
 def code_block(text: str, language: str = "") -> Markdown:
     """A text as a block of code."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return Markdown(f"{fence}{language}\n{readable(text).strip()}\n{fence}")
+    return Markdown(f"{fence}{language}\n{_clean(text).strip()}\n{fence}")
 
 
 def quoted(text: str) -> Markdown:
@@ -71,4 +71,8 @@ def fill(template: str, /, **fields: Any) -> Markdown:
 
 
 def _line(text: object) -> str:
-    return _BREAKS.sub(" ", readable(str(text))).replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return _clean(_BREAKS.sub(" ", str(text)))
+
+
+def _clean(text: str) -> str:
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", readable(text))

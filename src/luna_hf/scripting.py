@@ -38,6 +38,9 @@ TOKENIZER_FILES = (
 )
 
 
+CONTROLS = re.compile(r"[\0-\x08\x0e-\x1f\x7f-\x9f]")
+
+
 # ---- errors and exit codes ----
 
 
@@ -108,7 +111,9 @@ def run_script(
 
 
 def _stop(message: str, status: int = 2) -> int:
-    print(message, file=sys.stderr)
+    """Print a message in one line, without what a terminal would obey."""
+    line = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], " ".join(message.split()))
+    print(line, file=sys.stderr)
     return status
 
 
