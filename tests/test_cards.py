@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 from huggingface_hub import ModelCard
+from tasks.plan import unique_labels
 from tiny_training import run, write_corpus
 
 from luna_hf.markdown import code, table
@@ -67,3 +68,20 @@ def test_any_token_fits_into_a_table(token, cell):
     assert code(token) == cell
     escaped = cell.replace("|", "\\|")
     assert table(["a"], [[code(token)], ["x|y"]]) == f"| a |\n| --- |\n| {escaped} |\n| x\\|y |"
+
+
+@pytest.mark.parametrize(
+    ("models", "labels"),
+    [
+        (["."], ["here"]),
+        (["./"], ["here"]),
+        (["../here/"], ["here"]),
+        ([".."], ["models"]),
+        (["../a/tiny", "../b/tiny/"], ["a-tiny", "b-tiny"]),
+        (["someone/tiny"], ["tiny"]),
+    ],
+)
+def test_models_are_named_after_their_folders(models, labels, tmp_path, monkeypatch):
+    (tmp_path / "models" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "models" / "here")
+    assert list(unique_labels(models).values()) == labels
