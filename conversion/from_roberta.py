@@ -9,7 +9,6 @@ import sys
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from string import Template
 from typing import Any, get_args
 
 from huggingface_hub import ModelCardData
@@ -21,6 +20,7 @@ from luna_hf import FAMILIES
 from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.convert.command import make_plain
 from luna_hf.convert.files import check_tokenizer, source_card
+from luna_hf.markdown import Markdown, bullets, code, code_block, fill, quoted
 from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
 from luna_hf.warm_start import WarmStart, warm_start
 from luna_hf.warm_start.sentence_folder import find_transformer
@@ -135,17 +135,20 @@ def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmSta
         tags=[kind, "masked-lm", "linear-attention", "custom_code"],
         base_model=None if Path(options.source).exists() else options.source,
     )
-    return Template(Path(__file__).with_name("converted.md").read_text(encoding="utf-8")).substitute(
-        metadata=metadata.to_yaml(),
-        model_name=options.target.resolve().name,
+    name = options.target.resolve().name
+    return fill(
+        Path(__file__).with_name("converted.md").read_text(encoding="utf-8"),
+        metadata=Markdown(metadata.to_yaml()),
+        model_name=name,
+        quoted_name=quoted(name),
         model_type=kind,
         parameters=f"{model.num_parameters():,}",
-        source=portable(options.source),
+        source=code(portable(options.source)),
         longest=f"{model.config.max_position_embeddings:,}",
-        license=f"`{known.license}`" if known.license else "not stated; ask its authors before you pass the model on",
-        notes="".join(f"- {note}\n" for note in notes),
-        command=options.command,
-        report="\n".join(made.lines()),
+        license=code(known.license) if known.license else "not stated; ask its authors before you pass the model on",
+        notes=Markdown(f"{bullets(notes)}\n" if notes else ""),
+        command=code(options.command),
+        report=code_block("\n".join(made.lines())),
     )
 
 

@@ -10,7 +10,6 @@ bitwise, in its type: the files are converted back and compared. What the author
 import argparse
 import sys
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from fairseq_luna import make_model
 from shared import check_target, command, different_tensors, load, make_parser
 from transformers import PreTrainedModel
 
+from luna_hf.markdown import code, code_block, fill
 from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
 
 SCRIPT = "luna_to_fairseq.py"
@@ -117,8 +117,9 @@ def convert(options: argparse.Namespace) -> None:
         head = head_of(model, options.head)
         write(folder, model, head, options)
         template = Path(__file__).with_name("to_fairseq.md").read_text(encoding="utf-8")
-        name, source = options.target.resolve().name, portable(options.source)
-        card = Template(template).substitute(name=name, source=source, command=options.command, norms=norms)
+        name, source = options.target.resolve().name, code(portable(options.source))
+        command = code_block(options.command, "sh")
+        card = fill(template, name=name, source=source, command=command, norms=norms)
         (folder / "README.md").write_text(card, encoding="utf-8")
         files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     dtype = str(model.dtype).removeprefix("torch.")

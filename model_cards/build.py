@@ -29,6 +29,7 @@ from huggingface_hub import EvalResult
 from transformers import AutoConfig
 
 from luna_hf import FAMILIES
+from luna_hf.markdown import Markdown, bullets, code, code_block, table
 from luna_hf.scripting import Parser, UserError, run_script, write_text
 
 Row = dict[str, Any]
@@ -126,19 +127,19 @@ class Card:
             "checkpoint.md",
             metadata=self.metadata(),
             name=self.name,
-            summary=self.entry.summary.strip(),
+            summary=Markdown(self.entry.summary.strip()),
             facts=f"Type `{self.model_type}`, {self.metrics['parameters']:,} parameters (stored in bfloat16, loaded in "
             f"float32), inputs of {self.longest()}.",
-            usage=self.usage(),
+            usage=code_block(self.usage(), "python"),
             usage_note=self.usage_note(),
-            results=self.results(),
+            results=Markdown(self.results()),
             rounding=f"{self.checkpoint.golden['rounding']:.2g}",
-            plot=f"![Training]({PLOT})\n\n" if (self.checkpoint.folder / PLOT).is_file() else "",
-            limits=cards.bullets(self.entry.limits),
-            data=self.data(),
+            plot=Markdown(f"![Training]({PLOT})\n\n" if (self.checkpoint.folder / PLOT).is_file() else ""),
+            limits=bullets(map(Markdown, self.entry.limits)),
+            data=Markdown(self.data()),
             cost=self.cost(),
             machine=f"Machine: {self.metrics['hardware']}. Versions: {self.metrics['versions']}.",
-            repeat=self.repeat(),
+            repeat=code_block(self.repeat(), "sh"),
         )
 
     def longest(self) -> str:
@@ -148,7 +149,7 @@ class Card:
 
     # ---- the header ----
 
-    def metadata(self) -> str:
+    def metadata(self) -> Markdown:
         """The YAML header."""
         task = KINDS[self.kind].pipeline
         held_out = {"dataset_type": "text", "dataset_name": "held-out text of the training corpus"}
@@ -237,7 +238,7 @@ class Card:
         lines.append(["unigram baseline", self._cells(unigram)])
         targets = "masked tokens" if self.kind == "masked LM" else "tokens"
         header = [f"on the same {own['held_out_targets']:,} held-out {targets}", *self.shown]
-        return cards.table(header, ([name, *cells] for name, cells in lines))
+        return table(header, ([name, *cells] for name, cells in lines))
 
     def _cells(self, metrics: dict[str, Any]) -> list[str]:
         return [format(metrics[f"held_out_{key}"], format_) for key, format_ in self.shown.values()]
@@ -245,12 +246,12 @@ class Card:
     def _cosines(self) -> str:
         """How close a converted model is to its source."""
         lines = [[f"{int(length):,}", f"{value:.4f}"] for length, value in self.metrics.get("cosine", {}).items()]
-        return cards.table(["tokens", "mean cosine to the source"], lines) if lines else ""
+        return table(["tokens", "mean cosine to the source"], lines) if lines else ""
 
     def _own_scores(self) -> str:
         """The scores of this very run."""
         lines = [[split, metric, f"{value:.4f}"] for split, metric, value in self.own_scores]
-        return cards.table(["split", "metric", "this checkpoint"], lines) if lines else ""
+        return table(["split", "metric", "this checkpoint"], lines) if lines else ""
 
     def _scores(self) -> str:
         """Scores over the seeds of finetuning: of this model (or its base), the twin and the baselines."""
@@ -266,19 +267,19 @@ class Card:
             if any((name, *key) in scores for key in own)
         ]
         lines = [[*key[:2], *(_spread(scores.get((name, *key), [])) for name in models)] for key in own]
-        table = cards.table(["finetuned on", "metric", *(f"`{name}`" for name in models)], lines)
-        return f"{table}\n\nMedian over the seeds of finetuning, and their range."
+        scores_table = table(["finetuned on", "metric", *(f"`{name}`" for name in models)], lines)
+        return f"{scores_table}\n\nMedian over the seeds of finetuning, and their range."
 
     def _samples(self) -> str:
         """The most probable tokens at a mask, or a continuation, as `golden.json` has them."""
         case = self.checkpoint.golden["cases"][0]
         if self.kind == "masked LM":
             pairs = zip(case["answers"][0], case["values"][0], strict=True)
-            guesses = ", ".join(f"{cards.code(token)} {math.exp(value):.0%}" for token, value in pairs)
-            return cards.table(["sentence", "answers"], [[cards.code(case["texts"][0]), guesses]])
+            guesses = Markdown(", ".join(f"{code(token)} {math.exp(value):.0%}" for token, value in pairs))
+            return table(["sentence", "answers"], [[code(case["texts"][0]), guesses]])
         if self.kind == "causal LM":
-            answer = cards.code("".join(case["answers"][0]))
-            return cards.table(["prompt", "greedy continuation"], [[cards.code(case["texts"][0]), answer]])
+            answer = code("".join(case["answers"][0]))
+            return table(["prompt", "greedy continuation"], [[code(case["texts"][0]), answer]])
         return ""
 
     # ---- data, cost and repetition ----
@@ -292,7 +293,7 @@ class Card:
                 f"{own['held_out_documents']:,} documents held out, a vocabulary of {own['vocabulary']:,} tokens."
             )
         if own.get("train_rows"):
-            found.append(cards.bullets([f"{own['train_rows']:,} rows to train on.", *own.get("notes", [])]))
+            found.append(bullets([f"{own['train_rows']:,} rows to train on.", *own.get("notes", [])]))
         return "\n\n".join(found)
 
     def cost(self) -> str:
@@ -305,7 +306,7 @@ class Card:
             figures.append(tuple(None if None in column else sum(column) for column in zip(*figures, strict=True)))
         cells = [["" if value is None else f"{value:,.0f}" for value in row] for row in figures]
         lines = [[*name, *row] for name, row in zip(names, cells, strict=True)]
-        return cards.table(["stage", "command", "steps", "tokens", "seconds of training"], lines)
+        return table(["stage", "command", "steps", "tokens", "seconds of training"], lines)
 
     def repeat(self) -> str:
         """The commands that train and ship the model again."""

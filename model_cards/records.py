@@ -26,7 +26,7 @@ from transformers import TrainingArguments
 
 from luna_hf.scripting import UserError, portable, read_json
 
-_RECIPE = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_RECIPE = re.compile(r"^(```+)yaml\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 _SETTING = ("batch_size", "learning_rate", "dropout", "seed")
 
 
@@ -51,7 +51,7 @@ def _pretrained(folder: Path, figures: dict[str, Any]) -> Stage:
     found = _RECIPE.search((folder / "README.md").read_text(encoding="utf-8"))
     if not found:
         raise UserError(f"{folder / 'README.md'} holds no recipe: no training command has written it.")
-    return Stage(parse_yaml(found[1], f"The recipe in {folder / 'README.md'}"), figures, read_log(folder / "log.jsonl"))
+    return Stage(parse_yaml(found[2], f"The recipe in {folder / 'README.md'}"), figures, read_log(folder / "log.jsonl"))
 
 
 def _portable(value: Any) -> Any:

@@ -6,11 +6,12 @@ import socket
 from pathlib import Path
 
 import pytest
-from common.cards import code, table
 from helpers import ROOT
 from huggingface_hub import ModelCard
+from tasks.plan import unique_labels
 from tiny_training import run, write_corpus
 
+from luna_hf.markdown import code, table
 from luna_hf.scripting import portable, portable_command
 
 
@@ -61,8 +62,26 @@ def test_paths_and_commands_are_portable(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("token", "cell"), [(" end", "`end`"), ("\n", "`'\\n'`"), ("`", "`` ` ``"), ("a|b", "`a\\|b`"), ("", "`''`")]
+    ("token", "cell"), [(" end", "`end`"), ("\n", "`'\\n'`"), ("`", "`` ` ``"), ("a|b", "`a|b`"), ("", "`''`")]
 )
 def test_any_token_fits_into_a_table(token, cell):
     assert code(token) == cell
-    assert table(["a"], [[code(token)], ["x|y"]]) == f"| a |\n| --- |\n| {cell} |\n| x\\|y |"
+    escaped = cell.replace("|", "\\|")
+    assert table(["a"], [[code(token)], ["x|y"]]) == f"| a |\n| --- |\n| {escaped} |\n| x\\|y |"
+
+
+@pytest.mark.parametrize(
+    ("models", "labels"),
+    [
+        (["."], ["here"]),
+        (["./"], ["here"]),
+        (["../here/"], ["here"]),
+        ([".."], ["models"]),
+        (["../a/tiny", "../b/tiny/"], ["a-tiny", "b-tiny"]),
+        (["someone/tiny"], ["tiny"]),
+    ],
+)
+def test_models_are_named_after_their_folders(models, labels, tmp_path, monkeypatch):
+    (tmp_path / "models" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "models" / "here")
+    assert list(unique_labels(models).values()) == labels

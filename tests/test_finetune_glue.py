@@ -96,8 +96,8 @@ def test_own_classes_are_learnt_and_predicted_as_a_pipeline_does(luna, tmp_path,
     folder = tmp_path / "film reviews"
     for split, rows in (("train", slice(0, 120)), ("validation", slice(120, 150)), ("test", slice(150, 200))):
         write_rows(folder / f"{split}.csv", {"body": texts[rows], "kind": names[rows]})
-    monkeypatch.chdir(folder)
-    files = {f"{split}_file": f"{split}.csv" for split in ("train", "validation", "test")}
+    monkeypatch.chdir(tmp_path)
+    files = {f"{split}_file": f"film reviews/{split}.csv" for split in ("train", "validation", "test")}
     learn = {"num_train_epochs": 10, "learning_rate": 1e-2, "dropout": 0.05, **PLAIN}
     fields = {"model_config": ["classifier_pooling=mean"], "text_columns": ["body"], "label_column": "kind"}
     summary = run(luna, tmp_path / "out", **files, **fields, **learn)
@@ -118,16 +118,28 @@ def test_own_classes_are_learnt_and_predicted_as_a_pipeline_does(luna, tmp_path,
     assert f"Predictions: {tmp_path / 'out' / 'predictions' / 'test.tsv'}" in capsys.readouterr().out
 
 
-def test_own_data_are_named_after_their_place_but_not_after_the_user(tmp_path, monkeypatch):
-    folder = tmp_path / "film reviews"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    arguments, own_name = classification.GlueArguments, classification.own_name
-    files = {"train_file": "train.csv", "validation_file": "test.csv"}
-    assert own_name(arguments(["m"], dataset_name=".")) == own_name(arguments(["m"], **files)) == "film reviews"
-    assert own_name(arguments(["m"], dataset_name="someone/imdb")) == "imdb"
-    monkeypatch.setenv("HOME", str(folder))
-    assert own_name(arguments(["m"], **files)) == "train"
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"dataset_name": "film reviews/"}, "film reviews"),
+        ({"dataset_name": "./film reviews/../film reviews"}, "film reviews"),
+        ({"dataset_name": "."}, "own data"),
+        ({"dataset_name": ".."}, "own data"),
+        ({"dataset_name": "someone/imdb"}, "imdb"),
+        ({"train_file": "film reviews/train.csv"}, "film reviews"),
+        ({"train_file": "./train.csv"}, "train"),
+        ({"train_file": "../home/train.csv"}, "train"),
+        ({"train_file": "../secret/train.csv"}, "train"),
+    ],
+)
+def test_own_data_are_named_after_their_place_but_not_after_the_user_or_the_current_folder(
+    options, name, tmp_path, monkeypatch
+):
+    (tmp_path / "secret").mkdir()
+    monkeypatch.chdir(tmp_path / "secret")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    files = {"validation_file": "test.csv"} if "train_file" in options else {}
+    assert classification.own_name(classification.GlueArguments(["m"], **options, **files)) == name
 
 
 def test_several_labels_per_row(luna, tmp_path):

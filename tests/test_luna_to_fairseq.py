@@ -94,7 +94,7 @@ def test_a_checkpoint_of_the_authors_comes_back_bitwise(name, tmp_path):
     assert read_dictionary(back / "dict.txt") == read_dictionary(source / "dict.txt")
     assert_same_folders(to_ours(back, tmp_path / "again"), ours, "tokenizer.json", "tokenizer_config.json")
     text = (back / "README.md").read_text()
-    assert "    python conversion/luna_to_fairseq.py ours back\n" in text
+    assert "\npython conversion/luna_to_fairseq.py ours back\n" in text
     assert str(tmp_path) not in text and "$" not in text
     assert {path.name for path in back.iterdir()} == {"README.md", "model.pt", "dict.txt", "encoder.json", "vocab.bpe"}
 

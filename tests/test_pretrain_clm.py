@@ -9,7 +9,6 @@ import pretrain_clm
 import pytest
 import torch
 from common import models
-from common.cards import code
 from data import masking, prepare, rows
 from data.tokenizer import train_causal_tokenizer
 from engine import log, loop
@@ -31,6 +30,7 @@ from tiny_training import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
 from luna_hf import MemoryCache
+from luna_hf.markdown import code
 from luna_hf.scripting import UserError
 
 DEMO = CAUSAL[0]
@@ -177,7 +177,7 @@ def test_card_is_what_the_hub_reads_and_its_figures_are_those_of_the_run(trained
     text = " ".join(made.text.split())
     assert f"| {figures['held_out_loss']:.3f} | {figures['held_out_perplexity']:.1f} |" in text
     for row in figures["continuations"]:
-        assert code(row["prompt"]) in text and code(row["greedy"]) in text
+        assert all(code(row[name]).replace("|", "\\|") in text for name in ("prompt", "greedy"))
     state = figures["state_bytes"]
     assert f"{state:,} bytes" in text if state else "at most 64 tokens" in text
     assert ("trust_remote_code=True" in text) == (family != "gpt2")

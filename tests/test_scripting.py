@@ -1,6 +1,7 @@
 """What all commands share: locks on folders, full disks, fingerprints of data."""
 
 import io
+import json
 import os
 import pickle
 import resource
@@ -97,6 +98,88 @@ def test_a_removed_file_is_no_lock(tmp_path):
         assert not _lock(file)
         with locked(path):
             pass
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe\0garbage", b"\n" * 9, b"a\nb\nc", b"process x on y", b"[] \x1b[31m"]
+)
+def test_a_lock_is_reported_in_one_line_whatever_it_holds(tmp_path, holder, content):
+    (tmp_path / ".lock").write_bytes(content)
+    with refused("in use by another process", error=UserError), locked(tmp_path / ".lock"):
+        pass
+    holder.kill()
+    holder.wait()
+    (tmp_path / ".lock").write_bytes(content)  # of a process that was killed
+    with locked(tmp_path / ".lock"):
+        assert (tmp_path / ".lock").read_text().startswith("process ")
+
+
+def test_an_error_is_one_line_that_a_terminal_shows(capsys):
+    def script():
+        raise UserError("There is no a\nb\x1b[2J\x9b\u043f.")
+
+    assert run_script(script) == 2
+    assert capsys.readouterr().err == "error: There is no a b\\x1b[2J\\x9b\u043f.\n"
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied", "out/.lock"), PermissionError("out/.lock")])
+def test_a_missing_permission_takes_one_line_that_names_the_file(error, capsys):
+    def script():
+        raise error
+
+    assert run_script(script) == 2
+    assert "error: no permission to use out/.lock: change its rights" in capsys.readouterr().err
+
+
+# ---- encodings ----
+
+_PRINT = r"""
+import sys
+import scripting as s
+from pathlib import Path
+from tqdm import tqdm
+s._hide_progress_bars = lambda: None  # which imports transformers
+def script():
+    print("\u0441\u043e\u0431\u0430\u043a\u0430 \U0001f415")
+    print("\u0441\u043e\u0431\u0430\u043a\u0430", file=sys.stderr)
+    for _ in tqdm([1]):
+        tqdm.write("\u4e2d")
+    s.write_text(Path("text"), s.readable("\u4e2d \udcd0\udca9"))
+    s.write_json(Path("json"), "\u4e2d \udcd0\ud800")
+def use():
+    open(chr(0x4e2d))
+sys.exit(s.run_script(use if len(sys.argv) > 1 else script))
+"""
+PLAIN_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+ENCODINGS = [
+    {"PYTHONIOENCODING": "latin-1"},
+    {"PYTHONIOENCODING": "ascii:strict"},
+    {"PYTHONIOENCODING": "cp1252"},
+    PLAIN_LOCALE,
+    {"LC_ALL": "C", "PYTHONUTF8": "1"},
+]
+
+
+def run_light(folder, *words, **variables):
+    """Run `_PRINT` in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src" / "luna_hf"), **variables}
+    command = [sys.executable, "-c", _PRINT, *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", cwd=folder)
+
+
+@pytest.mark.parametrize("variables", ENCODINGS)
+def test_any_text_is_printed_and_files_are_utf8(variables, tmp_path):
+    ended = run_light(tmp_path, **variables)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr and len(ended.stdout.splitlines()) == 2
+    assert (tmp_path / "text").read_text(encoding="utf-8") == "\u4e2d \u0429"
+    assert json.loads((tmp_path / "json").read_text(encoding="utf-8")) == "\u4e2d \udcd0\ud800"
+
+
+@pytest.mark.parametrize("word", ["\u4e2d", "x"])
+def test_a_name_that_the_locale_cannot_express_takes_one_line(word, tmp_path):
+    """A word of the command line, and a name from elsewhere, such as a recipe."""
+    ended = run_light(tmp_path, word, **PLAIN_LOCALE)
+    assert ended.returncode == 2 and "PYTHONUTF8=1" in ended.stderr and ended.stderr.count("\n") == 1
 
 
 def _fill_text(path):

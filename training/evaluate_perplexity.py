@@ -19,13 +19,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from common import cards
+from common.finish import check_end
 from common.machine import machine
 from common.options import parse
 from engine.card import drawing
-from engine.output import check_writable
 from engine.perplexity import Settings, evaluate
 
+from luna_hf.markdown import table
 from luna_hf.scripting import locked, portable_command, run_script, write_json, write_text
 
 
@@ -40,10 +40,10 @@ def run(settings: Settings, command: str) -> dict[str, Any]:
         label, equals, folder = word.partition("=")
         figures = evaluate(folder if equals else word, settings)
         models.append({**figures, "model": label if equals else figures["model"]})
-        print(table(models[-1:], settings), flush=True)
+        print(report(models[-1:], settings), flush=True)
     result = {
         "command": command,
-        "data": Path(settings.data).name,
+        "data": Path(settings.data).name or settings.data,
         "dtype": settings.dtype,
         "part": settings.part,
         "stride": settings.step,
@@ -51,16 +51,16 @@ def run(settings: Settings, command: str) -> dict[str, Any]:
         **machine(),
     }
     if len(models) > 1:
-        print("\n" + table(models, settings))
+        print("\n" + report(models, settings))
     if settings.output:
         folder = Path(settings.output)
         write_json(folder / "perplexity.json", result)
-        write_text(folder / "perplexity.md", table(models, settings) + "\n")
+        write_text(folder / "perplexity.md", report(models, settings) + "\n")
         plot(models, folder / "perplexity.png")
     return result
 
 
-def table(models: list[dict[str, Any]], settings: Settings) -> str:
+def report(models: list[dict[str, Any]], settings: Settings) -> str:
     """Perplexities as a Markdown table, with the size of the state."""
     lengths = sorted(settings.lengths)
     rows = []
@@ -76,7 +76,7 @@ def table(models: list[dict[str, Any]], settings: Settings) -> str:
                 "none" if state is None else f"{state / 2**10:,.0f} KiB",
             ]
         )
-    return cards.table(["model", "parameters", "context", *(f"{length:,}" for length in lengths), "state"], rows)
+    return table(["model", "parameters", "context", *(f"{length:,}" for length in lengths), "state"], rows)
 
 
 def plot(models: list[dict[str, Any]], path: Path) -> None:
@@ -100,7 +100,7 @@ def main(words: Sequence[str] | None = None) -> int:
         options = {"command": "evaluate_perplexity", "recipe": "none", "positional": "models"}
         (settings,) = parse([Settings], words, __doc__, **options)
         if settings.output:
-            check_writable(Path(settings.output))
+            check_end(Path(settings.output), "--output")
         with locked(Path(settings.output, ".lock")) if settings.output else nullcontext():
             run(settings, portable_command(["python", "training/evaluate_perplexity.py", *words]))
 

@@ -15,6 +15,7 @@ from common import extra, extra_embed  # noqa: F401
 # isort: split
 import dataclasses
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import options
+from common import cards, options
 from common.cards import bullets
+from common.machine import machine
 from common.models import load_encoder, load_tokenizer, longest_input
 from datasets import Dataset, disable_progress_bars
+from huggingface_hub import EvalResult
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -35,12 +38,23 @@ from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimil
 from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 from tasks.arguments import REFUSED, CheckedTraining, option
 from tasks.files import load_splits, require_columns, require_text, shorten
-from tasks.plan import SETTINGS_FILE, check_output, check_settings, data_digest, is_begun, read_json, settings
+from tasks.plan import (
+    SETTINGS_FILE,
+    check_output,
+    check_settings,
+    data_digest,
+    is_begun,
+    read_json,
+    settings,
+    unique_labels,
+)
 from tasks.trainer import Clock, Diverged, FiniteTraining, Sealing, find_checkpoint, remove_checkpoints, seconds
 from transformers import AutoModel
 from transformers.utils import logging
 
-from luna_hf.scripting import UserError, describe_run, locked, run_script, write_json
+from luna_hf.convert.card import KINDS, usage
+from luna_hf.markdown import code, table
+from luna_hf.scripting import UserError, describe_run, locked, portable, run_script, write_json, write_text
 
 SCRIPT, RESULT = "training/finetune_embeddings.py", "metrics.json"
 COLUMNS = ("sentence1", "sentence2", "label")
@@ -171,7 +185,9 @@ def finetune(words: Sequence[str]) -> None:
         if encoder:
             head = describe_run(SCRIPT, words, training.device.type)
             head |= {"model": arguments.model_name_or_path, "dataset": arguments.dataset_name}
-            write_json(folder / RESULT, head | run(encoder, training, pairs))
+            figures = head | run(encoder, training, pairs)
+            write_text(folder / "README.md", make_card(encoder, figures))
+            write_json(folder / RESULT, figures)
         remove_checkpoints(folder)
         scores, before = (read_json(folder / RESULT)[name]["spearman"] for name in ("scores", "scores_before"))
     print(f"Spearman's correlation on the validation split: {scores:.3f} (before finetuning {before:.3f})")
@@ -225,7 +241,7 @@ def run(encoder: SentenceTransformer, training: TrainingArguments, pairs: dict[s
     except Diverged as error:
         remove_checkpoints(folder)
         raise UserError(f"The run diverged: {error}. No model was saved. Lower --learning_rate.") from error
-    encoder.save_pretrained(str(folder))
+    encoder.save_pretrained(str(folder), create_model_card=False)  # which would show texts unescaped
     return {
         "train_rows": len(pairs["train"]),
         "validation_rows": len(dev),
@@ -237,6 +253,45 @@ def run(encoder: SentenceTransformer, training: TrainingArguments, pairs: dict[s
         "log": [row for row in trainer.state.log_history if "loss" in row],
         "training": training.to_dict(),
     }
+
+
+def make_card(encoder: SentenceTransformer, figures: dict[str, Any]) -> str:
+    """Fill `model_cards/embeddings.md` from what `metrics.json` holds."""
+    base, dataset, config = figures["model"], figures["dataset"], encoder[0].auto_model.config
+    name = re.sub(r"[^\w.-]+", "-", f"{unique_labels([base])[base]}-embeddings")
+    library, task, tags = KINDS["sentences"]
+    before, after = figures["scores_before"], figures["scores"]
+    measured = {"dataset_type": "text", "dataset_name": portable(dataset), "dataset_split": "validation"}
+    results = [
+        EvalResult(task, metric_type=metric, metric_name=metric, metric_value=round(value, 4), **measured)
+        for metric, value in after.items()
+    ]
+    metadata = cards.metadata(
+        name=name,
+        model_type=config.model_type,
+        base_model=base,
+        tags=["luna_hf-finetuned", *tags],
+        results=results,
+        library=library,
+        pipeline_tag=task,
+        datasets=[dataset] if cards.on_hub(dataset) else None,
+    )
+    counts = ("train_rows", "validation_rows", "max_length", "steps", "seconds")
+    rows = [[metric, *(f"{scores[metric]:.4f}" for scores in (before, after))] for metric in after]
+    return cards.fill(
+        "embeddings.md",
+        config.model_type,
+        metadata,
+        **{count: f"{figures[count]:,}" for count in counts},
+        model_name=name,
+        base=code(portable(base)),
+        dataset=code(portable(dataset)),
+        parameters=f"{sum(parameter.numel() for parameter in encoder.parameters()):,}",
+        usage=usage("sentences", name),
+        scores=table(["", "before finetuning", "after"], rows),
+        command=code(figures["command"]),
+        **machine("sentence-transformers"),
+    )
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from string import Template
 
 import torch
 from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
+
+from luna_hf.markdown import Markdown, bullets, code, fill, quoted
 
 from .checkpoint import Original
 from .config import Head
@@ -59,13 +60,15 @@ def make_card(
     if model.dtype in (torch.float16, torch.bfloat16):
         dtype = str(model.dtype).removeprefix("torch.")
         inputs.append(f"The weights are {dtype}, for inference: load them with `dtype=torch.float32` to train them.")
-    return Template(Path(__file__).with_name("model.md").read_text(encoding="utf-8")).substitute(
-        metadata=metadata.to_yaml(),
+    return fill(
+        Path(__file__).with_name("model.md").read_text(encoding="utf-8"),
+        metadata=Markdown(metadata.to_yaml()),
         model_name=name,
+        quoted_name=quoted(name),
         title=f"{title} of the type `luna` with {model.num_parameters():,} parameters",
-        original=original.name,
+        original=code(original.name),
         auto_class=auto_class,
         inputs=" ".join(inputs),
-        command=command,
-        facts="\n".join(f"- {fact}" for fact in facts),
+        command=code(command),
+        facts=bullets(facts),
     )

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import date
+from io import TextIOWrapper
 from pathlib import Path
 from pickle import UnpicklingError
 from types import FrameType
@@ -37,6 +38,9 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "sentencepiece.bpe.model"),
     *("spiece.model", "special_tokens_map.json"),
 )
+
+
+CONTROLS = re.compile(r"[\0-\x08\x0e-\x1f\x7f-\x9f]")
 
 
 # ---- errors and exit codes ----
@@ -86,6 +90,7 @@ def run_script(
         disk; 130 after Ctrl-C; 141 if the reader of the output has closed it.
     """
     try:
+        _print_everything()
         _hide_progress_bars()
         with _restricted_unpickling(), _sigterm_unwinds(stopped) if clean_on_sigterm else nullcontext():
             try:
@@ -95,7 +100,7 @@ def run_script(
     except UserError as error:
         return _stop(f"error: {' '.join(str(error).split())}")
     except PermissionError as error:
-        return _stop(f"error: no permission to use {error.filename or error}")
+        return _stop(f"error: no permission to use {error.filename or error}: change its rights, or name another")
     except KeyboardInterrupt:
         return _stop(f"interrupted: {stopped}", 130)
     except BrokenPipeError:
@@ -106,18 +111,21 @@ def run_script(
             return 141
         raise
     except Exception as error:
+        if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
+            return _stop(f"error: {error.object[:100]!a} cannot be used in this locale. Set PYTHONUTF8=1: {stopped}")
         if is_disk_full(error):
             place = getattr(error, "filename", None)
             return _stop(f"error: the disk is full{f' ({place})' if place else ''}: {stopped}")
-        if isinstance(error, OSError | UnpicklingError) or "(os error " in str(
-            error
-        ):  # the latter by libraries in Rust
+        # Libraries in Rust name the error in their text only.
+        if isinstance(error, OSError | UnpicklingError) or "(os error " in str(error):
             return _stop(f"error: {reason(error)}: {stopped}")
         raise
 
 
 def _stop(message: str, status: int = 2) -> int:
-    print(message, file=sys.stderr)
+    """Print a message in one line, without what a terminal would obey."""
+    line = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], " ".join(message.split()))
+    print(line, file=sys.stderr)
     return status
 
 
@@ -152,6 +160,20 @@ def _restricted_unpickling() -> Iterator[None]:
     finally:
         del os.environ[_UNPICKLING[0]]
         os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _print_everything() -> None:
+    """Print characters that the terminal's encoding lacks as escapes; refuse words that this locale cannot decode.
+
+    Raises:
+        UserError: The command line has such a word: libraries in Rust and C++ could not open a file of that name.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if word := next((word for word in sys.argv if not word.isprintable() and word != readable(word)), None):
+        encoding = sys.getfilesystemencoding()
+        raise UserError(f"{readable(word)} is not in the encoding of this locale, {encoding}. Set PYTHONUTF8=1.")
 
 
 def _hide_progress_bars() -> None:
@@ -215,9 +237,9 @@ def locked(path: Path, folder: Path | None = None) -> Iterator[None]:
     """
     with _open_plain(path) as file:
         if not _lock(file):
-            file.seek(0)
-            holder = file.read().strip() or "another process"  # which has not written its name yet
-            raise UserError(f"{folder or path.parent} is in use by {holder}. Wait for it, or name another folder.")
+            raise UserError(
+                f"{folder or path.parent} is in use by {_holder(path)}. Wait for it, or name another folder."
+            )
         try:
             file.truncate(0)
             print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
@@ -243,6 +265,14 @@ def _open_plain(path: Path) -> TextIO:
         return file
     file.close()
     raise refused
+
+
+def _holder(path: Path) -> str:
+    """The process that has written its name into a lock, if it has yet and nobody else has written there."""
+    with suppress(OSError):
+        if found := re.match(rb"process \d+ on [\w.-]+", path.read_bytes()):
+            return found[0].decode()
+    return "another process"
 
 
 def _lock(file: TextIO) -> bool:
@@ -275,7 +305,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically: after a kill at any moment it holds the old content or the new, never a part."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.unlink(missing_ok=True)  # left by a kill, or a link to another file
-    with unfinished.open("x", encoding="utf-8") as file:
+    with unfinished.open("x", encoding="utf-8", errors="backslashreplace") as file:  # lone surrogates: JSON reads them
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -364,8 +394,16 @@ def portable(text: str | Path) -> str:
     """A path without this machine's folders: relative to the current folder if inside it, else the last part."""
     path = Path(text)
     if not path.is_absolute():
-        return str(text)
-    return path.relative_to(Path.cwd()).as_posix() if path.is_relative_to(Path.cwd()) else path.name
+        return readable(str(text))
+    return readable(path.relative_to(Path.cwd()).as_posix() if path.is_relative_to(Path.cwd()) else path.name)
+
+
+def readable(text: str) -> str:
+    """A text without lone surrogates, which no file can hold: names that Python could not decode are read as UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
 
 
 def portable_command(words: list[str]) -> str:
@@ -383,7 +421,7 @@ def portable_command(words: list[str]) -> str:
 def cpu_name() -> str:
     """Model name of the processor."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.lower().startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()

@@ -8,6 +8,7 @@ from engine.card import run_fields
 from converting.recipe import ConvertRecipe
 from luna_hf.convert.card import KINDS, usage
 from luna_hf.convert.files import source_card
+from luna_hf.markdown import code, table
 from luna_hf.scripting import portable
 
 _COLUMNS = {"cosine": "cosine", "slots_off": "without slots", "window_off": "without window"}
@@ -35,13 +36,13 @@ def make_card(recipe: ConvertRecipe, figures: dict[str, Any], plot: str) -> str:
         figures["model_type"],
         metadata,
         **run_fields(recipe, figures, plot),
-        source=portable(recipe.teacher),
+        source=code(portable(recipe.teacher)),
         longest=f"{figures['longest_input']:,}",
         usage=usage(figures["kind"], recipe.model_name),
         rows=f"{min(figures['rows'].values())} to {max(figures['rows'].values())}",
         reach=f"{recipe.teacher_longest:,}",
         windows=", ".join(map(str, recipe.teacher_windows)),
-        table=cards.table(["tokens", *columns.values()], rows),
+        table=table(["tokens", *columns.values()], rows),
         seen=f"{figures['seen_tokens']:,}",
         steps=f"{recipe.max_steps:,}",
         corpus=figures["corpus"],

@@ -269,7 +269,7 @@ def _open_files(path: Path, split: str | None, default_split: str, column: str, 
     kind = _KINDS[ending(files[0])]
     name = "text" if kind == "text" else ending(files[0])[1:]
     plural, of_split = "s" * (len(files) > 1), f", split {wanted}" if len(by_split) > 1 else ""
-    description = f"{path.name} ({len(files)} {name} file{plural}{of_split})"
+    description = f"{path.name or 'own text'} ({len(files)} {name} file{plural}{of_split})"
     status = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     if kind == "text":
         # One tuple of files, not a list, so that processes share the documents instead of the files.

@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult
 from engine.log import RunLog
 from engine.recipe import Recipe, RunRecipe
 from engine.windows import switches_table
+from luna_hf.markdown import Markdown, bullets, code, code_block
 from luna_hf.scripting import portable
 
 PLOT = "loss.png"
@@ -53,7 +54,7 @@ def make_card(
         template,
         figures["model_type"],
         metadata,
-        more_results=f"{parts}\n\n" if (parts := switches_table(figures)) else "",
+        more_results=Markdown(f"{parts}\n\n" if (parts := switches_table(figures)) else ""),
         **own,
         **run_fields(recipe, figures, PLOT),
         **_result_fields(figures),
@@ -119,10 +120,11 @@ def run_fields(recipe: Recipe, figures: dict[str, Any], plot: str) -> dict[str, 
         "model_name": recipe.model_name,
         "plot": plot,
         "parameters": f"{figures['parameters']:,}",
-        "notes": "".join(f"- {note}\n" for note in figures["notes"]),
+        "notes": Markdown(f"{bullets(figures['notes'])}\n" if figures["notes"] else ""),
+        "command": code(figures["command"]),
         "seconds": f"{figures['training_seconds']:,.0f}",
-        **{name: figures[name] for name in ("command", "hardware", "versions")},
-        "recipe": yaml.safe_dump(_portable(asdict(recipe)), sort_keys=False, width=110).strip(),
+        **{name: figures[name] for name in ("hardware", "versions")},
+        "recipe": code_block(yaml.safe_dump(_portable(asdict(recipe)), sort_keys=False, width=110), "yaml"),
     }
 
 

@@ -1,6 +1,5 @@
 """The output folder of a pretraining run."""
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -10,13 +9,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from common.fingerprint import changed_files, fingerprint
+from common.finish import check_end
 from common.seal import sync
 from data.corpus import Corpus
 
 from engine.card import PLOT
 from engine.checkpoint import checkpoints, newest_complete, read_state, remove_all
 from engine.recipe import Recipe
-from luna_hf.scripting import TOKENIZER_FILES, UserError, locked, refuse_links
+from luna_hf.scripting import TOKENIZER_FILES, UserError, locked
 
 _RESULTS = ("model.safetensors", "metrics.json", "README.md", PLOT)
 T = TypeVar("T")
@@ -41,11 +41,11 @@ def on_main(accelerator: Accelerator, task: Callable[[], T]) -> T:
 
 
 @contextmanager
-def held(accelerator: Accelerator, folder: Path) -> Iterator[None]:
+def held(accelerator: Accelerator, folder: Path, repository: str = "") -> Iterator[None]:
     """Hold the output folder for this run; if nothing is written to a new one, it is removed again.
 
     Raises:
-        UserError: It cannot be written, or another run holds it.
+        UserError: It cannot be written, `repository` not be pushed to, or another run holds it; see `check_end`.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     with ExitStack() as stack:
@@ -53,7 +53,7 @@ def held(accelerator: Accelerator, folder: Path) -> Iterator[None]:
         def hold() -> None:
             for path in reversed(made):  # a stack: the folder itself is removed first
                 stack.callback(_remove_empty, path)
-            check_writable(folder)
+            check_end(folder, "`output_dir`", repository)
             stack.enter_context(locked(folder / ".lock"))
 
         on_main(accelerator, hold)
@@ -134,22 +134,6 @@ def changed_inputs(recipe: Recipe, found: Path, inputs: dict[str, str]) -> list[
             "the changed data (--accept_changed_data), or start again (--no_resume --overwrite_output_dir)."
         )
     return changed
-
-
-def check_writable(folder: Path) -> None:
-    """Create the folder.
-
-    Raises:
-        UserError: It is a file, cannot be written to, or has links that lead out of it.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"`output_dir` {folder} is a file. Name a folder.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # without a name, so that a kill leaves nothing
-    except OSError as error:
-        raise UserError(f"`output_dir` {folder} cannot be written to ({error.strerror}). Name another.") from error
-    refuse_links(folder)
 
 
 def clear_output(folder: Path) -> None:

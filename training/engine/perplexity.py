@@ -10,6 +10,7 @@ two modes:
 """
 
 import itertools
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from engine.loop import perplexity
 from luna_hf import MemoryCache
 from luna_hf.configuration import BoundedMemoryConfig
-from luna_hf.scripting import UserError, progress
+from luna_hf.scripting import UserError, portable, progress
 
 # Characters of the documents that are tokenized together.
 _BATCH_CHARACTERS = 100_000
@@ -203,7 +204,7 @@ def evaluate(folder: str, settings: Settings) -> dict[str, Any]:
     borders = [0, *sorted(settings.lengths)]
     by_position = [float(scores.losses[:, first:end].mean()) for first, end in itertools.pairwise(borders)]
     return {
-        "model": Path(folder).name,
+        "model": portable(Path(os.path.abspath(folder)).name),
         "model_type": model.config.model_type,
         "mode": mode,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

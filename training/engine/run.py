@@ -56,7 +56,7 @@ class Run(Loop, ABC):
         accelerator, recipe = self.accelerator, self.recipe
         # Whatever can be wrong is checked before the folder, which may hold an earlier model, is changed.
         self.check()
-        with held(accelerator, self.folder):
+        with held(accelerator, self.folder, self.repository):
             self.found = on_main(accelerator, lambda: find_checkpoint(recipe, print))
             self.read()
             repository = on_main(accelerator, self._reserve)
@@ -112,12 +112,14 @@ class Run(Loop, ABC):
         """Print what is about to run."""
         return
 
+    @property
+    def repository(self) -> str:
+        """The name on the Hub that the recipe asks for, or ""."""
+        return (self.recipe.hub_model_id or self.recipe.model_name) if self.recipe.push_to_hub else ""
+
     def _reserve(self) -> str:
-        """The repository that the run will be pushed to, or "" if it will not be."""
-        recipe = self.recipe
-        if not recipe.push_to_hub:
-            return ""
-        return reserve_repository(recipe.hub_model_id or recipe.model_name, recipe.hub_private)
+        """The full name of the repository that the run will be pushed to, or "" if it will not be."""
+        return reserve_repository(self.repository, self.recipe.hub_private) if self.repository else ""
 
     def _open(self) -> tuple[dict[str, str], list[str]]:
         """Clean the output folder; returns the inputs, and the names of those that have changed since `found`."""

@@ -8,12 +8,12 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from common.cards import table
 from common.sections import read_section
 from data.rows import WINDOWS
 from transformers import PreTrainedConfig
 
 from luna_hf.configuration import BoundedMemoryConfig
+from luna_hf.markdown import table
 from luna_hf.scripting import UserError
 
 # What a pass of a mixed model reads instead of both, by the name of its held-out loss in the log.

@@ -2,11 +2,9 @@
 
 import copy
 import dataclasses
-import json
 from typing import Any
 
 import torch
-from common.cards import code, table
 from common.models import CAUSAL
 from data.masking import RowFormat, next_tokens
 from data.tokenizer import open_ended, train_causal_tokenizer
@@ -16,6 +14,7 @@ from engine.recipe import RunRecipe
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf import FAMILIES, MemoryCache
+from luna_hf.markdown import Markdown, code, quoted, table
 from luna_hf.scripting import UserError
 
 # Special tokens that a tokenizer may have, by their names in transformers.
@@ -133,8 +132,8 @@ class CausalPretraining(Pretraining):
                 "accuracy": ("next-token accuracy", "held_out_accuracy"),
             },
             memory=memory,
-            continuations="\n\n".join(_continuation(row) for row in figures["continuations"]),
-            example=json.dumps(recipe.prompts[0]),
+            continuations=Markdown("\n\n".join(_continuation(row) for row in figures["continuations"])),
+            example=quoted(recipe.prompts[0]),
             sample_tokens=recipe.sample_tokens,
             seed=recipe.seed,
         )

@@ -1,11 +1,9 @@
 """Masked language modelling."""
 
 import dataclasses
-import json
 from typing import Any
 
 import torch.nn.functional as F
-from common.cards import code
 from common.models import MASKED
 from data.masking import IGNORED, RowFormat
 from data.prepare import masked_rows
@@ -20,6 +18,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 from transformers.models.roberta.modeling_roberta import RobertaLMHead
 
 from luna_hf.configuration import BoundedMemoryConfig
+from luna_hf.markdown import Markdown, code, quoted, table
 from luna_hf.scripting import UserError
 
 
@@ -124,8 +123,8 @@ class MaskedPretraining(Pretraining):
         """Fill `model_cards/template.md`."""
         recipe, answers = self.recipe, []
         for row in figures["fill_mask"]:
-            guesses = ", ".join(f"{code(guess['token'])} {guess['score']:.0%}" for guess in row["guesses"])
-            answers.append(f"| {code(row['sentence'])} | {guesses} |")
+            guesses = Markdown(", ".join(f"{code(guess['token'])} {guess['score']:.0%}" for guess in row["guesses"]))
+            answers.append([code(row["sentence"]), guesses])
         return make_card(
             "template.md",
             recipe,
@@ -135,8 +134,8 @@ class MaskedPretraining(Pretraining):
                 "loss": ("masked-token loss (nats)", "held_out_loss"),
                 "accuracy": ("masked-token accuracy", "held_out_accuracy"),
             },
-            answers="\n".join(answers),
-            example=json.dumps(figures["fill_mask"][0]["sentence"]),
+            answers=table(["sentence", "answers"], answers),
+            example=quoted(figures["fill_mask"][0]["sentence"]),
             mask_probability=f"{recipe.mask_probability:.0%}",
             masked_unit="words, with all their tokens," if recipe.whole_word_masking else "tokens",
             longest=figures["longest_input"],

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,14 +245,17 @@ class TextClassification(Task):
         return (
             "from transformers import pipeline\n\n"
             "# The name of this repository on the Hub, or the folder that holds this card.\n"
-            f'classify = pipeline("text-classification", "{name}"{trust})\nclassify({text}{more})'
+            f'classify = pipeline("text-classification", {name}{trust})\nclassify({text}{more})'
         )
 
 
 def own_name(arguments: GlueArguments) -> str:
-    """The name of own data: that of the data set, or of the folder with the files, unless that is the user's home."""
+    """The name of own data: that of the data set, or of the folder with the files.
+
+    The user's home has no name, nor has the folder in which the command runs.
+    """
+    path = Path(os.path.normpath(arguments.train_file or arguments.dataset_name))
     if not arguments.train_file:
-        name = Path(arguments.dataset_name)
-        return name.resolve().name if name.is_dir() else name.name
-    path = Path(arguments.train_file).resolve()
-    return path.stem if path.parent in (Path.home().resolve(), Path(path.root)) else path.parent.name
+        return portable(path.name) if path.name not in ("", "..") else "own data"
+    is_named = path.parent.resolve() not in (Path.cwd(), Path.home().resolve())
+    return portable(path.parent.name if is_named and path.parent.name not in ("", "..") else path.stem)

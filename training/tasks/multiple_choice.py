@@ -252,16 +252,16 @@ class ChoiceTask(Task):
 
     def usage(self, name: str, trust: str) -> str:
         """Python for the model card."""
-        return f'''import torch
+        return f"""import torch
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
-name = "{name}"  # the name of this repository on the Hub, or the folder that holds this card
+name = {name}  # the name of this repository on the Hub, or the folder that holds this card
 tokenizer = AutoTokenizer.from_pretrained(name{trust})
 model = AutoModelForMultipleChoice.from_pretrained(name{trust}).eval()
 {self.example}
 with torch.no_grad():
     logits = model(**{{key: value.unsqueeze(0) for key, value in inputs.items()}}).logits[0]  # one score per option
-print(options[logits.argmax()])'''
+print(options[logits.argmax()])"""
 
 
 class RaceTask(ChoiceTask):

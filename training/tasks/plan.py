@@ -4,16 +4,17 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import tempfile
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.fingerprint import changed_files, fingerprint
+from common.finish import check_end
 from datasets import Dataset
 
 from luna_hf import scripting
-from luna_hf.scripting import UserError, refuse_links
+from luna_hf.scripting import UserError
 from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments
 from tasks.task import Job
 from tasks.trainer import checkpoints
@@ -89,7 +90,7 @@ def unique_labels(models: list[str]) -> dict[str, str]:
     Raises:
         UserError: A model occurs twice.
     """
-    parts = {model: Path(model).absolute().parts[1:] for model in models}
+    parts = {model: Path(os.path.abspath(model)).parts[1:] for model in models}  # also of `.` and `..`
     for depth in range(1, max(map(len, parts.values())) + 1):
         labels = {model: "-".join(parts[model][-depth:]) for model in models}
         if len(set(labels.values())) == len(models):
@@ -123,12 +124,12 @@ def read_json(path: Path) -> scripting.Record:
     return scripting.read_json(path, f"Remove {path.parent}, or write to another folder.")
 
 
-def check_output(folder: Path, models: list[str]) -> None:
+def check_output(folder: Path, models: list[str], repository: str = "", token: str | None = None) -> None:
     """Create the output folder, unless something in it would be lost.
 
     Raises:
-        UserError: It is or holds one of the models to start from, or files that no finetuning wrote, or it cannot be
-            written to, or links lead out of it.
+        UserError: It is or holds one of the models to start from, or files that no finetuning wrote; see also
+            `check_end`.
     """
     for model in filter(lambda model: Path(model).is_dir(), models):
         if folder.resolve() in (Path(model).resolve(), *Path(model).resolve().parents):
@@ -136,12 +137,7 @@ def check_output(folder: Path, models: list[str]) -> None:
                 f"--output_dir {folder} contains --model_name_or_path {model}, which would be overwritten: "
                 "name another folder."
             )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # without a name, so that a kill leaves nothing
-    except OSError as error:
-        raise UserError(f"--output_dir {folder} cannot be written to ({error.strerror or error}).") from error
-    refuse_links(folder)
+    check_end(folder, "--output_dir", repository, token)
     if any(folder.glob(SETTINGS_FILE)) or any(folder.glob(f"runs/*/*/{SETTINGS_FILE}")):
         return
     for path in folder.rglob("*"):

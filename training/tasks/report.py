@@ -8,7 +8,7 @@ from typing import Any
 from common import cards
 from huggingface_hub import EvalResult
 
-from luna_hf import FAMILIES
+from luna_hf import FAMILIES, markdown
 from luna_hf.scripting import portable, portable_command, write_json, write_text
 from tasks.labels import MULTI_LABEL
 from tasks.task import Job
@@ -103,7 +103,7 @@ def write_report(job: Job, results: list[Result], folders: dict[str, Path]) -> N
 
 def report_text(summary: dict[str, Any]) -> str:
     """`results.md`: settings, runs, and how they were made."""
-    runs, parts = summary["runs"], [f"# {summary['title']}"]
+    runs, parts = summary["runs"], [f"# {markdown.escape(summary['title'])}"]
     if len(runs) > 1:
         empty = {"best_seed": "", "weights": ""}
         settings = [{**empty, **row, "seeds": " ".join(map(str, row["seeds"]))} for row in summary["settings"]]
@@ -117,14 +117,14 @@ def report_text(summary: dict[str, Any]) -> str:
     costs = ["parameters", "epochs", "training_seconds", "samples_per_second", "tokens_per_second"]
     parts.append(table(runs, ["model", "setting", "seed", *(scores or [summary["main_metric"]]), *costs]))
     for model, notes in {run["model"]: run["notes"] for run in runs}.items():
-        parts += [f"{model}:", cards.bullets(notes)]
-    machine = f"Machine: {runs[0]['hardware']}.\nVersions: {runs[0]['versions']}."
-    return "\n\n".join([*parts, f"Command: `{summary['command']}`\n{machine}"]) + "\n"
+        parts += [markdown.escape(f"{model}:"), markdown.bullets(notes)]
+    lines = [f"Command: {markdown.code(summary['command'])}", f"Machine: {markdown.escape(runs[0]['hardware'])}."]
+    return "\n\n".join([*parts, "\n".join([*lines, f"Versions: {markdown.escape(runs[0]['versions'])}."])]) + "\n"
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
     """A Markdown table of some keys of the rows, with `setting`: what a run was trained with, seed aside."""
-    return cards.table(
+    return markdown.table(
         [name.replace("_", " ") for name in columns], [_formatted(row, columns).values() for row in rows]
     )
 
@@ -163,9 +163,10 @@ def write_card(job: Job, result: Result, folder: Path, picked: dict[str, Any] | 
     """
     task, training = job.task, job.training
     base, best_step = portable(result["model_name_or_path"]), result["best_step"]
-    default = training.hub_model_id or f"{Path(base).name}-{task.name}"
+    default = training.hub_model_id or f"{result['model']}-{task.name}"
     name = job.arguments.model_name or re.sub(r"[^\w.-]+", "-", default.rpartition("/")[2])
     labels = ", ".join(task.model_fields().get("id2label", {}).values())
+    trust = ", trust_remote_code=True" if result["model_type"] in FAMILIES else ""
     multiple = " Each one applies if its logit is above 0, its probability above 0.5."
     setting = {
         "learning rate": f"{result['learning_rate']:g}",
@@ -186,17 +187,17 @@ def write_card(job: Job, result: Result, folder: Path, picked: dict[str, Any] | 
         **_formatted(result, figures),
         model_name=name,
         title=task.title,
-        base=base,
-        usage=task.usage(name, ", trust_remote_code=True" if result["model_type"] in FAMILIES else ""),
+        base=markdown.code(base),
+        usage=markdown.code_block(task.usage(markdown.quoted(name), trust), "python"),
         labels=(f" Labels: {labels}." if labels else "") + multiple * (task.problem_type == MULTI_LABEL),
-        scores=cards.table(["split", "metric", "value"], [[*row[:2], f"{row[2]:.4f}"] for row in scores]),
+        scores=markdown.table(["split", "metric", "value"], [[*row[:2], f"{row[2]:.4f}"] for row in scores]),
         picked=picked_text(result, picked),
         dataset=task.dataset,
-        notes=cards.bullets(result["notes"]),
-        setting=cards.table(["option", "value"], setting.items()),
+        notes=markdown.bullets(result["notes"]),
+        setting=markdown.table(["option", "value"], setting.items()),
         best_step=result["steps"] if best_step is None else best_step,
         since=resumed if result["resumed_from_step"] else "",
-        command=portable_command(["python", *job.command]),
+        command=markdown.code(portable_command(["python", *job.command])),
     )
     write_text(folder / "README.md", text)
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import cards
 from common.hub import push_folder, reserve_repository
 from common.machine import machine
 from common.models import load_config, load_encoder, load_tokenizer, longest_input
@@ -87,7 +86,7 @@ class Command:
         def script() -> None:
             arguments, training = self.parse(words)
             folder = Path(training.output_dir)
-            check_output(folder, arguments.model_name_or_path)
+            check_output(folder, arguments.model_name_or_path, repository(training), training.hub_token)
             with locked(folder / ".lock") if training.process_index == 0 else nullcontext():
                 run_all(Job(self.make_task(arguments), arguments, training, [f"training/{self.name}.py", *words]))
 
@@ -121,8 +120,7 @@ def run_all(job: Job) -> None:
     job.print("\n".join(task.notes))
     push = training.push_to_hub and job.is_main
     if push:
-        name = training.hub_model_id or job.folder.resolve().name
-        repository = reserve_repository(name, training.hub_private_repo, training.hub_token)
+        reserved = reserve_repository(repository(training), training.hub_private_repo, training.hub_token)
     prepared = {name: open_model(job, name) for name in models}
     for name, part in prepared.items():
         encode(job, name, part)
@@ -136,8 +134,14 @@ def run_all(job: Job) -> None:
         # Settings and the run's file name folders of this machine; card and table have the figures.
         ignore = ["checkpoint-*", "runs/*", SETTINGS_FILE, RUN_FILE]
         extra = [] if model == job.folder else [job.folder / "results.md"]
-        push_folder(model, repository, "Finetuned model", ignore, extra, training.hub_token)
-        job.print(f"Pushed {model} to {repository}.")
+        push_folder(model, reserved, "Finetuned model", ignore, extra, training.hub_token)
+        job.print(f"Pushed {model} to {reserved}.")
+
+
+def repository(training: FinetuneTrainingArguments) -> str:
+    """The name on the Hub that the options ask for, or ""."""
+    name = training.hub_model_id or Path(training.output_dir).resolve().name
+    return name if training.push_to_hub else ""
 
 
 def train_all(job: Job, runs: list[Run], prepared: dict[str, Prepared]) -> tuple[list[Result], dict[str, Path]]:
@@ -206,7 +210,7 @@ def encode(job: Job, name: str, prepared: Prepared) -> None:
     for split, rows in splits.items():
         prepared.encoded[split] = job.task.encode(rows, prepared.tokenizer, prepared.max_length)
         prepared.notes.append(prepared.encoded[split].report(split, prepared.max_length))
-    job.print(cards.bullets(prepared.notes))
+    job.print("\n".join(f"- {note}" for note in prepared.notes))
 
 
 def load_model(job: Job, name: str, prepared: Prepared, dropout: float | None) -> tuple[Any, list[str]]:

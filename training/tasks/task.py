@@ -18,7 +18,8 @@ class Task:
     - `encode(rows, tokenizer, max_length)`: the rows tokenized, as `files.Encoded`.
     - `scores(split, logits, labels)`: the metrics of a split, given in the order of its rows.
     - `write_predictions(folder, split, logits)`: writes the answers for a test split; the path.
-    - `usage(name, trust)`: Python for the model card; `trust` is a further argument of `from_pretrained`, or empty.
+    - `usage(name, trust)`: Python for the model card; `name` is in quotes, `trust` a further argument of
+      `from_pretrained`, or empty.
 
     Args:
         rows: the splits by name.

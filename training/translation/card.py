@@ -6,6 +6,7 @@ from common import cards
 from engine.card import PLOT, run_fields
 from huggingface_hub import EvalResult
 
+from luna_hf.markdown import bullets, code, table
 from luna_hf.scripting import portable
 from translation.recipe import TranslationRecipe
 
@@ -37,23 +38,23 @@ def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
         [split, f"{figures[split]['pairs']:,}", *(f"{figures[split][metric]['score']:.2f}" for metric in names)]
         for split in splits
     ]
-    samples = [[cards.code(row[part]) for part in row] for row in figures[splits[-1]]["samples"]]
+    samples = [[code(row[part]) for part in row] for row in figures[splits[-1]]["samples"]]
     averaged = figures["averaged_checkpoints"]
     return cards.fill(
         "translation.md",
         figures["model_type"],
         metadata,
         **run_fields(recipe, figures, PLOT),
-        source=recipe.source_language,
-        target=recipe.target_language,
+        source=code(recipe.source_language),
+        target=code(recipe.target_language),
         beams=recipe.num_beams,
-        scores=cards.table(["split", "pairs", *names.values()], scores),
-        signatures="\n".join(f"- {names[m]}: `{figures[splits[0]][m]['signature']}`" for m in names),
-        samples=cards.table(["source", "translation", "reference"], samples),
+        scores=table(["split", "pairs", *names.values()], scores),
+        signatures=bullets(f"{names[m]}: `{figures[splits[0]][m]['signature']}`" for m in names),
+        samples=table(["source", "translation", "reference"], samples),
         loss=f"{figures['held_out_loss']:.3f}",
         unigram_loss=f"{figures['unigram_loss']:.3f}",
         pairs=f"{figures['training_pairs']:,}",
-        data=portable(recipe.data),
+        data=code(portable(recipe.data)),
         vocabulary=f"{figures['vocabulary']:,}",
         steps=f"{recipe.max_steps:,} of at most {recipe.accumulation * recipe.batch_tokens:,} tokens a side",
         averaged=f"the mean of the last {averaged} checkpoints" if averaged > 1 else "the last checkpoint",

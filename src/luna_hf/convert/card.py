@@ -6,26 +6,26 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from ..scripting import markdown_table, portable
+from ..markdown import Markdown, code, code_block, escape, fill, quoted
+from ..markdown import table as markdown_table
+from ..scripting import portable
 from .files import source_card
 from .report import Figure, table
 
-_CARD = Template("""---
+_CARD = """---
 $metadata
 ---
 
 # $name
 
-`$source`, converted to read texts of up to $longest tokens. It was not trained: the weights are those of its source.
+$source, converted to read texts of up to $longest tokens. It was not trained: the weights are those of its source.
 $attention
 
 $licence
 
 ## Use
 
-```python
 $usage
-```
 
 `trust_remote_code` runs the code in this folder, and is not needed once the package `luna_hf` is imported.
 
@@ -37,7 +37,7 @@ $measured
 
 ## Conversion
 
-    $command
+$command
 
 $date, with $versions. `conversion.json` repeats the figures.
 
@@ -45,7 +45,7 @@ $date, with $versions. `conversion.json` repeats the figures.
 
 The model inherits what its source has learned, including errors and biases. For texts that its source reads whole, the
 source is as good. Documents that are searched may as well be cut into windows for the source.
-""")
+"""
 
 
 _LINEAR = (
@@ -60,15 +60,15 @@ _NO_LICENCE = "The source's card states no licence. Ask its authors before you p
 _SENTENCES = """from sentence_transformers import SentenceTransformer
 
 # The name of this repository on the Hub, or the folder of this card.
-model = SentenceTransformer("$name", trust_remote_code=True)
+model = SentenceTransformer($name, trust_remote_code=True)
 embeddings = model.encode(["A text.", "Another text."])"""
 
 
 _STATES = """from transformers import $auto, AutoTokenizer
 
 # The name of this repository on the Hub, or the folder of this card.
-tokenizer = AutoTokenizer.from_pretrained("$name", trust_remote_code=True)
-model = $auto.from_pretrained("$name", trust_remote_code=True)"""
+tokenizer = AutoTokenizer.from_pretrained($name, trust_remote_code=True)
+model = $auto.from_pretrained($name, trust_remote_code=True)"""
 
 
 # Library, task and tags of each kind of result.
@@ -79,10 +79,11 @@ KINDS = {
 }
 
 
-def usage(kind: str, name: str) -> str:
+def usage(kind: str, name: str) -> Markdown:
     """The code that loads a result of one of `KINDS`."""
     auto = "AutoModelForMaskedLM" if kind == "masked words" else "AutoModel"
-    return Template(_SENTENCES if kind == "sentences" else _STATES).substitute(name=name, auto=auto)
+    template = Template(_SENTENCES if kind == "sentences" else _STATES)
+    return code_block(template.substitute(name=quoted(name), auto=auto), "python")
 
 
 def make_card(name: str, source: str, kind: str, longest: int, is_full: bool, facts: dict[str, Any]) -> str:
@@ -104,21 +105,22 @@ def make_card(name: str, source: str, kind: str, longest: int, is_full: bool, fa
         tags=[*tags, "abc_memory", "linear-attention", "custom_code"],
         base_model=None if Path(source).exists() else source,
     )
-    licence = f"The licence is the one on the source's card: `{known.license}`."
+    licence = f"The licence is the one on the source's card: {code(known.license)}."
     measured = f"Measured on {facts['texts']}, with this CPU: {facts['machine']['cpu']}."
     header, *rows = table([Figure(**figure) for figure in facts["figures"]])
-    results = [*([markdown_table(header, rows)] if rows else []), *facts["explanations"]]
-    return _CARD.substitute(
-        metadata=metadata.to_yaml(),
+    results = [*([markdown_table(header, rows)] if rows else []), *map(escape, facts["explanations"])]
+    return fill(
+        _CARD,
+        metadata=Markdown(metadata.to_yaml()),
         name=name,
-        source=portable(source),
+        source=code(portable(source)),
         longest=f"{longest:,}",
         attention=_FULL if is_full else _LINEAR,
-        licence=licence if known.license else _NO_LICENCE,
+        licence=Markdown(licence) if known.license else _NO_LICENCE,
         usage=usage(kind, name),
-        results="\n\n".join(results),
+        results=Markdown("\n\n".join(results)),
         measured=measured if rows else "Nothing has been measured.",
-        command=facts["command"],
+        command=code_block(facts["command"], "sh"),
         date=facts["date"],
         versions=", ".join(f"{name} {facts['versions'][name]}" for name in ("torch", "transformers", "luna_hf")),
     )

@@ -26,7 +26,7 @@ def source_card(source: str) -> ModelCardData:
     try:
         path = find(source, "README.md")
         return ModelCard.load(path, ignore_metadata_errors=True).data if path else ModelCardData()
-    except (OSError, ValueError):
+    except Exception:  # written by hand, a header can be wrong in many ways
         return ModelCardData()
 
 
