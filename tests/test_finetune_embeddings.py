@@ -5,8 +5,10 @@ import json
 import finetune_embeddings
 import pyarrow
 import pytest
-from helpers import SENTENCES, tiny_model, tiny_tokenizer
+from helpers import SENTENCES, refused, tiny_model, tiny_tokenizer
 from pyarrow.parquet import write_table
+
+from luna_hf.scripting import UserError
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,34 @@ def test_the_folder_embeds_and_the_scores_are_those_of_the_saved_model(encoder, 
         pairs["sentence1"], pairs["sentence2"], pairs["score"], show_progress_bar=False
     )
     assert evaluator(model)["spearman_cosine"] == pytest.approx(figures["scores"]["spearman"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"label": "high"}, ["'high'", "number"]),
+        ({"label": float("nan")}, ["Row 1", "nan"]),
+        ({"label": 1e39}, ["Row 1", "1e+39"]),
+        ({"label": None}, ["Row 1", "None"]),
+        ({"sentence1": None}, ["Row 1", "`sentence1`"]),
+        ({"sentence2": 7}, ["Row 1", "7", "`sentence2`"]),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_rows_that_are_no_scored_pairs_are_refused(change, named, split, tmp_path):
+    good = {"sentence1": "A.", "sentence2": "B.", "label": 2.5}
+    for name in ("train", "validation"):
+        rows = [good, {**good, **change}] if name == split else [good, good]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with refused(split, *named, error=UserError):
+        finetune_embeddings.read_pairs(str(tmp_path))
+
+
+def test_scores_of_a_table_are_numbers(tmp_path):
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.tsv").write_text('sentence1\tsentence2\tlabel\n"007\tnull\t5\nx\ty\t1e0\n')
+    pairs = finetune_embeddings.read_pairs(str(tmp_path))["train"]
+    assert pairs.to_dict() == {"sentence1": ['"007', "x"], "sentence2": ["null", "y"], "score": [1.0, 0.2]}
 
 
 def test_a_missing_model_and_a_missing_split_are_refused(encoder, data, tmp_path, capsys, monkeypatch):

@@ -24,6 +24,7 @@ import torch
 from common import options
 from common.cards import bullets
 from common.models import load_config, load_encoder, load_tokenizer
+from common.tables import require_text
 from datasets import Dataset, disable_progress_bars
 from sentence_transformers import (
     SentenceTransformer,
@@ -34,6 +35,7 @@ from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimil
 from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 from tasks.arguments import option
 from tasks.files import load_splits, require_columns
+from tasks.labels import numbers_of_tables, read_labels
 from tasks.plan import SETTINGS_FILE, check_output, check_settings, data_digest, is_begun, read_json, settings
 from tasks.trainer import Clock, find_checkpoint, remove_checkpoints, seconds
 from transformers import AutoModel
@@ -78,11 +80,15 @@ def read_pairs(name: str) -> dict[str, Dataset]:
     """The splits train and validation, with a `score` from 0 to 1 for each pair.
 
     Raises:
-        UserError: A split or column is missing.
+        UserError: A split, a column, a text or a label is missing, or a label is no number.
     """
     splits = load_splits(name, "stsb", ("train", "validation"), required=(["train"], ["validation"]))
+    splits = numbers_of_tables(splits, COLUMNS[2], regression=True)
     for split, rows in splits.items():
         require_columns(rows, COLUMNS, f"{name} ({split})")
+        for column in COLUMNS[:2]:
+            require_text(rows, column, f"{name} ({split})")
+    read_labels({f"{name} ({split})": rows for split, rows in splits.items()}, COLUMNS[2], names=())
     return {
         split: rows.select_columns(list(COLUMNS)).map(lambda row: {"score": row["label"] / 5}, remove_columns="label")
         for split, rows in splits.items()
@@ -117,6 +123,7 @@ def finetune(words: Sequence[str]) -> None:
     check_output(folder, [arguments.model_name_or_path])
     with locked(folder / ".lock"):
         pairs = read_pairs(arguments.dataset_name)
+        print(f"Pairs: {len(pairs['train']):,} to train on, {len(pairs['validation']):,} to evaluate on.")
         encoder = None if (folder / RESULT).is_file() else load(arguments)
         begin(folder, arguments, training, pairs)
         if encoder:

@@ -74,11 +74,13 @@ class FinetuneArguments:
         """`model_config` as a dictionary.
 
         Raises:
-            UserError: A word without an equal sign.
+            UserError: A word without an equal sign, or a field that follows from the data.
         """
         for word in self.model_config:
             if "=" not in word:
                 raise UserError(f"--model_config {word!r} must be KEY=VALUE, such as classifier_pooling=packed_max.")
+            if word.partition("=")[0] in ("num_labels", "id2label", "label2id", "problem_type"):
+                raise UserError(f"--model_config {word!r}: remove it, since the labels of the data decide.")
         return {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in self.model_config)}
 
 
