@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 from common.tables import read_table, require_text
 from data.corpus import open_corpus
+from datasets import Dataset
 from helpers import refused
 from tasks.files import load_splits
 from tasks.labels import numbers_of_tables, read_labels
@@ -129,6 +130,7 @@ def test_other_columns_may_hold_anything(tmp_path):
         ("1.0 2.0", "1 2", [[1.0, 2.0], [1, 2]]),
         ("007 010", "007 010", [["007", "010"]] * 2),
         ("1e5 2E3", "1e5 2E3", [["1e5", "2E3"]] * 2),
+        ("12345678901234567890 2", "2 2", [["12345678901234567890", "2"], ["2", "2"]]),
         ("1 x", "1 1", [["1", "x"], ["1", "1"]]),
         ("True False", "True True", [["True", "False"], ["True", "True"]]),
         ("0 1", "1 high", [[0, 1], ["1", "high"]]),
@@ -141,6 +143,12 @@ def test_labels_of_tables_are_numbers_if_those_of_the_training_data_are(train, o
         (tmp_path / name).write_text("\n".join(["label", *texts.split()]) + "\n")
     splits = {name: read_table([tmp_path / name]) for name in ("train.csv", "other.tsv")}
     assert [list(rows["label"]) for rows in numbers_of_tables(splits, "label").values()] == found
+
+
+def test_inferred_labels_of_the_hub_stay_numbers():
+    rows = Dataset.from_dict({"label": [0, 1]})
+    rows.info.builder_name = "csv"
+    assert numbers_of_tables({"train": rows}, "label")["train"] is rows
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ class Labels:
 def numbers_of_tables(splits: dict[str, Dataset], column: str, regression: bool = False) -> dict[str, Dataset]:
     """Turn labels into numbers in CSV and TSV files, which hold texts only, if those of the first split are numbers.
 
-    They are not if one has a leading zero (007), or all are whole and some have an exponent (1e5): names of classes.
+    They are names of classes if one has a leading zero (007), or if all are whole and some are long or have an exponent
+    (1e5).
 
     Args:
         splits: rows by split; the first is the training split.
@@ -87,21 +88,23 @@ def numbers_of_tables(splits: dict[str, Dataset], column: str, regression: bool 
         regression: whether all labels are numbers by the task.
     """
     turned = {split: _with_numbers(rows, column, regression) for split, rows in splits.items()}
-    first = next(iter(turned.values()))
-    if column in first.column_names and getattr(first.features[column], "dtype", "") == "string":
-        return splits
-    return turned
+    return splits if _holds_text(next(iter(turned.values())), column) else turned
 
 
 def _with_numbers(rows: Dataset, column: str, regression: bool) -> Dataset:
     """Rows of a CSV or TSV file with a column of numbers, if all its texts are such; other rows as they are."""
-    texts = list(rows[column]) if column in rows.column_names and rows.info.builder_name == "csv" else []
+    is_text = rows.info.builder_name == "csv" and _holds_text(rows, column)  # on the Hub, types are inferred
+    texts = list(rows[column]) if is_text else []
     kind = _type_of_numbers({text for text in texts if text is not None}, regression)
     if kind is None:
         return rows
     numbers = [None if text is None else int(text) if kind == "int64" else float(text) for text in texts]
     table, place = rows.data.table.replace_schema_metadata(None), rows.column_names.index(column)
     return Dataset(table.set_column(place, column, pyarrow.array(numbers, kind)))
+
+
+def _holds_text(rows: Dataset, column: str) -> bool:
+    return column in rows.column_names and getattr(rows.features[column], "dtype", "") == "string"
 
 
 def _type_of_numbers(texts: set[str], regression: bool) -> str | None:
@@ -111,7 +114,8 @@ def _type_of_numbers(texts: set[str], regression: bool) -> str | None:
     if all(map(_INTEGER.fullmatch, texts)):
         return "int64"
     whole = all(float(text).is_integer() for text in texts)
-    return None if whole and not regression and "e" in "".join(texts).lower() else "float64"
+    is_name = "e" in "".join(texts).lower() or max(map(len, texts)) > 15  # beyond, float64 has not every digit
+    return None if whole and is_name and not regression else "float64"
 
 
 def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | None = None) -> Labels:
