@@ -101,6 +101,13 @@ def test_equal_labels_have_no_correlation(encoder, data, tmp_path, capsys):
     assert "equal labels" in capsys.readouterr().err
 
 
+def test_scores_of_a_table_are_numbers(tmp_path):
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.tsv").write_text('sentence1\tsentence2\tlabel\n"007\tnull\t5\nx\ty\t1e0\n')
+    pairs = finetune_embeddings.read_pairs(str(tmp_path))["train"]
+    assert pairs.to_dict() == {"sentence1": ['"007', "x"], "sentence2": ["null", "y"], "score": [1.0, 0.2]}
+
+
 def test_a_missing_model_and_a_missing_split_are_refused(encoder, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert finetune_embeddings.main(words(tmp_path / "none", data, tmp_path / "out")) == 2

@@ -4,14 +4,18 @@ import re
 
 import numpy as np
 import pytest
+import torch
+from common.tables import read_table
 from datasets import ClassLabel, Dataset, Features, List
+from helpers import randomise
+from helpers import refused as refused_error
 from huggingface_hub import ModelCard
 from tasks import classification
-from tasks.files import load_splits, read_files
-from tasks.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, read_labels
+from tasks.files import load_splits
+from tasks.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, order_of, read_labels
 from tasks.trainer import FinetuneTrainer
 from tiny_finetuning import PLAIN, checkpoint, command, glue_folder, refused, run, tokenizer, topics, write_rows
-from transformers import AutoConfig, pipeline
+from transformers import AutoConfig, AutoModelForSequenceClassification, RobertaConfig, pipeline
 
 from luna_hf.scripting import UserError
 
@@ -286,14 +290,101 @@ def test_predictions_of_own_numbers_keep_every_digit(tmp_path):
     assert np.array_equal(np.float32([line.split("\t")[1] for line in written]), numbers[:, 0])
 
 
+# ---- the order of the classes ----
+
+
+def test_a_classifier_that_is_finetuned_further_keeps_the_meaning_of_its_head(luna, tmp_path, capsys):
+    names, (texts, labels) = ["fox", "dog"], topics(12)  # sorted, the data's are dog and fox
+    model = AutoModelForSequenceClassification.from_pretrained(luna, id2label=dict(enumerate(names)))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        randomise(model)
+        logits = model(**tokenizer()(texts, padding=True, return_tensors="pt")).logits
+        model.classifier.out_proj.bias[0] -= (logits[:, 0] - logits[:, 1]).median() + 1e-4
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    classify = pipeline("text-classification", str(tmp_path / "model"), device="cpu")
+    expected, truth = [each["label"] for each in classify(texts)], [names[label] for label in labels]
+    assert set(expected) == set(names)
+    file = write_rows(tmp_path / "own.csv", {"text": texts, "label": truth})
+    own_files = dict.fromkeys(("train_file", "validation_file", "test_file"), file)
+    summary = run(tmp_path / "model", tmp_path / "out", **own_files, **PLAIN, max_steps=1, learning_rate=0)
+    assert AutoConfig.from_pretrained(tmp_path / "out").id2label == dict(enumerate(names))
+    assert answers(tmp_path / "out") == expected
+    right = np.mean([one == other for one, other in zip(expected, truth, strict=True)])
+    assert summary["runs"][0]["scores"]["test"]["accuracy"] == pytest.approx(right)
+    said = capsys.readouterr().out
+    assert "order of the checkpoint: fox, dog" in said and "head of the checkpoint is kept" in said
+
+
+@pytest.mark.parametrize(
+    ("known", "column", "place", "names", "note"),
+    [
+        (["b", "a"], ["a", "b"], (1, 0), ("b", "a"), "order of the checkpoint: b, a"),
+        (["c", "a", "b"], ["a", "b", "c"], (1, 2, 0), ("c", "a", "b"), "order of the checkpoint"),
+        (["b", "a"], [["a"], ["a", "b"]], (1, 0), ("b", "a"), "order of the checkpoint"),
+        (["a", "b"], ["a", "b"], (), (), ""),
+        (["no", "yes"], [0, 1], (), ("no", "yes"), "labels 0, 1 are the checkpoint's no, yes"),
+        (["no", "yes"], ["a", "b"], (), (), "classes are no, yes, but those of the data are a, b"),
+        (["no", "yes"], [1, 2], (), (), "no, yes, but those of the data are 1, 2"),
+        (["a", "b", "c"], ["a", "b"], (), (), "a, b, c, but those of the data are a, b"),
+        (["no"], [0.5, 1.5], (), ("LABEL_0",), "no, but the data hold numbers"),
+        (["LABEL_0", "LABEL_1"], ["a", "b"], (), (), ""),
+    ],
+)
+def test_the_names_of_a_checkpoint_win(known, column, place, names, note):
+    labels = read_labels({"train": rows(column)}, "label")
+    order = order_of(RobertaConfig(id2label=dict(enumerate(known))), labels, "model")
+    assert (order.place, order.names) == (place, names) and note in order.note and bool(note) == bool(order.note)
+    encoded = np.array(labels.encode(column))
+    assert np.array_equal(order.to_data(order.to_model(encoded)), encoded)
+    if place and encoded.ndim == 2:
+        assert np.array_equal(order.logits_to_data(order.to_model(encoded)), encoded)
+    elif place:
+        assert [known[index] for index in order.to_model(encoded)] == column
+
+
+def test_the_mappings_of_a_checkpoint_must_agree():
+    labels = read_labels({"train": rows(["a", "b"])}, "label")
+    config = RobertaConfig()
+    config.label2id = {"b": 0, "a": 1}
+    assert order_of(config, labels, "model").place == (1, 0)
+    config.id2label = {0: "a", 1: "b"}
+    with refused_error("model", "id2label", "label2id", error=UserError):
+        order_of(config, labels, "model")
+
+
+@pytest.mark.parametrize(
+    ("train", "other", "known"),
+    [
+        (([0, 1], ClassLabel(names=["a", "b"])), ([0, 1], ClassLabel(names=["b", "a"])), None),
+        (([0, 1], None), ([0, 1], ClassLabel(names=["no", "yes"])), ("yes", "no")),
+        (([0, 1], ClassLabel(names=["yes", "no"])), ([0, 1], None), ("no", "yes")),
+        ((["a", "b"], None), ([0, 1], ClassLabel(names=["b", "a"])), None),
+    ],
+)
+def test_classes_that_files_number_otherwise_are_refused(train, other, known):
+    with pytest.raises(UserError, match="names its classes"):
+        read_labels({"train": rows(*train), "validation": rows(*other)}, "label", known)
+
+
+def test_stored_names_may_be_a_regression_or_numbers():
+    numbered = rows([0, 1], ClassLabel(names=["0", "1"]))
+    assert read_labels({"train": numbered}, "label", ()).problem_type == REGRESSION
+    assert read_labels({"train": numbered}, "label", ("no", "yes")).names == ["no", "yes"]
+
+
 # ---- files ----
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tsv", ".jsonl", ".json"])
 def test_files_of_every_kind_hold_the_same_rows(suffix, tmp_path):
-    columns = {"text": ["one, two", 'a "quoted"\nline', "None"], "label": [1, 0, 1], "score": [0.5, -1.0, 2.0]}
-    path = write_rows(tmp_path / "a [1]" / f"x{suffix}", columns)
-    assert read_files([path]).to_dict() == columns
+    columns = {"text": ["one, two", 'a "quoted" line', "None"], "label": ["1", "007", "1e5"]}
+    path = tmp_path / "a [1]" / f"x{suffix}"
+    write_rows(path, columns)
+    if suffix == ".tsv":
+        path.write_text("text\tlabel\n" + "".join(f"{a}\t{b}\n" for a, b in zip(*columns.values(), strict=True)))
+    assert read_table([path]).to_dict() == columns
 
 
 def test_folders_with_the_layouts_of_the_hub(tmp_path):
@@ -317,7 +408,7 @@ def data(tmp_path_factory):
     texts, labels = topics(9)
     write_rows(folder / "good.csv", {"text": texts, "label": labels})
     write_rows(folder / "empty.parquet", {"text": [], "label": []})
-    write_rows(folder / "numbers.csv", {"text": list(range(9)), "label": labels})
+    write_rows(folder / "numbers.jsonl", {"text": list(range(9)), "label": labels})
     write_rows(folder / "holes.jsonl", {"text": [None, *texts[1:]], "label": labels})
     (folder / "notes.docx").write_bytes(b"")
     return folder
@@ -339,7 +430,9 @@ BAD = {
     "missing file": (own(dev="none.csv"), r"none\.csv"),
     "empty file": (own(dev="empty.parquet"), r"empty\.parquet"),
     "unknown suffix": (own(dev="notes.docx"), r"notes\.docx.*\.parquet, \.jsonl"),
-    "texts are numbers": (own(dev="numbers.csv"), r"Row 0 of numbers\.csv holds 0 .*`text`"),
+    "texts are numbers": (own(dev="numbers.jsonl"), r"Row 0 of numbers\.jsonl holds 0 .*`text`"),
+    "a text is the label": (own(text_columns=["text", "label"]), "named twice: text, label, label"),
+    "names of classes in the config": ({**SST2, "model_config": ["id2label={0: a}"]}, "id2label.*labels of the data"),
     "text is missing": (own(dev="holes.jsonl"), r"Row 0 of .*holes\.jsonl"),
     "missing dev split": ({**SST2, "validation_split": "dev"}, r"split dev.*--validation_split"),
     "no such data set": ({"task_name": "sst2", "dataset_name": "no/such"}, "'no/such'"),

@@ -6,9 +6,9 @@ import resource
 import finetune_glue
 import pytest
 import torch
+from common.tables import read_table
 from safetensors.torch import load_file
 from tasks import classification, runs
-from tasks.files import read_files
 from tasks.plan import data_digest
 from tasks.trainer import FinetuneTrainer, checkpoints
 from tiny_finetuning import PLAIN, checkpoint, command, refused, run, topics, write_rows
@@ -127,12 +127,12 @@ def test_changed_data_are_named_or_accepted(luna, tmp_path, monkeypatch, capsys)
 
 
 def test_the_digest_of_a_split_is_that_of_its_rows(tmp_path):
-    columns = {"text": ["a", "b"], "label": [0, 1]}
+    columns = {"text": ["a", "b"], "label": ["0", "1"]}
     digests = [
-        data_digest(read_files([write_rows(tmp_path / f"x.{kind}", rows)]))
+        data_digest(read_table([write_rows(tmp_path / f"x.{kind}", rows)]))
         for kind, rows in [
             *[("csv", columns), ("jsonl", columns), ("parquet", columns)],
-            *[("json", {**columns, "label": [1, 0]}), ("tsv", {"text": ["b", "a"], "label": [1, 0]})],
+            *[("json", {**columns, "label": ["1", "0"]}), ("tsv", {"text": ["b", "a"], "label": ["1", "0"]})],
         ]
     ]
     assert digests[0] == digests[1] == digests[2] and len(set(digests)) == 3

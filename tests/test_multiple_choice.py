@@ -226,6 +226,21 @@ def test_bad_rows_are_named(name, change, value):
         read_questions(rows, task.columns, task.read_row, "here")
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "value"),
+    [
+        ("race", {"options": "['a', 'b', 'c', 'd']"}, "options must be a list"),
+        ("race", {"answer": 0}, "0 is not in list"),
+        ("csqa", {"choices": {"label": ["A", "A"], "text": ["x", "y"]}}, "one letter"),
+        ("csqa", {"choices": "{'label': ['A']}"}, "string indices"),
+    ],
+)
+def test_data_of_another_form_are_refused(name, change, value):
+    task, row = TASKS[name], {"race": RACE_ROW, "csqa": CSQA_ROW}[name]
+    with pytest.raises(UserError, match=f"here, row 0.*{value}"):
+        read_questions(Dataset.from_list([{**row, **change}]), task.columns, task.read_row, "here")
+
+
 # ---- runs ----
 
 

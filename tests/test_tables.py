@@ -1,21 +1,24 @@
 """Files that a library would misread or report obscurely: pretraining and finetuning refuse them alike."""
 
+import json
 import re
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from common.tables import read_table, require_text
 from data.corpus import open_corpus
+from datasets import Dataset
 from helpers import refused
-from tasks.files import load_splits, read_files, require_text
-from tasks.labels import read_labels
+from tasks.files import load_splits
+from tasks.labels import numbers_of_tables, read_labels
 from tiny_data import TEXTS, settings, write_texts
 
 from luna_hf.scripting import UserError
 
 
 def finetuning(path):
-    rows = read_files([path])
+    rows = read_table([path])
     require_text(rows, "text", str(path))
     return list(rows["text"])
 
@@ -37,16 +40,23 @@ BAD = {
     "late.jsonl": (LONG + '{"text": "für"}\n'.encode("latin-1"), ["UTF-8"]),
     **{f"none.{kind}": (b"", ["empty"]) for kind in ("parquet", "csv", "jsonl")},
     "header.csv": (b"text,label\n", ["holds no "]),
+    "long.csv": (b"text,number\na,1\nb\nc,3\n", ["2 columns", "line 3 has 1 values"]),
+    "long.tsv": (b"text\tnumber\na\t1\nb\t1\t2\n", ["2 columns", "line 3 has 3 values"]),
+    "gap.csv": (b"text,number\na,1\n\nb,2\n\n", ["line 3 has 0 values"]),
+    "open.csv": (b'text,number\na,1\n"b,2\nc,3\n', ["line 3", "quotes"]),
+    "behind.csv": (b'text,number\n"a"b,1\n', ["line 2", "quotes"]),
+    "nameless.csv": (b"\ntext\na\n", ["names of the columns"]),
+    "keys.jsonl": (b'{"text": "a", "text": "b"}\n', ["line 1", "twice"]),
+    "values.jsonl": (b'{"text": "a"}\n7\n', ["line 2 is 7", "object per line"]),
+    "half.jsonl": (b'{"text": "\\ud83d"}\n', ["line 1", "surrogate"]),
+    "folded.json": (b'{\n"text": ["a"]}\n', ["line 1", "object per line"]),
+    "packed.jsonl.gz": (b"\x1f\x8b", ["compressed", "Unpack"]),
     "kinds.jsonl": (b'{"text": "a"}\n{"text": {"x": 1}}\n', []),
-    "keys.jsonl": (b'{"text": "%s"}\n' % (b"a" * 1000) * 11_000 + b'{"other": 1}\n' * 1_000_000, ["other columns"]),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "read"),
-    # Pretraining reads no .tsv.
-    [(name, read) for name in BAD for read in (finetuning, pretraining) if (read, name[-4:]) != (pretraining, ".tsv")],
-)
+@READERS
+@pytest.mark.parametrize("name", BAD)
 def test_a_bad_file_is_named(name, read, tmp_path):
     content, named = BAD[name]
     (tmp_path / name).write_bytes(content)
@@ -70,7 +80,98 @@ def test_a_bad_text_file_and_a_bad_parquet_file_are_named(tmp_path):
 def test_labels_of_several_types_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"label": 1}\n{"label": "one"}\n')
     with refused("`label`", "int, str", error=UserError):
-        read_labels({"train": read_files([tmp_path / "a.jsonl"])}, "label")
+        read_labels({"train": read_table([tmp_path / "a.jsonl"])}, "label")
+
+
+ODD = ["007", "1e5", "True", "null", "NA", "inf", "2026-01-02", "1_000", '"open', 'a 6" board', "\u2028 and \x0c"]
+
+
+@READERS
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "json", "parquet"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_text_is_the_text_that_stands_in_the_file(kind, end, start, read, tmp_path):
+    path = tmp_path / "a[b]*?{1,2}" / f"**.{kind}"
+    path.parent.mkdir()
+    if kind == "parquet":
+        write_texts(path, ODD)
+    elif kind in ("csv", "tsv"):
+        quoted = [text if kind == "tsv" or '"' not in text[:1] else '"' + text.replace('"', '""') + '"' for text in ODD]
+        lines = ["text\tn", *(f"{text}\t1" for text in quoted), ""]
+        path.write_text(start + end.join(lines).replace("\t", "," if kind == "csv" else "\t") + end, newline="")
+    else:
+        rows = [json.dumps({"text": text}) for text in ODD]
+        text = f"[{', '.join(rows)}]" if kind == "json" else end.join([*rows, "", ""])
+        path.write_text(start + text, newline="")
+    assert read(path) == ODD
+
+
+@READERS
+def test_breaks_inside_of_fields_are_kept(read, tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'text\r\n"a ""b"", c\r\nd"\r\n')
+    (tmp_path / "a.tsv").write_bytes(b"text\ta\na\rb\t1\n")
+    (tmp_path / "b.csv").write_text(f"text\n{'a' * 200_000}\n")
+    assert [read(tmp_path / name) for name in ("a.csv", "a.tsv")] == [['a "b", c\r\nd'], ["a\rb"]]
+    assert len(read(tmp_path / "b.csv")[0]) == 200_000
+
+
+def test_other_columns_may_hold_anything(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "id": 1}\n{"text": "b", "id": "x", "more": [1, "y"]}\n')
+    assert finetuning(tmp_path / "a.jsonl") == ["a", "b"]
+    (tmp_path / "a.csv").write_text(",text\n0,a\n")  # pandas' index
+    assert read_table([tmp_path / "a.csv"]).column_names == ["Unnamed: 0", "text"]
+
+
+@pytest.mark.parametrize(
+    ("train", "other", "found"),
+    [
+        ("0 1", "1 0", [[0, 1], [1, 0]]),
+        ("0.5 1", "2 3", [[0.5, 1.0], [2, 3]]),
+        ("1.0 2.0", "1 2", [[1.0, 2.0], [1, 2]]),
+        ("007 010", "007 010", [["007", "010"]] * 2),
+        ("1e5 2E3", "1e5 2E3", [["1e5", "2E3"]] * 2),
+        ("12345678901234567890 2", "2 2", [["12345678901234567890", "2"], ["2", "2"]]),
+        ("1 x", "1 1", [["1", "x"], ["1", "1"]]),
+        ("True False", "True True", [["True", "False"], ["True", "True"]]),
+        ("0 1", "1 high", [[0, 1], ["1", "high"]]),
+        ("-1.5 +1e-3", ".5 7.", [[-1.5, 0.001], [0.5, 7.0]]),
+        ("0 1", "1_0 1", [[0, 1], ["1_0", "1"]]),
+    ],
+)
+def test_labels_of_tables_are_numbers_if_those_of_the_training_data_are(train, other, found, tmp_path):
+    for name, texts in {"train.csv": train, "other.tsv": other}.items():
+        (tmp_path / name).write_text("\n".join(["label", *texts.split()]) + "\n")
+    splits = {name: read_table([tmp_path / name]) for name in ("train.csv", "other.tsv")}
+    assert [list(rows["label"]) for rows in numbers_of_tables(splits, "label").values()] == found
+
+
+def test_inferred_labels_of_the_hub_stay_numbers():
+    rows = Dataset.from_dict({"label": [0, 1]})
+    rows.info.builder_name = "csv"
+    assert numbers_of_tables({"train": rows}, "label")["train"] is rows
+
+
+@pytest.mark.parametrize(
+    ("names", "value"),
+    [
+        (["train.csv", "train.jsonl"], "several files.*train.csv, train.jsonl"),
+        (["train.csv", "train-00000-of-00001.csv"], "several files"),
+        (["train-00000-of-00003.csv", "train-00002-of-00003.csv"], "lacks part 1"),
+        (["train.csv.gz"], "compressed"),
+    ],
+)
+def test_splits_that_are_not_one_table_are_refused(names, value, tmp_path):
+    for name in names:
+        (tmp_path / name).write_text("text\na\n")
+    with pytest.raises(UserError, match=value):
+        load_splits(str(tmp_path))
+
+
+def test_parts_with_other_columns_are_refused(tmp_path):
+    for number, name in enumerate(("text", "label")):
+        (tmp_path / f"train-0000{number}-of-00002.csv").write_text(f"{name}\na\n")
+    with refused("train-00001", "columns label", "text", error=UserError):
+        load_splits(str(tmp_path))
 
 
 @READERS

@@ -1,5 +1,6 @@
 """Translation from end to end: batches by tokens, schedule, average, scores, resuming, and what is refused."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -135,6 +136,47 @@ def test_tables(suffix, tmp_path, data):
         read_pairs(recipe, "test")
 
 
+ODD = [("null", "NA"), ("007", "1e5"), ('"', 'a 6" board'), ("True", "inf"), ("2026-01-02", "1.50")]
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "lines"])
+def test_every_pair_is_the_text_that_stands_in_the_file(kind, tmp_path, capsys):
+    folder = tmp_path / "[0-9] x{1,2} **"
+    folder.mkdir()
+    if kind == "jsonl":
+        lines = [json.dumps({"en": source, "de": target}) for source, target in [*ODD, ("left out", None)]]
+        (folder / "train.jsonl").write_text("\n".join(lines))
+    elif kind == "lines":
+        for number, language in enumerate(("en", "de")):
+            lines = [*(pair[number] for pair in ODD), ["left\rout", ""][number]]
+            (folder / f"train.{language}").write_text("\ufeff" + "\r\n".join(lines) + "\r\n", newline="")
+    else:
+        with (folder / f"train.{kind}").open("w", newline="") as file:
+            pairs = [("en", "de"), *ODD, ("left out", "")]
+            if kind == "csv":
+                csv.writer(file).writerows(pairs)
+            else:
+                file.writelines("\t".join(pair) + "\n" for pair in pairs)
+    read = read_pairs(train_translation.read_recipe(*_recipe(folder, tmp_path)), "train")
+    assert list(zip(read.source, read.target, strict=True)) == ODD
+    assert "1 of 6 pairs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"en": 7, "de": "sieben"}, ["Row 1", "7", "`en`"]),
+        ({"translation": {"en": "a", "de": 1.5}}, ["Row 0", "2.5", "`de`"]),
+        ({"translation": "a"}, ["'a'", "per language"]),
+    ],
+)
+def test_sentences_that_are_no_text_are_refused(row, named, tmp_path):
+    first = {"translation": {"en": "a", "de": 2.5}} if "translation" in row else {"en": "a", "de": "b"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(first) + "\n" + json.dumps(row) + "\n")
+    with refused(*named, error=UserError):
+        read_pairs(train_translation.read_recipe(*_recipe(tmp_path, tmp_path)), "train")
+
+
 def test_missing_data_are_named(data, tmp_path):
     """A file of a language, a folder, a name on the Hub: each with what to pass."""
 
@@ -232,7 +274,7 @@ def test_a_run_of_an_earlier_version_continues(data, tmp_path, monkeypatch):
     """Its tokenizer puts `<s>` before a text; the ids are the same, and the finished folder has the new one."""
     whole = run(data, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr("translation.pairs.ending", lambda tokenizer: tokenizer)
+        patch.setattr("translation.pairs.with_end", lambda tokenizer: tokenizer)
         dies_at_call(patch, Translation, "save", 2)
         with pytest.raises(Killed):
             run(data, tmp_path / "old")

@@ -27,6 +27,7 @@ from common import cards, options
 from common.cards import bullets
 from common.machine import machine
 from common.models import load_encoder, load_tokenizer, longest_input
+from common.tables import require_text, shorten
 from datasets import Dataset, disable_progress_bars
 from huggingface_hub import EvalResult
 from sentence_transformers import (
@@ -37,7 +38,8 @@ from sentence_transformers import (
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 from tasks.arguments import REFUSED, CheckedTraining, option
-from tasks.files import load_splits, require_columns, require_text, shorten
+from tasks.files import load_splits, require_columns
+from tasks.labels import numbers_of_tables
 from tasks.plan import (
     SETTINGS_FILE,
     check_output,
@@ -128,6 +130,7 @@ def read_pairs(name: str) -> dict[str, Dataset]:
             split are all equal.
     """
     splits = load_splits(name, "stsb", ("train", "validation"), required=(["train"], ["validation"]))
+    splits = numbers_of_tables(splits, COLUMNS[2], regression=True)
     for split, rows in splits.items():
         source = f"{name} ({split})"
         require_columns(rows, COLUMNS, source)
@@ -180,6 +183,7 @@ def finetune(words: Sequence[str]) -> None:
     check_output(folder, [arguments.model_name_or_path])
     with locked(folder / ".lock"):
         pairs = read_pairs(arguments.dataset_name)
+        print(f"Pairs: {len(pairs['train']):,} to train on, {len(pairs['validation']):,} to evaluate on.")
         encoder = None if (folder / RESULT).is_file() else load(arguments, training)
         begin(folder, arguments, training, pairs)
         if encoder:

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 from common.fingerprint import fingerprint
 from common.seal import seal
+from common.tables import require_text
 from datasets import Dataset, Features, List, Value
 from huggingface_hub import snapshot_download
-from tasks.files import load_splits, require_columns, require_text
+from tasks.files import load_splits, require_columns
+from tasks.labels import numbers_of_tables
 from tqdm.auto import tqdm
 
 from lra.cache import Row, digests, folder_of, generated, is_whole, write_rows
@@ -215,7 +217,7 @@ def _some(rows: Dataset, count: int | None, split: str, generator: np.random.Gen
 
 def _read_rows(name: str, data: str, length: int) -> dict[str, Dataset]:
     """Encode the rows of text or image."""
-    found = load_splits(data, splits=SPLITS)
+    found = numbers_of_tables(load_splits(data, splits=SPLITS), "label")
     if missing := [split for split in ("train", "test") if split not in found]:
         raise UserError(f"{data} has no split {missing[0]!r}. Name a data set that has train and test.")
     encode = partial(_encode_text, length=length) if name == "text" else _encode_images

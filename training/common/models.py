@@ -241,6 +241,9 @@ def load_encoder(
     notes = _loading_notes(model, info, name_or_path)
     if odd := [name for name, weight in model.named_parameters() if not weight.detach().isfinite().all()]:
         raise UserError(f"{name_or_path} has weights that are not finite ({_some(odd)}): it cannot be used.")
+    if "num_labels" in config_overrides and _keeps_head(model, info):
+        outputs = ", ".join(map(str, model.config.id2label.values()))
+        notes.append(f"The head of the checkpoint is kept; its outputs are {outputs}.")
     if length is not None and (extended := extend_positions(model, length)):
         notes.append(extended)
     return model, notes
@@ -351,6 +354,13 @@ def _loading_notes(model: PreTrainedModel, info: dict[str, Any], name_or_path: s
     if unused := sorted(info["unexpected_keys"]):
         notes.append(f"Unused weights of the checkpoint: {_some(unused)}.")
     return notes
+
+
+def _keeps_head(model: PreTrainedModel, info: dict[str, Any]) -> bool:
+    """Whether a model has a head, and the checkpoint had all its weights."""
+    new = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    head = {key for key in model.state_dict() if not key.startswith(model.base_model_prefix + ".")}
+    return bool(head) and not head & new
 
 
 def _some(names: list[str], shown: int = 4) -> str:

@@ -1,14 +1,36 @@
-"""Files of rows or text: what their readers let pass, or report in words of their own."""
+"""The one reader of users' files: tables in CSV, TSV, JSON and parquet, and lines of text.
+
+Every text is the text that stands in the file; no type is inferred from it. All files are UTF-8, with or without a byte
+order mark, and their lines end with LF or CRLF.
+
+- CSV is RFC 4180. A line of TSV is a row, and quotes in it are characters. Both begin with the names of the columns.
+  All values are texts, and an empty one is missing (`None`).
+- JSON is an object per line, or one list of objects. A key that an object lacks is a missing value.
+- Parquet keeps its types.
+"""
 
 import codecs
 import csv
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import pyarrow
+from datasets import Dataset, Json, concatenate_datasets
+from pyarrow import parquet
 
 from luna_hf.scripting import UserError, reason
 
-# The separators of the files that begin with a line of column names.
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
+# The kinds of tables, by the ending of their names.
+KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _BLOCK = 1 << 16  # bytes read at a time
+_LOOK = 100  # rows of JSON that are read for the names of its columns
+
+csv.field_size_limit(2**31 - 1)  # a text may be a book
 
 
 def ending(path: Path) -> str:
@@ -16,44 +38,244 @@ def ending(path: Path) -> str:
     return path.suffix.lower()
 
 
+def refuse_packed(paths: Iterable[Path]) -> None:
+    """Refuse files such as `train.csv.gz`, which would otherwise be passed over.
+
+    Raises:
+        UserError: A file is compressed.
+    """
+    for path in paths:
+        if ending(path) in _PACKED and ending(Path(path.stem)) in (*KINDS, ".txt"):
+            raise UserError(f"{path} is compressed. Unpack it: {', '.join(KINDS)} files are read as they are.")
+
+
+def shorten(text: str, width: int = 40) -> str:
+    """The beginning of a text, in one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+# ---- tables ----
+
+
+def read_table(paths: list[Path]) -> Dataset:
+    """Read the parts of a table into memory, one after the other. Columns of CSV and TSV are texts.
+
+    The `builder_name` in the `info` of the result is the kind of the files.
+
+    Raises:
+        UserError: A file is missing, of another kind, empty, damaged, not UTF-8, or ragged; has a column twice, or
+            other columns than the first.
+    """
+    first = paths[0]
+    refuse_packed(paths)
+    if missing := [path for path in paths if not path.is_file()]:
+        raise UserError(f"There is no file {missing[0]}.")
+    if ending(first) not in KINDS:
+        raise UserError(f"{first} is not a {', '.join(KINDS)} file.")
+    parts = []
+    for path in paths:
+        check_file(path)
+        try:
+            parts.append(_read_part(path))
+        except UserError:
+            raise
+        except (OSError, ValueError, LookupError, pyarrow.ArrowException) as error:
+            raise UserError(f"{path} cannot be read as {ending(path)[1:]}: {reason(error)}.") from error
+        if sorted(parts[-1].column_names) != sorted(parts[0].column_names):
+            names = ", ".join(parts[-1].column_names), ", ".join(parts[0].column_names)
+            raise UserError(f"{path} has the columns {names[0]}, but {first.name} has {names[1]}.")
+    try:
+        rows = concatenate_datasets(parts)
+    except ValueError as error:  # columns of different types
+        raise UserError(f"The parts of {first} do not fit each other: {reason(error)}.") from error
+    if not len(rows):
+        raise UserError(f"{first} is empty: it holds no rows.")
+    rows.info.builder_name = KINDS[ending(first)]
+    return rows
+
+
+def _read_part(path: Path) -> Dataset:
+    if KINDS[ending(path)] == "parquet":
+        return Dataset(parquet.read_table(path))
+    is_json, rows = KINDS[ending(path)] == "json", list(_rows(path))
+    names = list(dict.fromkeys(name for row in rows for name in row)) if rows else column_names(path)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return Dataset(pyarrow.table({name: _column(values, is_json) for name, values in columns.items()}))
+
+
+def _column(values: list[Any], is_json: bool) -> pyarrow.Array:
+    try:
+        return pyarrow.array(values, None if is_json else pyarrow.string())
+    except (pyarrow.ArrowException, OverflowError):  # values of several types
+        return pyarrow.array(list(map(json.dumps, values)), pyarrow.string()).cast(Json().pa_type)
+
+
+def stream_column(files: Iterable[Path], column: str) -> Iterator[dict[str, Any]]:
+    """The rows of tables, one in memory at a time, with one of their columns.
+
+    Raises:
+        UserError: See `read_table`. Damaged parquet files raise the errors of pyarrow.
+    """
+    for path in files:
+        if KINDS[ending(path)] == "parquet":
+            with parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=256, columns=[column]):
+                    yield from batch.to_pylist()
+        else:
+            yield from ({column: row.get(column)} for row in _rows(path))
+
+
+def column_names(path: Path) -> list[str]:
+    """The columns of a table; of JSON, those of its first rows."""
+    if KINDS[ending(path)] == "parquet":
+        return parquet.read_schema(path).names
+    if KINDS[ending(path)] == "csv":
+        return _header(path, next(_records(path), (1, []))[1])
+    return list(dict.fromkeys(name for row in islice(_objects(path), _LOOK) for name in row))
+
+
+def require_text(rows: Dataset, column: str, source: str) -> None:
+    """Check that a column holds a text in every row.
+
+    Raises:
+        UserError: It has another type, or a row lacks a value.
+    """
+    is_text = getattr(rows.features[column], "dtype", "") in ("string", "large_string")
+    if not is_text or rows.data.column(column).null_count:
+        check_texts(rows[column], column, source)
+
+
+def check_texts(values: Iterable[Any], column: str, source: str, missing: bool = False) -> None:
+    """Check that all values of a column are texts, or missing ones if `missing`.
+
+    Raises:
+        UserError: One is not.
+    """
+    for row, value in enumerate(values):
+        if not isinstance(value, str) and not (missing and value is None):
+            raise UserError(
+                f"Row {row} of {source} holds {shorten(repr(value))} in the column `{column}`, which must hold text."
+            )
+
+
+# ---- rows ----
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a CSV, TSV or JSON file."""
+    if KINDS[ending(path)] == "json":
+        yield from _objects(path)
+        return
+    records = _records(path)
+    names = _header(path, next(records, (1, []))[1])
+    blank: list[int] = []  # numbers of empty lines: no rows at the end of a file, or the empty values of a column
+    for line, record in records:
+        if not record:
+            blank.append(line)
+            continue
+        for number, fields in [*((number, [""] * (len(names) == 1)) for number in blank), (line, record)]:
+            if len(fields) != len(names):
+                advice = "" if ending(path) == ".tsv" else " Write values that hold a comma between double quotes."
+                raise UserError(
+                    f"{path} names {len(names)} columns, but line {number} has {len(fields)} values.{advice}"
+                )
+            yield {name: field or None for name, field in zip(names, fields, strict=True)}
+        blank = []
+
+
+def _header(path: Path, names: list[str]) -> list[str]:
+    """The names of columns; those without one, as pandas' index, are numbered."""
+    if not any(names):
+        raise UserError(f"{path} begins with an empty line. Its first line must hold the names of the columns.")
+    if twice := [name for name in names if name and names.count(name) > 1]:
+        raise UserError(f"{path} has the column {twice[0]!r} twice. Rename or remove one.")
+    return [name or f"Unnamed: {place}" for place, name in enumerate(names)]
+
+
+def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The number of the last line, and the fields, of every record of a CSV or TSV file; none of an empty line."""
+    if ending(path) == ".tsv":
+        yield from ((number, line.split("\t") if line else []) for number, line in enumerate(read_lines(path), 1))
+        return
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader, line = csv.reader(file, strict=True), 0
+        try:
+            for record in reader:
+                line = reader.line_num
+                yield line, record
+        except csv.Error as error:
+            cause = f"the row that begins in line {line + 1} has quotes that do not close, or text behind them"
+            raise UserError(
+                f"{path} cannot be read as csv: {cause} ({error}). Inside of quotes, write a quote twice."
+            ) from error
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file with one per line, or with a list of them."""
+    hint = "A JSON file holds an object per line, or one list of objects"
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                is_list = number == 1 and line.lstrip().startswith("[")
+                values = _parse(line + file.read()) if is_list else [_parse(line)] if line.strip() else []
+            except ValueError as error:
+                raise UserError(f"{path} cannot be read as json: line {number}: {reason(error)}. {hint}.") from error
+            for place, value in enumerate(values):
+                if not isinstance(value, dict):
+                    where = f"element {place}" if is_list else f"line {number}"
+                    raise UserError(f"{path}: {where} is {shorten(repr(value))}. {hint}.")
+                yield value
+            if is_list:
+                return
+
+
+def _parse(text: str) -> Any:
+    value = json.loads(text, object_pairs_hook=_unique)
+    if "\\ud" in text.lower() and re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)):
+        raise ValueError("it has half of a surrogate pair")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+# ---- lines, and what is checked first ----
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a text, without their ends. Only LF and CRLF end a line."""
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        for line in file:
+            yield line.removesuffix("\n").removesuffix("\r")
+
+
 def check_file(path: Path, limit: int | None = None) -> None:
-    """Refuse a file that its reader would misread.
+    """Refuse a file that is empty or not UTF-8.
 
     Args:
         path: of a text file, a table, or lines of JSON.
         limit: bytes to read for the check of the encoding; by default all.
 
     Raises:
-        UserError: It is empty, not UTF-8, has a column twice, or values without a column.
+        UserError: Such a file.
     """
-    if path.stat().st_size <= _BLOCK and not path.read_bytes().strip():
+    if path.stat().st_size <= _BLOCK and not path.read_bytes().removeprefix(codecs.BOM_UTF8).strip():
         raise UserError(f"{path} is empty: it holds no text.")
-    if ending(path) == ".parquet":
-        return
-    _check_encoding(path, limit)
-    if separator := SEPARATORS.get(ending(path)):
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            records = csv.reader(file, delimiter=separator)
-            columns, first = next(records, []), next(records, [])
-        if len(first) > len(columns):  # pandas would shift the columns
-            raise UserError(f"{path} names {len(columns)} columns, but its first row has {len(first)} values.")
-        if twice := [name for name in columns if name and columns.count(name) > 1]:
-            raise UserError(f"{path} has the column {twice[0]!r} twice. Rename or remove one.")
+    if ending(path) != ".parquet":
+        _check_encoding(path, limit)
 
 
 def why_unreadable(error: BaseException) -> str:
-    """Why `datasets` could not read a file."""
+    """Why a file or a data set of the Hub could not be read."""
     error = error.__cause__ or error
-    text = str(error)
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text (convert it, for example with iconv)"
-    if isinstance(error, StopIteration):
-        return "it is empty"
-    if "column names don't match" in text:
-        return "a part of its rows has other columns than the first ones"
-    if "corresponds to no data" in text:
-        return "it holds no rows"
-    return reason(error).replace("extension<arrow.json>", "values of several types")
+    return "it is empty" if isinstance(error, StopIteration) else reason(error)
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError, byte: int) -> UserError:

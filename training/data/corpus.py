@@ -1,13 +1,14 @@
 """Corpora: the documents that a recipe's `data` names.
 
-A source is `cpython` (the documentation inside every CPython), a local .txt, .jsonl, .json, .csv or .parquet file, a
-folder of one kind of them, or a dataset on the Hub. Opening one reads its first documents, to report errors early.
+A source is `cpython` (the documentation inside every CPython), a local .txt, .jsonl, .json, .csv, .tsv or .parquet
+file, a folder of one kind of them, or a dataset on the Hub. Opening one reads its first documents, to report errors
+early.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -16,20 +17,14 @@ from typing import Any
 
 from common.fingerprint import fingerprint
 from common.sections import read_section
-from common.tables import check_file, ending
+from common.tables import KINDS, check_file, column_names, ending, refuse_packed, stream_column
 from datasets import IterableDataset, load_dataset_builder
-from pyarrow.parquet import read_schema
 
 from data.cpython_docs import read_cpython
 from data.sources import Source, is_hub_name, read_text_documents, reading
 from luna_hf.scripting import UserError
 
-_TABLES: dict[str, Callable[..., IterableDataset]] = {
-    "json": IterableDataset.from_json,
-    "csv": partial(IterableDataset.from_csv, keep_default_na=False),  # pandas would drop texts such as "NA"
-    "parquet": partial(IterableDataset.from_parquet, batch_size=256),  # rows in memory
-}
-_KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_KINDS = {".txt": "text", **KINDS}
 # A file or folder with one of these names divides its folder into splits.
 _SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
 _SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?$")
@@ -275,15 +270,11 @@ def _open_files(path: Path, split: str | None, default_split: str, column: str, 
         # One tuple of files, not a list, so that processes share the documents instead of the files.
         read = partial(IterableDataset.from_generator, read_text_documents, gen_kwargs={"files": tuple(files)})
         return Source(description, ["text", *status], ((read, "text"),), partial(fingerprint, files))
-    names = [re.sub(r"([*?\[])", r"[\1]", str(file.resolve())) for file in files]  # no patterns
-    read = partial(_TABLES[kind], names)
     with reading(where):
-        if kind == "parquet":  # the schema of every file, which is quick to read; else the first rows
-            for file in files:
-                _check_column(read_schema(file).names, column, where)
-            read = partial(read, columns=[column])
-        else:
-            _check_column(_columns(read()), column, where)
+        for file in files:
+            _check_column(column_names(file), column, where)
+    # A list of files, which processes divide if they can.
+    read = partial(IterableDataset.from_generator, stream_column, gen_kwargs={"files": files, "column": column})
     return Source(description, [kind, column, *status], ((read, column),), partial(fingerprint, files))
 
 
@@ -296,6 +287,7 @@ def _files_by_split(path: Path, where: str) -> dict[str, list[Path]]:
     if path.is_dir():
         files = {file: file.relative_to(path).parts for file in sorted(path.rglob("*")) if file.is_file()}
         files = {file: parts for file, parts in files.items() if not any(part.startswith(".") for part in parts)}
+    refuse_packed(files)
     files = {file: parts for file, parts in files.items() if ending(file) in _KINDS}
     if not files:
         raise UserError(f"{where} holds no file that can be read. Known endings: {', '.join(_KINDS)}.")

@@ -141,7 +141,7 @@ def read_text_documents(files: tuple[Path, ...]) -> Iterator[dict[str, str]]:
         with path.open("rb") as file:
             for raw in file:
                 try:
-                    line = raw.decode("utf-8").replace("\r\n", "\n")
+                    line = raw.decode("utf-8" if position else "utf-8-sig").replace("\r\n", "\n")
                 except UnicodeDecodeError as error:
                     raise not_utf8(path, error, position + error.start) from error
                 position += len(raw)

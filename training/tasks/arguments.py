@@ -88,11 +88,13 @@ class FinetuneArguments:
         """`model_config` as a dictionary.
 
         Raises:
-            UserError: A word without an equal sign, or a value that is not YAML.
+            UserError: A word without an equal sign, a value that is not YAML, or a field that follows from the data.
         """
         for word in self.model_config:
             if "=" not in word:
                 raise UserError(f"--model_config {word!r} must be KEY=VALUE, such as classifier_pooling=packed_max.")
+            if word.partition("=")[0] in ("num_labels", "id2label", "label2id", "problem_type"):
+                raise UserError(f"--model_config {word!r}: remove it, since the labels of the data decide.")
         words = [(word, *word.split("=", 1)) for word in self.model_config]
         return {key: parse_yaml(value, f"--model_config {word}") for word, key, value in words}
 

@@ -10,13 +10,23 @@ from typing import Any
 
 import numpy as np
 from common.options import did_you_mean
+from common.tables import read_table, require_text
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError, portable
 from tasks.arguments import FinetuneArguments, option
-from tasks.files import Encoded, encode_rows, load_splits, read_files, require_columns, require_text, tokenize
-from tasks.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, listed, read_labels
+from tasks.files import Encoded, encode_rows, load_splits, require_columns, tokenize
+from tasks.labels import (
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    ClassOrder,
+    listed,
+    numbers_of_tables,
+    order_of,
+    read_labels,
+)
 from tasks.metrics import compute
 from tasks.task import Task
 
@@ -116,6 +126,8 @@ class GlueArguments(FinetuneArguments):
             raise UserError("Set --task_name, or for own data --train_file and --validation_file, or --dataset_name.")
         if len(self.text_columns) > 2:
             raise UserError(f"--text_columns takes one or two columns, not {len(self.text_columns)}.")
+        if len({*self.text_columns, self.label_column}) <= len(self.text_columns):
+            raise UserError(f"A column is named twice: {', '.join([*self.text_columns, self.label_column])}.")
 
     def spec(self) -> TextTask:
         """The row of `TASKS`, or one of own data, with what the options replace."""
@@ -156,7 +168,8 @@ class TextClassification(Task):
         if arguments.train_file:
             files = {train: arguments.train_file, "validation": arguments.validation_file, "test": arguments.test_file}
             sources = {split: path for split, path in files.items() if path}
-            rows = {split: read_files([Path(path)]) for split, path in sources.items()}
+            rows = {split: read_table([Path(path)]) for split, path in sources.items()}
+            rows = numbers_of_tables(rows, self.label_column, self.spec.labels == ())
             super().__init__(rows, sources, train, ["validation"], ["test"])
         else:
             train, name = arguments.train_split, arguments.dataset_name or HUB_NAME
@@ -164,6 +177,7 @@ class TextClassification(Task):
             required = [(train,), development, *([tests] if arguments.test_split else [])]
             hint = " Name another with --train_split, --validation_split or --test_split."
             rows = load_splits(name, config, [train, *development, *tests], required, hint)
+            rows = numbers_of_tables(rows, self.label_column, self.spec.labels == ())
             super().__init__(rows, name, train, development, tests, config)
             missing = [split for split in development if split not in rows]
             self.notes += [f"{portable(name)} has no split {split}: it is not evaluated." for split in missing]
@@ -193,6 +207,10 @@ class TextClassification(Task):
         if names := dict(enumerate(self.labels.names)):
             fields |= {"id2label": names, "label2id": {name: index for index, name in names.items()}}
         return fields
+
+    def class_order(self, config: PreTrainedConfig, name: str) -> ClassOrder:
+        """The order that a checkpoint knows."""
+        return order_of(config, self.labels, name)
 
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoded:
         """Texts or pairs, and labels if the split has them."""

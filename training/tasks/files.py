@@ -1,6 +1,5 @@
-"""Labelled data, read by `datasets.load_dataset` from files, folders or the Hub, and tokenized for the Trainer."""
+"""Labelled data from files, folders or the Hub, tokenized for the Trainer."""
 
-import glob
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -8,18 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
-from common.tables import SEPARATORS, check_file, ending, why_unreadable
+from common.tables import KINDS, ending, read_table, refuse_packed
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError, reason
 
-_CSV = ("csv", {"keep_default_na": False})  # a text may be "None" or "NA"
-READERS = {
-    **{".parquet": ("parquet", {}), ".jsonl": ("json", {}), ".json": ("json", {}), ".csv": _CSV},
-    ".tsv": ("csv", {"sep": SEPARATORS[".tsv"], **_CSV[1]}),
-}
+_PART = re.compile(r"-(\d+)-of-(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -47,26 +41,6 @@ class Encoded:
             share = self.cut_rows / len(self.rows)
             cut = f"{self.cut_rows:,} ({share:.1%}) were cut, which lost {self.cut_tokens:,} tokens ({lost:.1%})"
         return f"{split}: {len(self.rows):,} rows, {self.tokens:,} tokens, at most {max_length:,} per input; {cut}."
-
-
-def read_files(paths: list[Path]) -> Dataset:
-    """Read csv, tsv, jsonl, json or parquet files of one kind.
-
-    Raises:
-        UserError: A file is missing, of another kind, empty, damaged, not UTF-8, or has a column twice.
-    """
-    first = paths[0]
-    if missing := [path for path in paths if not path.is_file()]:
-        raise UserError(f"There is no file {missing[0]}.")
-    if ending(first) not in READERS:
-        raise UserError(f"{first} is not a {', '.join(READERS)} file.")
-    for path in paths:
-        check_file(path)
-    builder, options = READERS[ending(first)]
-    try:
-        return load_dataset(builder, data_files=[glob.escape(str(path)) for path in paths], split="train", **options)
-    except Exception as error:  # readers raise a dozen types
-        raise UserError(f"{first} cannot be read as {ending(first)[1:]}: {why_unreadable(error)}.") from error
 
 
 def load_splits(
@@ -102,23 +76,42 @@ def load_splits(
             raise UserError(f"There is neither a folder nor a Hub data set {name!r} ({reason(error)}).") from error
     for group in [splits, *required]:
         if not available.keys() & set(group):
-            known = f"it has {', '.join(sorted(available))}" if available else f"it has no {', '.join(READERS)} files"
+            known = f"it has {', '.join(sorted(available))}" if available else f"it has no {', '.join(KINDS)} files"
             raise UserError(f"{name} has no split {' or '.join(group)}; {known}.{hint}")
     chosen = {split: available[split] for split in splits if split in available}
-    return {split: rows if isinstance(rows, Dataset) else read_files(rows) for split, rows in chosen.items()}
+    return {split: rows if isinstance(rows, Dataset) else read_table(rows) for split, rows in chosen.items()}
 
 
 def _split_files(folder: Path, config: str | None, splits: Iterable[str]) -> dict[str, list[Path]]:
-    """The files of every split, each one file or numbered parts, from the first place that has one of `splits`."""
+    """The files of every split, each one file or numbered parts, from the first place that has one of `splits`.
+
+    Raises:
+        UserError: A file is compressed, or one of these splits has several files, or lacks a part.
+    """
     found: dict[str, list[Path]] = {}
     for place in (base / data for base in (folder / (config or ""), folder) for data in ("", "data")):
-        found = {}
-        for path in sorted(place.glob("*")):
-            if ending(path) in READERS:
-                found.setdefault(re.sub(r"-\d+-of-\d+$", "", path.stem), []).append(path)
-        if found.keys() & set(splits):
+        paths, found = sorted(place.glob("*")), {}
+        refuse_packed(path for path in paths if _PART.sub("", Path(path.stem).stem) in splits)
+        for path in paths:
+            if ending(path) in KINDS:
+                found.setdefault(_PART.sub("", path.stem), []).append(path)
+        if wanted := found.keys() & set(splits):
+            for split in wanted:
+                _check_parts(split, found[split])
             break
     return found
+
+
+def _check_parts(split: str, files: list[Path]) -> None:
+    """Check that a split is one file, or all parts of one."""
+    parts = [(*map(int, part.groups()), ending(file)) for file in files if (part := _PART.search(file.stem))]
+    if not parts and len(files) == 1:
+        return
+    if len(parts) != len(files) or len({part[1:] for part in parts}) > 1:
+        names = ", ".join(file.name for file in files)
+        raise UserError(f"{files[0].parent} has several files for the split {split}: {names}. Keep one.")
+    if missing := set(range(parts[0][1])) - {number for number, *_ in parts}:
+        raise UserError(f"{files[0].parent} lacks part {min(missing)} of the split {split} (beside {files[0].name}).")
 
 
 def require_columns(rows: Dataset, columns: Iterable[str], source: str) -> None:
@@ -132,30 +125,6 @@ def require_columns(rows: Dataset, columns: Iterable[str], source: str) -> None:
             raise UserError(f"{source} has no column `{column}`; it has {', '.join(rows.column_names)}.")
     if not len(rows):
         raise UserError(f"{source} is empty: it has columns, but no rows.")
-
-
-def require_text(rows: Dataset, column: str, source: str) -> None:
-    """Check that a column holds a text in every row.
-
-    Raises:
-        UserError: It has another type, or a row lacks a value.
-    """
-    is_csv = rows.info.builder_name == "csv"  # where an empty text is a missing one
-    values = rows.data.column(column)
-    is_text = getattr(rows.features[column], "dtype", "") in ("string", "large_string")
-    if is_text and not values.null_count and not (is_csv and pc.any(pc.equal(values, "")).as_py()):
-        return
-    for row, value in enumerate(rows[column]):
-        if not isinstance(value, str) or (is_csv and not value):
-            raise UserError(
-                f"Row {row} of {source} holds {shorten(repr(value))} in the column `{column}`, which must hold text."
-            )
-
-
-def shorten(text: str, width: int = 40) -> str:
-    """The beginning of a text, in one line."""
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def tokenize(

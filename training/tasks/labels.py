@@ -1,18 +1,25 @@
 """Labels of a data set: the problem they pose, their names, and how the model takes them."""
 
-import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pyarrow
+from common.tables import shorten
 from datasets import ClassLabel, Dataset, Value
+from transformers import PreTrainedConfig
 
 from luna_hf.scripting import UserError
-from tasks.files import shorten
 
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
+_LARGEST = float(np.finfo(np.float32).max)
 _MANY = 20  # classes that even a small data set may have
-_MISSING = {"nan", "na", "n/a", "null", "none"}  # what programs write for a number that is none
+# What programs write for a number that is none.
+_MISSING = {"nan", "na", "n/a", "null", "none", "inf", "infinity"}
+_INTEGER = re.compile(r"0|-?[1-9]\d{0,17}")
+_NUMBER = re.compile(r"[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,51 @@ class Labels:
         return [[float(place in row) for place in range(self.width)] for row in rows]
 
 
+# ---- what a column holds ----
+
+
+def numbers_of_tables(splits: dict[str, Dataset], column: str, regression: bool = False) -> dict[str, Dataset]:
+    """Turn labels into numbers in CSV and TSV files, which hold texts only, if those of the first split are numbers.
+
+    They are names of classes if one has a leading zero (007), or if all are whole and some are long or have an exponent
+    (1e5).
+
+    Args:
+        splits: rows by split; the first is the training split.
+        column: of the labels; a split may lack it.
+        regression: whether all labels are numbers by the task.
+    """
+    turned = {split: _with_numbers(rows, column, regression) for split, rows in splits.items()}
+    return splits if _holds_text(next(iter(turned.values())), column) else turned
+
+
+def _with_numbers(rows: Dataset, column: str, regression: bool) -> Dataset:
+    """Rows of a CSV or TSV file with a column of numbers, if all its texts are such; other rows as they are."""
+    is_text = rows.info.builder_name == "csv" and _holds_text(rows, column)  # on the Hub, types are inferred
+    texts = list(rows[column]) if is_text else []
+    kind = _type_of_numbers({text for text in texts if text is not None}, regression)
+    if kind is None:
+        return rows
+    numbers = [None if text is None else int(text) if kind == "int64" else float(text) for text in texts]
+    table, place = rows.data.table.replace_schema_metadata(None), rows.column_names.index(column)
+    return Dataset(table.set_column(place, column, pyarrow.array(numbers, kind)))
+
+
+def _holds_text(rows: Dataset, column: str) -> bool:
+    return column in rows.column_names and getattr(rows.features[column], "dtype", "") == "string"
+
+
+def _type_of_numbers(texts: set[str], regression: bool) -> str | None:
+    """`int64` or `float64` if all texts are such numbers, and if there are any."""
+    if not texts or not all(map(_NUMBER.fullmatch, texts)):
+        return None
+    if all(map(_INTEGER.fullmatch, texts)):
+        return "int64"
+    whole = all(float(text).is_integer() for text in texts)
+    is_name = "e" in "".join(texts).lower() or max(map(len, texts)) > 15  # beyond, float64 has not every digit
+    return None if whole and is_name and not regression else "float64"
+
+
 def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | None = None) -> Labels:
     """Find out what a column holds in the training split, and check that every split fits.
 
@@ -86,6 +138,12 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
     source, rows = next(iter(splits.items()))
     labels = _labels(found[source], rows, column, source, names)
     for source, values in found.items():
+        named = _inner(splits[source].features[column])
+        if isinstance(named, ClassLabel) and labels.names not in ([], named.names) and not _only_numbers(named.names):
+            raise UserError(
+                f"`{column}` of {source} names its classes {listed(named.names)}, but they should be "
+                f"{listed(labels.names)}, in that order. Write the labels of all files as texts, or in one order."
+            )
         for value in sorted(values, key=str):
             try:
                 labels.encode_one(value)
@@ -104,20 +162,23 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
 def _labels(values: set[Any], rows: Dataset, column: str, source: str, names: Sequence[str] | None) -> Labels:
     """What the training split holds, given its different values."""
     feature = rows.features[column]
-    inner = getattr(feature, "feature", feature)
+    inner = _inner(feature)
     several, pointed = inner is not feature, any(isinstance(value, float) for value in values)
     if not several and names != () and all(isinstance(_whole(value), int) for value in values):
         values = set(map(_whole, values))
     kinds = {type(value) for value in values}
-    if isinstance(inner, ClassLabel):
-        return Labels(inner, several, len(inner.names))
+    if isinstance(inner, ClassLabel) and names != ():
+        classes = ClassLabel(names=list(names)) if names else inner
+        return Labels(classes, several, len(classes.names))
     if kinds <= {int, float} and (names == () or (float in kinds and not names)):
         return Labels(Value("float64"), several, len(rows[0][column]) if several else 1)
     if names == () or not kinds or not (kinds <= {str} or kinds <= {int, bool}):
         expected = "a number per row" if names == () else "texts, whole numbers, numbers, or lists of one of them"
-        held = ", ".join(sorted(kind.__name__ for kind in kinds)) or "no value"
-        raise UserError(f"`{column}` of {source} holds values of type {held}, but must hold {expected}.")
-    missing = {value for value in values if str(value).strip().lower() in _MISSING}
+        held = "values of type " + (", ".join(sorted(kind.__name__ for kind in kinds)) or "no value")
+        if names == () and (odd := [value for value in values if not _is_number(value)]):
+            held += f", such as {shorten(repr(min(odd, key=str)))}"
+        raise UserError(f"`{column}` of {source} holds {held}, but must hold {expected}.")
+    missing = {value for value in values if _is_missing(str(value))}
     if missing and values > missing and all(map(_is_number, values - missing)):
         raise UserError(f"`{column}` of {source} holds {missing.pop()!r}, but the other labels are numbers.")
     classes = ClassLabel(names=list(names or map(str, sorted(values))))
@@ -130,6 +191,11 @@ def _labels(values: set[Any], rows: Dataset, column: str, source: str, names: Se
     return Labels(classes, several, len(classes.names), by_name=str in kinds or not names)
 
 
+def _inner(feature: Any) -> Any:
+    """The feature of one label, also where a row holds a list of them."""
+    return getattr(feature, "feature", feature)
+
+
 def listed(names: Sequence[str]) -> str:
     """The names of classes for a message, without most of them if they are many or long."""
     return ", ".join(map(shorten, names[:12])) + ", ..." * (len(names) > 12)
@@ -140,23 +206,107 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _is_missing(text: str) -> bool:
+    return text.strip().lower().lstrip("+-") in _MISSING
+
+
 def _is_number(value: Any) -> bool:
-    return str(value).strip().lstrip("+-").replace(".", "", 1).isdigit()
+    return _NUMBER.fullmatch(str(value).strip()) is not None
 
 
 def _distinct(rows: Dataset, column: str, source: str) -> set[Any]:
     """The different labels, those in lists included.
 
     Raises:
-        UserError: A row has none, or a number that is not finite.
+        UserError: A row has none, or a number that float32 cannot hold.
     """
     found = set()
     for row, value in enumerate(rows[column]):
         for item in value if isinstance(value, list) else [value]:
             blank = isinstance(item, str) and not item.strip()
-            if item is None or blank or isinstance(item, list | dict) or item in (math.inf, -math.inf) or item != item:
+            is_number = isinstance(item, int | float)
+            if item is None or blank or isinstance(item, list | dict) or (is_number and not abs(item) <= _LARGEST):
                 raise UserError(
                     f"Row {row} of {source} holds {shorten(repr(item))} in the column `{column}`, which is not a label."
                 )
             found.add(item)
     return found
+
+
+# ---- the labels of a checkpoint ----
+
+
+@dataclass(frozen=True)
+class ClassOrder:
+    """How a model numbers the classes of the data.
+
+    Attributes:
+        place: index in the model of each class of the data; empty if the two agree, or if there are no classes.
+        names: of the model's classes by index; empty for those of the data.
+        note: what differs, for people; empty if nothing does.
+    """
+
+    place: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    note: str = ""
+
+    def to_model(self, labels: Any) -> np.ndarray:
+        """Labels in the model's order, from those of the data: class indices (b,), or a zero or one per class."""
+        labels = np.asarray(labels)
+        if not self.place:
+            return labels
+        return labels[:, np.argsort(self.place)] if labels.ndim == 2 else np.array(self.place)[labels]
+
+    def to_data(self, labels: np.ndarray) -> np.ndarray:
+        """The inverse of `to_model`."""
+        if not self.place:
+            return labels
+        return labels[:, list(self.place)] if labels.ndim == 2 else np.argsort(self.place)[labels]
+
+    def logits_to_data(self, logits: np.ndarray) -> np.ndarray:
+        """Logits (b, classes) in the order of the data."""
+        return logits[:, list(self.place)] if self.place else logits
+
+
+def order_of(config: PreTrainedConfig, labels: Labels, name: str) -> ClassOrder:
+    """The order of the classes in a checkpoint, whose names win if it knows the same, or as many where data have none.
+
+    Args:
+        config: of the checkpoint.
+        labels: of the data.
+        name: of the checkpoint, for messages.
+
+    Raises:
+        UserError: The checkpoint's `id2label` and `label2id` contradict each other.
+    """
+    known, names = _names_of(config, name), labels.names
+    if not known or known == names:
+        return ClassOrder()
+    if sorted(known) == sorted(names):
+        note = f"Classes are in the order of the checkpoint: {listed(known)}."
+        return ClassOrder(tuple(map(known.index, names)), tuple(known), note)
+    if names and len(known) == len(names) and _only_numbers(names):
+        return ClassOrder((), tuple(known), f"The labels {listed(names)} are the checkpoint's {listed(known)}.")
+    mine = f"those of the data are {listed(names)}" if names else "the data hold numbers"
+    note = f"The checkpoint's classes are {listed(known)}, but {mine}: what its head has learned changes its meaning."
+    return ClassOrder(names=() if names else tuple(f"LABEL_{place}" for place in range(labels.width)), note=note)
+
+
+def _names_of(config: PreTrainedConfig, name: str) -> list[str]:
+    """The names of a checkpoint's classes by index; none if it has transformers' defaults."""
+    named = {int(index): str(label) for index, label in (config.id2label or {}).items()}
+    numbered = {int(index): str(label) for label, index in (config.label2id or {}).items()}
+    given = [names for names in (named, numbered) if set(names.values()) != {f"LABEL_{index}" for index in names}]
+    if len(given) == 2 and named != numbered:
+        raise UserError(
+            f"config.json of {name} contradicts itself: `id2label` is {named}, but `label2id` {config.label2id}. "
+            "Correct one of them."
+        )
+    if not given or sorted(given[0]) != list(range(len(given[0]))):
+        return []
+    return [given[0][index] for index in range(len(given[0]))]
+
+
+def _only_numbers(names: Sequence[str]) -> bool:
+    """Whether classes are named by their indices alone."""
+    return list(names) == [str(index) for index in range(len(names))]

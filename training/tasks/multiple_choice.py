@@ -81,6 +81,8 @@ class ChoiceTrainingArguments(FinetuneTrainingArguments):
 
 def race_row(row: dict[str, Any]) -> dict[str, Any]:
     """A row of RACE in the form of `QUESTION`; a value that does not fit raises an error."""
+    if not isinstance(row["options"], list):
+        raise TypeError("options must be a list")
     text, letters = _clean(row["question"]), [chr(ord("A") + index) for index in range(len(row["options"]))]
     return {
         "id": row["example_id"],
@@ -88,20 +90,22 @@ def race_row(row: dict[str, Any]) -> dict[str, Any]:
         "shared": _clean(row["article"]),
         "choices": [fill_in(text, _clean(option)) for option in row["options"]],
         "letters": letters,
-        "label": letters.index(row["answer"]) if row["answer"] else UNKNOWN,
+        "label": UNKNOWN if row["answer"] in (None, "") else letters.index(row["answer"]),
     }
 
 
 def csqa_row(row: dict[str, Any]) -> dict[str, Any]:
     """A row of CommonsenseQA in the form of `QUESTION`; a value that does not fit raises an error."""
     letters = row["choices"]["label"]
+    if len(set(letters)) != len(letters):
+        raise ValueError("two choices have one letter")
     return {
         "id": row["id"],
         "group": "",
         "shared": "Q: " + _clean(row["question"]),
         "choices": ["A: " + _clean(text) for _, text in zip(letters, row["choices"]["text"], strict=True)],
         "letters": letters,
-        "label": letters.index(row["answerKey"]) if row["answerKey"] else UNKNOWN,
+        "label": UNKNOWN if row["answerKey"] in (None, "") else letters.index(row["answerKey"]),
     }
 
 

@@ -36,7 +36,7 @@ from luna_hf.scripting import UserError, locked, run_script, write_json
 from tasks.arguments import REFUSED, FinetuneArguments, FinetuneTrainingArguments
 from tasks.best import drop_losers, keep_best, lost_best
 from tasks.files import Encoded
-from tasks.labels import SINGLE_LABEL
+from tasks.labels import SINGLE_LABEL, ClassOrder
 from tasks.plan import (
     RUN_FILE,
     SETTINGS_FILE,
@@ -100,6 +100,7 @@ class Prepared:
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int
+    order: ClassOrder = field(default_factory=ClassOrder)
     notes: list[str] = field(default_factory=list)
     encoded: dict[str, Encoded] = field(default_factory=dict)
 
@@ -195,9 +196,9 @@ def open_model(job: Job, name: str) -> Prepared:
     notes = job.task.check_length(tokenizer, max_length)
     if job.arguments.max_length is None:
         notes.append(f"Inputs have at most {max_length:,} tokens (--max_length); the model takes {longest:,}.")
-    prepared = Prepared(tokenizer, max_length)
+    prepared = Prepared(tokenizer, max_length, job.task.class_order(config, name))
     model, found = load_model(job, name, prepared, job.arguments.dropout)
-    prepared.notes = [*found, *notes]
+    prepared.notes = [note for note in (*found, prepared.order.note, *notes) if note]
     job.training.check_with(model, job.task.main_metric)
     tokenizer.model_max_length = max(max_length, longest)
     return prepared
@@ -208,14 +209,30 @@ def encode(job: Job, name: str, prepared: Prepared) -> None:
     splits = job.task.splits
     job.print(f"\n{name}: tokenizing {', '.join(splits)}")
     for split, rows in splits.items():
-        prepared.encoded[split] = job.task.encode(rows, prepared.tokenizer, prepared.max_length)
+        encoded = job.task.encode(rows, prepared.tokenizer, prepared.max_length)
+        prepared.encoded[split] = in_order(encoded, prepared.order)
         prepared.notes.append(prepared.encoded[split].report(split, prepared.max_length))
     job.print("\n".join(f"- {note}" for note in prepared.notes))
+
+
+def in_order(encoded: Encoded, order: ClassOrder) -> Encoded:
+    """Rows with labels in the order of a model's classes."""
+    if not order.place or "labels" not in encoded.rows.column_names:
+        return encoded
+    rows = encoded.rows.map(
+        lambda batch: {"labels": order.to_model(batch["labels"])},
+        batched=True,
+        keep_in_memory=True,
+        load_from_cache_file=False,
+    )
+    return dataclasses.replace(encoded, rows=rows)
 
 
 def load_model(job: Job, name: str, prepared: Prepared, dropout: float | None) -> tuple[Any, list[str]]:
     """The model with the task's head and long enough positions, and notes on how it was loaded."""
     fields = {**job.task.model_fields(), **job.arguments.config_fields()}
+    if names := prepared.order.names:
+        fields |= {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
     if dropout is not None:
         config = load_config(name)
         fields |= {field: dropout for field in _DROPOUTS if hasattr(config, field)}
@@ -329,11 +346,11 @@ def make_trainer(job: Job, run: Run, model: Any, prepared: Prepared) -> Finetune
         push_to_hub=False,  # the finished folder is pushed, with its card
     )
     own._n_gpu = min(own.n_gpu, 1)
-    train = prepared.encoded["train"].rows
+    train, order = prepared.encoded["train"].rows, prepared.order
     rows, places = longest_first(prepared.encoded[job.development])
 
     def scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        return task.scores(job.development, logits[places], labels[places])
+        return task.scores(job.development, order.logits_to_data(logits[places]), order.to_data(labels[places]))
 
     # Tensor cores like multiples of 8; an input must not outgrow the model's positions.
     multiple = 8 if (own.bf16 or own.fp16) and prepared.max_length % 8 == 0 else None
@@ -366,9 +383,10 @@ def evaluate(
     for split in [*job.task.evaluation, *job.task.tests]:
         rows, places = longest_first(prepared.encoded[split])
         output = trainer.predict(rows)
-        logits[split] = output.predictions[places]
+        logits[split] = prepared.order.logits_to_data(output.predictions[places])
         if "labels" in rows.column_names:
-            scores[split] = job.task.scores(split, logits[split], output.label_ids[places])
+            labels = prepared.order.to_data(output.label_ids[places])
+            scores[split] = job.task.scores(split, logits[split], labels)
             trainer.require_finite({f"{split} {name}": value for name, value in scores[split].items()})
     if not trainer.is_world_process_zero() or not job.task.tests:
         return scores, []

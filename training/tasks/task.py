@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding, PreTrainedConfig, PreTrainedTokenizerBase
 
 from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments
-from tasks.labels import SINGLE_LABEL
+from tasks.labels import SINGLE_LABEL, ClassOrder
 
 
 class Task:
@@ -82,6 +82,10 @@ class Task:
     def model_fields(self) -> dict[str, Any]:
         """Fields of the model's config: labels and the type of the problem."""
         return {}
+
+    def class_order(self, config: PreTrainedConfig, name: str) -> ClassOrder:
+        """How the checkpoint `name` numbers the classes of the data."""
+        return ClassOrder()
 
     def check_length(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[str]:
         """Notes on how the parts of an input share `max_length` tokens.

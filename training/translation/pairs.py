@@ -10,18 +10,19 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from common.tables import KINDS, check_file, check_texts, ending, read_lines, read_table, refuse_packed, shorten
 from data.sources import is_hub_name
-from data.tokenizer import ending, train_tokenizer
+from data.tokenizer import ending as with_end
+from data.tokenizer import train_tokenizer
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub.utils import logging
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from luna_hf.scripting import UserError, reason
+from luna_hf.scripting import UserError, progress, reason
 from translation.recipe import TranslationRecipe
 
 IGNORED = -100
-_READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 # Batches whose pairs are sorted by length together.
 _POOL = 64
 _ORDER = 0
@@ -47,14 +48,14 @@ class Pairs:
 
 
 def read_pairs(recipe: TranslationRecipe, split: str) -> Pairs:
-    """The pairs of a split, without those that have an empty side.
+    """The pairs of a split, without those that have an empty side, which are counted.
 
-    `data` is a folder with a table for each split (`train.parquet`, `.jsonl` or `.csv`) or two text files (`train.de`,
-    `train.en`), or a name on the Hub; if that has a configuration named like the languages (`de-en`), that one. A table
-    has a column for each language, or a column `translation` with both.
+    `data` is a folder with a table for each split (`train.parquet`, `.jsonl`, `.csv` or `.tsv`) or two text files
+    (`train.de`, `train.en`), or a name on the Hub; if that has a configuration named like the languages (`de-en`), that
+    one. A table has a column of texts for each language, or a column `translation` with both.
 
     Raises:
-        UserError: There is no such folder or name, or no such split, or it lacks a language.
+        UserError: There is no such folder or name, or no such split, or it lacks a language, or holds other than text.
     """
     folder, languages = Path(recipe.data), (recipe.source_language, recipe.target_language)
     files = [folder / f"{split}.{language}" for language in languages]
@@ -69,28 +70,28 @@ def read_pairs(recipe: TranslationRecipe, split: str) -> Pairs:
     kept = [(a.strip(), b.strip()) for a, b in zip(*sides, strict=True) if a and b and a.strip() and b.strip()]
     if not kept:
         raise UserError(f"{recipe.data} has no pairs in its split {split}.")
+    if left_out := len(sides[0]) - len(kept):
+        pairs = f"{left_out:,} of {len(sides[0]):,} pairs"
+        progress(f"{recipe.data} ({split}): {pairs} have an empty side and are left out.")
     return Pairs([a for a, _ in kept], [b for _, b in kept], split)
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error}).") from error
+    check_file(path)
+    return list(read_lines(path))
 
 
 def _table(folder: Path, split: str, missing: list[str]) -> datasets.Dataset:
     """The table of a split; errors name the text files that are `missing`."""
-    found = [file for file in sorted(folder.glob(f"{split}.*")) if file.suffix in _READERS]
+    files = sorted(folder.iterdir())
+    refuse_packed(file for file in files if file.name.startswith(f"{split}."))
+    found = [file for file in files if file.stem == split and ending(file) in KINDS]
     if len(found) != 1:
         raise UserError(
             f"{folder} has {len(found) or 'no'} tables for the split {split}, and no {' or '.join(missing)}. It needs "
-            f"one of {', '.join(split + suffix for suffix in _READERS)}, or a text file for each language."
+            f"one of {', '.join(split + suffix for suffix in KINDS)}, or a text file for each language."
         )
-    try:
-        return datasets.load_dataset(_READERS[found[0].suffix], data_files=str(found[0]), split="train")
-    except Exception as error:  # of `datasets`, for a damaged file
-        raise UserError(f"{found[0]} cannot be read ({reason(error)}).") from error
+    return read_table(found)
 
 
 def _hub_table(name: str, split: str, languages: tuple[str, str]) -> datasets.Dataset:
@@ -113,20 +114,24 @@ def _hub_table(name: str, split: str, languages: tuple[str, str]) -> datasets.Da
         logging.set_verbosity(verbosity)
 
 
-def _columns(table: datasets.Dataset, languages: tuple[str, str], name: str) -> list[list[str]]:
-    if "translation" in table.column_names:
-        rows = table["translation"]
-        if missing := [language for language in languages if language not in rows[0]]:
-            raise UserError(f"{name} has the languages {', '.join(rows[0])}, but not {', '.join(missing)}.")
-        return [[row[language] for row in rows] for language in languages]
-    if missing := [language for language in languages if language not in table.column_names]:
-        raise UserError(f"{name} has the columns {', '.join(table.column_names)}, but not {', '.join(missing)}.")
-    return [list(table[language]) for language in languages]
+def _columns(table: datasets.Dataset, languages: tuple[str, str], name: str) -> list[list[str | None]]:
+    columns = {name: table[name] for name in table.column_names}
+    if "translation" in columns:
+        rows = [row or {} for row in columns["translation"]]
+        if odd := [row for row in rows if not isinstance(row, dict)]:
+            raise UserError(f"`translation` of {name} holds {shorten(repr(odd[0]))} instead of a text per language.")
+        columns = {language: [row.get(language) for row in rows] for row in rows[:1] for language in row}
+    if missing := [language for language in languages if language not in columns]:
+        raise UserError(f"{name} has the columns {', '.join(columns)}, but not {', '.join(missing)}.")
+    sides = [list(columns[language]) for language in languages]
+    for language, texts in zip(languages, sides, strict=True):
+        check_texts(texts, language, name, missing=True)
+    return sides
 
 
 def joint_tokenizer(pairs: Pairs, vocab_size: int, longest: int) -> PreTrainedTokenizerBase:
     """One byte-level BPE for both languages; a text is its tokens and `</s>`."""
-    return ending(train_tokenizer((*pairs.source, *pairs.target), vocab_size, longest))
+    return with_end(train_tokenizer((*pairs.source, *pairs.target), vocab_size, longest))
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def read_texts(path: Path | None) -> list[str]:
         UserError: The file cannot be read.
     """
     try:
-        return report.shipped_texts() if path is None else [path.read_text(encoding="utf-8")]
+        return report.shipped_texts() if path is None else [path.read_text(encoding="utf-8-sig")]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--texts {path} cannot be read as UTF-8 text ({error}).") from error
 
