@@ -138,7 +138,7 @@ def test_a_sentence_encoder_keeps_its_modules(family, words, longest, tmp_path):
     assert after[1].get_config_dict() == before[1].get_config_dict()
     assert after.prompts == before.prompts and after.similarity_fn_name == before.similarity_fn_name
     assert (before.max_seq_length, after.max_seq_length) == (16, longest)
-    if family == "abc":  # softmax attention
+    if family == "abc" and longest == 16:  # softmax attention, and texts cut alike
         texts = [text.upper() for text in SENTENCES]
         torch.testing.assert_close(after.encode(texts[:3]), before.encode(texts[:3]), rtol=0, atol=1e-5)
     assert convert(family, source, target, *words, "--overwrite") == 0
