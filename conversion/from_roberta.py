@@ -23,7 +23,7 @@ from luna_hf.convert.files import check_tokenizer, source_card
 from luna_hf.markdown import Markdown, bullets, code, code_block, fill, quoted
 from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
 from luna_hf.warm_start import WarmStart, warm_start
-from luna_hf.warm_start.sentence_folder import find_transformer
+from luna_hf.warm_start.sentence_folder import find_transformer, read_sentence_folder
 
 TRAIN = "Train the model before use, unless its attention is that of its source."
 TEXT_CHARACTERS = 1_000_000  # read from --text: far more tokens than there are slots
@@ -161,6 +161,7 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
     check_target(options.target, options.source, options.overwrite)
     with writing(options.target) as folder:  # first, because only one process may
         try:
+            sentences = read_sentence_folder(options.source)
             tokenizer = load_tokenizer(options.source, subfolder=find_transformer(options.source))
             given = conversion.given(options, tokenizer)
             own = {name: getattr(options, name) for name in ("max_length", "seed", "allow_pickle")}
@@ -175,6 +176,8 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
             check_tokenizer(tokenizer, model.config, options.source)
             make_plain(tokenizer, longest)
         save(folder, model, tokenizer)
+        if sentences:
+            sentences.write(folder, min(longest, (options.max_length is None and sentences.longest) or longest))
         notes = make_notes(conversion.rules.slots_field(model.config), model, made, tokenizer is not None)
         card = make_card(options, model, made, notes)
         (folder / "README.md").write_text(card, encoding="utf-8")

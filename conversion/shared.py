@@ -46,7 +46,8 @@ def check_target(target: Path, source: str, overwrite: bool) -> None:
 
 
 def _is_own(folder: Path) -> bool:
-    return {path.name for path in folder.iterdir()} <= set(_OWN.get(folder.name, ()))
+    names = {path.name for path in folder.iterdir()}
+    return names <= set(_OWN.get(folder.name, ())) or files.is_module(folder)
 
 
 def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:

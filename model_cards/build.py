@@ -1,10 +1,11 @@
-"""Write the cards of the checkpoints, `README.md`, with the scores that the Hub reads in their headers.
+"""Write the cards of the checkpoints, `README.md`, with the scores that the Hub reads in their headers, and the code.
 
     python model_cards/build.py [NAME ...]
     python model_cards/build.py --check
 
 Without a NAME, every checkpoint is written. Prose comes from model_cards/zoo.yaml, and every figure from the files of
-the checkpoint and from experiments/results/mini-*.json. `--check` writes nothing, and fails if a card is stale.
+the checkpoint and from experiments/results/mini-*.json; the code is today's `src/luna_hf`. `--check` writes nothing,
+and fails if a card is stale.
 """
 
 import training_path  # noqa: F401
@@ -26,6 +27,7 @@ from common.models import longest_input
 from engine.card import PLOT
 from golden import KINDS
 from huggingface_hub import EvalResult
+from ship import renew_code
 from transformers import AutoConfig
 
 from luna_hf import FAMILIES
@@ -87,7 +89,8 @@ def is_stale(zoo: Zoo, name: str) -> bool:
 
 
 def write(zoo: Zoo, name: str) -> None:
-    """Write a card."""
+    """Write a card, and the code that loads the model without the package."""
+    renew_code(zoo.checkpoint(name).folder)
     write_text(zoo.checkpoint(name).folder / "README.md", Card(zoo, name).text())
 
 

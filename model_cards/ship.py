@@ -28,6 +28,8 @@ from engine.card import PLOT, drawing
 from records import read_stages
 from transformers import AutoConfig
 
+import luna_hf
+from luna_hf import FAMILIES
 from luna_hf.scripting import TOKENIZER_FILES, Parser, read_json, run_script, write_json, write_text, writing
 
 LOG_LIMIT = 200_000  # bytes
@@ -59,7 +61,6 @@ def ship(zoo: Zoo, name: str, runs: Sequence[Path]) -> Path:
     kind = golden.kind_of(source)
     with writing(target) as folder:
         save(source, folder)
-        without_code(folder)
         for number, stage in enumerate(stages[:-1], 1):
             write_stage(stage, folder / "stages" / str(number), f"stage {number} of {name}")
         write_stage(stages[-1], folder, name)
@@ -88,14 +89,14 @@ def save(source: Path, target: Path) -> None:
     write_json(path, {**read_json(path), "dtype": "float32"})
 
 
-def without_code(folder: Path) -> None:
-    """Remove the code of the model, a copy of `src/luna_hf`, and what refers to it."""
-    for path in folder.glob("*.py"):
-        path.unlink()
-    path = folder / "config.json"
-    config = read_json(path)
-    config.pop("auto_map", None)
-    write_json(path, config)
+def renew_code(folder: Path) -> None:
+    """Write the code of today's package into a folder, if its model is one of the package's."""
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type in FAMILIES:
+        config.auto_map = getattr(luna_hf, config.architectures[0]).auto_map()
+        config.write_code(config, folder)
+        path = folder / "config.json"
+        write_json(path, {**read_json(path), "auto_map": config.auto_map})
 
 
 def rounding(kind: str, source: Path, cases: list[golden.Case]) -> float:

@@ -1,19 +1,23 @@
 """Checkpoints give the outputs that they were shipped with: those of this repository, and tiny ones of every kind."""
 
+import json
 import re
 import shutil
 
 import golden
 import pytest
 import torch
+import transformers
 from catalogue import Checkpoint, Zoo
 from common.models import longest_input
-from helpers import ROOT
+from helpers import ROOT, run_python
 from safetensors.torch import load_file, save_file
 from tiny_zoo import ENTRIES
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 from transformers.utils import is_flash_attn_2_available
+
+from luna_hf import FAMILIES
 
 COMMITTED = list(Zoo().checkpoints)
 # Relative to the largest value of a case, or to 0.1. float32: sums in another order. bfloat16 has 8 bits.
@@ -45,6 +49,35 @@ def test_outputs_are_the_golden_ones(checkpoint, backend, dtype):
     check(checkpoint, getattr(torch, dtype), backend)
 
 
+# Runs without luna_hf: the first numbers that each folder's own code computes.
+LOAD = """
+import json, sys, torch, transformers
+found = {}
+for folder, auto_class in json.loads(sys.argv[2]).items():
+    model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
+    with torch.no_grad():
+        found[folder] = model(torch.arange(5, 45)[None])[0].flatten()[:50]
+torch.save(found, sys.argv[1])
+"""
+
+
+@torch.no_grad()
+def test_the_repositorys_folders_load_without_the_package(tmp_path):
+    """As a stranger loads them: from a clone, with the code in the folder."""
+    autos = {}
+    for own in Zoo().checkpoints.values():
+        names = [
+            name for name, entry in own.config["auto_map"].items() if entry.endswith(own.config["architectures"][0])
+        ]
+        autos[str(own.folder)] = names[0]
+    results = tmp_path / "found.pt"
+    cache = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    run_python(LOAD, results, json.dumps(autos), env=cache, blocked=True)
+    for folder, found in torch.load(results).items():
+        model = getattr(transformers, autos[folder]).from_pretrained(folder).eval()
+        torch.testing.assert_close(model(torch.arange(5, 45)[None])[0].flatten()[:50], found)
+
+
 @every
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -70,10 +103,10 @@ def test_the_cases_cover_padding_and_the_longest_input(checkpoint):
 
 @every
 def test_what_is_shipped(checkpoint):
-    """Neither code nor folders of the machine; weights in bfloat16, which load in float32."""
-    folder = checkpoint.folder
-    assert not list(folder.rglob("*.py"))
-    assert "auto_map" not in checkpoint.config
+    """The code of our models, but no folders of the machine; weights in bfloat16, which load in float32."""
+    folder, auto_map = checkpoint.folder, checkpoint.config.get("auto_map", {})
+    assert bool(auto_map) == (checkpoint.config["model_type"] in FAMILIES)
+    assert {path.stem for path in folder.rglob("*.py")} == {entry.partition(".")[0] for entry in auto_map.values()}
     for path in folder.rglob("*"):
         if path.suffix in (".json", ".jsonl", ".yaml", ".md") and path.name != "tokenizer.json":
             # Absolute paths of any kind, and those that leave the repository.

@@ -13,6 +13,7 @@ import roberta_to_luna
 import torch
 from helpers import ROOT, SENTENCES, randomise, tiny_tokenizer
 from huggingface_hub import ModelCard
+from test_convert_command import write_sentences
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -122,6 +123,25 @@ def test_a_source_without_tokenizer_head_or_licence(tmp_path, capsys):
     assert not list((tmp_path / "new").glob("tokenizer*")) and card.data.license is None
     assert convert("luna", tmp_path / "source", tmp_path / "other", "--text", ROOT / "README.md") == 2
     assert "--text" in capsys.readouterr().err
+
+
+@both
+@pytest.mark.parametrize(("words", "longest"), [((), 16), (("--max-length", 100), 100)])
+def test_a_sentence_encoder_keeps_its_modules(family, words, longest, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    source, target = write_sentences(tmp_path / "source", path="0_Transformer"), tmp_path / "target"
+    words = [*words, *(("--memory-control", "full") if family == "abc" else ())]
+    assert convert(family, source, target, *words) == 0
+    before, after = (SentenceTransformer(str(folder), device="cpu") for folder in (source, target))
+    assert [type(module) for module in after] == [type(module) for module in before]
+    assert after[1].get_config_dict() == before[1].get_config_dict()
+    assert after.prompts == before.prompts and after.similarity_fn_name == before.similarity_fn_name
+    assert (before.max_seq_length, after.max_seq_length) == (16, longest)
+    if family == "abc" and longest == 16:  # softmax attention, and texts cut alike
+        texts = [text.upper() for text in SENTENCES]
+        torch.testing.assert_close(after.encode(texts[:3]), before.encode(texts[:3]), rtol=0, atol=1e-5)
+    assert convert(family, source, target, *words, "--overwrite") == 0
 
 
 def test_the_script_in_a_process(source, tmp_path):

@@ -1,6 +1,7 @@
 """README.md, docs/ and CONTRIBUTING.md: tables are fresh, links resolve, examples run, commands are accepted."""
 
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -85,9 +86,29 @@ def workplace(tmp_path_factory):
         for level in ("middle", "high"):
             write_split(folder / "race" / level / f"{part}.parquet", race_rows(8, level, seed))
         write_split(folder / "csqa" / f"{part}.parquet", csqa_rows(8, seed))
+    write_words(folder)
     for name in ("training", "checkpoints"):
         (folder / name).symlink_to(ROOT / name)
     return folder
+
+
+def write_words(folder):
+    """Rows of labelled words, and questions with their contexts and answers."""
+    people, places = ["Paul", "Mary", "John", "Jane"], ["London", "Paris", "England"]
+    texts = ["{} is in {} .", "Yesterday {} went to {} .", "I saw {} in {} .", "{} will not leave {} ."]
+    words, questions = [], []
+    for text, person, place in itertools.product(texts, people, places):
+        labels = {person: "PER", place: "LOC"}
+        split = text.format(person, place).split()
+        words.append({"words": split, "labels": [labels.get(word, "O") for word in split]})
+        row = {
+            "question": f"Where is {person}?",
+            "context": text.format(person, place).replace(" .", "."),
+            "answer": place,
+        }
+        questions.append(row)
+    for name, rows in (("names", words), ("questions", questions)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def in_miniature(script, words):

@@ -40,6 +40,14 @@ def wordy_model(family, variant="default", **overrides):
     return model
 
 
+@families
+def test_continuous_batching_is_refused_at_once(family):
+    model = tiny_causal_model(family)
+    for start in (model.generate_batch, model.init_continuous_batching):
+        with pytest.raises(ValueError, match="generate_batch"):
+            start([[5, 6, 7], [8, 9]])
+
+
 def left_padded(rows, extra=0):
     """Ids and mask of rows of different lengths, with `extra` columns of padding before the longest."""
     width = max(len(row) for row in rows) + extra

@@ -22,6 +22,8 @@ from helpers import (
     tiny_seq2seq_model,
     variants_of,
 )
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from variants import COMMON
 
 from luna_hf import FAMILIES
@@ -93,6 +95,78 @@ def test_a_base_checkpoint_loads_into_a_head_and_back(family, kind, tmp_path):
     back, info = model_class(family, "base").from_pretrained(tmp_path / "head", output_loading_info=True)
     assert not info["missing_keys"] and not [name for name in info["unexpected_keys"] if name.startswith(prefix)]
     assert_same_tensors(back, head.base_model)
+
+
+@families
+@pytest.mark.parametrize("kind", ["base", "mlm", "sequence"])
+def test_a_folder_of_another_kind_is_refused(family, kind, tmp_path):
+    """Its weights are none of the model's, which would be random."""
+    tiny_model(family, kind).save_pretrained(tmp_path)
+    row = FAMILIES[family]
+    for cls in (AutoModelForSeq2SeqLM, row.seq2seq_model):
+        with pytest.raises(ValueError, match=model_class(family, kind).__name__):
+            cls.from_pretrained(tmp_path)
+    other = next(name for name in FAMILIES if name != family)
+    with pytest.raises(ValueError, match=f"{family}, not {other}"):
+        model_class(other, kind).from_pretrained(tmp_path)
+
+
+@families
+@pytest.mark.parametrize("name", ["memory_sise", "local_windw", "n_layers"])
+def test_a_keyword_that_is_no_field_is_refused(family, name, tmp_path):
+    model = tiny_model(family, "mlm")
+    model.save_pretrained(tmp_path)
+    for cls in (AutoModelForMaskedLM, type(model)):
+        with pytest.raises(ValueError, match=name):
+            cls.from_pretrained(tmp_path, **{name: 4})
+
+
+@families
+def test_a_field_of_another_family_is_refused(family, tmp_path):
+    model = tiny_model(family, "mlm")
+    model.save_pretrained(tmp_path)
+    field = "memory_size" if family != "abc_memory" else "projection_length"
+    with pytest.raises(ValueError, match=field):
+        AutoModelForMaskedLM.from_pretrained(tmp_path, **{field: 4})
+
+
+@families
+@pytest.mark.parametrize("kind", ["mlm", "span"])
+def test_a_folder_without_the_head_that_it_names_is_refused(family, kind, tmp_path):
+    model = tiny_model(family, kind)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if name.startswith(f"{model.base_model_prefix}.")}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="architectures"):
+        type(model).from_pretrained(tmp_path)
+    other = model_class(family, "token" if kind != "token" else "span")
+    assert other.from_pretrained(tmp_path, output_loading_info=True)[1]["missing_keys"]  # a new head, to be trained
+
+
+@families
+def test_cross_attention_is_refused_at_once(family, tmp_path):
+    """As TSDAE and `EncoderDecoderModel` ask for it: in the config of a folder, before the weights are read."""
+    tiny_model(family, "mlm").save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.is_decoder = config.add_cross_attention = True
+    for make in (
+        AutoModelForCausalLM.from_config,
+        lambda own: AutoModelForCausalLM.from_pretrained(tmp_path, config=own),
+    ):
+        with pytest.raises(ValueError, match="add_cross_attention"):
+            make(config)
+
+
+@families
+def test_every_configuration_has_an_auto_map(family, tmp_path):
+    """Other libraries read it; transformers looks names up in it wherever it exists."""
+    config, other = (tiny_config_for(family, is_decoder=True) for _ in range(2))
+    assert config.auto_map == {} and config.auto_map is not other.auto_map
+    assert type(AutoModelForCausalLM.from_config(config)) is FAMILIES[family].causal_lm
+    assert type(config).from_dict({**config.to_dict(), "auto_map": None}).auto_map == {}
+    config.save_pretrained(tmp_path)
+    assert set(AutoConfig.from_pretrained(tmp_path).auto_map) == {"AutoConfig"}
 
 
 @families

@@ -16,9 +16,9 @@ logger = logging.get_logger(__name__)
 
 # Keywords that transformers passes to a config without declaring them as fields, besides those that begin with `_`.
 _LIBRARY_KEYWORDS = {
-    *("attn_implementation", "auto_map", "experts_implementation", "model_type", "name_or_path", "num_labels"),
-    *("output_attentions", "per_layer_config", "quantization_config", "tokenizer_class", "torch_dtype"),
-    "trust_remote_code",
+    *("add_cross_attention", "attn_implementation", "auto_map", "experts_implementation", "model_type"),
+    *("name_or_path", "num_labels", "output_attentions", "per_layer_config", "quantization_config", "tokenizer_class"),
+    *("torch_dtype", "trust_remote_code"),
 }
 
 
@@ -232,7 +232,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if not kwargs.pop("_from_file", False):
-            self._refuse_unknown(kwargs)
+            self.refuse_unknown(kwargs)
         if self.position_embedding_type is None:
             self.position_embedding_type = self.positions[self.is_decoder][0]
         if self.first_position is None:
@@ -240,6 +240,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
         if self.is_encoder_decoder:
             self._complete_encoder_decoder()
         self.validate_values()
+        # Other libraries read it of every config; transformers looks names up in it wherever it exists.
+        kwargs["auto_map"] = kwargs.get("auto_map") or {}
         super().__post_init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -467,8 +469,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
         types = {found, *(part.get("model_type") for part in values.values() if isinstance(part, dict))}
         if not types & {parent.model_type for parent in cls.__mro__ if hasattr(parent, "model_type")}:
             raise ValueError(
-                f"{pretrained_model_name_or_path} holds a model of type {found}, not {cls.model_type}: "
-                "`from_pretrained` cannot use its weights. `from_pretrained_encoder` starts from a trained encoder."
+                f"{pretrained_model_name_or_path} holds a model of type {found}, not {cls.model_type}. The Auto "
+                "classes load it as it is; `from_pretrained_encoder` converts encoders such as BERT and RoBERTa."
             )
         return values, kwargs
 
@@ -484,8 +486,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
             config_dict = {**config_dict, "slot_counts": "all", "global_tokens": "none"}
         if "first_position" not in config_dict:
             config_dict = {**config_dict, "first_position": config_dict.get("pad_token_id", cls.pad_token_id) + 1}
-        dropped = set()
-        for name, value in {**config_dict, **kwargs}.items():
+        dropped, options = set(), {} if kwargs.get("return_unused_kwargs") else kwargs  # a model refuses unused ones
+        for name, value in {**config_dict, **options}.items():
             field = cls._similar_field(name) if cls._is_unknown(name) else None
             if field or name in cls.removed_fields:
                 dropped.add(name)
@@ -496,8 +498,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
         return super().from_dict({**kept, "_from_file": True}, **kwargs)
 
     @classmethod
-    def _refuse_unknown(cls, keywords: dict[str, Any]) -> None:
-        """Raise for a keyword that is no field; transformers would silently keep it as an attribute."""
+    def refuse_unknown(cls, keywords: dict[str, Any]) -> None:
+        """Raise a `ValueError` for a keyword that is no field; transformers would keep it as an attribute."""
         for name, value in keywords.items():
             if cls._is_unknown(name) and (name not in cls.removed_fields or value):
                 field = cls._similar_field(name)

@@ -40,7 +40,7 @@ from ..warm_start.source import load_source, read_config
 from ..warm_start.transfer import WarmStart, warm_start
 from . import report
 from .card import make_card
-from .files import check_target, check_tokenizer
+from .files import check_target, check_tokenizer, is_module
 from .report import Encoder, Figure
 
 if TYPE_CHECKING:
@@ -287,11 +287,6 @@ def convert(options: argparse.Namespace) -> None:
         lines.append(f"Not converted, because only heads of the source use it: {names}.")
     lines.append(f"Written to {target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
     print("\n".join([*report.table_lines(figures), ""] * bool(figures) + [fill(line, 100) for line in lines]))
-
-
-def is_module(folder: Path) -> bool:
-    """Whether a folder is one that sentence-transformers makes for a module."""
-    return folder.name.partition("_")[0].isdecimal()
 
 
 def main(words: Sequence[str]) -> int:

@@ -73,3 +73,8 @@ def check_target(target: Path, source: str, overwrite: bool, mark: str, is_own: 
         raise UserError(f"TARGET {target} holds {foreign[0].name}, which no conversion wrote. Name another folder.")
     if present and not overwrite:
         raise UserError(f"TARGET {target} holds an earlier conversion. Name another folder or add --overwrite.")
+
+
+def is_module(folder: Path) -> bool:
+    """Whether a folder is one that sentence-transformers makes for a module."""
+    return folder.name.partition("_")[0].isdecimal()

@@ -1,6 +1,7 @@
 """Base classes shared by all models: loading and saving, input validation, and heads on a base model."""
 
 import difflib
+import inspect
 import os
 import sys
 from dataclasses import fields
@@ -89,6 +90,64 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
         if "AutoModelForCausalLM" in cls.auto_classes:
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
+    def __new__(cls, *args: Any, **keywords: Any) -> "BoundedMemoryPreTrainedModel":
+        """Refuse what `from_pretrained` passes on because the config has no such field.
+
+        Raises:
+            ValueError: A keyword is neither a field nor a parameter of the class.
+        """
+        known = inspect.signature(cls.__init__).parameters if keywords else {}
+        if not any(own.kind is own.VAR_KEYWORD for own in known.values()):
+            cls.config_class.refuse_unknown({name: keywords[name] for name in keywords.keys() - known.keys()})
+        return super().__new__(cls)
+
+    def __init__(self, config: BoundedMemoryConfig, *args: Any, **kwargs: Any) -> None:
+        if getattr(config, "add_cross_attention", False):
+            raise ValueError(
+                f"{type(self).__name__} has no cross-attention (`add_cross_attention=True`). Use the family's "
+                "encoder-decoder (`...ForConditionalGeneration`), or another decoder."
+            )
+        super().__init__(config, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Like `PreTrainedModel.from_pretrained`, but refuse a checkpoint whose weights are not the model's.
+
+        Raises:
+            ValueError: None of the base model's weights are in the checkpoint, none of the head's although it names
+                this class, or a keyword is no field of the config.
+        """
+        source = pretrained_model_name_or_path
+        model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
+        if source is not None:
+            model.refuse_random(source, set(info["missing_keys"]))
+        return (model, info) if output_loading_info else model
+
+    def refuse_random(self, source: str | os.PathLike, missing: set[str]) -> None:
+        """Refuse a model whose base, or whose head as the checkpoint names it, lacks all weights.
+
+        Raises:
+            ValueError: Such a model.
+        """
+        stored, names = self.config.architectures or [], self.state_dict().keys() - self.all_tied_weights_keys.keys()
+        start = "" if self.base_model is self else f"{self.base_model_prefix}."
+        base = {name for name in names if name.startswith(start)}
+        name = type(self).__name__
+        if base <= missing:
+            held = f"{' and '.join(stored)}, which its own Auto class loads" if stored else "another model"
+            raise ValueError(f"{source} has no weights of {name}, which would be random: it holds {held}.")
+        if name in stored and names - base and names - base <= missing:
+            raise ValueError(
+                f"{source} has no weights of the head of {name}, although its config.json names this class "
+                "(`architectures`). Save the whole model again, or correct that name to train a new head."
+            )
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -101,19 +160,20 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
         self.config.auto_map = self.auto_map()
         super().save_pretrained(*args, **kwargs)
 
-    def auto_map(self) -> dict[str, str]:
+    @classmethod
+    def auto_map(cls) -> dict[str, str]:
         """Map each Auto class to `file.Class`, for the model classes of the file that is saved beside the weights.
 
         That file has the models on the same base model. Transformers saves none for a class from `__main__`, or for a
         user's class that is not registered with `register_for_auto_class`.
         """
-        classes, module = {"AutoConfig": self.config_class}, type(self).__module__
-        if is_ours(type(self)) or (self.is_remote_code() and module != "__main__"):
-            base = getattr(self, "base_model_class", type(self))
-            own = [cls for cls in vars(sys.modules[module]).values() if getattr(cls, "__module__", None) == module]
-            own = [cls for cls in own if getattr(cls, "base_model_class", cls) is base]
-            classes |= {auto_class: cls for cls in own for auto_class in getattr(cls, "auto_classes", ())}
-        return {auto: f"{saved_file(cls)}.{cls.__name__}" for auto, cls in classes.items()}
+        classes, module = {"AutoConfig": cls.config_class}, cls.__module__
+        if is_ours(cls) or (cls.is_remote_code() and module != "__main__"):
+            base = getattr(cls, "base_model_class", cls)
+            own = [each for each in vars(sys.modules[module]).values() if getattr(each, "__module__", None) == module]
+            own = [each for each in own if getattr(each, "base_model_class", each) is base]
+            classes |= {auto_class: each for each in own for auto_class in getattr(each, "auto_classes", ())}
+        return {auto: f"{saved_file(each)}.{each.__name__}" for auto, each in classes.items()}
 
     def get_position_embeddings(self) -> nn.Module | None:
         """The position table; `None` if there is none."""

@@ -1,6 +1,6 @@
 """Hooks of transformers' `generate` for models whose decoding state is a `MemoryCache`."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ class GenerationHooks:
     def is_endless(self) -> bool:
         """Whether the decoder accepts texts of any length, as without learned positions."""
         return self.get_decoder().config.longest_input() is None
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse continuous batching, which `generate_batch` starts with.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"Continuous batching (`generate_batch`) needs a cache of keys and values, but a {self.config.model_type} "
+            "model has a state of constant size. Call `generate` with the prompts padded on the left."
+        )
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
