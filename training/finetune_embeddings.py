@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 import torch
 from common import cards, options
-from common.cards import bullets
 from common.machine import machine
 from common.models import load_encoder, load_tokenizer, longest_input
 from common.tables import require_text, shorten
@@ -164,7 +163,7 @@ def load(arguments: EmbeddingArguments, training: TrainingArguments) -> Sentence
     training.check_with(model)
     if (arguments.max_length or 0) > (longest := longest_input(model.config)):
         raise UserError(f"--max_length is {arguments.max_length}, but {name} takes at most {longest} tokens.")
-    print(bullets(notes))
+    print("\n".join(f"- {note}" for note in notes))
     logging.set_verbosity_error()  # the notes replace the report of unused weights
     encoder = SentenceTransformer(name, model_kwargs={"dtype": torch.float32})
     if arguments.max_length:
