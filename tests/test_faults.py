@@ -84,7 +84,7 @@ class Stage:
         if not target.exists():
             self.place.reset()
             wanted = [number for number, change in enumerate(self.changes, 1) if re.search(self.row.last, change)]
-            assert self.place.run(Moment(wanted[-1], signal.SIGKILL)).code == -signal.SIGKILL
+            assert self.place.run(Moment(wanted[0], signal.SIGKILL)).code == -signal.SIGKILL
             self.place.snapshot(target.name)
         return target
 
@@ -197,7 +197,6 @@ def damaged_run(on: Stage) -> Iterator[Case]:
         return
     snapshot = on.interrupted()
     steps = {path: path.name.rpartition("-")[2] for path in snapshot.glob(on.row.checkpoints)}
-    # The command must read what is damaged here, so nothing of a later checkpoint may be there.
     newest = max((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
 
     def wanted(name: Path) -> bool:
@@ -206,6 +205,9 @@ def damaged_run(on: Stage) -> Iterator[Case]:
         top = not re.search(r"checkpoint", name.as_posix()) and name.parts[0] == "out"
         return (inside or top) and name.suffix not in (".py", ".lock", ".md") and not name.name.startswith(".")
 
+    on.place.reset(snapshot)
+    resumed = on.place.run().out  # damage to a checkpoint that is not read would prove nothing
+    assert re.search(rf"from \S*{newest.name}\b", resumed), resumed[-1000:]
     yield from _damaged(on, snapshot, wanted)
 
 
