@@ -105,7 +105,10 @@ def _read_part(path: Path) -> Dataset:
 
 
 def _column(values: list[Any], is_json: bool) -> pyarrow.Array:
+    kinds = {type(value) for value in values if value is not None}
     try:
+        if bool in kinds and len(kinds) > 1:  # pyarrow would read `true` among numbers as 1
+            raise pyarrow.ArrowTypeError
         return pyarrow.array(values, None if is_json else pyarrow.string())
     except (pyarrow.ArrowException, OverflowError):  # values of several types
         return pyarrow.array(list(map(json.dumps, values)), pyarrow.string()).cast(Json().pa_type)
