@@ -26,9 +26,9 @@ logger = logging.get_logger(__name__)
 
 # Keywords that transformers passes to a config without declaring them as fields, besides those that begin with `_`.
 _LIBRARY_KEYWORDS = {
-    *("attn_implementation", "auto_map", "experts_implementation", "model_type", "name_or_path", "num_labels"),
-    *("output_attentions", "per_layer_config", "quantization_config", "tokenizer_class", "torch_dtype"),
-    "trust_remote_code",
+    *("add_cross_attention", "attn_implementation", "auto_map", "experts_implementation", "model_type"),
+    *("name_or_path", "num_labels", "output_attentions", "per_layer_config", "quantization_config", "tokenizer_class"),
+    *("torch_dtype", "trust_remote_code"),
 }
 
 
@@ -60,10 +60,12 @@ class BoundedMemoryConfig(PreTrainedConfig):
         hidden_dropout_prob: dropout probability of the embeddings and of each sub-layer's output.
         attention_probs_dropout_prob: dropout probability of the attention weights.
         activation_dropout: dropout probability after the activation of the feed-forward network.
-        max_position_embeddings: maximum input length of an encoder, in tokens. As in RoBERTa, positions start at
-            `pad_token_id + 1`, so the position table has `max_position_embeddings + pad_token_id + 1` rows. (RoBERTa's
-            field of this name includes the extra rows.) Decoders, and encoders without positions, have no table and
-            accept inputs of any length.
+        max_position_embeddings: maximum input length of an encoder, in tokens. (RoBERTa's field of this name includes
+            the rows of its position table that no token has.) Decoders, and encoders without positions, have no table
+            and accept inputs of any length.
+        first_position: encoders and encoder-decoders only: row of the position table, or number of the sinusoid, of the
+            first token. The row before is that of padding. Defaults to 2, as in RoBERTa, or 1 if `pad_token_id` is 0.
+            Models saved by versions that lack this field have `pad_token_id + 1`.
         position_period: encoders with learned positions only: number of rows of the position table that are used again
             and again. The first token has row 0, the others have rows 1 to `position_period - 1` in turn. Inputs may
             then be as long as `max_position_embeddings` says, without a row for each position.
@@ -167,8 +169,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
     # Smallest values of numbers, and the values of other fields. Families add theirs.
     minimum: ClassVar[dict[str, int]] = {
         **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), 1),
-        **dict.fromkeys(("intermediate_size", "max_position_embeddings", "embedding_size", "max_global_tokens"), 1),
-        **dict.fromkeys(("num_selection_queries", "classifier_hidden_size", "decoder_layers", "decoder_vocab_size"), 1),
+        **dict.fromkeys(("intermediate_size", "max_position_embeddings", "first_position", "embedding_size"), 1),
+        **dict.fromkeys(("max_global_tokens", "num_selection_queries", "classifier_hidden_size"), 1),
+        **dict.fromkeys(("decoder_layers", "decoder_vocab_size"), 1),
         **dict.fromkeys(("type_vocab_size", "local_window", "num_selected_tokens", "softmax_length"), 0),
         **dict.fromkeys(("chunk_size_feed_forward", "conv_kernel_size", "decoder_start_token_id"), 0),
         "position_period": 2,
@@ -193,6 +196,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     attention_probs_dropout_prob: float | int = 0.1
     activation_dropout: float | int = 0.0
     max_position_embeddings: int = 512
+    first_position: int | None = None
     position_period: int | None = None
     position_embedding_type: str | None = None
     type_vocab_size: int = 0
@@ -241,6 +245,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
             self.refuse_unknown(kwargs)
         if self.position_embedding_type is None:
             self.position_embedding_type = self.positions[self.is_decoder][0]
+        if self.first_position is None:
+            self.first_position = 2 if self.pad_token_id else 1
         if self.is_encoder_decoder:
             self._complete_encoder_decoder()
         self.validate_values()
@@ -473,8 +479,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
         types = {found, *(part.get("model_type") for part in values.values() if isinstance(part, dict))}
         if not types & {parent.model_type for parent in cls.__mro__ if hasattr(parent, "model_type")}:
             raise ValueError(
-                f"{pretrained_model_name_or_path} holds a model of type {found}, not {cls.model_type}. The Auto classes "
-                "load it as it is; `from_pretrained_encoder` converts trained encoders such as BERT and RoBERTa."
+                f"{pretrained_model_name_or_path} holds a model of type {found}, not {cls.model_type}. The Auto "
+                "classes load it as it is; `from_pretrained_encoder` converts encoders such as BERT and RoBERTa."
             )
         return values, kwargs
 
@@ -488,8 +494,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
         if "slot_counts" not in config_dict and config_dict.get("local_window"):
             # From a version whose slots stood for all tokens, and whose heads marked none.
             config_dict = {**config_dict, "slot_counts": "all", "global_tokens": "none"}
-        dropped = set()
-        for name, value in {**config_dict, **kwargs}.items():
+        if "first_position" not in config_dict:
+            config_dict = {**config_dict, "first_position": config_dict.get("pad_token_id", cls.pad_token_id) + 1}
+        dropped, options = set(), {} if kwargs.get("return_unused_kwargs") else kwargs  # a model refuses unused ones
+        for name, value in {**config_dict, **options}.items():
             field = cls._similar_field(name) if cls._is_unknown(name) else None
             if field or name in cls.removed_fields:
                 dropped.add(name)

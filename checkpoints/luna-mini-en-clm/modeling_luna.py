@@ -16,6 +16,7 @@ import inspect
 import math
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -55,11 +56,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import slice_logits_to_keep
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils import is_torchdynamo_compiling
 from transformers.utils import is_torchdynamo_exporting
 from transformers.utils import is_tracing
+from transformers.utils import output_capturing
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.generic import maybe_autocast
@@ -508,8 +511,11 @@ def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor |
     # Tokens come before heads, as in the projections' output, so that flattening them is a view.
     first = num_slots * torch.arange(batch * heads, device=slots.device).view(batch, 1, heads)
     rows = slots.transpose(1, 2).expand(batch, length, heads) + first
-    memory = states.new_zeros(batch * heads * num_slots, size)
-    return memory.index_add(0, rows.flatten(), states.transpose(1, 2).flatten(0, 2)).view(batch, heads, num_slots, size)
+    added = states.transpose(1, 2).flatten(0, 2)
+    if torch.onnx.is_in_onnx_export():  # ONNX Runtime cannot add float16
+        added = added.to(torch.promote_types(added.dtype, torch.float32))
+    memory = added.new_zeros(batch * heads * num_slots, size).index_add(0, rows.flatten(), added)
+    return memory.view(batch, heads, num_slots, size).to(states.dtype)
 
 
 # ---- ops/window.py ----
@@ -980,8 +986,8 @@ def keep_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
 # Every query reads all slots; a window is read only by the tokens around it. A read takes a list of memories, so that a
 # layer may mix slots and windows.
 #
-# Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head size.
-# Every mask is boolean with True = keep.
+# Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head
+# size. Every mask is boolean with True = keep.
 
 
 # Where windows are read in parts: the number of queries of a part, and at most of a block. A shorter block reads fewer
@@ -1342,6 +1348,29 @@ def _places_to_add(states: Tensor) -> int | None:
     return 2 * ((length + 3) // 2) - length
 
 
+# ---- layers/recorded.py ----
+#
+# Models and layers that can be copied and pickled after their outputs were recorded.
+
+
+class Recorded(nn.Module):
+    """A module whose outputs transformers records (`_can_record_outputs`), or the model that has such modules.
+
+    Transformers records with forward hooks that cannot be pickled, and marks the model that has them.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out these hooks and the mark, so that a copy gets its own hooks when it needs them."""
+        hooks = OrderedDict(
+            (key, hook)
+            for key, hook in self._forward_hooks.items()
+            if getattr(hook, "__module__", None) != output_capturing.__name__
+        )
+        state = {**self.__dict__, "_forward_hooks": hooks}
+        state.pop("_output_capturing_hooks_installed", None)
+        return state
+
+
 # ---- layers/memory_attention.py ----
 #
 # Attention in two halves: write a context to a memory of bounded size, then read it with queries.
@@ -1378,7 +1407,7 @@ class MarkedReads(NamedTuple):
     mask: KeyMask | None  # padding mask of all tokens
 
 
-class MemoryAttention(nn.Module):
+class MemoryAttention(Recorded):
     """Multi-head attention to a written context; each family implements `write`.
 
     The projections have RoBERTa's names; the output projection belongs to the layer.
@@ -1733,7 +1762,7 @@ class AttentionBlock(nn.Module):
         return self.output.dense(read), carried
 
 
-class TransformerLayer(GradientCheckpointingLayer):
+class TransformerLayer(Recorded, GradientCheckpointingLayer):
     """One layer of an encoder or decoder: attention and feed-forward network."""
 
     def __init__(self, config: BoundedMemoryConfig, *attention: Any) -> None:
@@ -1841,10 +1870,9 @@ def rotation(positions: Tensor, size: int, dtype: torch.dtype = torch.float32) -
     Returns:
         (b, n, 2, size / 2).
     """
-    dtype = torch.promote_types(dtype, torch.float32)
-    frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=dtype, device=positions.device) / size)
-    angles = positions.unsqueeze(-1) * frequencies
-    return torch.stack([angles.cos(), angles.sin()], dim=-2)
+    angles = position_angles(positions, size // 2, size // 2)
+    waves = torch.stack([angles.cos(), angles.sin()], dim=-2)
+    return waves.to(torch.promote_types(dtype, torch.float32)).to(positions.device)
 
 
 def rotate(states: Tensor, rotation: Tensor) -> Tensor:
@@ -1862,57 +1890,59 @@ def rotate(states: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def token_positions(keep: Tensor, padding_idx: int) -> Tensor:
-    """RoBERTa's position ids: `padding_idx + t` for the t-th real token (from 1), `padding_idx` for padding.
+def token_positions(keep: Tensor, first: int) -> Tensor:
+    """RoBERTa's position ids: `first + t` for the t-th real token (from 0), and the row before for padding.
 
     Args:
         keep: (b, n) padding mask.
+        first: position of the first token.
 
     Returns:
         (b, n) long.
     """
-    return keep.long().cumsum(-1) * keep + padding_idx  # `long` because ONNX has no cumsum of booleans
+    return keep.long().cumsum(-1) * keep + first - 1  # `long` because ONNX has no cumsum of booleans
 
 
-def repeated_positions(position_ids: Tensor, padding_idx: int, period: int) -> Tensor:
+def repeated_positions(position_ids: Tensor, first: int, period: int) -> Tensor:
     """Position ids whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
 
     Args:
-        position_ids: (..., n) long, `padding_idx` for padding, and `padding_idx + 1` for position 0.
+        position_ids: (..., n) long, see `token_positions`.
+        first: the position id of position 0.
         period: at least 2.
 
     Returns:
         (..., n) long.
     """
-    beyond = position_ids - padding_idx - 2  # position 1 is 0 here
-    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + padding_idx + 2)
+    beyond = position_ids - first - 1  # position 1 is 0 here
+    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + first + 1)
 
 
-def sinusoids(num_positions: int, dim: int, padding_idx: int | None = None) -> Tensor:
-    """Sinusoidal position table in float32, sines in the first half and cosines in the second (fairseq's layout).
+def sinusoids(positions: Tensor, dim: int) -> Tensor:
+    """Sinusoidal position embeddings, sines in the first half and cosines in the second (fairseq's layout).
 
     Args:
-        num_positions: number of rows; row p encodes position p.
+        positions: (...) long.
         dim: width; if odd, the last column is zero.
-        padding_idx: row to set to zero.
 
     Returns:
-        (num_positions, dim).
+        (..., dim) float32.
     """
-    table = sinusoids_at(torch.arange(num_positions), dim)
-    if padding_idx is not None:
-        table[padding_idx] = 0.0
-    return table
-
-
-def sinusoids_at(positions: Tensor, dim: int) -> Tensor:
-    """Compute rows of the table of `sinusoids` for any positions: (...) long to (..., dim) float32."""
     half = dim // 2
-    # float64, which MPS lacks: in float32 the error of an angle grows with the position.
-    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
-    exponents = -torch.arange(half, dtype=dtype, device=positions.device) / max(half - 1, 1)
-    angles = positions.unsqueeze(-1) * 10000.0**exponents  # (..., half)
-    return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, dim - 2 * half)).float()
+    angles = position_angles(positions, half, max(half - 1, 1))
+    waves = torch.cat([angles.sin(), angles.cos()], dim=-1).float().to(positions.device)
+    return F.pad(waves, (0, dim - 2 * half))
+
+
+def position_angles(positions: Tensor, count: int, divisor: int) -> Tensor:
+    """Compute the angles `position * 10000^(-i / divisor)` for i = 0 ... count - 1: (...) to (..., count).
+
+    In float64, because in float32 the error of an angle grows with the position; on the CPU if the device is MPS, which
+    lacks it.
+    """
+    device = torch.device("cpu") if positions.device.type == "mps" else positions.device
+    exponents = -torch.arange(count, dtype=torch.float64, device=device) / divisor
+    return positions.to(device).unsqueeze(-1) * 10000.0**exponents
 
 
 # ---- layers/embeddings.py ----
@@ -1921,36 +1951,26 @@ def sinusoids_at(positions: Tensor, dim: int) -> Tensor:
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed sinusoidal position table, indexed like an embedding."""
+    """Sinusoidal positions, called like an embedding.
 
-    def __init__(self, num_positions: int, dim: int, padding_idx: int | None = None) -> None:
-        super().__init__()
-        self.num_positions, self.dim, self.padding_idx = num_positions, dim, padding_idx
-        self.table = nn.Buffer(self.make_table(), persistent=False)
-
-    def initialise(self, config: BoundedMemoryConfig) -> None:
-        """Recompute the table, which is not saved in checkpoints."""
-        init.copy_(self.table, self.make_table())
-
-    def make_table(self) -> Tensor:
-        """Compute the table, (num_positions, dim) float32."""
-        return sinusoids(self.num_positions, self.dim, self.padding_idx)
-
-    def forward(self, position_ids: Tensor) -> Tensor:
-        """Look up positions: (b, n) to (b, n, d)."""
-        return nn.functional.embedding(position_ids, self.table)
-
-
-class EndlessSinusoids(nn.Module):
-    """Sinusoidal positions computed on the fly, for decoders, which accept inputs of any length."""
+    Computed in every pass: a table would be a buffer outside the state dict, which a model made on `meta` would lack,
+    and which `model.to(dtype)` would round.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Encode positions, counted from 0: (b, n) to (b, n, d)."""
-        return sinusoids_at(position_ids, self.dim)
+        """Encode positions: (b, n) to (b, n, d) float32."""
+        return sinusoids(position_ids, self.dim)
+
+
+def padding_row(config: BoundedMemoryConfig) -> int | None:
+    """Return the token that only pads, or `None` if padding is also another special token, such as the last one."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    others = (*ends, config.bos_token_id, config.sep_token_id, config.decoder_start_token_id)
+    return None if config.pad_token_id in others else config.pad_token_id
 
 
 class TokenEmbeddings(nn.Module):
@@ -1958,21 +1978,19 @@ class TokenEmbeddings(nn.Module):
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
-        width, padding_idx = config.embedding_width(), config.pad_token_id
-        num_positions = config.position_rows() + padding_idx + 1
-        self.padding_idx, self.period = padding_idx, config.position_period
-        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_idx)
+        width, self.period = config.embedding_width(), config.position_period
+        # The embedding of `padding_idx` starts at zero and never learns.
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_row(config))
         self.scale = math.sqrt(width) if config.scales_embedding() else 1.0
+        self.first_position = config.first_position
         # Decoders count positions from 0. That of an encoder-decoder has the positions of its encoder.
-        self.first_position = padding_idx + 1 if config.is_encoder_decoder else 0
+        self.offset = config.first_position if config.is_encoder_decoder else 0
+        self.position_embeddings = None  # rotary: applied to queries and keys
         if config.position_embedding_type == "learned":
-            self.position_embeddings = nn.Embedding(num_positions, width, padding_idx=padding_idx)
-        elif config.position_embedding_type in ("rotary", "none"):  # rotary: applied to queries and keys
-            self.position_embeddings = None
-        elif config.is_decoder:
-            self.position_embeddings = EndlessSinusoids(width)
-        else:
-            self.position_embeddings = SinusoidalPositions(num_positions, width, padding_idx)
+            rows = config.first_position + config.position_rows()
+            self.position_embeddings = nn.Embedding(rows, width, padding_idx=config.first_position - 1)
+        elif config.position_embedding_type == "sinusoidal":
+            self.position_embeddings = SinusoidalPositions(width)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         self.LayerNorm = (
             nn.LayerNorm(width, eps=config.layer_norm_eps) if config.embedding_layer_norm else nn.Identity()
@@ -1992,13 +2010,13 @@ class TokenEmbeddings(nn.Module):
         tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         length = tokens.shape[1]
         if position_ids is None and self.position_embeddings is not None:
-            every = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if keep is None else keep
-            position_ids = token_positions(every, self.padding_idx)
+            every = torch.ones(1, length, dtype=torch.bool, device=tokens.device) if keep is None else keep
+            position_ids = token_positions(every, self.first_position)
         states = tokens * self.scale if self.scale != 1.0 else tokens
         if self.period is not None:
-            position_ids = repeated_positions(position_ids, self.padding_idx, self.period)
+            position_ids = repeated_positions(position_ids, self.first_position, self.period)
         if self.position_embeddings is not None:
-            states = states + self.position_embeddings(position_ids + self.first_position).to(states.dtype)
+            states = states + self.position_embeddings(position_ids + self.offset).to(states.dtype)
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
                 token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
@@ -2070,7 +2088,7 @@ def add_peft_targets(model_type: str) -> None:
             table.setdefault(model_type, [*names, *("key_value" for name in names if name == "value")])
 
 
-class BoundedMemoryPreTrainedModel(PreTrainedModel):
+class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
     """Base class of all models: loading, saving and initialisation."""
 
     config: BoundedMemoryConfig
@@ -2091,6 +2109,9 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
         super().__init_subclass__(**kwargs)
         # Transformers copies the file of a class with an `_auto_class`; `hub.py` writes the code of the package's own.
         cls._auto_class = None if is_ours(cls) else next(iter(cls.auto_classes), None)
+        # With label smoothing, the Trainer compares logits with the next label only for classes that this table names.
+        if "AutoModelForCausalLM" in cls.auto_classes:
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
     def __new__(cls, *args: Any, **keywords: Any) -> "BoundedMemoryPreTrainedModel":
         """Refuse what `from_pretrained` passes on because the config has no such field.
@@ -3370,9 +3391,9 @@ def slot_counts(weights: Tensor, options: SlotOptions, before: Tensor | None) ->
 # The causal memory of logits (the normaliser "softmax") for graphs: no control flow depends on data or length.
 #
 # Token j enters what token t reads with weight exp(s_j - z_t), where z is the logarithm of the running sum. Split at
-# positions between the two, it is a product of factors of at most 1, whose underflow is harmless. This is how the second
-# half of each block of 16, 32 and 64 tokens reads the first, and how each block of 64 reads all earlier ones; blocks of 8
-# are computed directly.
+# positions between the two, it is a product of factors of at most 1, whose underflow is harmless. This is how the
+# second half of each block of 16, 32 and 64 tokens reads the first, and how each block of 64 reads all earlier ones;
+# blocks of 8 are computed directly.
 #
 # Shape letters as in `causal_memory.py`.
 

@@ -19,6 +19,7 @@ import math
 import os
 import sys
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -53,10 +54,12 @@ from transformers.modeling_outputs import QuestionAnsweringModelOutput
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils import is_torchdynamo_exporting
 from transformers.utils import is_tracing
+from transformers.utils import output_capturing
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 from transformers.utils.output_capturing import capture_outputs
@@ -483,8 +486,11 @@ def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor |
     # Tokens come before heads, as in the projections' output, so that flattening them is a view.
     first = num_slots * torch.arange(batch * heads, device=slots.device).view(batch, 1, heads)
     rows = slots.transpose(1, 2).expand(batch, length, heads) + first
-    memory = states.new_zeros(batch * heads * num_slots, size)
-    return memory.index_add(0, rows.flatten(), states.transpose(1, 2).flatten(0, 2)).view(batch, heads, num_slots, size)
+    added = states.transpose(1, 2).flatten(0, 2)
+    if torch.onnx.is_in_onnx_export():  # ONNX Runtime cannot add float16
+        added = added.to(torch.promote_types(added.dtype, torch.float32))
+    memory = added.new_zeros(batch * heads * num_slots, size).index_add(0, rows.flatten(), added)
+    return memory.view(batch, heads, num_slots, size).to(states.dtype)
 
 
 def first_kept(states: Tensor, keep: Tensor | None) -> Tensor:
@@ -1040,8 +1046,8 @@ def keep_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
 # Every query reads all slots; a window is read only by the tokens around it. A read takes a list of memories, so that a
 # layer may mix slots and windows.
 #
-# Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head size.
-# Every mask is boolean with True = keep.
+# Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head
+# size. Every mask is boolean with True = keep.
 
 
 # Where windows are read in parts: the number of queries of a part, and at most of a block. A shorter block reads fewer
@@ -1362,6 +1368,29 @@ def _places_to_add(states: Tensor) -> int | None:
     return 2 * ((length + 3) // 2) - length
 
 
+# ---- layers/recorded.py ----
+#
+# Models and layers that can be copied and pickled after their outputs were recorded.
+
+
+class Recorded(nn.Module):
+    """A module whose outputs transformers records (`_can_record_outputs`), or the model that has such modules.
+
+    Transformers records with forward hooks that cannot be pickled, and marks the model that has them.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out these hooks and the mark, so that a copy gets its own hooks when it needs them."""
+        hooks = OrderedDict(
+            (key, hook)
+            for key, hook in self._forward_hooks.items()
+            if getattr(hook, "__module__", None) != output_capturing.__name__
+        )
+        state = {**self.__dict__, "_forward_hooks": hooks}
+        state.pop("_output_capturing_hooks_installed", None)
+        return state
+
+
 # ---- layers/memory_attention.py ----
 #
 # Attention in two halves: write a context to a memory of bounded size, then read it with queries.
@@ -1398,7 +1427,7 @@ class MarkedReads(NamedTuple):
     mask: KeyMask | None  # padding mask of all tokens
 
 
-class MemoryAttention(nn.Module):
+class MemoryAttention(Recorded):
     """Multi-head attention to a written context; each family implements `write`.
 
     The projections have RoBERTa's names; the output projection belongs to the layer.
@@ -1753,7 +1782,7 @@ class AttentionBlock(nn.Module):
         return self.output.dense(read), carried
 
 
-class TransformerLayer(GradientCheckpointingLayer):
+class TransformerLayer(Recorded, GradientCheckpointingLayer):
     """One layer of an encoder or decoder: attention and feed-forward network."""
 
     def __init__(self, config: BoundedMemoryConfig, *attention: Any) -> None:
@@ -1861,63 +1890,64 @@ def rotation(positions: Tensor, size: int, dtype: torch.dtype = torch.float32) -
     Returns:
         (b, n, 2, size / 2).
     """
-    dtype = torch.promote_types(dtype, torch.float32)
-    frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=dtype, device=positions.device) / size)
-    angles = positions.unsqueeze(-1) * frequencies
-    return torch.stack([angles.cos(), angles.sin()], dim=-2)
+    angles = position_angles(positions, size // 2, size // 2)
+    waves = torch.stack([angles.cos(), angles.sin()], dim=-2)
+    return waves.to(torch.promote_types(dtype, torch.float32)).to(positions.device)
 
 
-def token_positions(keep: Tensor, padding_idx: int) -> Tensor:
-    """RoBERTa's position ids: `padding_idx + t` for the t-th real token (from 1), `padding_idx` for padding.
+def token_positions(keep: Tensor, first: int) -> Tensor:
+    """RoBERTa's position ids: `first + t` for the t-th real token (from 0), and the row before for padding.
 
     Args:
         keep: (b, n) padding mask.
+        first: position of the first token.
 
     Returns:
         (b, n) long.
     """
-    return keep.long().cumsum(-1) * keep + padding_idx  # `long` because ONNX has no cumsum of booleans
+    return keep.long().cumsum(-1) * keep + first - 1  # `long` because ONNX has no cumsum of booleans
 
 
-def repeated_positions(position_ids: Tensor, padding_idx: int, period: int) -> Tensor:
+def repeated_positions(position_ids: Tensor, first: int, period: int) -> Tensor:
     """Position ids whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
 
     Args:
-        position_ids: (..., n) long, `padding_idx` for padding, and `padding_idx + 1` for position 0.
+        position_ids: (..., n) long, see `token_positions`.
+        first: the position id of position 0.
         period: at least 2.
 
     Returns:
         (..., n) long.
     """
-    beyond = position_ids - padding_idx - 2  # position 1 is 0 here
-    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + padding_idx + 2)
+    beyond = position_ids - first - 1  # position 1 is 0 here
+    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + first + 1)
 
 
-def sinusoids(num_positions: int, dim: int, padding_idx: int | None = None) -> Tensor:
-    """Sinusoidal position table in float32, sines in the first half and cosines in the second (fairseq's layout).
+def sinusoids(positions: Tensor, dim: int) -> Tensor:
+    """Sinusoidal position embeddings, sines in the first half and cosines in the second (fairseq's layout).
 
     Args:
-        num_positions: number of rows; row p encodes position p.
+        positions: (...) long.
         dim: width; if odd, the last column is zero.
-        padding_idx: row to set to zero.
 
     Returns:
-        (num_positions, dim).
+        (..., dim) float32.
     """
-    table = sinusoids_at(torch.arange(num_positions), dim)
-    if padding_idx is not None:
-        table[padding_idx] = 0.0
-    return table
-
-
-def sinusoids_at(positions: Tensor, dim: int) -> Tensor:
-    """Compute rows of the table of `sinusoids` for any positions: (...) long to (..., dim) float32."""
     half = dim // 2
-    # float64, which MPS lacks: in float32 the error of an angle grows with the position.
-    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
-    exponents = -torch.arange(half, dtype=dtype, device=positions.device) / max(half - 1, 1)
-    angles = positions.unsqueeze(-1) * 10000.0**exponents  # (..., half)
-    return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, dim - 2 * half)).float()
+    angles = position_angles(positions, half, max(half - 1, 1))
+    waves = torch.cat([angles.sin(), angles.cos()], dim=-1).float().to(positions.device)
+    return F.pad(waves, (0, dim - 2 * half))
+
+
+def position_angles(positions: Tensor, count: int, divisor: int) -> Tensor:
+    """Compute the angles `position * 10000^(-i / divisor)` for i = 0 ... count - 1: (...) to (..., count).
+
+    In float64, because in float32 the error of an angle grows with the position; on the CPU if the device is MPS, which
+    lacks it.
+    """
+    device = torch.device("cpu") if positions.device.type == "mps" else positions.device
+    exponents = -torch.arange(count, dtype=torch.float64, device=device) / divisor
+    return positions.to(device).unsqueeze(-1) * 10000.0**exponents
 
 
 def repeat_positions(table: Tensor, first: int, length: int) -> Tensor:
@@ -1944,36 +1974,26 @@ def repeat_positions(table: Tensor, first: int, length: int) -> Tensor:
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed sinusoidal position table, indexed like an embedding."""
+    """Sinusoidal positions, called like an embedding.
 
-    def __init__(self, num_positions: int, dim: int, padding_idx: int | None = None) -> None:
-        super().__init__()
-        self.num_positions, self.dim, self.padding_idx = num_positions, dim, padding_idx
-        self.table = nn.Buffer(self.make_table(), persistent=False)
-
-    def initialise(self, config: BoundedMemoryConfig) -> None:
-        """Recompute the table, which is not saved in checkpoints."""
-        init.copy_(self.table, self.make_table())
-
-    def make_table(self) -> Tensor:
-        """Compute the table, (num_positions, dim) float32."""
-        return sinusoids(self.num_positions, self.dim, self.padding_idx)
-
-    def forward(self, position_ids: Tensor) -> Tensor:
-        """Look up positions: (b, n) to (b, n, d)."""
-        return nn.functional.embedding(position_ids, self.table)
-
-
-class EndlessSinusoids(nn.Module):
-    """Sinusoidal positions computed on the fly, for decoders, which accept inputs of any length."""
+    Computed in every pass: a table would be a buffer outside the state dict, which a model made on `meta` would lack,
+    and which `model.to(dtype)` would round.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Encode positions, counted from 0: (b, n) to (b, n, d)."""
-        return sinusoids_at(position_ids, self.dim)
+        """Encode positions: (b, n) to (b, n, d) float32."""
+        return sinusoids(position_ids, self.dim)
+
+
+def padding_row(config: BoundedMemoryConfig) -> int | None:
+    """Return the token that only pads, or `None` if padding is also another special token, such as the last one."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    others = (*ends, config.bos_token_id, config.sep_token_id, config.decoder_start_token_id)
+    return None if config.pad_token_id in others else config.pad_token_id
 
 
 class TokenEmbeddings(nn.Module):
@@ -1981,21 +2001,19 @@ class TokenEmbeddings(nn.Module):
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__()
-        width, padding_idx = config.embedding_width(), config.pad_token_id
-        num_positions = config.position_rows() + padding_idx + 1
-        self.padding_idx, self.period = padding_idx, config.position_period
-        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_idx)
+        width, self.period = config.embedding_width(), config.position_period
+        # The embedding of `padding_idx` starts at zero and never learns.
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_row(config))
         self.scale = math.sqrt(width) if config.scales_embedding() else 1.0
+        self.first_position = config.first_position
         # Decoders count positions from 0. That of an encoder-decoder has the positions of its encoder.
-        self.first_position = padding_idx + 1 if config.is_encoder_decoder else 0
+        self.offset = config.first_position if config.is_encoder_decoder else 0
+        self.position_embeddings = None  # rotary: applied to queries and keys
         if config.position_embedding_type == "learned":
-            self.position_embeddings = nn.Embedding(num_positions, width, padding_idx=padding_idx)
-        elif config.position_embedding_type in ("rotary", "none"):  # rotary: applied to queries and keys
-            self.position_embeddings = None
-        elif config.is_decoder:
-            self.position_embeddings = EndlessSinusoids(width)
-        else:
-            self.position_embeddings = SinusoidalPositions(num_positions, width, padding_idx)
+            rows = config.first_position + config.position_rows()
+            self.position_embeddings = nn.Embedding(rows, width, padding_idx=config.first_position - 1)
+        elif config.position_embedding_type == "sinusoidal":
+            self.position_embeddings = SinusoidalPositions(width)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         self.LayerNorm = (
             nn.LayerNorm(width, eps=config.layer_norm_eps) if config.embedding_layer_norm else nn.Identity()
@@ -2015,13 +2033,13 @@ class TokenEmbeddings(nn.Module):
         tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         length = tokens.shape[1]
         if position_ids is None and self.position_embeddings is not None:
-            every = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if keep is None else keep
-            position_ids = token_positions(every, self.padding_idx)
+            every = torch.ones(1, length, dtype=torch.bool, device=tokens.device) if keep is None else keep
+            position_ids = token_positions(every, self.first_position)
         states = tokens * self.scale if self.scale != 1.0 else tokens
         if self.period is not None:
-            position_ids = repeated_positions(position_ids, self.padding_idx, self.period)
+            position_ids = repeated_positions(position_ids, self.first_position, self.period)
         if self.position_embeddings is not None:
-            states = states + self.position_embeddings(position_ids + self.first_position).to(states.dtype)
+            states = states + self.position_embeddings(position_ids + self.offset).to(states.dtype)
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
                 token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
@@ -2226,7 +2244,7 @@ def add_peft_targets(model_type: str) -> None:
             table.setdefault(model_type, [*names, *("key_value" for name in names if name == "value")])
 
 
-class BoundedMemoryPreTrainedModel(PreTrainedModel):
+class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
     """Base class of all models: loading, saving and initialisation."""
 
     config: BoundedMemoryConfig
@@ -2247,6 +2265,9 @@ class BoundedMemoryPreTrainedModel(PreTrainedModel):
         super().__init_subclass__(**kwargs)
         # Transformers copies the file of a class with an `_auto_class`; `hub.py` writes the code of the package's own.
         cls._auto_class = None if is_ours(cls) else next(iter(cls.auto_classes), None)
+        # With label smoothing, the Trainer compares logits with the next label only for classes that this table names.
+        if "AutoModelForCausalLM" in cls.auto_classes:
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
     def __new__(cls, *args: Any, **keywords: Any) -> "BoundedMemoryPreTrainedModel":
         """Refuse what `from_pretrained` passes on because the config has no such field.
@@ -2560,10 +2581,10 @@ class HeadMixin:
 #
 # Variable-length texts without padding between them.
 #
-# An *unpadded batch* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and feed-forward
-# networks run on it as they are. What mixes the tokens of a text, attention and convolutions, needs rows: the texts are
-# sorted by length into a few *buckets*, rows (b, n, d) that are padded to the longest of their bucket. As a bucket is
-# an ordinary padded batch, no text can reach another, and every mechanism works as it does there.
+# An *unpadded batch* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and
+# feed-forward networks run on it as they are. What mixes the tokens of a text, attention and convolutions, needs rows:
+# the texts are sorted by length into a few *buckets*, rows (b, n, d) that are padded to the longest of their bucket. As
+# a bucket is an ordinary padded batch, no text can reach another, and every mechanism works as it does there.
 #
 # Shape letters: t tokens of an unpadded batch, p places of all buckets, b texts of a bucket, n places of a text, l
 # carried states.
@@ -2696,16 +2717,22 @@ def find_starts(
     cumulated, of_keys, numbers = given = [boundaries.get(name) for name in BOUNDARIES]
     if not all(map(is_readable, given)):
         raise ValueError("A compiled or traced model reads one text per row: pad the texts (DataCollatorWithPadding).")
+    marked = {}
     if cumulated is not None or of_keys is not None:
-        starts = _starts_from_lengths(shape, cumulated, of_keys)
-    elif numbers is not None:
+        marked["cu_seq_lens_q"] = _starts_from_lengths(shape, cumulated, of_keys)
+    if numbers is not None:
         if numbers.shape != shape:
             raise ValueError(f"`seq_idx` must have shape {tuple(shape)}, but has shape {tuple(numbers.shape)}.")
-        starts = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
-    elif position_ids is None or shape[1] == 1 or not (is_readable(position_ids) and is_readable(keep)):
+        marked["seq_idx"] = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+    if position_ids is not None and shape[1] > 1 and is_readable(position_ids) and is_readable(keep):
+        marked["position_ids"] = _starts_from_positions(shape, keep, position_ids)
+    if not marked:
         return None
-    else:
-        starts = _starts_from_positions(shape, keep, position_ids)
+    (name, starts), *others = marked.items()
+    for other, found in others:
+        found = found.to(starts.device)
+        if (found & ~starts).any() or (other == "seq_idx" and not torch.equal(found, starts)):
+            raise ValueError(f"`{other}` restart within a text of `{name}`: let both mark the same texts, or give one.")
     return starts if starts[:, 1:].any() else None
 
 
@@ -2713,25 +2740,32 @@ def _starts_from_lengths(shape: tuple[int, int], cumulated: Tensor | None, of_ke
     if cumulated is None or not (of_keys is None or torch.equal(cumulated, of_keys)):
         raise ValueError("`cu_seq_lens_q` and `cu_seq_lens_k` must be equal: give the boundaries of the texts in both.")
     total = shape[0] * shape[1]
-    if cumulated.dim() != 1 or cumulated[0] != 0 or cumulated[-1] != total or (cumulated.diff() < 1).any():
-        raise ValueError(
-            f"`cu_seq_lens_q` must rise from 0 to the number of tokens, {total}, but is {cumulated.tolist()}."
-        )
+    ends = cumulated.tolist()
+    if cumulated.dim() != 1 or not ends or (ends[0], ends[-1]) != (0, total) or (cumulated.diff() < 1).any():
+        raise ValueError(f"`cu_seq_lens_q` must rise from 0 to the number of tokens, {total}, but is {ends}.")
     starts = torch.zeros(total, dtype=torch.bool, device=cumulated.device)
     starts[cumulated[:-1].long()] = True
     starts = starts.view(shape)
-    starts[:, 0] = True
+    if not starts[:, 0].all():
+        raise ValueError(f"`cu_seq_lens_q` must hold the end of every row of {shape[1]} tokens, but is {ends}.")
     return starts
 
 
 def _starts_from_positions(shape: tuple[int, int], keep: Tensor | None, position_ids: Tensor) -> Tensor:
     positions = position_ids.expand(shape)
     keep = torch.ones_like(positions, dtype=torch.bool) if keep is None else keep
-    # Real tokens only, one after the other: padding may have any position.
+    begins = positions.gather(1, keep.long().argmax(1, keepdim=True))  # (b, 1) of the first tokens
+    counts = (positions[:, :-1] == begins) & (positions[:, 1:] == begins + 1) & ~keep[:, :-1] & ~keep[:, 1:]
+    if (counts & (keep.flip(1).cumsum(1).flip(1)[:, 1:] > 0)).any():
+        raise ValueError(
+            "`position_ids` count a text of padding alone, which they cannot mark, as padding may have any position. "
+            "Give `cu_seq_lens_q` and `cu_seq_lens_k`, or `seq_idx`."
+        )
+    # Real tokens only, one after the other.
     rows, columns = keep.nonzero(as_tuple=True)
     real, of_row = positions[keep], torch.ones_like(rows, dtype=torch.bool)
     of_row[1:] = rows[1:] != rows[:-1]
-    first = real[of_row.nonzero().squeeze(-1)[of_row.cumsum(0) - 1]]
+    first = begins[rows, 0]
     starts = torch.zeros_like(keep)
     starts[rows[1:], columns[1:]] = (real[1:] <= real[:-1]) & (real[1:] == first[1:]) & ~of_row[1:]
     starts[:, 0] = True
@@ -2788,22 +2822,23 @@ def unpad_batch(
 
     Args:
         keep: (b, n) padding mask; `None` if nothing is padded.
-        starts: (b, n) from `find_starts`; `None` if every row is one text.
+        starts: (b, n) from `find_starts`; `None` if every row is one text. A text may be padding alone.
         shape: (b, n).
         device: device of the states.
         width: d.
         border: texts of up to this length share no bucket with longer ones.
 
     Returns:
-        The unpadded batch; of each row that is one text there must be a token.
+        The unpadded batch.
     """
     if starts is None:
         texts = torch.arange(shape[0])[:, None].expand(shape).flatten()
     else:
         texts = starts.flatten().cpu().cumsum(0) - 1
+    number_of_texts = int(texts[-1]) + 1
     tokens = None if keep is None else keep.flatten().cpu().nonzero().squeeze(-1)
     texts = texts if tokens is None else texts[tokens]
-    _, texts, lengths = texts.unique_consecutive(return_inverse=True, return_counts=True)
+    lengths = texts.bincount(minlength=number_of_texts)
     first = lengths.cumsum(0) - lengths  # of each text, its first token
     order = lengths.argsort(stable=True)
     by_length = lengths[order].tolist()
@@ -2811,10 +2846,11 @@ def unpad_batch(
     below, cost = bisect_right(by_length, border), bucket_cost(device, width)
     sizes = plan_buckets(by_length[:below], cost) + plan_buckets(by_length[below:], cost)
     for rows in sizes:
-        own, length = order[number : number + rows], by_length[number + rows - 1]
+        own, length = order[number : number + rows], max(by_length[number + rows - 1], 1)
         index = torch.arange(length)
         mask = index < lengths[own, None]
-        gather = first[own, None] + index.clamp(max=lengths[own, None] - 1)
+        # The place of a text without tokens holds any other's.
+        gather = (first[own, None] + index.clamp(max=lengths[own, None] - 1)).clamp(min=0)
         scatter[gather[mask]] = places + mask.flatten().nonzero().squeeze(-1)
         equal = by_length[number] == length
         buckets.append(Bucket(rows, length, None if equal else mask.to(device)))
@@ -2896,14 +2932,11 @@ class EncoderPreTrainedModel(BoundedMemoryPreTrainedModel):
 
 
 def resize_table(table: nn.Module | None, trained: int, length: int) -> None:
-    """Resize a table of learned or sinusoidal positions in place, from one number of positions to another."""
+    """Resize a table of learned positions in place, from one number of positions to another; others need no change."""
     weight = getattr(table, "weight", None)
     if weight is not None:
         rows = repeat_positions(weight.detach(), table.num_embeddings - trained, length)
         table.weight, table.num_embeddings = nn.Parameter(rows, requires_grad=weight.requires_grad), len(rows)
-    elif hasattr(table, "make_table"):  # sinusoids; a decoder's are endless
-        table.num_positions += length - trained
-        table.table = nn.Buffer(table.make_table().to(table.table), persistent=False)
 
 
 # Keywords of the encoders' forward pass besides those of every model.
@@ -2942,9 +2975,10 @@ class EncoderModelMixin(BaseModelMixin):
             attention_mask: (b, n), 1 for tokens and 0 for padding on either side. Without it, every `pad_token_id` in
                 `input_ids` is padding.
             token_type_ids: (b, n) segment ids, if the model has segment embeddings.
-            position_ids: (b, n) rows of the position table; by default `pad_token_id + t` for the t-th real token (from
-                1). Positions that begin at 0 are counted from there instead. Where they return to the row's first, the
-                next text begins. Memories that depend on token order ignore them and use the order of the input.
+            position_ids: (b, n) rows of the position table; by default `config.first_position + t` for the t-th real
+                token (from 0). Positions that begin at 0 are counted from there instead. Where they return to the row's
+                first, the next text begins. Memories that depend on token order ignore them and use the order of the
+                input.
             inputs_embeds: (b, n, d) token embeddings, instead of `input_ids`; before scaling, positions and LayerNorm.
             global_attention_mask: (b, n), 1 for tokens to mark, as in Longformer: every token reads them, and they read
                 every token (`config.global_tokens_read_all`).
@@ -3016,9 +3050,11 @@ class EncoderModelMixin(BaseModelMixin):
             hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, keep)
             return hidden_states, *self.begin(hidden_states, keep, marked, **options)
         if position_ids is None:
-            position_ids = unpadded.positions + self.config.pad_token_id + 1
+            position_ids = unpadded.positions + self.config.first_position
         else:
             position_ids = unpadded.select(position_ids)
+            if ((position_ids[:, 1:] < position_ids[:, :-1]) & (unpadded.positions[:, 1:] > 0)).any():
+                raise ValueError("`position_ids` fall within a text: count them up from each text's first token.")
         tokens = map(unpadded.select, (input_ids, inputs_embeds, token_type_ids, marked))
         input_ids, inputs_embeds, token_type_ids, marked = tokens
         hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids, None)
@@ -3085,7 +3121,8 @@ class EncoderModelMixin(BaseModelMixin):
         """Return where the texts of (b, n) or (b, n, d) inputs begin, see `find_starts`.
 
         Raises:
-            ValueError: A row holds several texts, and is read as one; or positions fall in a row that is one text.
+            ValueError: A row holds several texts, and is read as one, or all are padding; or positions fall in a row
+                that is one text.
         """
         markers = {name: keywords[name] for name in BOUNDARIES if keywords.get(name) is not None}
         starts = find_starts(inputs.shape[:2], keep, position_ids, markers)
@@ -3096,6 +3133,8 @@ class EncoderModelMixin(BaseModelMixin):
                 f"`{next(iter(markers), 'position_ids')}` marks several texts in a row, but what reads this encoder "
                 "takes one text per row: pad the texts (DataCollatorWithPadding), whose padding is not computed."
             )
+        elif keep is not None and not keep.any():
+            raise ValueError("The rows hold several texts, but all tokens are padding.")
         return starts
 
     def unpad(
@@ -3135,7 +3174,7 @@ class EncoderModelMixin(BaseModelMixin):
         unpadded = unpad_batch(keep, starts, shape, inputs.device, self.config.hidden_size, border)
         if starts is not None:
             return unpadded
-        has_empty_row = len(unpadded.lengths) < shape[0]
+        has_empty_row = not unpadded.lengths.all()
         return None if has_empty_row or not (wanted or unpadded.cost < shape[0] * shape[1]) else unpadded
 
     def table_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> Tensor | None:
@@ -3145,9 +3184,9 @@ class EncoderModelMixin(BaseModelMixin):
         """
         if position_ids is None:
             return None
-        padding_idx = self.config.pad_token_id
-        real = position_ids if keep is None else position_ids.masked_fill(~keep, padding_idx + 1)
-        return position_ids + (real.amin(-1, keepdim=True) == 0) * (padding_idx + 1)
+        first = self.config.first_position
+        real = position_ids if keep is None else position_ids.masked_fill(~keep, first)
+        return position_ids + (real.amin(-1, keepdim=True) == 0) * first
 
 
 # ---- models/encoder_heads.py ----
@@ -3191,7 +3230,7 @@ class EncoderHeadMixin(HeadMixin):
         num_items_in_batch: torch.Tensor | int | None = None,
         global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
+    ) -> MaskedLMOutput | SequenceClassifierOutput | MultipleChoiceModelOutput | TokenClassifierOutput:
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
@@ -3490,7 +3529,7 @@ class LunaProjections:
         return self.key(states).view(shape).transpose(1, 2), self.value(states).view(shape).transpose(1, 2)
 
 
-class LunaPackAttention(LunaProjections, nn.Module):
+class LunaPackAttention(LunaProjections, Recorded):
     """Pack attention: the slots attend to the tokens of the context."""
 
     is_causal = False
@@ -3641,7 +3680,7 @@ class LunaQuestionAnsweringOutput(PackedOutput, QuestionAnsweringModelOutput):
     """`QuestionAnsweringModelOutput` with the packed states."""
 
 
-class LunaPackedEmbeddings(nn.Module):
+class LunaPackedEmbeddings(Recorded):
     """The initial packed sequence P_0: a learned parameter shared by all rows, with LayerNorm and dropout."""
 
     def __init__(self, config: LunaConfig) -> None:
@@ -3650,7 +3689,7 @@ class LunaPackedEmbeddings(nn.Module):
         self.weight = nn.Parameter(torch.empty(length, width))
         self.scale = math.sqrt(width) if config.scales_embedding() else 1.0
         is_sinusoidal = config.position_embedding_type == "sinusoidal"
-        self.positions = SinusoidalPositions(length, width) if is_sinusoidal else None
+        self.positions = SinusoidalPositions(width) if is_sinusoidal else None
         self.LayerNorm = (
             nn.LayerNorm(width, eps=config.layer_norm_eps) if config.embedding_layer_norm else nn.Identity()
         )
@@ -3670,7 +3709,7 @@ class LunaPackedEmbeddings(nn.Module):
         packed = self.weight[:num_slots]
         packed = packed * self.scale if self.scale != 1.0 else packed
         if self.positions is not None:
-            packed = packed + self.positions.table[:num_slots].to(packed.dtype)
+            packed = packed + self.positions(torch.arange(num_slots, device=packed.device)).to(packed.dtype)
         packed = self.dropout(self.LayerNorm(packed).expand(batch, -1, -1))
         return packed if keep is None else packed.masked_fill(~keep.unsqueeze(-1), 0.0)
 
