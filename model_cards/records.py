@@ -12,6 +12,7 @@ import importlib
 import inspect
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def _embeddings(folder: Path, figures: dict[str, Any]) -> Stage:
     recipe = {
         "model_name_or_path": portable(figures["model"]),
         "output_dir": "",
-        **_options(command.EmbeddingArguments, command.TrainingArguments, values),
+        **_options(command.EmbeddingArguments, command.TrainingArguments, values, command.REFUSED_HERE),
     }
     metrics = {
         **{name: _portable(value) for name, value in figures.items() if name not in ("machine", "versions", "seconds")},
@@ -127,20 +128,20 @@ def _finetuning_recipe(name: str, result: dict[str, Any], settings: dict[str, An
     return {
         "model_name_or_path": [portable(result["model_name_or_path"])],
         "output_dir": "",
-        **_options(command.arguments, command.training, settings),
+        **_options(command.arguments, command.training, settings, REFUSED),
         "per_device_train_batch_size": result["batch_size"],
         **{key: result[key] for key in ("learning_rate", "dropout", "seed") if result[key] is not None},
     }
 
 
-def _options(arguments: type, training: type, values: dict[str, Any]) -> dict[str, Any]:
+def _options(arguments: type, training: type, values: dict[str, Any], refused: Iterable[str]) -> dict[str, Any]:
     """Those of the values that a recipe needs: luna_hf's own options, and others that differ from the default."""
     inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
     for one in training.__mro__[: training.__mro__.index(TrainingArguments)]:
         inherited -= set(inspect.get_annotations(one))
     defaults = training(output_dir="unused").to_dict()
     known = [field.name for kind in (arguments, training) for field in dataclasses.fields(kind) if field.init]
-    left_out = {"model_name_or_path", "output_dir", *REFUSED}
+    left_out = {"model_name_or_path", "output_dir", *refused}
     return {
         key: _portable(values[key])
         for key in known

@@ -91,11 +91,11 @@ def save(source: Path, target: Path) -> None:
 
 def renew_code(folder: Path) -> None:
     """Write the code of today's package into a folder, if its model is one of the package's."""
-    config = AutoConfig.from_pretrained(folder)
-    if config.model_type in FAMILIES:
+    path = folder / "config.json"
+    if read_json(path)["model_type"] in FAMILIES:
+        config = AutoConfig.from_pretrained(folder)
         config.auto_map = getattr(luna_hf, config.architectures[0]).auto_map()
         config.write_code(config, folder)
-        path = folder / "config.json"
         write_json(path, {**read_json(path), "auto_map": config.auto_map})
 
 

@@ -24,6 +24,17 @@ def own_accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.fixture(autouse=True)
+def own_environment():
+    """Restore the variables that transformers' training arguments set for the whole process."""
+    names = ("ACCELERATE_", "FSDP_")
+    before = {name: value for name, value in os.environ.items() if name.startswith(names)}
+    yield
+    for name in [name for name in os.environ if name.startswith(names)]:
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory):
     """Checkpoints of every kind in a folder like a clone; see `tiny_zoo.py`."""

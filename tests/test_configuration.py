@@ -234,7 +234,7 @@ def test_unknown_names_while_loading(model_type, tmp_path, caplog):
         caplog.clear()
     assert type(loaded)(**tiny_config_for(model_type).to_dict()).to_dict() == tiny_config_for(model_type).to_dict()
     tiny_model(model_type).save_pretrained(tmp_path)
-    with refused("n_heads", error=TypeError):
+    with refused("n_heads"):
         AutoModel.from_pretrained(tmp_path, n_heads=2)
 
 
