@@ -301,7 +301,7 @@ def mebibytes_of_a_call(numbers):
 
 
 def test_peak_memory_of_a_call():
-    # In a process of its own, where no memory of earlier tests can be used again.
+    # In a new process, which cannot reuse memory of earlier tests.
     assert 60 < measuring.in_own_process(mebibytes_of_a_call, 2**24) < 90
     assert measuring.in_own_process(mebibytes_of_a_call, 1) < 8
 
@@ -327,7 +327,7 @@ def test_a_mistake_is_one_line(script, words, named, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["benchmarks/encoder", "benchmarks/lra/run", "experiments/multi30k"])
 def test_commands_start_in_any_folder(script, tmp_path):
-    """Each finds the modules of its own and other folders, without the path of the tests."""
+    """Each command finds its modules from another working directory, without the path of the tests."""
     command = [sys.executable, str(ROOT / f"{script}.py"), "--help"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 0
 

@@ -246,7 +246,7 @@ def test_models_are_copied_and_pickled(family, kind, prepared):
     expected = model(**inputs, **records)
     hooks = sum(len(module._forward_hooks) for module in model.modules())
     for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        for _ in range(2):  # the second time with hooks of its own
+        for _ in range(2):  # the second time with new hooks
             found = copied(**inputs, **records)
             assert found.keys() == expected.keys() and torch.equal(found[0], expected[0])
             assert [len(value) for value in found.values()] == [len(value) for value in expected.values()]
