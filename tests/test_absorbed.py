@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import padded_batch, tiny_model
+from helpers import in_turn, padded_batch, tiny_model
 from reference import abc, luna
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -235,8 +235,7 @@ def gradients(model, inputs, keep):
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "checkpointing"), in_turn(MODELS, [False, True]))
 def test_models_have_the_same_gradients(name, checkpointing, used):
     family, fields = MODELS[name]
     model, inputs = model_of(family, **fields), padded_batch([21, 17, 5])

@@ -11,6 +11,7 @@ from helpers import (
     FAMILY_KINDS,
     FAMILY_VARIANTS,
     MODELS,
+    in_turn,
     inputs_for,
     padded_batch,
     random_ids,
@@ -142,8 +143,7 @@ def use_flash(model):
 FLASH_CASES = [(family, variant) for family in FAMILIES for variant in ("default", *ROWS[family].encoder)]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("model_type", "variant"), FLASH_CASES)
+@pytest.mark.parametrize(("model_type", "variant", "side"), in_turn(FLASH_CASES, ["right", "left"]))
 def test_flash_attention_under_padding(flash_attention, model_type, variant, side):
     """With more padding than slots, where the stock path loses all queries of Luna's packs."""
     kind = "sequence" if (variant, side) == ("default", "right") else "base"

@@ -325,7 +325,9 @@ def test_a_mistake_is_one_line(script, words, named, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["benchmarks/encoder", "benchmarks/lra/run", "experiments/multi30k"])
+@pytest.mark.parametrize(
+    "script", ["benchmarks/encoder", "benchmarks/lra/run", "experiments/mini", "conversion/roberta_to_abc"]
+)
 def test_commands_start_in_any_folder(script, tmp_path):
     """Each command finds its modules from another working directory, without the path of the tests."""
     command = [sys.executable, str(ROOT / f"{script}.py"), "--help"]

@@ -39,21 +39,21 @@ SHAPES = [(3, 12), (2, 5), (4, 31), (3, 8), (5, 64)]
 # Every head with the default variant, and every variant with the masked-LM head.
 CASES = [(family, kind, "default") for family in FAMILIES for kind in MODELS if kind != "mlm"]
 CASES += [(family, "mlm", variant) for family, variant in FAMILY_VARIANTS]
-# In every suite, each family is compiled once and exported once: compiler and exporter share their tracer.
-COMPILED = {"luna": "mixed", "abc_memory": "selected", "leapformer": "rotary", "lavo": "default"}
-EXPORTED = {"luna": "default", "abc_memory": "mixed", "leapformer": "default", "lavo": "no-window"}
-COMPILED_CAUSAL, EXPORTED_CAUSAL = ("luna",), ("abc_memory",)
+# In every suite, each family is compiled or exported once, which takes seconds: compiler and exporter need the same of
+# the code. `test_exact_tokens_graphs.py` compiles ABC, and `test_tracing.py` traces every family.
+COMPILED = {"luna": "mixed"}
+EXPORTED = {"leapformer": "default", "lavo": "no-window"}
 
 
 def encoders(chosen, cases=CASES):
     """Every case; those that are not chosen are slow."""
-    values = [slow_unless(case[1:] == ("mlm", chosen[case[0]]), *case) for case in cases]
+    values = [slow_unless(case[1:] == ("mlm", chosen.get(case[0])), *case) for case in cases]
     return pytest.mark.parametrize(("family", "kind", "variant"), values)
 
 
-def decoders(chosen):
+def decoders(*chosen):
     """The same for causal models, whose default variants have all that depends on the length."""
-    values = [slow_unless(case[0] in chosen and case[1] == "default", *case) for case in FAMILY_CAUSAL_VARIANTS]
+    values = [slow_unless(case in chosen, *case) for case in FAMILY_CAUSAL_VARIANTS]
     return pytest.mark.parametrize(("family", "variant"), values)
 
 
@@ -97,9 +97,8 @@ def test_one_graph_serves_all_lengths(family, kind, variant):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(
-    "given", [slow_unless(given == "positions", given) for given in ("no-mask", "padded-ids-only", "positions")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["no-mask", "padded-ids-only", "positions"])
 @torch.no_grad()
 def test_one_graph_for_every_form_of_input(given):
     model = tiny_model("luna", "base", num_hidden_layers=1)
@@ -117,7 +116,7 @@ def test_one_graph_for_every_form_of_input(given):
     assert counter.frame_count == 1
 
 
-@decoders(COMPILED_CAUSAL)
+@decoders(("luna", "default"))
 @torch.no_grad()
 def test_one_causal_graph_serves_all_lengths(family, variant):
     model = tiny_causal_model(family, num_hidden_layers=1, use_cache=False, **causal_variants_of(family)[variant])
@@ -250,7 +249,7 @@ def test_one_export_serves_every_batch_and_length(family, kind, variant, tmp_pat
         assert_equal_outputs(loaded(**inputs), model(**inputs))
 
 
-@decoders(EXPORTED_CAUSAL)
+@decoders()  # all are traced in every suite
 @torch.no_grad()
 def test_one_causal_export_serves_every_batch_and_length(family, variant):
     model = tiny_causal_model(family, num_hidden_layers=1, use_cache=False, **causal_variants_of(family)[variant])

@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 
 import from_roberta
 import pytest
@@ -142,13 +140,6 @@ def test_a_sentence_encoder_keeps_its_modules(family, words, longest, tmp_path):
         texts = [text.upper() for text in SENTENCES]
         torch.testing.assert_close(after.encode(texts[:3]), before.encode(texts[:3]), rtol=0, atol=1e-5)
     assert convert(family, source, target, *words, "--overwrite") == 0
-
-
-def test_the_script_in_a_process(source, tmp_path):
-    words = [sys.executable, str(ROOT / "conversion" / "roberta_to_abc.py"), str(source), "new", "--memory-size", "8"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and not done.stderr, done.stderr  # not even progress bars
-    assert (tmp_path / "new" / "model.safetensors").is_file() and "abc.control.weight" in done.stdout
 
 
 def test_the_output_in_the_documentation(tmp_path, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from common import options
 from helpers import ROOT
 from test_convert_command import write_sentences
-from tiny_finetuning import SHORT, checkpoint, csqa_rows, glue_folder, race_rows, topics, write_rows, write_split
+from tiny_finetuning import SHORT, checkpoint, glue_folder, topics, write_rows
 from tiny_training import SHRINK, write_corpus
 from tiny_translation import SETTINGS, write_parallel
 
@@ -31,8 +31,6 @@ MINIATURE = {
     "pretrain_mlm": {**PRETRAIN, "output_dir": "outputs/trained"},
     "pretrain_clm": {**PRETRAIN, "sample_tokens": 2},
     "finetune_glue": {**SHORT, "num_train_epochs": 1, "seeds": 1, "sweep_batch_sizes": 16, "dataset_name": "glue"},
-    "finetune_race": {**SHORT, "num_train_epochs": 1, "dataset_name": "race"},
-    "finetune_csqa": {**SHORT, "num_train_epochs": 1, "dataset_name": "csqa"},
     "train_translation": SETTINGS,
     "evaluate_perplexity": {"tokens": 2048, "part": 128},
     "roberta_to_abc": {},
@@ -82,10 +80,6 @@ def workplace(tmp_path_factory):
     for name, seed in (("train", 0), ("dev", 1)):
         texts, labels = topics(32, seed)
         write_rows(folder / f"{name}.csv", {"text": texts, "label": [["no", "yes"][label] for label in labels]})
-    for part, seed in (("train", 0), ("validation", 1)):
-        for level in ("middle", "high"):
-            write_split(folder / "race" / level / f"{part}.parquet", race_rows(8, level, seed))
-        write_split(folder / "csqa" / f"{part}.parquet", csqa_rows(8, seed))
     write_words(folder)
     for name in ("training", "checkpoints"):
         (folder / name).symlink_to(ROOT / name)

@@ -12,6 +12,7 @@ from helpers import (
     FAMILIES,
     MIXING_FAMILIES,
     TINY,
+    covering,
     model_class,
     normal_states,
     padded_batch,
@@ -79,9 +80,7 @@ def assert_same_states_and_gradients(model, other, atol=1e-9, **inputs):
 # ---- the slots' mass ----
 
 
-@pytest.mark.parametrize("path", ["whole", "blocks"])
-@backends
-@writes
+@pytest.mark.parametrize(("write", "backend", "path"), covering(list(WRITES), ["eager", "sdpa"], ["whole", "blocks"]))
 def test_a_text_that_every_window_holds_is_read_by_softmax_attention(write, backend, path, monkeypatch):
     """States and gradients, of full and padded rows; read at once, and like a longer text, in blocks with slots."""
     if path == "blocks":
@@ -139,11 +138,14 @@ def without_logits(write, **fields):
     return model
 
 
-@pytest.mark.parametrize("length", [FITS + 1, 2 * WINDOW, 60])
 @pytest.mark.parametrize(
-    "more", [{}, {"num_selected_tokens": 5}, {"marked": 4}, {"num_selected_tokens": 3, "marked": 2}], ids=str
+    ("write", "more", "length"),
+    covering(
+        [name for name in WRITES if "without" not in name],
+        [{}, {"num_selected_tokens": 5}, {"marked": 4}, {"num_selected_tokens": 3, "marked": 2}],
+        [FITS + 1, 2 * WINDOW, 60],
+    ),
 )
-@pytest.mark.parametrize("write", [name for name in WRITES if "without" not in name])
 @torch.no_grad()
 def test_slots_weigh_the_tokens_that_are_read_nowhere_else(write, more, length):
     """Where all tokens weigh the same, so does each of these; just beyond the window, it is at most one."""
@@ -239,10 +241,13 @@ MARKED_VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("read_all", [True, False])
-@pytest.mark.parametrize("side", ["right", "left", "middle"])
 @pytest.mark.parametrize(
-    "variant", [name for name in MARKED_VARIANTS if "window" not in name and "dilated" not in name]
+    ("variant", "side", "read_all"),
+    covering(
+        [name for name in MARKED_VARIANTS if "window" not in name and "dilated" not in name],
+        ["right", "left", "middle"],
+        [True, False],
+    ),
 )
 def test_marked_tokens_in_abc_equal_their_definition(variant, side, read_all):
     """Outputs and gradients of padded rows with marked tokens."""
@@ -281,10 +286,10 @@ def test_marked_tokens_in_luna_equal_their_definition(fields):
     torch.testing.assert_close(output.packed_last_hidden_state[0], packed, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("read_all", [True, False])
-@pytest.mark.parametrize("window", [0, WINDOW])
-@backends
-@pytest.mark.parametrize("write", [*WRITES, "sliding_window"])
+@pytest.mark.parametrize(
+    ("write", "backend", "window", "read_all"),
+    covering([*WRITES, "sliding_window"], ["eager", "sdpa"], [0, WINDOW], [True, False]),
+)
 @torch.no_grad()
 def test_all_tokens_marked_is_softmax_attention(write, backend, window, read_all):
     family, own = WRITES.get(write, ("abc_memory", {"memory_control": write}))

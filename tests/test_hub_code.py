@@ -19,6 +19,7 @@ from helpers import (
     run_python,
     tiny_causal_model,
     tiny_model,
+    tiny_seq2seq_model,
     tiny_tokenizer,
 )
 from transformers import (
@@ -38,7 +39,7 @@ KINDS_OF_CODE = ("masked_lm", "causal_lm", "seq2seq_lm")
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 
-KINDS = {"base": AutoModel, "mlm": AutoModelForMaskedLM, "sequence": HEADS["sequence"]}
+KINDS = {"mlm": AutoModelForMaskedLM, "sequence": HEADS["sequence"]}
 AUTO_CLASSES = {"base": AutoModel, "mlm": AutoModelForMaskedLM, **HEADS}
 TEXT = "the quick brown fox"
 
@@ -81,6 +82,10 @@ def run(family):
             "cache": type(generated.cache).__name__,
         }
     causal.save_pretrained(f"{root}/{family}/again/causal")
+    folder = f"{root}/{family}/saved/seq2seq"
+    translator, whole = load("AutoModelForSeq2SeqLM", folder), load("AutoModel", folder)
+    found = translator.generate(**prompt, num_beams=2, max_new_tokens=9)
+    results[family, "seq2seq"] = type(translator).__name__, type(whole).__name__, found
 
 for family in families:
     alone = load("AutoConfig", f"{root}/{family}/configuration")
@@ -107,6 +112,7 @@ def saved(tmp_path_factory):
             model.save_pretrained(root / family / "saved" / kind)
             tokenizer.save_pretrained(root / family / "saved" / kind)
         tiny_causal_model(family, **options).save_pretrained(root / family / "saved" / "causal")
+        tiny_seq2seq_model(family).save_pretrained(root / family / "saved" / "seq2seq")
         model.config.save_pretrained(root / family / "configuration")
         torch.save(inputs_for("base"), root / family / "inputs.pt")
     kinds = json.dumps({kind: auto_class.__name__ for kind, auto_class in KINDS.items()})
@@ -157,6 +163,19 @@ def test_a_causal_checkpoint_generates_the_same_without_the_package(saved, famil
         assert torch.equal(result["states"], model.base_model(**prompt).last_hidden_state)
         generated = model.generate(**prompt, max_new_tokens=20, min_new_tokens=20, do_sample=False)
         assert torch.equal(result["generated"], generated)
+
+
+@families
+@torch.no_grad()
+def test_an_encoder_decoder_generates_the_same_without_the_package(saved, family):
+    root, results = saved
+    row, model = FAMILIES[family], tiny_seq2seq_model(family)
+    *classes, generated = results[family, "seq2seq"]
+    assert classes == [row.seq2seq_lm.__name__, row.seq2seq_model.__name__]
+    inputs = torch.load(root / family / "inputs.pt")
+    assert torch.equal(generated, model.generate(**inputs, num_beams=2, max_new_tokens=9))
+    code = (root / family / "saved" / "seq2seq" / f"modeling_{code_name(family)}.py").read_text()
+    assert "warm_start(" not in code
 
 
 @families

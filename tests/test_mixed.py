@@ -13,6 +13,7 @@ from helpers import (
     FAMILIES,
     MIXING_FAMILIES,
     MODELS,
+    covering,
     inputs_for,
     model_class,
     normal_states,
@@ -218,10 +219,10 @@ def test_the_scale_of_each_head_starts_at_one(family):
         assert all(scale.shape == (4,) and (scale == 1).all() for scale in scales.values())
 
 
-@every_family
-@backends
-@pytest.mark.parametrize("kind", ["base", "causal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype", "kind", "backend"),
+    covering(list(FAMILIES), [torch.float32, torch.bfloat16, torch.float16], ["base", "causal"], ["eager", "sdpa"]),
+)
 def test_a_row_of_padding_stays_finite(family, kind, backend, dtype):
     """States and gradients, although the row has neither a slot nor a token to read."""
     make = tiny_causal_model if kind == "causal" else tiny_model

@@ -3,12 +3,21 @@ or gradients."""
 
 import pytest
 import torch
-from helpers import FAMILIES, FAMILY_KINDS, FAMILY_POOLINGS, FAMILY_VARIANTS, random_ids, tiny_model, variants_of
+from helpers import (
+    FAMILIES,
+    FAMILY_KINDS,
+    FAMILY_POOLINGS,
+    FAMILY_VARIANTS,
+    covering,
+    in_turn,
+    random_ids,
+    tiny_model,
+    variants_of,
+)
 
 # Relative to the largest entry. In float64 and float32 only the order of summation differs. In bfloat16 (8 bits) a
 # state of size 1 to 4 is rounded by up to 2^-7 at every step, and a gradient is a sum of such terms.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.04}
-DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TOLERANCE]
 LENGTHS = [3, 17, 9, 1]  # with 8 slots: rows shorter and longer than the memory
 
 
@@ -78,15 +87,17 @@ def check_padding(model, dtype):
             assert_near(together_gradients[name], gradient, dtype, f"gradient of {name}, {side}, width {width}")
 
 
-@pytest.mark.parametrize(("family", "variant"), FAMILY_VARIANTS)
+@pytest.mark.parametrize(("family", "variant", "attention"), in_turn(FAMILY_VARIANTS, ["eager", "sdpa"]))
 def test_padding_changes_nothing(family, variant, attention):
     model = tiny_model(family, attn_implementation=attention, **variants_of(family)[variant]).double()
     check_padding(model, torch.float64)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize(("family", "variant"), FAMILY_KINDS)
-def test_padding_in_other_precisions(family, variant, attention, dtype):
+@pytest.mark.parametrize(
+    ("case", "dtype", "attention"), covering(FAMILY_KINDS, [torch.float32, torch.bfloat16], ["eager", "sdpa"])
+)
+def test_padding_in_other_precisions(case, attention, dtype):
+    family, variant = case
     model = tiny_model(family, attn_implementation=attention, **variants_of(family)[variant]).to(dtype)
     check_padding(model, dtype)
 
@@ -113,7 +124,9 @@ def test_pads_may_hold_anything_as_embeddings(model_type, attention, side):
             assert torch.equal(gradient, results[0][1][name]), name
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "attention"), covering(list(FAMILIES), list(TOLERANCE), ["eager", "sdpa"])
+)
 def test_a_row_of_padding_stays_finite(model_type, attention, dtype):
     model = tiny_model(model_type, "sequence", conv_kernel_size=3).to(dtype)
     model.set_attn_implementation(attention)
@@ -144,10 +157,9 @@ def test_masks_of_any_type(model_type, kind):
         assert torch.equal(model(ids, attention_mask=getattr(mask, kind)()).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize(("family", "pooling"), FAMILY_POOLINGS)
-@pytest.mark.parametrize("head", ["sequence", "choice"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_pooled_heads(family, head, side, pooling):
+@pytest.mark.parametrize(("case", "head", "side"), covering(FAMILY_POOLINGS, ["sequence", "choice"], ["left", "right"]))
+def test_pooled_heads(case, head, side):
+    family, pooling = case
     model = tiny_model(family, head, classifier_pooling=pooling).double()
     rows = [random_ids(1, length, seed=length)[0] for length in (3, 14)]
     shape = (1, 2) if head == "choice" else (2,)

@@ -9,7 +9,7 @@ import pretrain_mlm
 import pytest
 import yaml
 from common import models
-from helpers import FAMILIES, code_name, slots_of
+from helpers import FAMILIES, code_name, slots_of, slow_unless
 from tiny_training import (
     CAUSAL,
     DEMO,
@@ -66,7 +66,11 @@ def test_a_recipe_parses_and_explains_every_key(path):
     assert [line for line in keys + model if " # " not in line] == []
 
 
-@pytest.mark.parametrize("path", NEW_MODELS, ids=name_of)
+# In every suite, one recipe of each command runs, and one with a mixture of texts.
+RUN = [DEMO, CAUSAL[0], next(path for path in NEW_MODELS if isinstance(load(path).data, list))]
+
+
+@pytest.mark.parametrize("path", [slow_unless(path in RUN, path) for path in NEW_MODELS], ids=name_of)
 def test_a_recipe_for_a_new_model_runs(path, tmp_path):
     own = {"sample_tokens": 4} if path in CAUSAL else {}
     words = arguments(path, tmp_path / "out", data=local_texts(load(path).data, tmp_path), **LOCAL, **own)
@@ -83,7 +87,7 @@ def teacher(tmp_path_factory):
     return write_teacher(folder / "out", write_corpus(folder / "texts"))
 
 
-@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("name", [slow_unless(name == CONTINUED[0], name) for name in CONTINUED])
 def test_a_recipe_for_a_converted_model_runs(name, teacher, tmp_path):
     path = PATHS[name]
     family = next(family for family in FAMILIES if name.startswith(code_name(family)))

@@ -12,6 +12,7 @@ from helpers import (
     FAMILY_KINDS,
     KINDS_FIRST,
     MODELS,
+    covering,
     inputs_for,
     model_class,
     random_ids,
@@ -234,9 +235,7 @@ PREPARED = {
 }
 
 
-@families
-@makers
-@pytest.mark.parametrize("prepared", PREPARED)
+@pytest.mark.parametrize(("family", "kind", "prepared"), covering(list(FAMILIES), list(MAKERS), list(PREPARED)))
 def test_models_are_copied_and_pickled(family, kind, prepared):
     attentions = {} if family == "leapformer" and kind == "causal" else {"attn_implementation": "eager"}
     model, inputs = MAKERS[kind](family, num_hidden_layers=1, **attentions), inputs_of(kind)

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from datasets import Dataset
-from helpers import FAMILIES, padded_batch, random_ids, refused, run_python, slow_unless, tiny_tokenizer
+from helpers import FAMILIES, padded_batch, random_ids, refused, tiny_tokenizer
 from helpers import tiny_seq2seq_model as tiny
 from test_generation_compile import compiled_with
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -159,27 +159,3 @@ def test_the_trainer_generates(tmp_path):
     assert trainer.train().training_loss > 0
     assert trainer.evaluate()["eval_rows"] == 4
     assert (seen[0][:, 0] == 2).all() and (seen[0][:, 7:] == 1).all()  # the start token; padding behind the maximum
-
-
-WITHOUT_PACKAGE = """
-import torch
-from transformers import AutoModel, AutoModelForSeq2SeqLM
-folder = sys.argv[1]
-expected = torch.load(f"{folder}/results.pt")
-model = AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)
-assert sys.modules["luna_hf"] is None
-assert torch.equal(model.generate(**expected["inputs"], num_beams=2, max_new_tokens=9), expected["text"])
-print(type(model).__name__, type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__)
-"""
-
-
-@pytest.mark.parametrize("family", [slow_unless(name == "luna", name) for name in FAMILIES])
-def test_it_loads_without_the_package(family, tmp_path):
-    model, inputs = make(family), source()
-    model.save_pretrained(tmp_path)
-    torch.save({"inputs": inputs, "text": texts(model, inputs, num_beams=2)}, tmp_path / "results.pt")
-    printed = run_python(WITHOUT_PACKAGE, tmp_path, env={"HF_MODULES_CACHE": str(tmp_path / "modules")}, blocked=True)
-    row = FAMILIES[family]
-    assert printed.split()[-2:] == [row.seq2seq_lm.__name__, row.seq2seq_model.__name__]
-    names = {path.stem for path in tmp_path.glob("*.py")}
-    assert not [name for name in names if name.startswith("warm_start") or name == "families"]

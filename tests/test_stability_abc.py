@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import covering, tiny_model
 from torch import nn
 
 from luna_hf.families.abc.attention import _WRITERS
@@ -131,10 +131,7 @@ def exact_problem(model: nn.Module, control: str, large: bool) -> torch.Tensor:
     return tokens.repeat_interleave(4, 0)[None]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("control", CONTROLS)
-@pytest.mark.parametrize("large", [True, False], ids=["large", "soft"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("control", "dtype", "large", "backend"), covering(CONTROLS, DTYPES, [True, False], BACKENDS))
 def test_attention_with_exact_logits(dtype, large, control, backend):
     """Only weights and output are rounded: 2 eps of the largest value, 1e-6 in float32."""
     outputs = []

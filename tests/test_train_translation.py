@@ -260,27 +260,33 @@ def test_a_run(kind, data, tmp_path):
     assert figures["validation"]["bleu"]["signature"] in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_killed_run_continues_with_the_same_numbers(data, tmp_path, monkeypatch):
-    whole = run(data, tmp_path / "whole", model__hidden_dropout_prob=0.1)
+DROPOUT = {"model__hidden_dropout_prob": 0.1}
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """The folder of a run that nothing interrupts, and its mean of the last checkpoints."""
+    folder, kept, average = tmp_path_factory.mktemp("whole") / "out", {}, runs.average
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "average", lambda folders: kept.setdefault("mean", average(folders)))
+        run(data, folder, **DROPOUT)
+    return folder, kept["mean"]
+
+
+@pytest.mark.parametrize("version", ["this", "earlier"])
+def test_a_killed_run_continues_with_the_same_numbers(version, data, whole, tmp_path, monkeypatch):
+    """An earlier version's tokenizer puts `<s>` before a text; the ids are the same, and the result has the new one."""
     with monkeypatch.context() as patch:
+        if version == "earlier":
+            patch.setattr("translation.pairs.with_end", lambda tokenizer: tokenizer)
         dies_at_call(patch, Translation, "save", 3)
         with pytest.raises(Killed):
-            run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)
-    assert run(data, tmp_path / "killed", model__hidden_dropout_prob=0.1)["held_out_loss"] == whole["held_out_loss"]
-    assert same_weights(tmp_path / "whole", tmp_path / "killed")
-
-
-def test_a_run_of_an_earlier_version_continues(data, tmp_path, monkeypatch):
-    """Its tokenizer puts `<s>` before a text; the ids are the same, and the finished folder has the new one."""
-    whole = run(data, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr("translation.pairs.with_end", lambda tokenizer: tokenizer)
-        dies_at_call(patch, Translation, "save", 2)
-        with pytest.raises(Killed):
-            run(data, tmp_path / "old")
-    assert AutoTokenizer.from_pretrained(tmp_path / "old")("")["input_ids"] == [0, 2]
-    assert run(data, tmp_path / "old")["held_out_loss"] == whole["held_out_loss"]
-    assert AutoTokenizer.from_pretrained(tmp_path / "old")("")["input_ids"] == [2]
+            run(data, tmp_path / "out", **DROPOUT)
+    ending = [0, 2] if version == "earlier" else [2]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("")["input_ids"] == ending
+    run(data, tmp_path / "out", **DROPOUT)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("")["input_ids"] == [2]
+    assert same_weights(whole[0], tmp_path / "out")
 
 
 def test_a_given_tokenizer(data, tmp_path):
@@ -290,14 +296,10 @@ def test_a_given_tokenizer(data, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("")["input_ids"] == [2]
 
 
-def test_the_model_is_the_mean_of_the_last_checkpoints(data, tmp_path, monkeypatch):
-    kept = {}
-    real = runs.average
-    monkeypatch.setattr(runs, "average", lambda folders: kept.setdefault("mean", real(folders)))
-    run(data, tmp_path / "out")
-    saved = load_file(tmp_path / "out" / "model.safetensors")
-    for name, tensor in saved.items():
-        torch.testing.assert_close(tensor, kept["mean"][f"model.{name}"].float(), rtol=0, atol=1e-7)
+def test_the_model_is_the_mean_of_the_last_checkpoints(whole):
+    folder, mean = whole
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        torch.testing.assert_close(tensor, mean[f"model.{name}"].float(), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(

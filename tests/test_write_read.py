@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import (
     FAMILY_VARIANTS,
+    covering,
     normal_states,
     random_ids,
     refused,
@@ -47,9 +48,7 @@ def carried_of(model):
 # ---- cross-attention ----
 
 
-@backends
-@pytest.mark.parametrize("length", [1, 7, 30])
-@pytest.mark.parametrize("variant", WRITES)
+@pytest.mark.parametrize(("variant", "length", "backend"), covering(list(WRITES), [1, 7, 30], ["eager", "sdpa"]))
 def test_abc_reads_a_context_as_defined(variant, length, backend):
     """Output, weights and every gradient: 5 queries, a context of another length."""
     model = make_model(num_hidden_layers=1, **WRITES[variant])

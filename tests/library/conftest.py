@@ -35,6 +35,11 @@ SHARED = (
     "test_save_load",
     "test_torch_save_load",
 )
+# Tests of generation, which every suite runs for one family; `test_generation.py` and `test_causal_state.py` test all.
+GENERATION = (
+    *("test_assisted_decoding", "test_beam_", "test_generate_compile", "test_generate_from_", "test_generate_methods"),
+    *("test_generate_with", "test_generate_without", "test_inherits_generation", "test_prompt_lookup", "test_sample_"),
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,6 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            slow = SLOW if getattr(item.cls, "shared_code", True) else (*SLOW, *SHARED)
+            slow = SLOW if getattr(item.cls, "shared_code", True) else (*SLOW, *SHARED, *GENERATION)
             if item.name.startswith(slow):
                 item.add_marker(pytest.mark.slow)

@@ -3,8 +3,9 @@
 The mixins cover saving and loading, initialisation, tied and resized embeddings, outputs, masks, gradients,
 checkpointing and attention backends. They come from the library's source distribution, which `make test` fetches;
 without it, this module is skipped (see `transformers_suite.py`). The library's pipeline tests need models from the Hub
-and are left out. The default variant of every family and kind runs in every suite, the others in the slow one. In the
-fast suite, only the first family has its heads and the tests of files, whose code the families share.
+and are left out. The default variant of every family's encoders and causal models runs in every suite, the others in
+the slow one. In the fast suite, only the first family has its heads, its encoder-decoder and the tests of files and of
+generation, whose code the families share; `test_seq2seq_models.py` tests all.
 
 A skip must not hide a forgotten attribute: a test that skips itself fails unless `EXPECTED_SKIPS` names it, and
 decorators may only skip for missing hardware or optional libraries.
@@ -334,7 +335,7 @@ def make_test_cases() -> dict[str, type[unittest.TestCase]]:
         for tests, variants, kind in kinds:
             for variant_name, variant in variants.items():
                 name = f"{prefix}{kind}{variant_name}Test"
-                fast = variant_name == "Default"
+                fast = variant_name == "Default" and (family_name == next(iter(FAMILIES)) or tests is not Seq2SeqTests)
                 body = {"family_name": family_name, "variant": variant, "__module__": __name__}
                 body["shared_code"] = not fast or family_name == next(iter(FAMILIES))
                 body["has_attentions"] = tests is FamilyTests or row.causal_maps
