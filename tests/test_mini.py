@@ -2,12 +2,14 @@
 
 import mini
 import pytest
+import running
 import torch
 from helpers import ROOT, tiny_tokenizer
 from pretrain_mlm import read_recipe
 from transformers import RobertaForMaskedLM
 
 from luna_hf.ops.positions import sinusoids
+from luna_hf.scripting import UserError
 
 RECIPE = ROOT / "training" / "recipes" / "pretrain_mlm" / "luna-mini-en.yaml"
 
@@ -102,3 +104,19 @@ def test_missing_texts_are_refused(tmp_path, capsys):
 def test_a_model_that_cannot_be_trained_is_refused(name, capsys):
     assert mini.main(["train", name, "--data", "data"]) == 2
     assert f"There is no model {name} to train" in capsys.readouterr().err
+
+
+def test_commands_run_in_processes_that_may_save_when_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "ROOT", tmp_path)
+    (tmp_path / "fails.py").write_text("import sys; sys.exit(len(sys.argv))")
+    with pytest.raises(UserError, match=r"fails\.py.*3"):
+        running.launch("fails.py", ["--key", "value"], threads=1)
+    (tmp_path / "stops.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).touch(), sys.exit()))\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        running.launch("stops.py", [str(tmp_path / "saved")], threads=1)
+    assert (tmp_path / "saved").exists()
