@@ -36,6 +36,22 @@ def own_environment():
 
 
 @pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of texts to pretrain on; see `tiny_training.py`."""
+    from tiny_training import write_corpus
+
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+@pytest.fixture(scope="session")
+def luna(tmp_path_factory):
+    """A checkpoint to finetune; see `tiny_finetuning.py`."""
+    from tiny_finetuning import checkpoint
+
+    return checkpoint(tmp_path_factory.mktemp("models") / "luna")
+
+
+@pytest.fixture(scope="session")
 def zoo(tmp_path_factory):
     """Checkpoints of every kind in a folder like a clone; see `tiny_zoo.py`."""
     from tiny_zoo import make_zoo

@@ -14,17 +14,12 @@ from tasks import classification
 from tasks.files import load_splits
 from tasks.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, order_of, read_labels
 from tasks.trainer import FinetuneTrainer
-from tiny_finetuning import PLAIN, checkpoint, command, glue_folder, refused, run, tokenizer, topics, write_rows
+from tiny_finetuning import PLAIN, command, glue_folder, refused, run, tokenizer, topics, write_rows
 from transformers import AutoConfig, AutoModelForSequenceClassification, RobertaConfig, pipeline
 
 from luna_hf.scripting import UserError
 
 TASKS = classification.TASKS
-
-
-@pytest.fixture(scope="module")
-def luna(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("models") / "luna")
 
 
 def answers(folder, name="test"):

@@ -11,16 +11,11 @@ from safetensors.torch import load_file
 from tasks import classification, runs
 from tasks.plan import data_digest
 from tasks.trainer import FinetuneTrainer, checkpoints
-from tiny_finetuning import PLAIN, checkpoint, command, refused, run, topics, write_rows
+from tiny_finetuning import PLAIN, command, refused, run, topics, write_rows
 
 from luna_hf.scripting import locked
 
 RATES = {"sweep": True, "sweep_batch_sizes": [8], "learning_rate": None, "num_train_epochs": 1}
-
-
-@pytest.fixture(scope="module")
-def luna(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("models") / "luna")
 
 
 def read(folder, name="run"):

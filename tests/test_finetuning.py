@@ -29,11 +29,6 @@ from luna_hf.scripting import UserError, write_json
 
 
 @pytest.fixture(scope="module")
-def luna(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("models") / "luna")
-
-
-@pytest.fixture(scope="module")
 def sst2(tmp_path_factory):
     return glue_folder(tmp_path_factory.mktemp("data") / "sst2")
 

@@ -23,7 +23,6 @@ from tiny_training import (
     DEMO,
     arguments,
     start,
-    write_corpus,
 )
 
 from luna_hf.scripting import UserError, locked
@@ -69,11 +68,6 @@ def assert_same(one, other):
     for values, others in zip(one, other, strict=True):
         # Another order of additions, and what that makes of small gradients in AdamW.
         assert values == pytest.approx(others, rel=1e-4)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
 def pretrain_as(rank, port, words, command="pretrain_mlm"):

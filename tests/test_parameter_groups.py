@@ -20,7 +20,6 @@ from tiny_training import (
     same_weights,
     small_model,
     start,
-    write_corpus,
 )
 
 from luna_hf.scripting import UserError
@@ -129,11 +128,6 @@ def test_a_group_that_was_frozen_begins_with_fresh_moments(tmp_path):
 ENTRIES = "[{match: pack, learning_rate: 1e-2, frozen_steps: 3}, {match: word_embeddings, frozen_steps: 100}]"
 OPTIONS = {"parameter_groups": ENTRIES, "max_steps": 6, "save_steps": 2, "eval_steps": 3, "log_steps": 2}
 OPTIONS["model__hidden_dropout_prob"] = 0.1
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,12 +35,6 @@ from tiny_training import (
 
 from luna_hf.scripting import locked
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 # Log entries and checkpoints alternate, so that a checkpoint must hold the losses since the last entry.
 DROPOUT = {"model__hidden_dropout_prob": 0.1, "max_steps": 6, "save_steps": 2, "eval_steps": 3, "log_steps": 3}
 
@@ -55,6 +50,21 @@ def kill(words, monkeypatch, module=Pretraining, name="update", call=5):
     with monkeypatch.context() as patched, pytest.raises(Killed):
         dies_at_call(patched, module, name, call)
         start(pretrain_mlm, words)
+
+
+@pytest.fixture(scope="module")
+def killed_run(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("killed") / "out"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kill(arguments(DEMO, folder, data=corpus, **DROPOUT), monkeypatch)
+    return folder
+
+
+@pytest.fixture
+def killed(killed_run, corpus, tmp_path):
+    """A killed run that was moved to another folder, and the command that continues it there."""
+    folder = tmp_path / "out"
+    return shutil.copytree(killed_run, folder), arguments(DEMO, folder, data=corpus, **DROPOUT)
 
 
 MOMENTS = {
@@ -102,9 +112,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over(corpus, tmp_path, monkeypatch, capsys, uninterrupted, kind):
-    folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT)
-    kill(words, monkeypatch)
+def test_a_damaged_checkpoint_is_passed_over(killed, capsys, uninterrupted, kind):
+    folder, words = killed
     newest, (name, damaged) = checkpoint.checkpoints(folder)[-1], DAMAGE[kind]
     before = files_of(newest)
     damaged(newest / name)
@@ -125,9 +134,8 @@ class Code:
         return os.mkdir, (self.path,)
 
 
-def test_pickles_of_a_checkpoint_run_no_code(corpus, tmp_path, monkeypatch, capsys):
-    folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT)
-    kill(words, monkeypatch)
+def test_pickles_of_a_checkpoint_run_no_code(killed, tmp_path, capsys):
+    folder, words = killed
     newest, made = checkpoint.checkpoints(folder)[-1], tmp_path / "made"
     pickles = [path for path in newest.iterdir() if path.suffix in (".pkl", ".bin", ".pt")]
     assert len(pickles) > 3
@@ -219,13 +227,6 @@ def test_changed_data_are_refused_or_accepted(tmp_path, monkeypatch, capsys, rol
     assert any("step 4" in note and "b.txt" in note for note in figures["notes"])
     for name in ("inputs_fingerprint", "held_out_loss"):
         assert figures[name] != unchanged[name]
-
-
-def test_a_folder_that_was_moved_resumes(corpus, tmp_path, monkeypatch, uninterrupted):
-    kill(arguments(DEMO, tmp_path / "before", data=corpus, **DROPOUT), monkeypatch)
-    (tmp_path / "before").rename(tmp_path / "after")
-    assert start(pretrain_mlm, arguments(DEMO, tmp_path / "after", data=corpus, **DROPOUT)) == 0
-    assert losses(tmp_path / "after") == losses(uninterrupted)
 
 
 @pytest.mark.parametrize("writer", [(checkpoint, "seal"), (checkpoint.torch, "save")], ids=["seal", "torch"])

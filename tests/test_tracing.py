@@ -198,15 +198,15 @@ def export_to_runtime(model, inputs, path):
     return run
 
 
-# The first case has a window, whose blocks the exporter must count, and a convolution.
+# The first case has a window, whose blocks the exporter must count, and a convolution. Each takes half a minute; every
+# suite exports graphs (`test_compile_export.py`) and ONNX files (above).
 RUNTIME_CASES = [("luna", "mlm", {"local_window": 4, "conv_kernel_size": 3, "tie_kv": False})]
 RUNTIME_CASES += [("luna", kind, {}) for kind in ("sequence", "token", "span", "base") if kind in MODELS]
 RUNTIME_CASES += [(family, "mlm", variants_of(family)[variant]) for family, variant in FAMILY_KINDS]
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "options"), [slow_unless(case == RUNTIME_CASES[0], *case) for case in RUNTIME_CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kind", "options"), RUNTIME_CASES)
 @torch.no_grad()
 def test_onnx_runtime_serves_all_lengths(family, kind, options, tmp_path):
     model = make(family, kind, **options)

@@ -7,7 +7,7 @@ import finetune_glue
 import pytest
 from sentence_transformers import SentenceTransformerTrainingArguments
 from tasks.arguments import REFUSED
-from tiny_finetuning import checkpoint, run, topics, write_rows
+from tiny_finetuning import run, topics, write_rows
 from transformers import TrainingArguments
 
 from luna_hf.scripting import UserError
@@ -44,11 +44,6 @@ ELSEWHERE = {
     *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
 }
 HUB = {"push_to_hub", "hub_token", "hub_private_repo", "hub_model_id"}
-
-
-@pytest.fixture(scope="module")
-def luna(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("models") / "luna")
 
 
 def test_every_option_is_supported_or_refused():

@@ -26,7 +26,6 @@ from tiny_training import (
     start,
     truncated,
     without_model_section,
-    write_corpus,
 )
 from transformers import (
     AutoModelForMaskedLM,
@@ -36,12 +35,6 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
 )
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
 
 # ---- what a run leaves ----
 

@@ -10,17 +10,12 @@ import torch
 from engine import log, loop, windows
 from engine.windows import WindowDropout
 from helpers import slots_of, tiny_model
-from tiny_training import CAUSAL, DEMO, arguments, batch_of, make_run, masked_rows, run, start, write_corpus
+from tiny_training import CAUSAL, DEMO, arguments, batch_of, make_run, masked_rows, run, start
 from torch.nn.functional import cross_entropy
 
 from luna_hf.scripting import UserError
 
 STEPS = 4000
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 # ---- the draw ----

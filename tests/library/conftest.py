@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import transformers_suite
 
 # Set by the library; `--strict-markers` refuses unregistered ones.
 LIBRARY_MARKERS = (
@@ -43,6 +44,7 @@ GENERATION = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    transformers_suite.with_slow = "not slow" not in config.option.markexpr
     for marker in LIBRARY_MARKERS:
         config.addinivalue_line("markers", f"{marker}: set by transformers' own test suite")
 

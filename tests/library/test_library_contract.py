@@ -339,8 +339,9 @@ def make_test_cases() -> dict[str, type[unittest.TestCase]]:
                 body = {"family_name": family_name, "variant": variant, "__module__": __name__}
                 body["shared_code"] = not fast or family_name == next(iter(FAMILIES))
                 body["has_attentions"] = tests is FamilyTests or row.causal_maps
-                case = type(name, (tests, unittest.TestCase), body)
-                cases[name] = case if fast else pytest.mark.slow(case)
+                if fast or transformers_suite.with_slow:  # to collect thousands of tests takes seconds
+                    case = type(name, (tests, unittest.TestCase), body)
+                    cases[name] = case if fast else pytest.mark.slow(case)
     return cases
 
 

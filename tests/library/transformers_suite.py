@@ -21,6 +21,7 @@ from types import ModuleType
 import pytest
 
 PACKAGE = "transformers_library_tests"
+with_slow = True  # whether to make the tests marked slow; set by conftest.py
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "transformers_tests"
 
 
