@@ -61,9 +61,7 @@ class Benchmark:
             require_device(options.device)
             torch.set_num_threads(options.threads)
             header = describe_run(self.script, arguments, options.device)
-            settings = {
-                name: value for name, value in vars(options).items() if name not in ("output", "data", "check_floors")
-            }
+            settings = {name: value for name, value in vars(options).items() if name not in _NO_SETTINGS}
             result = {**header, "protocol": self.protocol, "settings": settings, **self.measure(options)}
             result["floors"] = floors.check(Path(self.script).stem, result)
             path, result = write_result(options.output, self.subject(options), options.device, options.dtype, result)

@@ -1,5 +1,7 @@
 """The small English models: what runs after what, and the positions of the longer twin."""
 
+import signal
+
 import mini
 import pytest
 import running
@@ -117,6 +119,10 @@ def test_commands_run_in_processes_that_may_save_when_stopped(tmp_path, monkeypa
         "os.kill(os.getppid(), signal.SIGINT)\n"
         "time.sleep(60)\n"
     )
-    with pytest.raises(KeyboardInterrupt):
-        running.launch("stops.py", [str(tmp_path / "saved")], threads=1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            running.launch("stops.py", [str(tmp_path / "saved")], threads=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (tmp_path / "saved").exists()

@@ -1,15 +1,13 @@
 """LAVO's attention against a literal definition in float64: outputs, weights and gradients."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from helpers import gradients, in_turn, normal_states, random_ids, tiny_causal_model, tiny_model
 from reference import lavo as reference
 from test_reference_abc import assert_near, padded_rows
+from test_reference_leapformer import assert_equal_results, by_tokens, check_padded_rows, context_of, literal
 
 from luna_hf import read_memory, write_memory
-from luna_hf.ops.context import make_context
 
 WIDTH, HEADS = 16, 2
 PARTS = {
@@ -43,47 +41,11 @@ def make(kind, **fields):
     return model.base_model, attention
 
 
-def literal(attention):
-    """The config, and copies of the parameters, which get separate gradients."""
-    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in attention.named_parameters()}
-    return SimpleNamespace(**attention.config.to_dict()), weights
-
-
-def by_tokens(heads):
-    return heads.transpose(0, 1).flatten(1)
-
-
-def assert_equal_results(ours, theirs, tensors, literal_tensors):
-    """Outputs, and the gradients of all tensors."""
-    for mine, expected in zip(ours, theirs, strict=True):
-        assert_near(mine, expected, 1e-10, "output")
-    for mine, expected in zip(gradients(ours, tensors), gradients(theirs, literal_tensors), strict=True):
-        assert_near(mine, expected, 1e-8, "gradient")
-
-
-def context_of(model, kind, states, keep):
-    context = make_context(keep, states.shape[1], states.device, window=model.config.local_window)
-    return context if kind == "encoder" else context._replace(rotation=model.rotation(context.ranks))
-
-
 @pytest.mark.parametrize(("kind", "variant", "side"), in_turn(BOTH_KINDS, ["left", "right", "middle"]))
 def test_padded_rows(kind, variant, side):
     """A padded row equals the row alone, whatever its padding holds; a row of padding stays finite."""
     model, attention = make(kind, **CAUSAL[variant])
-    config, weights = literal(attention)
-    keep = padded_rows(side)
-    states = normal_states(*keep.shape, WIDTH).requires_grad_()
-    copies = states.detach().clone().requires_grad_()
-    filled = torch.where(keep.unsqueeze(-1), states, 1e3)
-    output, _, _ = attention(filled, None, context_of(model, kind, states, keep))
-    assert output.isfinite().all()
-    ours = [output[row][kept] for row, kept in enumerate(keep)]
-    theirs = [
-        by_tokens(reference.attention(weights, copies[row][kept], config, causal=kind == "causal")[0])
-        for row, kept in enumerate(keep[:-1])
-    ]
-    theirs.append(0.0 * copies[-1][:0])
-    assert_equal_results(ours, theirs, [states, *attention.parameters()], [copies, *weights.values()])
+    check_padded_rows(reference, kind, model, attention, padded_rows(side))
 
 
 # Around the borders of the blocks in which a window is read.

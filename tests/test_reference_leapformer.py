@@ -57,8 +57,26 @@ def assert_equal_results(ours, theirs, tensors, literal_tensors):
 
 
 def context_of(model, kind, states, keep):
-    context = make_context(keep, states.shape[1], states.device)
+    context = make_context(keep, states.shape[1], states.device, window=model.config.local_window)
     return context if kind == "encoder" else context._replace(rotation=model.rotation(context.ranks))
+
+
+def check_padded_rows(reference, kind, model, attention, keep):
+    """Compare padded rows with the rows alone, whatever the padding holds; the last is padding. Returns the output."""
+    config, weights = literal(attention)
+    states = normal_states(*keep.shape, WIDTH).requires_grad_()
+    copies = states.detach().clone().requires_grad_()
+    filled = torch.where(keep.unsqueeze(-1), states, 1e3)
+    output, _, _ = attention(filled, None, context_of(model, kind, states, keep))
+    assert output.isfinite().all()
+    ours = [output[row][kept] for row, kept in enumerate(keep)]
+    theirs = [
+        by_tokens(reference.attention(weights, copies[row][kept], config, causal=kind == "causal")[0])
+        for row, kept in enumerate(keep[:-1])
+    ]
+    theirs.append(0.0 * copies[-1][:0])
+    assert_equal_results(ours, theirs, [states, *attention.parameters()], [copies, *weights.values()])
+    return output
 
 
 @pytest.mark.parametrize(
@@ -68,20 +86,8 @@ def context_of(model, kind, states, keep):
 def test_padded_rows(kind, variant, side):
     """A padded row equals the row alone, whatever its padding holds; a row of padding gives zeros."""
     model, attention = make(kind, **(ENCODERS if kind == "encoder" else CAUSAL)[variant])
-    config, weights = literal(attention)
-    keep = padded_rows(side)
-    states = normal_states(*keep.shape, WIDTH).requires_grad_()
-    copies = states.detach().clone().requires_grad_()
-    filled = torch.where(keep.unsqueeze(-1), states, 1e3)
-    output, _, _ = attention(filled, None, context_of(model, kind, states, keep))
+    output = check_padded_rows(reference, kind, model, attention, padded_rows(side))
     assert not output[-1].any()
-    ours = [output[row][kept] for row, kept in enumerate(keep)]
-    theirs = [
-        by_tokens(reference.attention(weights, copies[row][kept], config, causal=kind == "causal")[0])
-        for row, kept in enumerate(keep[:-1])
-    ]
-    theirs.append(0.0 * copies[-1][:0])
-    assert_equal_results(ours, theirs, [states, *attention.parameters()], [copies, *weights.values()])
 
 
 @pytest.mark.parametrize("variant", ENCODERS)
