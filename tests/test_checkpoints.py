@@ -10,7 +10,7 @@ import torch
 import transformers
 from catalogue import Checkpoint, Zoo
 from common.models import longest_input
-from helpers import ROOT, run_python
+from helpers import ROOT, run_python, slow_unless
 from safetensors.torch import load_file, save_file
 from tiny_zoo import ENTRIES
 from torch.utils._pytree import tree_leaves
@@ -43,8 +43,15 @@ def check(checkpoint, dtype, backend, device="cpu"):
             assert golden.continuation(model, tokenizer, case["texts"]) == case["tokens"]
 
 
-@every
-@pytest.mark.parametrize(("backend", "dtype"), [("eager", "float32"), ("sdpa", "float32"), ("sdpa", "bfloat16")])
+# In every suite, the backend that computes step by step, and for tiny checkpoints the default one, too.
+SETTINGS = (("eager", "float32"), ("sdpa", "float32"), ("sdpa", "bfloat16"))
+CASES = [(name, *setting) for name in (*ENTRIES, *COMMITTED) for setting in SETTINGS]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "dtype"),
+    [slow_unless(name in ENTRIES or backend == "eager", name, backend, dtype) for name, backend, dtype in CASES],
+)
 def test_outputs_are_the_golden_ones(checkpoint, backend, dtype):
     check(checkpoint, getattr(torch, dtype), backend)
 
