@@ -21,7 +21,6 @@ from summaries import growth, growth_exponent, ratios, summary, win_length
 from transformers import ModernBertConfig, RobertaConfig
 
 from luna_hf import LunaConfig
-from luna_hf.families.abc.configuration import CONTROLS
 from luna_hf.ops.attention import split_heads
 from luna_hf.ops.context import make_context
 from luna_hf.scripting import UserError
@@ -103,17 +102,6 @@ def test_models_are_built_with_checkpointing(checkpointing):
         encoder.parse([*TINY, "--checkpointing"])
 
 
-def test_models_are_chosen_by_name_or_set():
-    standard = ["roberta", "modernbert", "luna-untied", "luna-tied", "abc-mlp-128", "abc-mlp-64"]
-    standard += ["leapformer", "lavo-64"]
-    options = encoder.parse(TINY)
-    assert options.names == standard and encoder.subject(options) == "encoder-forward-3-layer"
-    controls = encoder.parse([*TINY, "--models", "controls"])
-    strategies = {name.removeprefix("abc-").removesuffix("-64") for name in controls.names if name.startswith("abc-")}
-    assert strategies == {control.replace("_", "-") for control in CONTROLS}
-    assert encoder.parse([*TINY, "--models", "windowed"]).names == ["bert", *contenders.WINDOWED]
-
-
 @pytest.mark.parametrize("layers", ["3", "base"])
 @pytest.mark.parametrize(
     ("name", "published"),
@@ -161,16 +149,6 @@ def test_names_of_contenders_match_their_configs():
         if name.startswith("abc-") and name != "abc-full":
             control, size = name.removeprefix("abc-").rsplit("-", 1)
             assert (model.config.memory_control, model.config.memory_size) == (control.replace("-", "_"), int(size))
-
-
-def test_names_of_windowed_contenders_tell_their_fields():
-    options = encoder.parse([*TINY, "--models", "windowed", "--width", "48", "--heads", "12"])
-    for name in contenders.WINDOWED:
-        config = encoder.build(name, options).config
-        assert config._attn_implementation == "sdpa" and config.type_vocab_size == 2
-        for kind, number in re.findall(r"(window|means|mlp|luna|selected|w)-?(\d+)", name):
-            field = {"window": "memory_size", "selected": "num_selected_tokens", "w": "local_window"}
-            assert getattr(config, field.get(kind, config.slots_field)) == int(number)
 
 
 def test_padded_batches_have_the_documented_shape():

@@ -218,16 +218,6 @@ def test_the_trainer_compiles_two_graphs(family, backend, tmp_path):
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.slow
-@families
-@torch.no_grad()
-def test_inductor_gives_the_same_numbers(family):
-    model = tiny_model(family, num_hidden_layers=1)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
-    for length in (12, 5):
-        assert_equal_outputs(compiled(**uneven("base", 3, length)), model(**uneven("base", 3, length)))
-
-
 # ---- torch.export ----
 
 
