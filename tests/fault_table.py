@@ -186,10 +186,6 @@ def _roberta(inputs: Path) -> None:
     checkpoint(inputs / "model", "roberta")
 
 
-def _theirs(inputs: Path) -> None:
-    write_tiny(inputs / "model")
-
-
 def _both(inputs: Path) -> None:
     import fairseq_luna
 
