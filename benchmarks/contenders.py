@@ -15,8 +15,9 @@ from luna_hf import FAMILIES, absorb_projections
 from luna_hf.families.abc.configuration import CONTROLS
 
 # The peers: a model, and its attention backend if that is not sdpa. roberta-eager computes its softmax step by step, as
-# models did before fused kernels.
-PEERS = ("roberta", "roberta-eager", "modernbert", "bert")
+# models did before fused kernels. modernbert-flash skips what lies outside its windows, which sdpa computes and masks.
+PEERS = ("roberta", "roberta-eager", "roberta-flash", "modernbert", "modernbert-flash", "bert")
+BACKENDS = {"eager": "eager", "flash": "flash_attention_2"}
 PEER_CONFIGS = {"modernbert": hf.ModernBertConfig, "bert": hf.BertConfig}  # others: RoBERTa's
 PEER_MODELS = {
     "roberta": {
@@ -36,6 +37,8 @@ PEER_MODELS = {
     },
 }
 
+# A window and slots.
+MIXED = {"local_window": 32}
 # Every variant of a family that the benchmark distinguishes; a family without an entry joins with its defaults.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "luna": {
@@ -47,6 +50,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             for kind in ("untied", "tied")
         },
         "luna-16": {"projection_length": 16},
+        "luna-mixed-64": {**MIXED, "projection_length": 64},
+        "luna-mixed-64-untied": {**MIXED, "projection_length": 64, "tie_kv": False},
     },
     "abc_memory": {
         "abc-mlp-128": {"memory_control": "mlp", "memory_size": 128},
@@ -58,6 +63,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             if control not in ("mlp", "full")
         },
         "abc-full": {"memory_control": "full"},
+        "abc-mixed-64": {**MIXED, "memory_size": 64},
     },
     "leapformer": {
         "leapformer": {"reweighting": "learned"},
@@ -100,9 +106,14 @@ MODEL_SETS: dict[str, tuple[str, ...]] = {
     "eager": ("roberta", "roberta-eager", "luna-untied", "abc-mlp-128", "abc-mlp-64"),
     "controls": (
         *("roberta", "abc-mlp-64"),
-        *(name for name in VARIANTS["abc_memory"] if "mlp" not in name),
+        *(name for name in VARIANTS["abc_memory"] if "mlp" not in name and "mixed" not in name),
     ),
+    "mixed": ("roberta", "luna-mixed-64", "luna-mixed-64-untied", "abc-mixed-64", "abc-mlp-64"),
     "windowed": ("bert", *WINDOWED),
+    "gpu": (
+        *("roberta", "roberta-flash", "modernbert", "modernbert-flash"),
+        *("luna-untied", "luna-tied", "luna-mixed-64", "abc-mlp-64"),
+    ),
 }
 
 BASE = "base"  # number of layers: that of the published base model
@@ -147,15 +158,25 @@ def configure(name: str, setting: argparse.Namespace) -> PreTrainedConfig:
     }
     if not full_vocabulary(setting):
         fields["vocab_size"] = ENCODER_VOCABULARY
-    if name == "modernbert":
+    if is_modernbert(name):
         fields |= {"pad_token_id": PAD, "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
     else:
         fields |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    if name not in PEERS or name == "modernbert":
+    if name not in PEERS or is_modernbert(name):
         fields["sparse_prediction"] = True
-    if name == "roberta-eager":
-        fields["attn_implementation"] = "eager"
+    if backend := backend_of(name):
+        fields["attn_implementation"] = backend
     return config_class(**fields)
+
+
+def is_modernbert(name: str) -> bool:
+    """Whether a name is ModernBERT's, with any backend."""
+    return name.partition("-")[0] == "modernbert"
+
+
+def backend_of(name: str) -> str | None:
+    """The attention backend that a peer's name asks for."""
+    return BACKENDS.get(name.partition("-")[2]) if name in PEERS else None
 
 
 def is_training(setting: argparse.Namespace) -> bool:

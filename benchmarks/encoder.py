@@ -22,9 +22,11 @@ from contenders import (
     MODEL_SETS,
     PEERS,
     WARM_UP_LENGTH,
+    backend_of,
     build,
     contender_names,
     held_bytes,
+    is_modernbert,
     is_training,
     make_action,
     make_batch,
@@ -32,6 +34,7 @@ from contenders import (
     rows_for,
 )
 from transformers import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from luna_hf.scripting import progress
 
@@ -43,8 +46,8 @@ PROTOCOL = (
     "system. In a training step the gradients stay allocated, as while they are accumulated, so that this is memory "
     "beyond weights, gradients and moments. held_bytes: what the model holds between calls, its weights, and in "
     "training gradients and both moments. Random weights, random tokens, no dropout, each model's default attention, "
-    "which is sdpa (roberta-eager: products and softmax one after the other). "
-    "forward: eval, no gradients, base models without pooler. mlm_step: forward, backward and fused AdamW "
+    "which is sdpa (roberta-eager: products and softmax one after the other; roberta-flash, modernbert-flash: "
+    "flash-attn). forward: eval, no gradients, base models without pooler. mlm_step: forward, backward and fused AdamW "
     "of the masked-LM models, 15 % of the positions labelled; the models of this package and ModernBERT apply the head "
     "only there (sparse_prediction), which RoBERTa cannot. class_step: the same, for a classification of each text. "
     "Vocabularies are the published ones in training and with --layers base, else 1000. All models have the same width "
@@ -73,15 +76,27 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.names = contender_names(options.models)
     except ValueError as error:
         parser.error(str(error))
-    if "modernbert" in options.names and options.layers != BASE and options.layers % CYCLE:
-        obstacle = f"it has one global layer in {CYCLE}, and --layers {options.layers} is no multiple of {CYCLE}"
-        if "modernbert" in options.models:
-            parser.error(f"modernbert: {obstacle}")
-        progress(f"modernbert is left out: {obstacle}")
-        options.names.remove("modernbert")
+    for name in list(options.names):
+        if obstacle := why_not(name, options):
+            if name in options.models:
+                parser.error(f"{name}: {obstacle}")
+            progress(f"{name} is left out: {obstacle}")
+            options.names.remove(name)
     options.lengths = sorted(set(options.lengths))
     options.max_length = options.lengths[-1]
     return options
+
+
+def why_not(name: str, options: argparse.Namespace) -> str | None:
+    """Why a model cannot be measured with these options and on this machine; a set of models leaves it out."""
+    if is_modernbert(name) and options.layers != BASE and options.layers % CYCLE:
+        return f"it has one global layer in {CYCLE}, and --layers {options.layers} is no multiple of {CYCLE}"
+    if backend_of(name) == "flash_attention_2":
+        if not is_flash_attn_2_available():
+            return "it needs the package flash-attn and a GPU"
+        if options.dtype == "float32" or options.device == "cpu":
+            return "it needs --device cuda --dtype bfloat16"
+    return None
 
 
 def describe_model(model: PreTrainedModel, options: argparse.Namespace) -> dict[str, int]:

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from running import KEPT, ROOT, launch
+from running import ROOT, launch, make_parser, option_words, run_study
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
 
 from luna_hf.ops.positions import sinusoids
-from luna_hf.scripting import Parser, UserError, progress, run_script
+from luna_hf.scripting import UserError, progress
 
+SCRIPT = "experiments/mini.py"
 VOCABULARY, TOKENIZER = 8192, "bpe-mini-en"
 # Twins before their first stage and before their second: what each is made from, with its width.
 STARTS = {
@@ -77,13 +78,8 @@ STAGES = {
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; unknown options are overrides."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add = parser.add_argument
-    add("what", choices=COMMANDS, help="step of the study")
-    add("models", nargs="*", help="of `train` (default: all)")
-    add("--data", type=Path, required=True, help="folder with the corpora")
-    add("--runs", type=Path, default=Path("outputs"), help="folder of the runs (default: %(default)s)")
-    add("--threads", type=int, default=1, help="CPU threads of each run (default: %(default)s)")
+    parser = make_parser(__doc__, COMMANDS, "outputs")
+    parser.add_argument("models", nargs="*", help="of `train` (default: all)")
     options, options.overrides = parser.parse_known_args(arguments)
     if unknown := [name for name in options.models if name not in (*STAGES, *STARTS)]:
         raise UserError(f"There is no model {unknown[0]} to train. Choose from {', '.join(STAGES)}.")
@@ -154,12 +150,6 @@ def run_stage(options: argparse.Namespace, name: str) -> Path:
     return folder
 
 
-def option_words(values: dict[str, Any]) -> list[str]:
-    """Words of a command line, `["--key", "value"]`."""
-    words = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
-    return [part for key, value in words.items() for part in (f"--{key}", value)]
-
-
 def start_twin(folder: Path, tokenizer_folder: Path, width: int = 256) -> Path:
     """Write an untrained twin: a RoBERTa of four layers whose learned positions start as sinusoids.
 
@@ -227,13 +217,7 @@ COMMANDS = {"tokenizer": tokenizer, "train": train}
 
 def main(arguments: Sequence[str]) -> int:
     """Run one of the commands and return the exit status."""
-
-    def run() -> None:
-        options = parse(arguments)
-        torch.set_num_threads(options.threads)
-        COMMANDS[options.what](options)
-
-    return run_script(run, stopped=KEPT)
+    return run_study(SCRIPT, parse, COMMANDS, arguments)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,17 @@ def test_modernbert_runs_in_whole_cycles(capsys):
     assert "modernbert" in encoder.parse(["--layers", "6"]).names
 
 
+def test_flash_contenders_need_the_package_a_gpu_and_half_precision(monkeypatch):
+    half = ["--models", "gpu", "--dtype", "bfloat16"]
+    assert not any("flash" in name for name in encoder.parse(half).names)
+    with refused("roberta-flash", "flash-attn", error=UserError):
+        encoder.parse(["--models", "roberta-flash"])
+    monkeypatch.setattr(encoder, "is_flash_attn_2_available", lambda: True)
+    assert {"roberta-flash", "modernbert-flash"} <= set(encoder.parse([*half, "--device", "cuda"]).names)
+    with refused("roberta-flash", "bfloat16", error=UserError):
+        encoder.parse(["--models", "roberta-flash", "--device", "cuda"])
+
+
 @pytest.mark.parametrize(("mode", "copies"), [("forward", 1), ("mlm_step", 4)])  # + gradients and two moments
 @pytest.mark.parametrize(("name", "layers"), [("roberta", 12), ("modernbert", 22), ("luna-tied", 12)])
 def test_whole_models_hold_their_weights(name, layers, mode, copies):
