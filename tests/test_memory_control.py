@@ -274,8 +274,8 @@ def run_attention(control: str, length: int, counter, implementation: str = "eag
     states = normal(1, length, 48, dtype=torch.float32).requires_grad_()
     keep = torch.arange(length)[None] < length - 3
     with counter:
-        carried, context = model.begin(states, keep)
-        output, _, _ = attention(states, carried, context)
+        slot_states, context = model.begin(states, keep)
+        output, _, _ = attention(states, slot_states, context)
         if backward:
             output.sum().backward()
     return counter
@@ -300,11 +300,11 @@ def test_cost_of_writing(control):
     model, attention = attention_of(control, m, cluster_iterations=3)
     states = normal(1, length, width, dtype=torch.float32)
     key = value = states.unflatten(-1, (heads, -1)).transpose(1, 2)
-    carried, context = model.begin(states, None)
+    slot_states, context = model.begin(states, None)
     flops, largest = FlopCounterMode(display=False), LargestTensor()
     for counter in (flops, largest):
         with counter, torch.no_grad():
-            _WRITERS[control](attention, states, (key, value), carried, context)
+            _WRITERS[control](attention, states, (key, value), slot_states, context)
     if control in ONE_SLOT:
         assert flops.get_total_flops() == 0
         assert largest.numel <= max(length, m) * width

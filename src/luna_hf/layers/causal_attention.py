@@ -16,7 +16,7 @@ from .memory_attention import Memory, MemoryAttention
 class CausalAttention(MemoryAttention):
     """Causal attention to any memory; `forward` writes and reads it."""
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Not supported: a causal memory changes with every token.
 
         Raises:
@@ -26,7 +26,7 @@ class CausalAttention(MemoryAttention):
             "Causal attention writes and reads in one scan and has no memory to share; write it with an encoder."
         )
 
-    def write_source(self, carried: Tensor | None, context: ForwardContext) -> None:
+    def write_source(self, slot_states: Tensor | None, context: ForwardContext) -> None:
         """Put what self-attention needs of the source of an encoder-decoder into the cache; nothing by default."""
 
 
@@ -34,12 +34,12 @@ class CausalMemoryAttention(CausalAttention):
     """Causal multi-head attention to a memory of slots; each family implements `write_weights`."""
 
     def write_weights(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:
         """Return the weight of each token in each slot, (b, h, n, m), and one of `causal_slots.NORMALISERS`."""
         raise NotImplementedError(f"{type(self).__name__} must implement `write_weights`.")
 
-    def used_slots(self, carried: Tensor | None, context: ForwardContext) -> Tensor | None:
+    def used_slots(self, slot_states: Tensor | None, context: ForwardContext) -> Tensor | None:
         """Return the mask (b, m) of the slots in use; all by default."""
         return None
 
@@ -52,12 +52,12 @@ class CausalMemoryAttention(CausalAttention):
         return query, key, value
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, m + w)."""
         query, key, value = self.project(hidden_states, context)
-        weights, normaliser = self.write_weights(hidden_states, carried, context)
-        used, memory = self.used_slots(carried, context), None
+        weights, normaliser = self.write_weights(hidden_states, slot_states, context)
+        used, memory = self.used_slots(slot_states, context), None
         cache = None if context.cache is None else context.cache.layers[self.layer_idx]
         if cache is not None and "value" in cache.states:
             memory = CausalMemory(*map(cache.states.get, CausalMemory._fields))
@@ -77,4 +77,4 @@ class CausalMemoryAttention(CausalAttention):
             output = output + read_window(read[..., weights.shape[-1] :], window)
         if cache is not None:
             cache.write(**state._asdict())
-        return output.transpose(1, 2).flatten(2), carried, read
+        return output.transpose(1, 2).flatten(2), slot_states, read

@@ -246,8 +246,8 @@ class BaseModelMixin:
         """Create the layers; a family overrides this to add modules beside them."""
         self.encoder = LayerStack(config, self.attention_class, self.convolution_class)
 
-    def first_carried(self) -> Tensor | None:
-        """Return the first layer's `carried` input, see `MemoryAttention.write`."""
+    def first_slot_states(self) -> Tensor | None:
+        """Return the first layer's `slot_states`, see `MemoryAttention.write`."""
         return None
 
     def get_input_embeddings(self) -> nn.Module:

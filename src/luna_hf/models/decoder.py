@@ -120,7 +120,7 @@ class DecoderModelMixin(BaseModelMixin):
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
         """Apply the layers to embedded tokens (b, n, d)."""
-        return self.encoder(hidden_states, self.first_carried(), context)[0]
+        return self.encoder(hidden_states, self.first_slot_states(), context)[0]
 
     def check_length(self, length: int, context: ForwardContext) -> None:
         """Reject n tokens that go beyond the learned positions; skipped while tracing.

@@ -27,7 +27,7 @@ class ForwardContext(NamedTuple):
     lengths: Tensor  # (b or 1, 1) long: number of real tokens of the row, including this pass
     rotation: Tensor | None = None  # (b or 1, n, 2, r / 2) of rotary positions, which rotate r entries of a head
     cache: Cache | None = None  # decoders only: a `state.MemoryCache`
-    carried_keep: Tensor | None = None  # (b, l) mask of the states carried alongside the tokens
+    slot_keep: Tensor | None = None  # (b, l) mask of the slot states
     masks: Any = None  # the family's masks, in the attention backend's form
     window: int = 0  # number of tokens that a token reads besides the slots
     whole: bool = False  # encoders: whether every token reads every token, so that no slot is needed
@@ -38,7 +38,7 @@ class ForwardContext(NamedTuple):
     left: Tensor | None = None  # (b, 1 or h, n) the same tokens in order, if counted; `None` for all
     outside: Tensor | None = None  # (b or 1, 1 or h, 1 or n) how many of them the query of each rank reads in slots
     projected: tuple[Tensor, Tensor] | None = None  # the tokens' keys and values (b, h, n, c), if already computed
-    carries: bool = True  # whether what is carried is of use after the last layer
+    updates_slots: bool = True  # whether something reads the slot states after the last layer
     slots: bool = True  # whether the slots are read
     options: dict[str, Any] = {}  # keyword arguments for the attention backend
     source: Any = None  # cross-attention only: the `ForwardContext` of the source, while it is written
@@ -50,13 +50,13 @@ class ForwardContext(NamedTuple):
         return self.written & self.keep[:, None]
 
     def in_rows(
-        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
+        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, slot_states: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply what needs whole texts, a function of (b, n, d) states, carried states and a context.
+        """Apply what needs whole texts, a function of (b, n, d) states, slot states and a context.
 
         The context of an unpadded batch (`unpadding.UnpaddedContext`) does so in several calls.
         """
-        return function(states, carried, self)[:2]
+        return function(states, slot_states, self)[:2]
 
     def split(self, length: int, size: int) -> list[tuple[slice, "ForwardContext"]]:
         """Split the tokens into parts of at most `size`: where each is, and its context, without the family's masks."""

@@ -14,7 +14,7 @@ from transformers.utils import is_tracing
 from transformers.utils.generic import maybe_autocast
 
 from .dispatch import choose
-from .recompute import keep_inputs, may_recompute
+from .recompute import may_recompute, save_inputs
 from .tokens import first_places
 
 # Chunk size of the causal scan: at this size products within a chunk cost about as much as those with the state.
@@ -179,7 +179,7 @@ def scan_in_chunks(
     if may_recompute(tokens[0]):
         results, number = [], max(1, round(math.sqrt(len(sizes) / _GROUPS)))
         for first in range(0, len(sizes), number):
-            outputs, state = keep_inputs(scan_group, chunks[first : first + number], state)
+            outputs, state = save_inputs(scan_group, chunks[first : first + number], state)
             results += outputs
     else:
         results, state = scan_group(chunks, state)

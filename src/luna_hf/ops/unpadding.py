@@ -6,7 +6,7 @@ the texts are sorted by length into a few *buckets*, rows (b, n, d) that are pad
 a bucket is an ordinary padded batch, no text can reach another, and every mechanism works as it does there.
 
 Shape letters: t tokens of an unpadded batch, p places of all buckets, b texts of a bucket, n places of a text, l
-carried states.
+slot states.
 """
 
 from bisect import bisect_right
@@ -82,39 +82,39 @@ class UnpaddedContext(NamedTuple):
 
     batch: UnpaddedBatch
     contexts: tuple[ForwardContext, ...]
-    slots: tuple[int, ...] | None  # number of states (l) carried for each text of a bucket; `None` if texts share them
+    slots: tuple[int, ...] | None  # number of slot states (l) for each text of a bucket; `None` if texts share them
     lengths: Tensor  # (texts, 1) number of tokens
 
-    def split(self, states: Tensor, carried: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-        """Split tokens (1, t, d) and carried states (texts, l, d), by length, into the rows of every bucket."""
+    def split(self, states: Tensor, slot_states: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        """Split tokens (1, t, d) and slot states (texts, l, d), by length, into the rows of every bucket."""
         owned, first = [], 0
         for number, bucket in enumerate(self.batch.buckets):
-            own = carried
-            if self.slots is not None and carried is not None:
-                own = carried[first : first + bucket.rows, : self.slots[number]]
+            own = slot_states
+            if self.slots is not None and slot_states is not None:
+                own = slot_states[first : first + bucket.rows, : self.slots[number]]
             owned.append(own)
             first += bucket.rows
         return [*zip(self.batch.in_buckets(states.squeeze(0)), owned, strict=True)]
 
     def in_rows(
-        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
+        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, slot_states: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Like `ForwardContext.in_rows`, bucket by bucket."""
         outputs, after = [], []
-        for rows, context in zip(self.split(states, carried), self.contexts, strict=True):
+        for rows, context in zip(self.split(states, slot_states), self.contexts, strict=True):
             output, own = function(*rows, context)[:2]
             outputs.append(output.flatten(0, 1))
             if self.slots is not None and own is not None:
-                own = F.pad(own, (0, 0, 0, carried.shape[1] - own.shape[1]))
+                own = F.pad(own, (0, 0, 0, slot_states.shape[1] - own.shape[1]))
             after.append(own)
         states = torch.cat(outputs).index_select(0, self.batch.scatter).unsqueeze(0)
         return states, after[0] if self.slots is None or after[0] is None else torch.cat(after)
 
-    def restore(self, states: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the states in the shape of the input, and the carried states with its texts in order."""
-        if self.slots is not None and carried is not None:
-            carried = carried.index_select(0, self.batch.by_input)
-        return self.batch.restore(states), carried
+    def restore(self, states: Tensor, slot_states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the states in the shape of the input, and the slot states with its texts in order."""
+        if self.slots is not None and slot_states is not None:
+            slot_states = slot_states.index_select(0, self.batch.by_input)
+        return self.batch.restore(states), slot_states
 
 
 # ---- where texts begin ----

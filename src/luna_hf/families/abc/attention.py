@@ -96,7 +96,7 @@ class SharedControl:
         self.control = make_control(config, shared=True)
         super().add_layers(config)
 
-    def first_carried(self) -> Tensor | None:
+    def first_slot_states(self) -> Tensor | None:
         """Return the shared control matrix, or `None` if every layer has its own or the strategy has none."""
         return None if self.control is None else self.control()
 
@@ -108,9 +108,9 @@ class AbcControlled(MemoryAttention):
         super().__init__(config, layer_idx)
         self.control = make_control(config, shared=False)
 
-    def control_weight(self, carried: Tensor | None) -> Tensor | None:
+    def control_weight(self, slot_states: Tensor | None) -> Tensor | None:
         """Return the learned matrix, the layer's own or the shared one; `None` for strategies without parameters."""
-        return carried if self.control is None else self.control()
+        return slot_states if self.control is None else self.control()
 
     def drawn_slots(self, ranks: Tensor) -> Tensor:
         """Draw the slot of each token from its rank, per layer or once for all layers (appendix A.2)."""
@@ -128,17 +128,19 @@ class AbcAttention(AbcControlled):
     """ABC self-attention: write keys and values into the memory, then read it."""
 
     @staticmethod
-    def prepare(config: AbcConfig, states: Tensor, carried: Tensor | None, context: ForwardContext) -> ForwardContext:
+    def prepare(
+        config: AbcConfig, states: Tensor, slot_states: Tensor | None, context: ForwardContext
+    ) -> ForwardContext:
         """Add the padding mask in the backend's form, needed only for full attention; see `MemoryAttention.prepare`."""
         if config.memory_control != "full":
             return context
         mask = make_key_mask(config, context.keep, queries=states, keys=states)
         return context._replace(masks=mask, marked=None, written=None)  # every token is read already
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
-        """Write (b, n, d) states to a memory; `carried` is the control matrix if the layers share one."""
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
+        """Write (b, n, d) states to a memory; `slot_states` is the control matrix if the layers share one."""
         write, sources = _WRITERS[self.config.memory_control], self.sources(states, context)
-        return Memory([write(self, states, sources, self.control_weight(carried), context)], carried)
+        return Memory([write(self, states, sources, self.control_weight(slot_states), context)], slot_states)
 
     def sources(self, states: Tensor, context: ForwardContext) -> Sources:
         """Return what to write."""
@@ -154,10 +156,10 @@ class AbcAttention(AbcControlled):
         """
         return [product(phi, source) for source in sources]
 
-    def unused_parameters(self, carried: Tensor | None) -> list[Tensor]:
+    def unused_parameters(self, slot_states: Tensor | None) -> list[Tensor]:
         """Like `MemoryAttention.unused_parameters`."""
-        weight = self.control_weight(carried)
-        return super().unused_parameters(carried) + ([] if weight is None else [weight])
+        weight = self.control_weight(slot_states)
+        return super().unused_parameters(slot_states) + ([] if weight is None else [weight])
 
     def write_mlp(self, states: Tensor, sources: Sources, weight: Tensor, context: ForwardContext) -> SlotMemory:
         """Write with a learned attention over the tokens (equation 7)."""
@@ -289,32 +291,32 @@ class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
     """Causal ABC self-attention, with the same parameters as the encoder's `AbcAttention`."""
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `CausalMemoryAttention.forward`; a window's weights run over its tokens, the current token last."""
         if self.config.memory_control != "sliding_window":
-            return super().forward(hidden_states, carried, context)
+            return super().forward(hidden_states, slot_states, context)
         query, key, value = self.project(hidden_states, context)
         cache = context.layer_cache(self.layer_idx)
         window = write_window(key, value, self.config.memory_size, context, cache)
         if self.config._attn_implementation == "eager":  # which also returns weights
             output, weights = read_memories(self, query, [window], context.options)
-            return output, carried, weights
+            return output, slot_states, weights
 
         def read(query: Tensor, window: WindowMemory | SlotMemory) -> Tensor:
             return read_memories(self, query, [window], context.options)[0]
 
-        return recomputed(read, query, window), carried, None
+        return recomputed(read, query, window), slot_states, None
 
     def write_weights(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:
         """Return phi before normalisation, (b, h, n, m), and its normaliser."""
         config, batch = self.config, hidden_states.shape[0]
         if config.memory_control == "random":
             one_hot = F.one_hot(self.drawn_slots(context.ranks), config.memory_size).to(hidden_states.dtype)
             return one_hot[:, None].expand(batch, self.num_heads, -1, -1), "written"
-        weight = self.control_weight(carried)
+        weight = self.control_weight(slot_states)
         if config.memory_control == "linformer":
             # Beyond the matrix's N columns, positions wrap around to the first one.
             phi = weight.t()[context.ranks % weight.shape[1]]  # (b or 1, n, h m)

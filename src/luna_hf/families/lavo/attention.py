@@ -153,15 +153,15 @@ class LavoProjections(MemoryAttention):
 class LavoAttention(LavoProjections):
     """LAVO self-attention: read the window, write the result to the memory and read that, too."""
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
-        """Write the values of (b, n, d) states, as for cross-attention; `carried` passes by unchanged.
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
+        """Write the values of (b, n, d) states, as for cross-attention; `slot_states` passes by unchanged.
 
         Raises:
             ValueError: The model has no memory (`config.attention_parts` is "local").
         """
         if self.bases is None:
             raise ValueError("The attention has no memory to write, since `config.attention_parts` is 'local'.")
-        return Memory([self.slots(self.heads(self.value, states), context)], carried)
+        return Memory([self.slots(self.heads(self.value, states), context)], slot_states)
 
     def slots(self, states: Tensor, context: ForwardContext) -> SlotMemory:
         """Compress (b, h, n, c) states."""
@@ -193,11 +193,11 @@ class LavoAttention(LavoProjections):
         return parts if local is None or self.config.attention_parts == "global" else [*parts, local]
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, r + w), and sum to one."""
         output, weights = mean_of_parts(self.attend(*self.project(hidden_states), context))
-        return output, carried, weights
+        return output, slot_states, weights
 
 
 def running_sums(states: Tensor, bases: Tensor, before: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
@@ -243,11 +243,11 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
     """Causal self-attention, with the same parameters as the encoder's `LavoAttention`."""
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, r + w), and sum to one."""
         output, weights = mean_of_parts(self.attend(*self.project(hidden_states), context))
-        return output, carried, weights
+        return output, slot_states, weights
 
     def attend(self, query: Tensor, key: Tensor | None, value: Tensor, context: ForwardContext) -> list[Read]:
         """Read the parts of the output for (b, h, n, c) queries, keys and values, global before local."""
