@@ -35,7 +35,8 @@ from variants import ROWS
 from luna_hf import MemoryCache
 from luna_hf.families.abc.configuration import CAUSAL_CONTROLS, WITHOUT_SLOTS
 from luna_hf.ops.context import make_context
-from luna_hf.ops.memory_read import SlotMemory, WindowMemory, read_memories
+from luna_hf.ops.memories import SlotMemory, WindowMemory
+from luna_hf.ops.memory_read import read_memories
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 families = pytest.mark.parametrize("family", MIXING_FAMILIES)

@@ -25,7 +25,8 @@ from luna_hf import FAMILIES, AbcConfig, read_memory, write_memory
 from luna_hf.families.abc.attention import AbcAttention
 from luna_hf.families.abc.configuration import CONTROLS
 from luna_hf.ops import memory_read
-from luna_hf.ops.memory_read import SlotMemory, WindowMemory, read_memories
+from luna_hf.ops.memories import SlotMemory, WindowMemory
+from luna_hf.ops.memory_read import read_memories
 
 WINDOWS = ("sliding_window", "dilated")
 SLOT_CONTROLS = [control for control in CONTROLS if control not in WINDOWS]

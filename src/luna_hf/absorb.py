@@ -11,7 +11,7 @@ from .layers.block import AttentionBlock
 from .ops.absorbed import absorbed_pack, absorbed_read, project_slots
 from .ops.attention import product, project_heads
 from .ops.context import ForwardContext
-from .ops.memory_read import SlotMemory
+from .ops.memories import SlotMemory
 
 # Costs in multiply-adds of a product with all tokens, as measured on CPUs: each logit's part in a softmax, alone and
 # with the gradient, and one multiply-add of the many small products that fold slots and weights.

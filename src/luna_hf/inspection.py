@@ -16,8 +16,8 @@ from .families.luna.attention import LunaAttention
 from .layers.causal_attention import CausalAttention
 from .layers.memory_attention import FullAttention, MemoryAttention
 from .ops.context import ForwardContext
+from .ops.memories import Memories, WindowMemory
 from .ops.memory_control import control_weights
-from .ops.memory_read import Memories, WindowMemory
 
 
 class AttentionMap(NamedTuple):

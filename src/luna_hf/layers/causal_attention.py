@@ -7,9 +7,8 @@ from ..ops.attention import project_heads
 from ..ops.causal_memory import attend_causal_memory
 from ..ops.causal_slots import CausalMemory
 from ..ops.context import ForwardContext
-from ..ops.memory_read import read_window, window_logits
+from ..ops.memories import WindowMemory
 from ..ops.positions import rotate
-from .causal_window import write_window
 from .memory_attention import Memory, MemoryAttention
 
 
@@ -66,15 +65,15 @@ class CausalMemoryAttention(CausalAttention):
             options["slots"] = torch.zeros(len(query), weights.shape[-1], dtype=torch.bool, device=key.device)
         window = None
         if self.config.local_window:
-            window = write_window(key, value, self.config.local_window, context, cache, prefix="window_")
-            options |= {"beside": window_logits(query, window, context.window), "count_scale": self.slot_scale}
+            window = WindowMemory.of_decoder(key, value, self.config.local_window, context, cache, "window_")
+            options |= {"beside": window.logits(query, context.window), "count_scale": self.slot_scale}
             if self.config.slot_counts == "outside":
                 options["outside"] = (context.ranks + 1 - context.window).clamp(min=0)
         options["dropout"] = self.attention_dropout if self.training else 0.0
         options["need_weights"] = self.config._attn_implementation == "eager"
         output, read, state = attend_causal_memory(query, key, value, weights, normaliser, memory, **options)
         if window is not None:
-            output = output + read_window(read[..., weights.shape[-1] :], window)
+            output = output + window.read(read[..., weights.shape[-1] :])
         if cache is not None:
             cache.write(**state._asdict())
         return output.transpose(1, 2).flatten(2), slot_states, read

@@ -27,7 +27,8 @@ from ..ops.exact_tokens import (
     spaced_places,
     tokens_outside,
 )
-from ..ops.memory_read import Memories, SlotMemory, WindowMemory, read_memories, tokens_in_window
+from ..ops.memories import Memories, SlotMemory, WindowMemory
+from ..ops.memory_read import read_memories
 from ..ops.recompute import recomputed
 from ..ops.tokens import join_gradients
 from .recorded import Recorded
@@ -66,6 +67,7 @@ class MemoryAttention(Recorded):
     is_causal = False  # transformers' sdpa defaults to True without this attribute
     has_slots = True  # whether a window of `config.local_window` is read in one softmax with them
     memory_class: type = SlotMemory  # the part that cross-attention writes and reads
+    read_parts = read_memories
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int = 0) -> None:
         super().__init__()
@@ -219,7 +221,7 @@ class MemoryAttention(Recorded):
         if not context.slots:
             written = []
         if context.window:
-            parts.append(tokens_in_window(key, value, context.window, context, elsewhere=elsewhere))
+            parts.append(WindowMemory.of_encoder(key, value, context.window, context, elsewhere))
         if marked is not None and self.config.global_tokens_read_all:
             memory = memory._replace(marked=MarkedReads(marked, key, value, context.token_mask))
         return memory._replace(parts=[*written, *parts])
@@ -284,7 +286,7 @@ class MemoryAttention(Recorded):
         shape = (*hidden_states.shape[:-1], self.num_heads, self.head_size)
         query = self.query(hidden_states).view(shape).transpose(1, 2)
         options = {} if context is None else context.options
-        output, weights = read_memories(self, query, memory.parts, options)
+        output, weights = self.read_parts(query, memory.parts, options)
         if memory.marked is None:
             return output, weights
         tokens, *sides = memory.marked

@@ -94,15 +94,5 @@ def band_weights(weights: Tensor, keys: int) -> Tensor:
     return F.pad(weights, (0, keys + 1 - window)).flatten(2)[..., : block * keys].unflatten(2, (block, keys))
 
 
-def interleave(states: Tensor) -> Tensor:
-    """Dilation (ABC, equation 9): split even and odd positions into rows, (b, n, ...) to (2 b, n / 2, ...), n even."""
-    return states.unflatten(1, (states.shape[1] // 2, 2)).transpose(1, 2).flatten(0, 1)
-
-
-def undo_interleave(states: Tensor) -> Tensor:
-    """Invert `interleave`: (2 b, n / 2, ...) to (b, n, ...)."""
-    return states.unflatten(0, (states.shape[0] // 2, 2)).transpose(1, 2).flatten(1, 2)
-
-
 def _number_of_blocks(length: int, block: int) -> int:
     return (length + block - 1) // block

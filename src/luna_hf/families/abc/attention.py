@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from ...layers.causal_attention import CausalMemoryAttention
-from ...layers.causal_window import write_window
 from ...layers.memory_attention import Memory, MemoryAttention
 from ...ops.attention import make_key_mask, product, split_heads
 from ...ops.context import ForwardContext
 from ...ops.exact_tokens import in_order, stretches_outside
+from ...ops.memories import Memories, SlotMemory, WindowMemory
 from ...ops.memory_control import (
     cluster_slots,
     compressive_slots,
@@ -34,10 +34,11 @@ from ...ops.memory_control import (
     global_slots,
     tokens_per_slot,
 )
-from ...ops.memory_read import SlotMemory, WindowMemory, read_memories, tokens_in_window
+from ...ops.memory_read import read_memories
 from ...ops.recompute import recomputed
 from ...ops.tokens import move_to_ranks, weight_shares, write_to_slots
 from .configuration import AbcConfig
+from .dilation import read_dilated
 
 
 def random_slots(ranks: Tensor, num_slots: int, seed: int) -> Tensor:
@@ -259,12 +260,19 @@ class AbcAttention(AbcControlled):
 
     def keep_window(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> WindowMemory:
         """Keep all keys and values, to be read within a sliding or dilated window (section 3.3, appendix A.4)."""
-        dilated = self.config.memory_control == "dilated"
-        return tokens_in_window(*sources, self.config.memory_size, context, dilated)
+        return WindowMemory.of_encoder(*sources, self.config.memory_size, context)
 
     def keep_all(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> SlotMemory:
         """Keep one slot per token: ordinary softmax attention."""
         return SlotMemory(*sources, context.masks)
+
+    def read_parts(
+        self, query: Tensor, memories: Memories, options: dict[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like `read_memories`, in a dilated window if the control is one."""
+        return (read_dilated if self.config.memory_control == "dilated" else read_memories)(
+            self, query, memories, options
+        )
 
 
 def sum_over(phi: Tensor, real: Tensor) -> Tensor:
@@ -298,12 +306,12 @@ class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
             return super().forward(hidden_states, slot_states, context)
         query, key, value = self.project(hidden_states, context)
         cache = context.layer_cache(self.layer_idx)
-        window = write_window(key, value, self.config.memory_size, context, cache)
+        window = WindowMemory.of_decoder(key, value, self.config.memory_size, context, cache)
         if self.config._attn_implementation == "eager":  # which also returns weights
             output, weights = read_memories(self, query, [window], context.options)
             return output, slot_states, weights
 
-        def read(query: Tensor, window: WindowMemory | SlotMemory) -> Tensor:
+        def read(query: Tensor, window: WindowMemory) -> Tensor:
             return read_memories(self, query, [window], context.options)[0]
 
         return recomputed(read, query, window), slot_states, None

@@ -42,11 +42,11 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from ...layers.causal_attention import CausalAttention
-from ...layers.causal_window import write_window
 from ...layers.memory_attention import Memory, MemoryAttention
 from ...ops.attention import project_heads, split_heads
 from ...ops.context import ForwardContext
-from ...ops.memory_read import SlotMemory, WindowMemory, read_memories, tokens_in_window
+from ...ops.memories import SlotMemory, WindowMemory
+from ...ops.memory_read import read_memories
 from ...ops.positions import rotate
 from ...ops.window import window_reach
 from .configuration import LavoConfig
@@ -131,18 +131,12 @@ class LavoProjections(MemoryAttention):
         key = None if self.key is None else self.heads(self.key, states)
         return self.heads(self.query, states), key, self.heads(self.value, states)
 
-    def read_window(self, query: Tensor, memory: SlotMemory | WindowMemory, window: int, options: dict) -> Read:
-        """Read a window, or in a decoding step its tokens as slots, with queries (b, h, n, c)."""
-        is_step = isinstance(memory, SlotMemory)
+    def read_window(self, query: Tensor, memory: WindowMemory, options: dict[str, Any]) -> Read:
+        """Read a window with queries (b, h, n, c), with the bias P_{j - i + w - 1} of the configured w."""
         if self.position_bias is not None:
-            bias = self.window_bias(window, is_step or memory.causal)
-            memory = memory._replace(bias=bias.expand(1, 1, -1) if is_step else bias)
+            first = self.config.local_window - 1 - window_reach(memory.window, memory.causal)[0]
+            memory = memory._replace(bias=self.position_bias[first : first + memory.window])
         return Read(memory, *read_memories(self, query, [memory], options))
-
-    def window_bias(self, window: int, causal: bool) -> Tensor:
-        """Return the bias (w,) of each place of a window: P_{j - i + w - 1} with the configured w."""
-        first = self.config.local_window - 1 - window_reach(window, causal)[0]
-        return self.position_bias[first : first + window]
 
     def compressed(self, value: Tensor, local: Read | None) -> Tensor:
         """Return x_t, what the memory is written from: (b, h, n, c)."""
@@ -185,8 +179,8 @@ class LavoAttention(LavoProjections):
         """Read the parts of the output for (b, h, n, c) queries, keys and values, global before local."""
         local, parts = None, []
         if key is not None and context.window:
-            window = tokens_in_window(key, value, context.window, context)
-            local = self.read_window(query, window, context.window, context.options)
+            window = WindowMemory.of_encoder(key, value, context.window, context)
+            local = self.read_window(query, window, context.options)
         if self.bases is not None and context.slots:
             slots = self.slots(self.compressed(value, local), context)
             parts.append(self.read_slots(query, slots, context.options))
@@ -265,10 +259,10 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
         if context.rotation is not None:
             query, key = rotate(query, context.rotation), rotate(key, context.rotation)
         cache = context.layer_cache(self.layer_idx)
-        window = write_window(key, value, self.config.local_window, context, cache, prefix="window_")
+        window = WindowMemory.of_decoder(key, value, self.config.local_window, context, cache, "window_")
         if not context.window:
             return None
-        return self.read_window(query, latest(window, context.window), context.window, context.options)
+        return self.read_window(query, window.narrowed(context.window), context.options)
 
     def attend_memory(self, query: Tensor, states: Tensor, context: ForwardContext) -> Read:
         """Update the sum of the state with (b, h, n, c) states, and read the memory of every token."""
@@ -286,11 +280,3 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
         if cache is not None:
             cache.write(total=total)
         return Read(None, torch.cat(outputs, dim=1).flatten(2), torch.cat(shown, dim=2) if shown else None)
-
-
-def latest(memory: SlotMemory | WindowMemory, window: int) -> SlotMemory | WindowMemory:
-    """Narrow what `write_window` returned to the last tokens of the window."""
-    if isinstance(memory, WindowMemory):
-        return memory._replace(window=window)
-    key, value = memory.key[:, :, -window:], memory.value[:, :, -window:]
-    return SlotMemory(key, value, memory.filled[..., -window:])
