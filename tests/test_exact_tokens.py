@@ -31,7 +31,7 @@ from transformers import AutoConfig
 
 from luna_hf.families.abc.configuration import CONTROLS, WITHOUT_SLOTS
 from luna_hf.ops.exact_tokens import first_tokens, marked_tokens, tokens_outside
-from luna_hf.ops.window import window_reach
+from luna_hf.ops.tokens import window_reach
 
 backends = pytest.mark.parametrize("backend", ["eager", "sdpa"])
 families = pytest.mark.parametrize("family", MIXING_FAMILIES)

@@ -11,16 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from luna_hf.families.abc.attention import _WRITERS, random_slots
 from luna_hf.families.abc.configuration import ACTIVATIONS, CONTROLS
 from luna_hf.ops import memory_control
-from luna_hf.ops.memory_control import cluster_slots, compressive_slots, control_weights, global_slots, tokens_per_slot
-from luna_hf.ops.tokens import move_to_ranks, row_lengths, token_ranks, write_to_slots
-from luna_hf.ops.window import (
+from luna_hf.ops.context import row_lengths, token_ranks
+from luna_hf.ops.memories import (
     join_blocks,
     key_blocks,
     key_places,
     query_blocks,
     window_mask,
-    window_reach,
 )
+from luna_hf.ops.memory_control import cluster_slots, compressive_slots, control_weights, global_slots, tokens_per_slot
+from luna_hf.ops.tokens import move_to_ranks, window_reach, write_to_slots
 
 LENGTHS = [1, 2, 7, 8, 9, 64, 100, 1000]
 SIZES = [1, 2, 5, 8, 64]

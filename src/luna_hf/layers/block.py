@@ -5,6 +5,7 @@ in a `MemoryAttention`. What it writes its slots with passes from layer to layer
 such as Luna's packed sequence, or `None`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..ops.attention import float32_products
 from ..ops.context import ForwardContext
 from ..ops.convolution import depthwise_convolution
 from ..ops.recompute import may_recompute, save_inputs
+from ..ops.unpadding import UnpaddedContext
 from .memory_attention import FullAttention, MemoryAttention
 from .recorded import Recorded
 
@@ -94,7 +96,7 @@ class AttentionBlock(nn.Module):
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
         update, slot_states = self.attend(states, slot_states, context)
         if self.convolution is not None:
-            convolved, _ = context.in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None)
+            convolved, _ = _in_rows(context, lambda rows, _, own: (self.convolution(rows, own), None), states, None)
             update = update + convolved
         return update, slot_states
 
@@ -102,8 +104,17 @@ class AttentionBlock(nn.Module):
         self, states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
         """Apply attention and output projection to normed states (b, n, d)."""
-        read, slot_states = context.in_rows(self.self, states, slot_states)
+        read, slot_states = _in_rows(context, self.self, states, slot_states)
         return self.output.dense(read), slot_states
+
+
+def _in_rows(
+    context: ForwardContext | UnpaddedContext, function: Callable[..., Any], states: Tensor, slot_states: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Apply what needs whole texts, a function of (b, n, d) states, slot states and a context."""
+    if isinstance(context, ForwardContext):
+        return function(states, slot_states, context)[:2]
+    return context.in_rows(function, states, slot_states)
 
 
 class TransformerLayer(Recorded, GradientCheckpointingLayer):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..configuration import BoundedMemoryConfig
-from ..ops.attention import KeyMask, attend_heads, count_bias, log_counts, make_key_mask, split_heads
+from ..ops.attention import KeyMask, count_bias, log_counts, make_key_mask, split_heads
 from ..ops.context import ForwardContext
 from ..ops.dispatch import choose
 from ..ops.exact_tokens import (
@@ -28,7 +28,7 @@ from ..ops.exact_tokens import (
     tokens_outside,
 )
 from ..ops.memories import Memories, SlotMemory, WindowMemory
-from ..ops.memory_read import read_memories
+from ..ops.memory_read import attend_heads, read_memories
 from ..ops.recompute import recomputed
 from ..ops.tokens import join_gradients
 from .recorded import Recorded

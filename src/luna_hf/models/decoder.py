@@ -16,10 +16,10 @@ from ..configuration import BoundedMemoryConfig
 from ..layers.block import DepthwiseConvolution
 from ..layers.cache import MemoryCache, state_fields
 from ..ops.attention import linear
-from ..ops.context import ForwardContext, make_context
+from ..ops.context import ForwardContext, make_context, token_ranks
 from ..ops.convolution import causal_convolution
 from ..ops.positions import rotation
-from ..ops.tokens import move_to_ranks, token_ranks
+from ..ops.tokens import move_to_ranks
 from .base import BaseModelMixin, HeadMixin
 from .generation import GenerationHooks, check_mask_of_past, text_checksum
 

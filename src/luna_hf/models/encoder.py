@@ -184,8 +184,8 @@ class EncoderModelMixin(BaseModelMixin):
             starts = self.find_texts(inputs, keep, position_ids, keywords)
             position_ids = self.table_positions(position_ids, keep)
         unpadded = None if keep is None and starts is None else self.unpad(inputs, keep, starts, keywords)
-        longest, limit = longest if unpadded is None else unpadded.longest, self.config.longest_input()
-        if limit is not None and longest > limit:
+        longest, limit = longest if unpadded is None else unpadded.longest, self.config.max_position_embeddings
+        if longest > limit and self.config.longest_input() is not None:
             raise ValueError(
                 f"The input has {longest} tokens, but the model accepts at most {limit} (`max_position_embeddings`). "
                 f"Use `tokenizer(..., truncation=True, max_length={limit})`, or a model with more positions."

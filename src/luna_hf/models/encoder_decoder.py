@@ -33,13 +33,13 @@ from ..configuration import BoundedMemoryConfig
 from ..layers.block import LayerStack
 from ..layers.cache import MemoryCache
 from ..layers.cross_attention import CrossAttentionBlock, CrossLayer
-from ..layers.heads import cross_entropy
 from ..layers.memory_attention import MemoryAttention
 from ..ops.attention import linear
 from ..ops.context import ForwardContext, drop_if_full, make_context
 from .base import BoundedMemoryPreTrainedModel, HeadMixin
 from .decoder import DecoderModelMixin
 from .encoder import EncoderPreTrainedModel, resize_table
+from .encoder_heads import cross_entropy
 from .generation import GenerationHooks
 
 _SOURCE_WORDS = "encoder.embeddings.word_embeddings.weight"

@@ -11,7 +11,7 @@ from transformers.utils import is_tracing
 
 from ..configuration import BoundedMemoryConfig
 from ..layers.cache import MemoryCache
-from ..ops.tokens import token_ranks
+from ..ops.context import token_ranks
 
 
 class GenerationHooks:

@@ -1,6 +1,5 @@
 """The data that all layers of a forward pass share, built once by the model and passed as one argument."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,7 @@ from transformers.utils import is_tracing
 
 from .attention import KeyMask, make_key_mask
 from .exact_tokens import ExactTokens, in_order, marked_tokens, tokens_outside
-from .tokens import row_lengths, token_ranks
-from .window import window_reach
+from .tokens import window_reach
 
 
 class ForwardContext(NamedTuple):
@@ -49,15 +47,6 @@ class ForwardContext(NamedTuple):
             return self.written if self.keep is None else self.keep[:, None]
         return self.written & self.keep[:, None]
 
-    def in_rows(
-        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, slot_states: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Apply what needs whole texts, a function of (b, n, d) states, slot states and a context.
-
-        The context of an unpadded batch (`unpadding.UnpaddedContext`) does so in several calls.
-        """
-        return function(states, slot_states, self)[:2]
-
     def split(self, length: int, size: int) -> list[tuple[slice, "ForwardContext"]]:
         """Split the tokens into parts of at most `size`: where each is, and its context, without the family's masks."""
         parts = [slice(first, first + size) for first in range(0, length, size)]
@@ -71,6 +60,23 @@ class ForwardContext(NamedTuple):
     def layer_cache(self, layer_idx: int) -> CacheLayerMixin | None:
         """Return a layer's cache, or `None` without a cache."""
         return None if self.cache is None else self.cache.layers[layer_idx]
+
+
+def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Index of each token among its row's real tokens, (b, n) long; (1, n) if nothing is padded.
+
+    Padding takes the rank of the real token to its left, or 0 if there is none.
+    """
+    if keep is None:
+        return torch.arange(length, device=device)[None]
+    return (keep.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Number of real tokens of each row, (b, 1) long; (1, 1) if nothing is padded."""
+    if keep is None:
+        return torch.full((1, 1), length, dtype=torch.long, device=device)
+    return keep.sum(-1, keepdim=True)
 
 
 def make_context(

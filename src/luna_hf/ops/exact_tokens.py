@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from transformers.utils import is_tracing
 
 from .attention import masked_softmax
-from .tokens import move_to_ranks
-from .window import window_reach
+from .tokens import move_to_ranks, window_reach
 
 
 class ExactTokens(NamedTuple):

@@ -7,7 +7,7 @@ A memory of m slots is written with one control vector phi_i in R^m per token, a
 
 A strategy is a choice of phi. Dense strategies are weights over the tokens, (b, h, m, n). If phi_i is a multiple of a
 unit vector, it reduces to the token's slot, (b, 1 or h, n), and the memory is written in O(n). Sliding windows, which
-tokens leave again, are not written but read in place (`ops/window.py`).
+tokens leave again, are not written but read in place (`ops/memories.py`).
 
 Shape letters: b batch, h heads, n tokens, m slots, c head size. `ranks` are indices among the real tokens of a row,
 so that padding on either side changes nothing. Every mask is boolean with True = keep.

@@ -1,4 +1,4 @@
-"""Reading several memories, slots and windows, in one softmax.
+"""Softmax attention through transformers' backends, to keys or to several memories, slots and windows, at once.
 
 Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head
 size. Every mask is boolean with True = keep.
@@ -10,12 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import is_tracing
+from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_torchdynamo_exporting, is_tracing
 
-from .attention import KeyMask, attend_heads
-from .dispatch import choose
-from .memories import BlockPart, Memories, SlotMemory, WindowMemory, added_terms, is_additive, join_masks
-from .window import join_blocks, query_blocks, window_weights
+from .attention import KeyMask, UnpaddedKeys, flex_key_mask, softmax_attention
+from .dispatch import choose, prefers_products
+from .memories import (
+    BlockPart,
+    Memories,
+    SlotMemory,
+    WindowMemory,
+    added_terms,
+    is_additive,
+    join_blocks,
+    join_masks,
+    query_blocks,
+    window_weights,
+)
 
 # Where windows are read in parts: the number of queries of a part, and at most of a block. A shorter block reads fewer
 # keys beyond its windows, but copies more.
@@ -23,6 +35,95 @@ _PART_QUERIES, _PART_BLOCK = 512, 64
 
 # Number of tokens beyond a window up to which its queries read the whole row under a mask, without blocks.
 _SHORT_ROW = 128
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Eager attention for transformers' interface: (b, h, q, c) queries to (b, q, h, c) outputs, and the weights."""
+    output, weights = softmax_attention(query, key, value, attention_mask, scaling, dropout)
+    return output.transpose(1, 2), weights
+
+
+def attend_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: KeyMask | Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Multi-head softmax attention with any numbers of queries and keys, through transformers' attention interface.
+
+    Args:
+        module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
+        query: (b, h, q, c); logits are scaled by c^-1/2.
+        key, value: (b, h, k, c).
+        mask: from `make_key_mask`, or `None`; or a tensor that broadcasts to (b, h, q, k), boolean (True = may be
+            attended to) or added to the logits. Only eager and sdpa accept a tensor; other backends fall back to sdpa.
+
+    Returns:
+        The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).
+    """
+    backend = module.config._attn_implementation
+    if isinstance(mask, Tensor):
+        mask, backend = KeyMask(mask, mask), "eager" if backend == "eager" else "sdpa"
+    elif mask is None and backend == "flex_attention":  # slots that may all be read, of any number
+        mask = flex_key_mask(None, *(states.transpose(1, 2) for states in (query, key)))
+    kwargs |= {
+        "scaling": query.shape[-1] ** -0.5,
+        "dropout": module.attention_dropout if module.training else 0.0,
+        "is_causal": False,
+    }
+    # The flash path would take position ids that restart for packed documents, in queries and keys alike.
+    kwargs.pop("position_ids", None)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
+    if backend == "sdpa" and query.dtype == torch.bfloat16 and prefers_products(query):
+        attention = eager_attention_forward
+    if mask is not None and mask.unpadded is not None:
+        output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)
+        return output.flatten(-2), weights
+    if mask is not None and mask.extra_keys:
+        key, value = (F.pad(states, (0, 0, 0, mask.extra_keys)) for states in (key, value))
+    backend_mask = None if mask is None else mask.for_queries(query.shape[2])
+    output, weights = attention(module, query, key, value, backend_mask, **kwargs)
+    if is_torchdynamo_exporting():
+        # Which layout the kernel returns depends on whether gradients are recorded, and the exporter to ONNX does not.
+        output = output.clone(memory_format=torch.contiguous_format)
+    return output.flatten(-2), weights
+
+
+def _attend_unpadded(
+    attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keys: UnpaddedKeys, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Call a variable-length kernel with all queries of every row, but only the kept keys.
+
+    Transformers' flash path assumes that queries and keys are the same tokens, so a key mask would drop queries too.
+    Passing explicit sequence boundaries and no mask avoids that.
+    """
+    batch, _, num_queries, _ = query.shape
+    rows = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (batch * length, heads, head_dim)
+    query, key, value = rows
+    key, value = key[keys.indices], value[keys.indices]
+    borders = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
+    output, _ = attention(
+        module,
+        *(states.unsqueeze(0).transpose(1, 2) for states in (query, key, value)),  # (1, heads, total, head_dim)
+        None,
+        cu_seq_lens_q=borders,
+        cu_seq_lens_k=keys.cu_seq_lens,
+        max_length_q=num_queries,
+        max_length_k=keys.max_length,
+        **kwargs,
+    )
+    return output.view(batch, num_queries, *output.shape[-2:]), None
 
 
 def read_memories(

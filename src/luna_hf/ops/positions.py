@@ -36,34 +36,6 @@ def rotate(states: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def token_positions(keep: Tensor, first: int) -> Tensor:
-    """RoBERTa's position ids: `first + t` for the t-th real token (from 0), and the row before for padding.
-
-    Args:
-        keep: (b, n) padding mask.
-        first: position of the first token.
-
-    Returns:
-        (b, n) long.
-    """
-    return keep.long().cumsum(-1) * keep + first - 1  # `long` because ONNX has no cumsum of booleans
-
-
-def repeated_positions(position_ids: Tensor, first: int, period: int) -> Tensor:
-    """Position ids whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
-
-    Args:
-        position_ids: (..., n) long, see `token_positions`.
-        first: the position id of position 0.
-        period: at least 2.
-
-    Returns:
-        (..., n) long.
-    """
-    beyond = position_ids - first - 1  # position 1 is 0 here
-    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + first + 1)
-
-
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
     """Sinusoidal position embeddings, sines in the first half and cosines in the second (fairseq's layout).
 

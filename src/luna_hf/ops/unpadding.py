@@ -99,7 +99,7 @@ class UnpaddedContext(NamedTuple):
     def in_rows(
         self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, slot_states: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Like `ForwardContext.in_rows`, bucket by bucket."""
+        """Apply what needs whole texts, a function of (b, n, d) states, slot states and a context, bucket by bucket."""
         outputs, after = [], []
         for rows, context in zip(self.split(states, slot_states), self.contexts, strict=True):
             output, own = function(*rows, context)[:2]

@@ -48,7 +48,7 @@ from ...ops.context import ForwardContext
 from ...ops.memories import SlotMemory, WindowMemory
 from ...ops.memory_read import read_memories
 from ...ops.positions import rotate
-from ...ops.window import window_reach
+from ...ops.tokens import window_reach
 from .configuration import LavoConfig
 
 

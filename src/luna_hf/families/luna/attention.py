@@ -23,7 +23,7 @@ which a mean over all steps cannot.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,9 @@ from ...layers.cache import SOURCE, MemoryCacheLayer
 from ...layers.causal_attention import CausalMemoryAttention
 from ...layers.memory_attention import Memory, MemoryAttention
 from ...layers.recorded import Recorded
-from ...ops.attention import KeyMask, attend_heads, linear, make_key_mask, product, project_heads, split_heads
+from ...ops.attention import KeyMask, linear, make_key_mask, product, project_heads, split_heads
 from ...ops.context import ForwardContext, drop_if_full
+from ...ops.memory_read import attend_heads
 from ...ops.recompute import recomputed
 from .configuration import LunaConfig
 
@@ -48,8 +49,13 @@ class LunaMasks(NamedTuple):
     slots: KeyMask | None
 
 
+def slots_for(config: LunaConfig, tokens: Any) -> Any:
+    """Return how many slots a row of so many tokens, a number or tensor, uses with dynamic projection, at most."""
+    return (tokens + config.tokens_per_slot - 1) // config.tokens_per_slot
+
+
 def valid_slots(config: LunaConfig, lengths: Tensor, num_slots: int) -> Tensor:
-    """Dynamic projection: a row of t tokens uses only its first `config.slots_for(t)` slots.
+    """Dynamic projection: a row of t tokens uses only its first `slots_for(config, t)` slots.
 
     Args:
         config: the model's configuration.
@@ -59,7 +65,7 @@ def valid_slots(config: LunaConfig, lengths: Tensor, num_slots: int) -> Tensor:
     Returns:
         (b, l) boolean, True for the slots in use.
     """
-    return torch.arange(num_slots, device=lengths.device) < config.slots_for(lengths)
+    return torch.arange(num_slots, device=lengths.device) < slots_for(config, lengths)
 
 
 class LunaProjections:
@@ -135,7 +141,7 @@ class LunaAttention(LunaProjections, MemoryAttention):
         slots = context.slot_keep
         if slots is None and config.dynamic_projection:
             batch, count = slot_states.shape[:2]
-            if context.keep is not None or count > config.slots_for(states.shape[1]):
+            if context.keep is not None or count > slots_for(config, states.shape[1]):
                 slots = valid_slots(config, context.lengths, count).expand(batch, -1)
         slots = None if slots is None else drop_if_full(slots)
         masks = LunaMasks(
