@@ -227,17 +227,8 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
         """
         # Not a parameter, because the Trainer would take it for a label column.
         shift_labels = kwargs.pop("shift_labels", None)
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
-        )
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(*inputs, cache=cache, use_cache=use_cache, return_dict=True, **kwargs)
         logits = linear(self.lm_head, slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None or shift_labels is not None:
@@ -248,10 +239,4 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
                 num_items_in_batch=num_items_in_batch,
                 shift_labels=shift_labels,
             )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return self.make_output(outputs, loss=loss, logits=logits)

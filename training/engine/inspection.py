@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .families.abc.attention import AbcAttention
-from .families.lavo.attention import LavoAttention
-from .families.leapformer.attention import LeapformerAttention
-from .families.luna.attention import LunaAttention
-from .layers.causal_attention import CausalAttention
-from .layers.memory_attention import FullAttention, MemoryAttention
-from .ops.context import ForwardContext
-from .ops.memories import Memories, WindowMemory
-from .ops.memory_control import control_weights
+from luna_hf.families.abc.attention import AbcAttention
+from luna_hf.families.lavo.attention import LavoAttention
+from luna_hf.families.leapformer.attention import LeapformerAttention
+from luna_hf.families.luna.attention import LunaAttention
+from luna_hf.layers.causal_attention import CausalAttention
+from luna_hf.layers.memory_attention import FullAttention, MemoryAttention
+from luna_hf.ops.context import ForwardContext
+from luna_hf.ops.memories import Memories, WindowMemory
+from luna_hf.ops.memory_control import control_weights
 
 
 class AttentionMap(NamedTuple):
