@@ -28,28 +28,14 @@ class SinusoidalPositions(nn.Module):
 
 
 def token_positions(keep: Tensor, first: int) -> Tensor:
-    """RoBERTa's position ids: `first + t` for the t-th real token (from 0), and the row before for padding.
-
-    Args:
-        keep: (b, n) padding mask.
-        first: position of the first token.
-
-    Returns:
-        (b, n) long.
-    """
+    """RoBERTa's position ids of a padding mask (b, n): `first + t` for the t-th real token, `first - 1` for padding."""
     return keep.long().cumsum(-1) * keep + first - 1  # `long` because ONNX has no cumsum of booleans
 
 
 def repeated_positions(position_ids: Tensor, first: int, period: int) -> Tensor:
-    """Position ids whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
+    """Position ids (..., n) whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
 
-    Args:
-        position_ids: (..., n) long, see `token_positions`.
-        first: the position id of position 0.
-        period: at least 2.
-
-    Returns:
-        (..., n) long.
+    `first` is the id of position 0, as in `token_positions`; the period is at least 2.
     """
     beyond = position_ids - first - 1  # position 1 is 0 here
     return torch.where(beyond < 0, position_ids, beyond % (period - 1) + first + 1)

@@ -98,14 +98,10 @@ def first_marked(keep: Tensor) -> Tensor:
 
 
 def question_marked(keep: Tensor, ends: Tensor, most: int) -> Tensor:
-    """Mark the tokens before the first separator, the question's.
+    """Mark the tokens before the first separator, the question's, given a padding mask (b, n).
 
-    Where they are more than `most`, or no second text follows, the first token is marked.
-
-    Args:
-        keep: (b, n) padding mask.
-        ends: (b, n), True for separators, or for all tokens after the first text.
-        most: number of tokens to mark in a row, at most.
+    `ends` (b, n) is True for separators, or for all tokens after the first text. Where the question has more than
+    `most` tokens, or no second text follows, the first token is marked.
     """
     ended = (ends & keep).long().cumsum(-1) > 0
     # A single separator at the end leaves no second text.
@@ -115,11 +111,9 @@ def question_marked(keep: Tensor, ends: Tensor, most: int) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Cross-entropy in float32 or wider: the mean over the labels, or the sum divided by `num_items_in_batch` if given.
+    """Cross-entropy of logits (..., classes) and labels (...), of which -100 are ignored, in float32 or wider.
 
-    Args:
-        logits: (..., classes).
-        labels: (...) long; -100 is ignored.
+    The mean over the labels, or the sum divided by `num_items_in_batch` if given.
     """
     reduction = "mean" if num_items_in_batch is None else "sum"
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
@@ -133,11 +127,8 @@ def classification_loss(
     """Loss for `config.problem_type`: regression (MSE), single-label (cross-entropy) or multi-label (BCE).
 
     Without a `problem_type`, one output means regression, integer labels single-label, and float labels multi-label
-    classification; the config is not changed.
-
-    Args:
-        logits: (b, num_labels).
-        labels: (b,), or (b, num_labels) for multi-label classification and regression with several targets.
+    classification; the config is not changed. Logits are (b, num_labels), labels (b,), or (b, num_labels) for
+    multi-label classification and regression with several targets.
 
     Raises:
         ValueError: The shapes of labels and logits do not match.

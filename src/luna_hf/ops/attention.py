@@ -32,15 +32,8 @@ def softmax_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute `softmax(scaling q k^T) v` over the kept keys; a query with no key to attend to gives zeros.
 
-    Args:
-        query: (b, h, q, c).
-        key, value: (b, h, k, c).
-        keep: boolean or additive float mask, broadcastable to (b, h, q, k).
-        scaling: factor applied to the logits.
-        dropout: dropout probability of the weights (0 in inference).
-
-    Returns:
-        The output (b, h, q, c), and the weights (b, h, q, k) after dropout.
+    Queries (b, h, q, c) read keys and values (b, h, k, c) under a mask, boolean or added to the logits, that broadcasts
+    to (b, h, q, k). Returns the output (b, h, q, c), and the weights (b, h, q, k) after dropout.
     """
     logits = torch.matmul(query * scaling, key.transpose(-1, -2))
     if keep is None:
@@ -65,14 +58,10 @@ def masked_softmax(logits: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def count_bias(counts: Tensor, scale: Tensor) -> Tensor:
-    """Compute `scale * log(max(counts, 1))`: the bias of slots that stand for that many tokens.
+    """Compute `scale * log(max(counts, 1))`: the bias of slots that stand for counts (b, 1 or h, ..., m) of tokens.
 
     A slot that stands for less than a token, as most do where a text is shorter than the memory, weighs as much as one:
-    otherwise the tokens of a window would outweigh what only the slots hold.
-
-    Args:
-        counts: (b, 1 or h, ..., m).
-        scale: (h,) factor of each head.
+    otherwise the tokens of a window would outweigh what only the slots hold. Each head has its scale, (h,).
     """
     return log_counts(counts.to(torch.promote_types(scale.dtype, torch.float32)).clamp(min=1.0), scale)
 

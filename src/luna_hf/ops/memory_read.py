@@ -64,8 +64,7 @@ def attend_heads(
 
     Args:
         module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
-        query: (b, h, q, c); logits are scaled by c^-1/2.
-        key, value: (b, h, k, c).
+        query, key, value: (b, h, q, c) and (b, h, k, c); logits are scaled by c^-1/2.
         mask: from `make_key_mask`, or `None`; or a tensor that broadcasts to (b, h, q, k), boolean (True = may be
             attended to) or added to the logits. Only eager and sdpa accept a tensor; other backends fall back to sdpa.
 
@@ -129,17 +128,10 @@ def _attend_unpadded(
 def read_memories(
     module: nn.Module, query: Tensor, memories: Memories, options: dict[str, Any] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Softmax attention to several memories at once, through transformers' attention interface.
+    """Softmax attention to several memories at once, for a module as in `attend_heads`.
 
-    Args:
-        module: the calling module, as for `attend_heads`.
-        query: (b, h, n, c); if a memory is a window, the queries of its tokens.
-        memories: the memories to read in one softmax.
-        options: keyword arguments for the attention backend.
-
-    Returns:
-        The concatenated heads (b, n, d), and with eager attention the weights (b, h, n, keys) over the slots or window
-        positions of each memory in turn.
+    Queries (b, h, n, c), those of its tokens if a memory is a window, give the concatenated heads (b, n, d), and with
+    eager attention the weights (b, h, n, keys) over the slots or window positions of each memory in turn.
 
     Raises:
         ValueError: The number of queries differs from the number of tokens in a window.

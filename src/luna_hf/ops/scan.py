@@ -38,15 +38,9 @@ def causal_scan(
     This is the operator behind linear attention, Luna's causal average (section 3.3) and the causal memory of ABC. It
     runs in float32 or wider whatever the input dtypes, because half-precision sums stop growing.
 
-    Args:
-        x, y: (b, h, n, p).
-        z: (b, h, n, r).
-        state: (b, h, p, r) sum over earlier tokens; zero by default.
-        keep: (b, n) padding mask. Padding adds nothing, but still reads the sum at its position.
-        chunk_size: number of tokens per chunk; the result does not depend on it.
-
-    Returns:
-        The outputs (b, h, n, r) in `x`'s dtype, and the state after the last token (b, h, p, r).
+    The factors x and y are (b, h, n, p), z is (b, h, n, r), the state (b, h, p, r). Padding, masked by `keep` (b, n),
+    adds nothing, but still reads the sum. No result depends on `chunk_size`. Returns the outputs (b, h, n, r) in `x`'s
+    dtype, and the state after the last token.
     """
     if keep is not None:
         padding = ~keep[:, None, :, None]

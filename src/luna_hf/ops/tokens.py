@@ -51,16 +51,9 @@ def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
-    """Add each kept state to its slot: `sum_i e_{slot(i)} (x) s_i`.
+    """Add each kept state (b, h, n, c) to its slot: `sum_i e_{slot(i)} (x) s_i`, (b, h, m, c).
 
-    Args:
-        states: (b, h, n, c).
-        slots: long, broadcastable to (b, h, n).
-        num_slots: m.
-        keep: boolean mask, broadcastable to (b, h, n); masked tokens write nothing.
-
-    Returns:
-        (b, h, m, c).
+    Slots and the mask `keep` are broadcastable to (b, h, n); masked tokens write nothing.
     """
     if keep is not None:
         states = states.masked_fill(~keep.unsqueeze(-1), 0.0)

@@ -128,18 +128,10 @@ def is_readable(tensor: Tensor | None) -> bool:
 def find_starts(
     shape: tuple[int, int], keep: Tensor | None, position_ids: Tensor | None, boundaries: dict[str, Tensor | None]
 ) -> Tensor | None:
-    """Find the first token of every text, if a row holds several.
+    """Find the first token of every text of a (b, n) input, if a row holds several: (b, n) boolean, or `None`.
 
-    Texts begin where `cu_seq_lens_q` or `seq_idx` say; without them, where `position_ids` return to the row's first.
-
-    Args:
-        shape: (b, n) of the input.
-        keep: (b, n) padding mask; `None` if nothing is padded.
-        position_ids: (1 or b, n), or `None`.
-        boundaries: the keywords of `BOUNDARIES`.
-
-    Returns:
-        (b, n) boolean, the first of every row included; `None` if every row is one text.
+    Texts begin where `cu_seq_lens_q` or `seq_idx` of the `boundaries` say, the keywords of `BOUNDARIES`; without them,
+    where `position_ids` (1 or b, n) return to the row's first.
 
     Raises:
         ValueError: The boundaries do not match the input.
@@ -212,14 +204,9 @@ def bucket_cost(device: torch.device, width: int) -> float:
 
 
 def plan_buckets(lengths: Sequence[int], cost: float) -> list[int]:
-    """Divide texts, sorted by length, such that all buckets have the fewest places, each counted `cost` more.
+    """Divide texts, given ascending lengths, such that all buckets have the fewest places, each counted `cost` more.
 
-    Args:
-        lengths: lengths in ascending order.
-        cost: what a bucket costs besides its places.
-
-    Returns:
-        The number of texts in each bucket.
+    Returns the number of texts in each bucket.
     """
     total = len(lengths)
     if not total:
@@ -251,18 +238,12 @@ def unpad_batch(
     width: int,
     border: int = 0,
 ) -> UnpaddedBatch:
-    """Lay out a batch without its padding.
+    """Lay out a batch of `shape` (b, n) and width d without its padding.
 
     Args:
         keep: (b, n) padding mask; `None` if nothing is padded.
         starts: (b, n) from `find_starts`; `None` if every row is one text. A text may be padding alone.
-        shape: (b, n).
-        device: device of the states.
-        width: d.
         border: texts of up to this length share no bucket with longer ones.
-
-    Returns:
-        The unpadded batch.
     """
     if starts is None:
         texts = torch.arange(shape[0])[:, None].expand(shape).flatten()

@@ -44,15 +44,7 @@ from .dilation import read_dilated
 def random_slots(ranks: Tensor, num_slots: int, seed: int) -> Tensor:
     """ABC-Random (appendix A.2): phi_i = e_j with j uniform in {1..m}, here a hash of rank and seed.
 
-    The hash gives the same draw on every machine, in every batch and at every length.
-
-    Args:
-        ranks: (b, n).
-        num_slots: m.
-        seed: seed of the draw.
-
-    Returns:
-        (b, n) long in [0, m).
+    The hash gives the same draw on every machine, in every batch and at every length: ranks (b, n) to (b, n) in [0, m).
     """
     # Two rounds of xor-shift and multiplication modulo 2^32, in int64 to avoid overflow.
     mask = 0xFFFFFFFF

@@ -55,13 +55,8 @@ from .configuration import LavoConfig
 def compress(states: Tensor, bases: Tensor, keep: Tensor | None = None) -> Tensor:
     """Compress a context into an orthogonal memory (CODE, equation 3), in float32 or wider.
 
-    Args:
-        states: (b, h, n, c) x_t.
-        bases: (h, r, c).
-        keep: (b, n) padding mask.
-
-    Returns:
-        The memory (b, h, r, c); zeros for a row without tokens.
+    States x_t (b, h, n, c), bases (h, r, c) and a padding mask (b, n) give (b, h, r, c); zeros for a row without
+    tokens.
     """
     precise = torch.promote_types(states.dtype, torch.float32)
     if keep is not None:
@@ -195,16 +190,9 @@ class LavoAttention(LavoProjections):
 
 
 def running_sums(states: Tensor, bases: Tensor, before: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
-    """Compute t H_t of equation 4 at every token, in float32 or wider.
+    """Compute t H_t of equation 4 at every token, (b, h, n, r), in float32 or wider.
 
-    Args:
-        states: (b, h, n, c) x_t.
-        bases: (h, r, c).
-        before: (b, h, r) sum over earlier tokens; zero by default.
-        keep: (b, n) padding mask.
-
-    Returns:
-        (b, h, n, r).
+    States x_t (b, h, n, c), bases (h, r, c), padding mask (b, n); `before` is the sum over earlier tokens, (b, h, r).
     """
     precise = torch.promote_types(states.dtype, torch.float32)
     if keep is not None:
@@ -215,16 +203,9 @@ def running_sums(states: Tensor, bases: Tensor, before: Tensor | None = None, ke
 
 
 def read_orthogonal(query: Tensor, bases: Tensor, means: Tensor, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Read each token's own memory (equation 4), in the dtype of its means.
+    """Read each token's own memory (equation 4), in the dtype of its means H_t, (b, h, n, r).
 
-    Args:
-        query: (b, h, n, c).
-        bases: (h, r, c).
-        means: (b, h, n, r) H_t.
-        dropout: dropout probability of the weights.
-
-    Returns:
-        The outputs (b, h, n, c), and the weights (b, h, n, r) after dropout.
+    Queries (b, h, n, c) and bases (h, r, c) give the outputs (b, h, n, c), and the weights (b, h, n, r) after dropout.
     """
     with maybe_autocast(query.device.type, enabled=False):
         query, bases = query.to(means.dtype), bases.to(means.dtype)

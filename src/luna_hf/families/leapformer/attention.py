@@ -269,14 +269,8 @@ def attend_causally(
 ) -> tuple[Tensor, LinearMemory]:
     """Write to the sums and read them, from left to right.
 
-    Args:
-        query, key: features (b, h, n, f); those of padded keys are zero.
-        value: (b, h, n, c).
-        memory: the sums over earlier tokens; zero by default.
-        keep: (b, n) padding mask.
-
-    Returns:
-        The outputs (b, h, n, c) in the dtype of the features, and the sums after the last token.
+    Features of queries and keys are (b, h, n, f), those of padded keys zero; values are (b, h, n, c). Returns the
+    outputs (b, h, n, c) in the dtype of the features, and the sums after the last token.
     """
     values, totals = (None, None) if memory is None else (memory.value, memory.total.unsqueeze(-1))
     if query.rotated is query.plain:  # the normaliser is the sum of values of 1, a column of the same scan

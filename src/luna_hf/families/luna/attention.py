@@ -55,15 +55,9 @@ def slots_for(config: LunaConfig, tokens: Any) -> Any:
 
 
 def valid_slots(config: LunaConfig, lengths: Tensor, num_slots: int) -> Tensor:
-    """Dynamic projection: a row of t tokens uses only its first `slots_for(config, t)` slots.
+    """Dynamic projection: mask (b, l) of the slots in use; a row of t tokens uses its first `slots_for(config, t)`.
 
-    Args:
-        config: the model's configuration.
-        lengths: (b, 1) number of tokens of each row.
-        num_slots: number of slots l.
-
-    Returns:
-        (b, l) boolean, True for the slots in use.
+    Rows have lengths (b, 1); l is `num_slots`.
     """
     return torch.arange(num_slots, device=lengths.device) < slots_for(config, lengths)
 
@@ -125,13 +119,8 @@ class LunaAttention(LunaProjections, MemoryAttention):
     def prepare(config: LunaConfig, states: Tensor, slot_states: Tensor, context: ForwardContext) -> ForwardContext:
         """Add the masks of tokens and slots to the context.
 
-        The slot mask is `context.slot_keep` if given; otherwise dynamic projection derives it from the tokens.
-
-        Args:
-            config: the model's configuration.
-            states: (b, n, d) input of the first layer.
-            slot_states: (b, l, d) packed states.
-            context: context of the forward pass.
+        The slot mask is `context.slot_keep` if given; otherwise dynamic projection derives it from the tokens. The slot
+        states are the packed ones, (b, l, d).
 
         Raises:
             ValueError: `slot_states` is `None`.
@@ -177,15 +166,11 @@ _SOURCE_QUERY, _SOURCE_SLOTS = f"{SOURCE}pack_query", f"{SOURCE}pack_slots"
 
 
 def pack_weights(pack_query: Tensor, pack_key: Tensor, activation: str) -> Tensor:
-    """Compute A_pack = omega(pq . pc / sqrt(c)), in float32 or wider.
+    """Compute A_pack = omega(pq . pc / sqrt(c)), (b, h, n, l), in float32 or wider.
 
-    Args:
-        pack_query: (b or 1, h, l, c), P W_pq.
-        pack_key: (b, h, n, c), X W_pc.
-        activation: "softplus", log2(1 + 2^x) (the authors' beta = ln 2); "elu", elu(x) + 1; or "exp".
-
-    Returns:
-        (b, h, n, l), non-negative; for "exp" their logarithm, because the sums are normalised in log space.
+    Activations omega: "softplus", log2(1 + 2^x) (the authors' beta = ln 2); "elu", elu(x) + 1; or "exp", for which the
+    logarithm is returned, because the sums are normalised in log space. P W_pq is (b or 1, h, l, c), X W_pc
+    (b, h, n, c).
     """
     logits = product(pack_key, (pack_query * pack_query.shape[-1] ** -0.5).transpose(-1, -2))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
