@@ -29,8 +29,9 @@ from transformers import DataCollatorWithFlattening
 from variants import ROWS
 
 from luna_hf.ops import dispatch
-from luna_hf.ops.attention import attend_heads, linear, make_key_mask, masked_softmax
+from luna_hf.ops.attention import linear, make_key_mask, masked_softmax
 from luna_hf.ops.context import whole_length
+from luna_hf.ops.memory_read import attend_heads
 
 
 class Caller(nn.Module):

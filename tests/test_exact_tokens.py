@@ -32,7 +32,7 @@ from transformers import AutoConfig
 
 from luna_hf.families.abc.configuration import CONTROLS, WITHOUT_SLOTS
 from luna_hf.ops.exact_tokens import first_tokens, marked_tokens, tokens_outside
-from luna_hf.ops.window import window_reach
+from luna_hf.ops.tokens import window_reach
 
 backends = pytest.mark.parametrize("backend", ["eager", "sdpa"])
 families = pytest.mark.parametrize("family", MIXING_FAMILIES)
@@ -256,8 +256,8 @@ def test_marked_tokens_in_abc_equal_their_definition(variant, side, read_all):
     marks = torch.zeros_like(keep)
     marks[:, ::3] = True  # of padding, too
     states = make_states(*keep.shape)
-    carried, context_ = model.begin(states, keep, marks)
-    output, _, _ = model.encoder.layer[0].attention.self(states, carried, context_)
+    slot_states, context_ = model.begin(states, keep, marks)
+    output, _, _ = model.encoder.layer[0].attention.self(states, slot_states, context_)
     assert output.isfinite().all()
     row_states = states.detach().clone().requires_grad_()
     loss = loss_ref = 0.0
@@ -441,12 +441,12 @@ def test_the_choice_has_no_gradient_and_keys_and_values_do():
     """A token that only the selection brings near still gets a gradient."""
     model = float64("abc_memory", local_window=4, num_selected_tokens=3, num_hidden_layers=1)
     states = normal_states(1, 50, 48).requires_grad_()
-    carried, own = model.begin(states, None)
+    slot_states, own = model.begin(states, None)
     attention = model.encoder.layer[0].attention.self
     key, _ = attention.key_and_value(states)
     selected = attention.select_tokens(states, key, own)
     assert not selected.places.requires_grad
-    output, _, _ = attention(states, carried, own)
+    output, _, _ = attention(states, slot_states, own)
     output[0, 25].sum().backward()
     far = [place for place in selected.places.flatten().tolist() if abs(place - 25) > 4]
     assert far and all(states.grad[0, place].abs().max() > 0 for place in far)

@@ -11,16 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from luna_hf.families.abc.attention import _WRITERS, random_slots
 from luna_hf.families.abc.configuration import ACTIVATIONS, CONTROLS
 from luna_hf.ops import memory_control
-from luna_hf.ops.memory_control import cluster_slots, compressive_slots, control_weights, global_slots, tokens_per_slot
-from luna_hf.ops.tokens import move_to_ranks, row_lengths, token_ranks, write_to_slots
-from luna_hf.ops.window import (
+from luna_hf.ops.context import row_lengths, token_ranks
+from luna_hf.ops.memories import (
     join_blocks,
     key_blocks,
     key_places,
     query_blocks,
     window_mask,
-    window_reach,
 )
+from luna_hf.ops.memory_control import cluster_slots, compressive_slots, control_weights, global_slots, tokens_per_slot
+from luna_hf.ops.tokens import move_to_ranks, window_reach, write_to_slots
 
 LENGTHS = [1, 2, 7, 8, 9, 64, 100, 1000]
 SIZES = [1, 2, 5, 8, 64]
@@ -274,8 +274,8 @@ def run_attention(control: str, length: int, counter, implementation: str = "eag
     states = normal(1, length, 48, dtype=torch.float32).requires_grad_()
     keep = torch.arange(length)[None] < length - 3
     with counter:
-        carried, context = model.begin(states, keep)
-        output, _, _ = attention(states, carried, context)
+        slot_states, context = model.begin(states, keep)
+        output, _, _ = attention(states, slot_states, context)
         if backward:
             output.sum().backward()
     return counter
@@ -300,11 +300,11 @@ def test_cost_of_writing(control):
     model, attention = attention_of(control, m, cluster_iterations=3)
     states = normal(1, length, width, dtype=torch.float32)
     key = value = states.unflatten(-1, (heads, -1)).transpose(1, 2)
-    carried, context = model.begin(states, None)
+    slot_states, context = model.begin(states, None)
     flops, largest = FlopCounterMode(display=False), LargestTensor()
     for counter in (flops, largest):
         with counter, torch.no_grad():
-            _WRITERS[control](attention, states, (key, value), carried, context)
+            _WRITERS[control](attention, states, (key, value), slot_states, context)
     if control in ONE_SLOT:
         assert flops.get_total_flops() == 0
         assert largest.numel <= max(length, m) * width

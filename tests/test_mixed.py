@@ -36,7 +36,8 @@ from variants import ROWS
 from luna_hf import MemoryCache
 from luna_hf.families.abc.configuration import CAUSAL_CONTROLS, WITHOUT_SLOTS
 from luna_hf.ops.context import make_context
-from luna_hf.ops.memory_read import SlotMemory, WindowMemory, read_memories
+from luna_hf.ops.memories import SlotMemory, WindowMemory
+from luna_hf.ops.memory_read import read_memories
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 families = pytest.mark.parametrize("family", MIXING_FAMILIES)
@@ -255,7 +256,7 @@ def test_causal_layers_equal_their_definition(family, fields, side):
     attention, keep = model.base_model.encoder.layer[0].attention.self, padded_rows(side)
     states = normal_states(*keep.shape, 48).requires_grad_()
     context = make_context(keep, keep.shape[1], states.device, window=4)
-    output, _, _ = attention(states, model.base_model.first_carried(), context)
+    output, _, _ = attention(states, model.base_model.first_slot_states(), context)
 
     own = dict(model.base_model.named_parameters())
     weights = {name: p.detach().clone().requires_grad_() for name, p in own.items()}
@@ -314,11 +315,11 @@ def test_a_full_layer_is_softmax_attention_and_the_others_are_unchanged(family):
     mixed = with_weights_of(float64(family, **fields), model)
     embeddings, *states = model(**PADDED, output_hidden_states=True).hidden_states
     keep = PADDED["attention_mask"].bool()
-    carried, own = mixed.begin(embeddings, keep)
+    slot_states, own = mixed.begin(embeddings, keep)
     _, of_full = full.begin(embeddings, keep)
-    before, carried = mixed.encoder.layer[0](embeddings, carried, own)
+    before, slot_states = mixed.encoder.layer[0](embeddings, slot_states, own)
     between, _ = full.encoder.layer[1](before, None, of_full)
-    after, _ = mixed.encoder.layer[2](between, carried, own)  # what is carried passes the full layer by
+    after, _ = mixed.encoder.layer[2](between, slot_states, own)  # the slot states pass the full layer by
     for ours, theirs in zip(states, (before, between, after), strict=True):
         torch.testing.assert_close(ours[REAL], theirs[REAL], rtol=0, atol=1e-12)
 

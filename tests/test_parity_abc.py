@@ -9,8 +9,9 @@ import torch
 from official_luna import Fixture
 
 from luna_hf import AbcConfig, AbcModel
-from luna_hf.ops.attention import attend_heads, product, softmax_attention, split_heads
+from luna_hf.ops.attention import product, softmax_attention, split_heads
 from luna_hf.ops.memory_control import control_weights
+from luna_hf.ops.memory_read import attend_heads
 
 PRECISIONS = [pytest.param(torch.float32, id="float32"), pytest.param(torch.float64, id="float64")]
 BACKENDS = ["eager", "sdpa"]

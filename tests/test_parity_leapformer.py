@@ -97,7 +97,7 @@ def test_blocks(name, case, dtype):
     fields = {**fields, "full_attention_layers": [0]} if kind == "softmax" else fields
     model, attention = make(dtype, heads, attention_weights(kind, weights, heads), **fields)
     states, keep = fixture.input(case, "hidden").to(dtype), fixture.input(case, "mask") != 0
-    carried, context = model.begin(states, None if keep.all() else keep)
+    slot_states, context = model.begin(states, None if keep.all() else keep)
     with torch.no_grad():
         if kind != "rope":
             for letter, layer in (("q", attention.query), ("k", attention.key), ("v", attention.value)):
@@ -108,7 +108,7 @@ def test_blocks(name, case, dtype):
                 ours = getattr(attention, f"{side}_proportion")(features)
                 theirs = fixture.output(case, f"{side[0]}_proportion")
                 assert_near(*(part.transpose(1, 2)[keep] for part in (ours, theirs)), fixture, case, side)
-        output, _, _ = attention(states, carried, as_theirs(context, keep.shape[1]))
+        output, _, _ = attention(states, slot_states, as_theirs(context, keep.shape[1]))
         core = fixture.output(case, "core").transpose(1, 2).flatten(-2)
         assert_near(output[keep], core[keep], fixture, case, "core")
         output = F.linear(output, weights["ff.weight"], weights["ff.bias"])
@@ -148,8 +148,8 @@ def test_models_for_long_range_arena(kind, dtype):
     ids, keep = fixture.input("case0", "input_ids"), fixture.input("case0", "mask") != 0
     with torch.no_grad():
         states = model.embeddings(ids, None, None, None, keep)
-        carried, context = model.begin(states, keep)
-        states, _ = model.encoder(states, carried, as_theirs(context, keep.shape[1]))
+        slot_states, context = model.begin(states, keep)
+        states, _ = model.encoder(states, slot_states, as_theirs(context, keep.shape[1]))
         if kind != "cosformer":
             assert torch.equal(states, model(ids, attention_mask=keep.long()).last_hidden_state)
         states = states.masked_fill(~keep.unsqueeze(-1), 0.0)

@@ -180,7 +180,7 @@ def test_attention(name, case, dtype, implementation):
     tokens, slots = (None if mask is None else ~mask for mask in padding)
     with torch.no_grad():
         memory = write_memory(
-            attention, query if context is None else context.to(dtype), tokens, carried=packed, carried_mask=slots
+            attention, query if context is None else context.to(dtype), tokens, slot_states=packed, slot_mask=slots
         )
         mixed, unpack_weights = read_memory(attention, query, memory)
         output = torch.nn.functional.linear(mixed, out_proj["weight"].to(dtype), out_proj["bias"].to(dtype))

@@ -59,9 +59,9 @@ def control_of(model: nn.Module, layer: int) -> nn.Parameter | None:
 
 def attend(model: nn.Module, states: torch.Tensor, keep: torch.Tensor | None = None, layer: int = 0):
     """Output and weights of one attention module."""
-    carried, context = model.begin(states, keep)
-    output, same, weights = model.encoder.layer[layer].attention.self(states, carried, context)
-    assert same is carried
+    slot_states, context = model.begin(states, keep)
+    output, same, weights = model.encoder.layer[layer].attention.self(states, slot_states, context)
+    assert same is slot_states
     return output, weights
 
 

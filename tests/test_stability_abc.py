@@ -96,8 +96,8 @@ def run(model: nn.Module, states: torch.Tensor, keep: torch.Tensor | None = None
     """Output of the attention in float64, and gradients of the states and all parameters involved."""
     attention = model.encoder.layer[0].attention.self
     states = states.detach().to(attention.query.weight.dtype, copy=True).requires_grad_()
-    carried, context = model.begin(states, keep)
-    output, _, _ = attention(states, carried, context)
+    slot_states, context = model.begin(states, keep)
+    output, _, _ = attention(states, slot_states, context)
     model.zero_grad()
     output.sum().backward()
     controls = [] if model.control is None else [model.control.weight.grad]

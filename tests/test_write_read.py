@@ -26,7 +26,8 @@ from luna_hf import FAMILIES, AbcConfig, read_memory, write_memory
 from luna_hf.families.abc.attention import AbcAttention
 from luna_hf.families.abc.configuration import CONTROLS
 from luna_hf.ops import memory_read
-from luna_hf.ops.memory_read import SlotMemory, WindowMemory, read_memories
+from luna_hf.ops.memories import SlotMemory, WindowMemory
+from luna_hf.ops.memory_read import read_memories
 
 WINDOWS = ("sliding_window", "dilated")
 SLOT_CONTROLS = [control for control in CONTROLS if control not in WINDOWS]
@@ -39,10 +40,10 @@ WRITES = {
 backends = pytest.mark.parametrize("backend", ["eager", "sdpa"])
 
 
-def carried_of(model):
+def slot_states_of(model):
     """What the first layer gets besides one row of tokens: ABC's shared control or Luna's packed states."""
-    carried, _ = model.begin(normal_states(1, 40, model.config.hidden_size), None)
-    return carried
+    slot_states, _ = model.begin(normal_states(1, 40, model.config.hidden_size), None)
+    return slot_states
 
 
 # ---- cross-attention ----
@@ -60,7 +61,7 @@ def test_abc_reads_a_context_as_defined(variant, length, backend):
         states = [part.detach().clone().requires_grad_() for part in states]
         if states[0].dim() == 3:
             control = control_of(model, 0)
-            memory = write_memory(attention, states[1], carried=control)
+            memory = write_memory(attention, states[1], slot_states=control)
             output, weights = read_memory(attention, states[0], memory)
             output, weights = output[0], None if weights is None else weights[0]
         else:
@@ -88,9 +89,9 @@ def test_padding_of_a_context_changes_nothing(variant, backend):
     mask[0, :6] = 0
     mask[1, 3::4] = 0
     garbage = context.masked_fill(mask[..., None] == 0, 1e3)
-    output, _ = read_memory(attention, queries, write_memory(attention, garbage, mask, carried=control))
+    output, _ = read_memory(attention, queries, write_memory(attention, garbage, mask, slot_states=control))
     for row in range(2):
-        alone = write_memory(attention, context[row : row + 1, mask[row] == 1], carried=control)
+        alone = write_memory(attention, context[row : row + 1, mask[row] == 1], slot_states=control)
         expected, _ = read_memory(attention, queries[row : row + 1], alone)
         assert_near(output[row], expected[0], 1e-10, f"row {row}")
 
@@ -107,7 +108,7 @@ def test_wrong_reads_and_writes_are_refused():
         attention = tiny_causal_model(family).double().base_model.encoder.layer[0].attention.self
         with refused("encoder"):
             write_memory(attention, normal_states(1, 9, 48))
-    with refused("carried"):
+    with refused("slot_states"):
         write_memory(tiny_model("luna").double().encoder.layer[0].attention.self, normal_states(1, 9, 48))
 
 
@@ -125,14 +126,14 @@ def test_self_attention_is_a_read_of_what_the_tokens_wrote(family, variant):
     states, mask = normal_states(2, 20, 48), torch.ones(2, 20, dtype=torch.long)
     mask[0, 15:] = 0
     reads = {"local_window": 0} if model.config.local_window else {}
-    carried, context = model.begin(states, mask.bool(), **reads)
+    slot_states, context = model.begin(states, mask.bool(), **reads)
     attention = model.encoder.layer[0].attention.self
-    expected, carried_on, _ = attention(states, carried, context)
-    memory = write_memory(attention, states, mask, carried=carried)
+    expected, passed_on, _ = attention(states, slot_states, context)
+    memory = write_memory(attention, states, mask, slot_states=slot_states)
     for _ in range(2):
         output, _ = read_memory(attention, states, memory, mask)
         assert torch.equal(output, expected)
-    assert (memory.carried is None and carried_on is None) or torch.equal(memory.carried, carried_on)
+    assert (memory.slot_states is None and passed_on is None) or torch.equal(memory.slot_states, passed_on)
 
 
 @backends
@@ -142,12 +143,12 @@ def test_a_short_context_uses_as_few_slots_as_a_row_of_a_model(backend, tokens):
     """With and without a mask, and whatever the number of packed states that are passed."""
     model = tiny_model(tokens_per_slot=tokens, attn_implementation=backend).double()
     states, attention = normal_states(2, 7, 48), model.encoder.layer[0].attention.self
-    carried, context = model.begin(states, None)
-    assert carried.shape[1] == -(-7 // tokens)
-    expected = attention(states, carried, context)[0]
+    slot_states, context = model.begin(states, None)
+    assert slot_states.shape[1] == -(-7 // tokens)
+    expected = attention(states, slot_states, context)[0]
     all_slots = model.packed_embeddings(2, 8, None)
     for mask in (None, torch.ones(2, 7)):
-        output, _ = read_memory(attention, states, write_memory(attention, states, mask, carried=all_slots))
+        output, _ = read_memory(attention, states, write_memory(attention, states, mask, slot_states=all_slots))
         assert_near(output, expected, 1e-12, f"mask {mask}")
 
 
@@ -157,10 +158,10 @@ def cost_of_reading(family, length, **options):
     model.set_attn_implementation("eager")  # its products are counted
     attention = model.encoder.layer[0].attention.self
     context, queries = normal_states(1, length, 48).float(), normal_states(1, 16, 48, seed=1).float()
-    carried = carried_of(model.double())
+    slot_states = slot_states_of(model.double())
     model.float()
     with torch.no_grad():
-        memory = write_memory(attention, context, carried=None if carried is None else carried.float())
+        memory = write_memory(attention, context, slot_states=None if slot_states is None else slot_states.float())
         read_memory(attention, queries, memory)
         with FlopCounterMode(display=False) as counter:
             read_memory(attention, queries, memory)

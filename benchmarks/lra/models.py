@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
 from luna_hf import FAMILIES, LavoConfig
-from luna_hf.layers.heads import TokenPooling, cross_entropy
+from luna_hf.models.encoder_heads import TokenPooling, cross_entropy
 from luna_hf.scripting import UserError
 
 from .recipes import Recipe

@@ -11,7 +11,7 @@ from .layers.block import AttentionBlock
 from .ops.absorbed import absorbed_pack, absorbed_read, project_slots
 from .ops.attention import product, project_heads
 from .ops.context import ForwardContext
-from .ops.memory_read import SlotMemory
+from .ops.memories import SlotMemory
 
 # Costs in multiply-adds of a product with all tokens, as measured on CPUs: each logit's part in a softmax, alone and
 # with the gradient, and one multiply-add of the many small products that fold slots and weights.
@@ -90,22 +90,24 @@ def may_absorb(attention: nn.Module, states: Tensor, *layers: nn.Module) -> bool
 class AbsorbedBlock(AttentionBlock):
     """An `AttentionBlock` whose queries and output projection are applied to the slots where that is cheaper."""
 
-    def attend(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, states: Tensor, slot_states: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
         """Like `AttentionBlock.attend`."""
         attention, output = self.self, self.output.dense
         # The tokens of an unpadded batch, whose context is another, are projected together.
         fits = isinstance(context, ForwardContext) and isinstance(attention, LunaAttention | AbcAttention)
         if not fits or context.whole or not may_absorb(attention, states, attention.query, output):
-            return super().attend(states, carried, context)
-        memory = attention.write_own(states, carried, context)
+            return super().attend(states, slot_states, context)
+        memory = attention.write_own(states, slot_states, context)
         (slots, *others), (_, length, width) = memory.parts, states.shape
         is_alone = not others and isinstance(slots, SlotMemory)
         sizes = length, slots.key.shape[2], width, attention.num_heads
         if not (is_alone and is_cheaper(*sizes, training=attention.training)):
-            return output(attention.read(states, memory, context)[0]), memory.carried
+            return output(attention.read(states, memory, context)[0]), memory.slot_states
         dropout = attention.attention_dropout if attention.training else 0.0
         sides = slots.key, slots.value, output, slots.mask(), dropout
-        return absorbed_read(states, attention.query, *sides), memory.carried
+        return absorbed_read(states, attention.query, *sides), memory.slot_states
 
 
 class AbsorbedPackAttention(LunaPackAttention):

@@ -385,7 +385,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         encoders_own = {"full_attention_layers": None, "num_selected_tokens": 0, "softmax_length": 0}
         return self._with(is_decoder=True, scale_embedding=self.scales_embedding(), **sizes, **encoders_own)
 
-    def across(self) -> "BoundedMemoryConfig":
+    def for_cross_attention(self) -> "BoundedMemoryConfig":
         """Return the config with which a decoder creates its cross-attention, which reads no window."""
         return self._with(local_window=0, num_selected_tokens=0, softmax_length=0)
 

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 PACKAGE = __name__.partition(".")[0]
@@ -22,11 +23,18 @@ _HEADER = """\
 
 
 class Definition(NamedTuple):
-    """A statement at the top of a module, other than an import."""
+    """A statement at the top of a module, other than an import, or in a class."""
 
-    names: tuple[str, ...]  # that it defines
-    uses: frozenset[str]
+    names: tuple[str, ...]  # that it defines; a method's follows a dot; none where it is always kept
+    uses: frozenset[str]  # names, and attributes after a dot
     source: str  # with the comment above it
+    body: tuple["Definition", ...] = ()  # the statements of a class, some of whose methods may be left out
+
+    def parts(self, kept: set[str]) -> list["Definition"]:
+        """Return the definition and the statements of its body, as far as they are kept."""
+        if not kept & {*self.names}:
+            return []
+        return [self, *(own for own in self.body if not own.names or kept & {*own.names})]
 
 
 class Module(NamedTuple):
@@ -85,7 +93,7 @@ def join(
     elsewhere = {name for module in gather(beside) for name in defined(module)} if beside else set()
     modules = [module for module in gather(path) if not beside or module not in gather(beside)]
     kept = _reach(modules, roots or {name for module in modules for name in defined(module)})
-    used = {name for module in modules for own in module.definitions if kept & {*own.names} for name in own.uses}
+    used = _used(modules, kept)
     imports = {module.externals[name] for module in modules for name in module.externals.keys() & used}
     beside_used = sorted(used & elsewhere)
     docstring = modules[-1].docstring + ("\n" if "\n" in modules[-1].docstring else "")
@@ -95,7 +103,8 @@ def join(
         parts += [*sorted(lines, key=lambda line: (line.startswith("from"), line)), *[""] * (not is_other)]
     parts += ["", *(f"from .{beside_name} import {name}" for name in beside_used)] if beside_used else []
     for module in modules:
-        sources = [own.source for own in module.definitions if kept & {*own.names}]
+        parts_kept = (own.parts(kept) for own in module.definitions)
+        sources = ["\n".join(part.source for part in own if part.source) for own in parts_kept if own]
         # The docstring of the root is the file's.
         about = [] if module is modules[-1] else ["", *module.docstring.splitlines()]
         comment = "\n".join(f"# {line}".rstrip() for line in [f"---- {'/'.join(module.path)}.py ----", *about])
@@ -133,8 +142,28 @@ def take_apart(path: tuple[str, ...]) -> Module:
         elif not isinstance(node, ast.Expr) and (names := _names(node)) != ("__all__",):
             while lines[start - 1].startswith("#"):
                 start -= 1
-            definitions.append(Definition(names, _uses(node), "\n".join(lines[start : node.end_lineno])))
+            internal = path[0] in ("ops", "layers") and isinstance(node, ast.ClassDef)
+            if internal and not any(_is_library(base, externals) for base in node.bases):
+                definitions.append(_take_class_apart(node, lines, start))
+            else:
+                definitions.append(Definition(names, _uses(node), "\n".join(lines[start : node.end_lineno])))
     return Module(path, ast.get_docstring(tree), tuple(definitions), externals, tuple(needs))
+
+
+def _is_library(base: ast.expr, externals: dict[str, str]) -> bool:
+    """Whether a base class may call methods that the package does not."""
+    name = ast.unparse(base)
+    return name not in ("nn.Module", "NamedTuple") and ("." in name or name in externals)
+
+
+def _take_class_apart(node: ast.ClassDef, lines: list[str], start: int) -> Definition:
+    body, head = [], [use for own in (*node.bases, *node.decorator_list) for use in _uses(own)]
+    for own in node.body:
+        first, start = start, own.end_lineno
+        may_go = body and isinstance(own, ast.FunctionDef) and not own.name.startswith("__")
+        names = (f".{own.name}",) if may_go and not hasattr(nn.Module, own.name) else ()
+        body.append(Definition(names, _uses(own), "\n".join(lines[first:start])))
+    return Definition((node.name,), frozenset(head), "", tuple(body))
 
 
 def _names(node: ast.stmt) -> tuple[str, ...]:
@@ -145,11 +174,15 @@ def _names(node: ast.stmt) -> tuple[str, ...]:
 
 
 def _uses(node: ast.AST) -> frozenset[str]:
-    """The names that code reads, in annotations that are strings, too."""
+    """The names that code reads, in annotations that are strings, too, and attributes, each after a dot."""
     found = set()
     for own in ast.walk(node):
         if isinstance(own, ast.Name):
             found.add(own.id)
+        elif isinstance(own, ast.Attribute):
+            found.add(f".{own.attr}")
+        elif isinstance(own, ast.Constant) and isinstance(own.value, str):  # for `getattr`
+            found.add(f".{own.value}")
         for annotation in (getattr(own, "annotation", None), getattr(own, "returns", None)):
             for part in ast.walk(annotation) if annotation else ():
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
@@ -177,10 +210,13 @@ def defined(module: Module) -> list[str]:
 
 def _reach(modules: list[Module], roots: Iterable[str]) -> set[str]:
     """Return the names that the roots need, themselves included."""
-    uses = {name: own.uses for module in modules for own in module.definitions for name in own.names}
-    kept, waiting = set(), [*roots]
-    while waiting:
-        if (name := waiting.pop()) in uses and name not in kept:
-            kept.add(name)
-            waiting += uses[name]
+    kept, needed = set(), {*roots}
+    while needed - kept:
+        kept |= needed
+        needed = _used(modules, kept)
     return kept
+
+
+def _used(modules: list[Module], kept: set[str]) -> set[str]:
+    parts = (part for module in modules for own in module.definitions for part in own.parts(kept))
+    return {name for part in parts for name in part.uses}

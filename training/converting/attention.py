@@ -40,8 +40,8 @@ def make_lesson(teacher: PreTrainedModel, input_ids: Tensor, attention_mask: Ten
 def squared_errors(student: PreTrainedModel, lesson: Lesson, keep: Tensor | None) -> Tensor:
     """How far the student's attention is from the lesson, layer by layer.
 
-    A memory that is carried from layer to layer (Luna's packed sequence) is the student's own. Layers that keep full
-    attention have nothing to learn: they are left out, and their sums are 0.
+    What passes from layer to layer beside the tokens (Luna's packed sequence) is the student's own. Layers that keep
+    full attention have nothing to learn: they are left out, and their sums are 0.
 
     Args:
         student: a base model of luna_hf.
@@ -51,14 +51,14 @@ def squared_errors(student: PreTrainedModel, lesson: Lesson, keep: Tensor | None
     Returns:
         (layers, 2): the squared error and the lesson's squared norm, summed over tokens and width, at least float32.
     """
-    carried, context = student.begin(lesson.states[0], keep)
+    slot_states, context = student.begin(lesson.states[0], keep)
     sums, full = [], student.config.full_attention_layers or ()
     pairs = zip(student.encoder.layer, lesson.states, lesson.added, strict=True)
     for number, (layer, states, expected) in enumerate(pairs):
         if number in full:
             sums.append(states.new_zeros(2, dtype=torch.promote_types(states.dtype, torch.float32)))
             continue
-        added, carried = layer.attention(states, carried, context)
+        added, slot_states = layer.attention(states, slot_states, context)
         precise = torch.promote_types(added.dtype, torch.float32)
         parts = (added.to(precise) - expected.to(precise), expected.to(precise))
         if keep is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from luna_hf.inspection import inspect, is_inspectable
+from engine.inspection import inspect, is_inspectable
 
 Probe = dict[str, list[float | None]]
 
@@ -67,7 +67,7 @@ def probe(model: PreTrainedModel, batch: dict[str, Tensor], rows: int = 8) -> Pr
 
     Returns:
         One value per layer, `None` where there is nothing to compare (a single slot or token). An encoder of luna_hf
-        chooses its statistics (`luna_hf.inspection`), each an entropy (`normalised_entropy`) or a similarity
+        chooses its statistics (`engine/inspection.py`), each an entropy (`normalised_entropy`) or a similarity
         (`slot_similarity`). Luna: `pack_entropy` (slots over tokens), `unpack_entropy` (tokens over slots), and
         `slot_similarity` of the packed context. ABC with slots: `read_entropy` (tokens over slots), `slot_similarity`
         of the slots' keys per head, and for the control `mlp` `write_entropy` (slots over tokens). Other models with

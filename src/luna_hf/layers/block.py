@@ -1,10 +1,11 @@
 """A layer of an encoder or decoder, and the stack of layers.
 
 Parameters have RoBERTa's names, so that a RoBERTa checkpoint loads wherever the architectures agree. A family plugs
-in a `MemoryAttention`: `(hidden_states, carried, context) -> (output, carried, weights)`, where `carried` passes from
-layer to layer alongside the tokens (Luna's packed sequence), or is `None`.
+in a `MemoryAttention`. What it writes its slots with passes from layer to layer alongside the tokens: `slot_states`,
+such as Luna's packed sequence, or `None`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from ..configuration import BoundedMemoryConfig
 from ..ops.attention import float32_products
 from ..ops.context import ForwardContext
 from ..ops.convolution import depthwise_convolution
-from ..ops.recompute import keep_inputs, may_recompute
+from ..ops.recompute import may_recompute, save_inputs
+from ..ops.unpadding import UnpaddedContext
 from .memory_attention import FullAttention, MemoryAttention
 from .recorded import Recorded
 
@@ -88,20 +90,31 @@ class AttentionBlock(nn.Module):
         self.convolution = convolution_class(config, layer_idx) if config.conv_kernel_size else None
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the update that the layer adds to the states, before dropout: (b, n, d), and `carried`."""
+        """Compute the update that the layer adds to the states, before dropout: (b, n, d), and `slot_states`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        update, carried = self.attend(states, carried, context)
+        update, slot_states = self.attend(states, slot_states, context)
         if self.convolution is not None:
-            convolved, _ = context.in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None)
+            convolved, _ = _in_rows(context, lambda rows, _, own: (self.convolution(rows, own), None), states, None)
             update = update + convolved
-        return update, carried
+        return update, slot_states
 
-    def attend(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, states: Tensor, slot_states: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
         """Apply attention and output projection to normed states (b, n, d)."""
-        read, carried = context.in_rows(self.self, states, carried)
-        return self.output.dense(read), carried
+        read, slot_states = _in_rows(context, self.self, states, slot_states)
+        return self.output.dense(read), slot_states
+
+
+def _in_rows(
+    context: ForwardContext | UnpaddedContext, function: Callable[..., Any], states: Tensor, slot_states: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Apply what needs whole texts, a function of (b, n, d) states, slot states and a context."""
+    if isinstance(context, ForwardContext):
+        return function(states, slot_states, context)[:2]
+    return context.in_rows(function, states, slot_states)
 
 
 class TransformerLayer(Recorded, GradientCheckpointingLayer):
@@ -116,13 +129,13 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
         self.output = SubLayerOutput(config, config.intermediate_size)
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply both sub-layers; returns token states (b, n, d) and `carried`."""
+        """Apply both sub-layers; returns token states (b, n, d) and `slot_states`."""
         with float32_products(hidden_states):
-            update, carried = self.attention(hidden_states, carried, context)
+            update, slot_states = self.attention(hidden_states, slot_states, context)
             hidden_states = hidden_states + self.attention.output.dropout(update)
-            return self.feed_forward(hidden_states, self.attention), carried
+            return self.feed_forward(hidden_states, self.attention), slot_states
 
     def feed_forward(self, hidden_states: Tensor, before: nn.Module) -> Tensor:
         """Apply the feed-forward sub-layer with its residual connection, in blocks of tokens if that saves memory.
@@ -155,10 +168,10 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
             states = states if self.norm_first else normed
             update = self.output.dense(self.intermediate(normed))
         elif self.gradient_checkpointing and self.training:  # memory counts more than time
-            states, update = keep_inputs(apply, states)
+            states, update = save_inputs(apply, states)
         else:  # the large products are kept; norms and activations are cheap
-            states, inner = keep_inputs(widen, states)
-            update = keep_inputs(narrow, inner)
+            states, inner = save_inputs(widen, states)
+            update = save_inputs(narrow, inner)
         states = states + self.output.dropout(update)
         return states if self.norm_first else self.output.LayerNorm(states)
 
@@ -188,9 +201,9 @@ class LayerStack(nn.Module):
         final = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.final_layer_norm = final if config.norm_first else nn.Identity()
 
-    def forward(self, hidden_states: Tensor, carried: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        """Apply all layers, with their other inputs; returns token states (b, n, d) and `carried`."""
+    def forward(self, hidden_states: Tensor, slot_states: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Apply all layers, with their other inputs; returns token states (b, n, d) and `slot_states`."""
         for layer in self.layer:
             # Positional arguments, because re-entrant checkpointing gives keyword arguments no gradient.
-            hidden_states, carried = layer(hidden_states, carried, *inputs)
-        return self.final_layer_norm(hidden_states), carried
+            hidden_states, slot_states = layer(hidden_states, slot_states, *inputs)
+        return self.final_layer_norm(hidden_states), slot_states

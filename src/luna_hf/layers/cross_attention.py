@@ -17,45 +17,45 @@ class CrossAttentionBlock(Recorded):
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int, attention_class: type[MemoryAttention]) -> None:
         super().__init__()
         self.norm_first, self.layer_idx = config.norm_first, layer_idx
-        self.self = attention_class.across(config, layer_idx)
+        self.self = attention_class.for_cross_attention(config, layer_idx)
         self.output = SubLayerOutput(config, config.hidden_size)
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, source: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, source: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Apply the sub-layer with its residual connection.
 
         Args:
             hidden_states: (b, n, d) target states.
-            carried: see `MemoryAttention.write`.
+            slot_states: see `MemoryAttention.write`.
             source: (b, s, d) source states to write; `None` to read the memory in the cache.
             context: context of the target, with that of the source.
 
         Returns:
-            The states (b, n, d), `carried` for the next layer, and with eager attention the read weights (b, h, n, m).
-            The LayerNorm of a post-norm layer is not applied.
+            The states (b, n, d), `slot_states` for the next layer, and with eager attention the read weights
+            (b, h, n, m). The LayerNorm of a post-norm layer is not applied.
         """
-        memory = self.cached(context) if source is None else self.self.write(source, carried, context.source)
+        memory = self.cached(context) if source is None else self.self.write(source, slot_states, context.source)
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
         mixed, weights = self.self.read(states, memory, context)
         hidden_states = hidden_states + self.output.dropout(self.output.dense(mixed))
-        return hidden_states, carried if source is None else memory.carried, weights
+        return hidden_states, slot_states if source is None else memory.slot_states, weights
 
     def cached(self, context: ForwardContext) -> Memory:
         """Return the memory in the cache."""
         states, kind = context.layer_cache(self.layer_idx).states, self.self.memory_class
         return Memory([kind(**{name: states.get(SOURCE + name) for name in kind._fields})])
 
-    def write_source(self, carried: Tensor | None, source: Tensor, context: ForwardContext) -> Tensor | None:
-        """Write the source (b, s, d) to the memory in the cache; returns `carried` for the next layer."""
+    def write_source(self, slot_states: Tensor | None, source: Tensor, context: ForwardContext) -> Tensor | None:
+        """Write the source (b, s, d) to the memory in the cache; returns `slot_states` for the next layer."""
         with float32_products(source):
-            memory = self.self.write(source, carried, context.source)
+            memory = self.self.write(source, slot_states, context.source)
         (part,) = memory.parts
         if hasattr(part, "filled_slots"):  # a tensor, whatever the attention backend
             part = part._replace(filled=part.filled_slots())
         cache = context.layer_cache(self.layer_idx)
         cache.write(**{SOURCE + name: state for name, state in part._asdict().items()})
-        return memory.carried
+        return memory.slot_states
 
 
 class CrossLayer(TransformerLayer):
@@ -73,18 +73,18 @@ class CrossLayer(TransformerLayer):
         self.crossattention = CrossAttentionBlock(config, layer_idx, cross_attention_class)
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, source: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, source: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
         """Apply the three sub-layers, see `CrossAttentionBlock.forward`."""
         output = self.attention.output
         with float32_products(hidden_states):
-            update, carried = self.attention(hidden_states, carried, context)
+            update, slot_states = self.attention(hidden_states, slot_states, context)
             hidden_states = hidden_states + output.dropout(update)
             hidden_states = hidden_states if self.norm_first else output.LayerNorm(hidden_states)
-            hidden_states, carried, _ = self.crossattention(hidden_states, carried, source, context)
-            return self.feed_forward(hidden_states, self.crossattention), carried
+            hidden_states, slot_states, _ = self.crossattention(hidden_states, slot_states, source, context)
+            return self.feed_forward(hidden_states, self.crossattention), slot_states
 
-    def write_source(self, carried: Tensor | None, source: Tensor, context: ForwardContext) -> Tensor | None:
-        """Put what the layer needs of the source (b, s, d) into the cache; returns `carried` for the next layer."""
-        self.attention.self.write_source(carried, context)
-        return self.crossattention.write_source(carried, source, context)
+    def write_source(self, slot_states: Tensor | None, source: Tensor, context: ForwardContext) -> Tensor | None:
+        """Write the source (b, s, d) to the cache; returns `slot_states` for the next layer."""
+        self.attention.self.write_source(slot_states, context)
+        return self.crossattention.write_source(slot_states, source, context)

@@ -8,7 +8,7 @@ from transformers.utils import is_tracing
 
 from ..configuration import BoundedMemoryConfig
 from ..ops.attention import linear
-from ..ops.positions import repeated_positions, sinusoids, token_positions
+from ..ops.positions import sinusoids
 
 
 class SinusoidalPositions(nn.Module):
@@ -25,6 +25,20 @@ class SinusoidalPositions(nn.Module):
     def forward(self, position_ids: Tensor) -> Tensor:
         """Encode positions: (b, n) to (b, n, d) float32."""
         return sinusoids(position_ids, self.dim)
+
+
+def token_positions(keep: Tensor, first: int) -> Tensor:
+    """RoBERTa's position ids of a padding mask (b, n): `first + t` for the t-th real token, `first - 1` for padding."""
+    return keep.long().cumsum(-1) * keep + first - 1  # `long` because ONNX has no cumsum of booleans
+
+
+def repeated_positions(position_ids: Tensor, first: int, period: int) -> Tensor:
+    """Position ids (..., n) whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
+
+    `first` is the id of position 0, as in `token_positions`; the period is at least 2.
+    """
+    beyond = position_ids - first - 1  # position 1 is 0 here
+    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + first + 1)
 
 
 def padding_row(config: BoundedMemoryConfig) -> int | None:

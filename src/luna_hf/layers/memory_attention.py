@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..configuration import BoundedMemoryConfig
-from ..ops.attention import KeyMask, attend_heads, count_bias, log_counts, make_key_mask, split_heads
+from ..ops.attention import KeyMask, count_bias, log_counts, make_key_mask, split_heads
 from ..ops.context import ForwardContext
 from ..ops.dispatch import choose
 from ..ops.exact_tokens import (
@@ -27,7 +27,8 @@ from ..ops.exact_tokens import (
     spaced_places,
     tokens_outside,
 )
-from ..ops.memory_read import Memories, SlotMemory, WindowMemory, read_memories, tokens_in_window
+from ..ops.memories import Memories, SlotMemory, WindowMemory
+from ..ops.memory_read import attend_heads, read_memories
 from ..ops.recompute import recomputed
 from ..ops.tokens import join_gradients
 from .recorded import Recorded
@@ -44,7 +45,7 @@ class Memory(NamedTuple):
     """The result of writing a context."""
 
     parts: Memories  # read together in one softmax
-    carried: Tensor | None = None  # passed to the next layer alongside the tokens (Luna's packed states)
+    slot_states: Tensor | None = None  # passed to the next layer alongside the tokens (Luna's packed states)
     marked: "MarkedReads | None" = None  # tokens of the context that read all of it
 
 
@@ -66,6 +67,7 @@ class MemoryAttention(Recorded):
     is_causal = False  # transformers' sdpa defaults to True without this attribute
     has_slots = True  # whether a window of `config.local_window` is read in one softmax with them
     memory_class: type = SlotMemory  # the part that cross-attention writes and reads
+    read_parts = read_memories
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int = 0) -> None:
         super().__init__()
@@ -79,9 +81,9 @@ class MemoryAttention(Recorded):
         self.add_projections(config)
 
     @classmethod
-    def across(cls, config: BoundedMemoryConfig, layer_idx: int) -> "MemoryAttention":
+    def for_cross_attention(cls, config: BoundedMemoryConfig, layer_idx: int) -> "MemoryAttention":
         """Create a decoder layer's cross-attention, without what only self-attention needs."""
-        attention = cls(config.across(), layer_idx)
+        attention = cls(config.for_cross_attention(), layer_idx)
         for module in attention.modules():
             if hasattr(module, "config"):
                 module.config = config  # the decoder's own, whose attention backend may change
@@ -109,24 +111,25 @@ class MemoryAttention(Recorded):
 
     @staticmethod
     def prepare(
-        config: BoundedMemoryConfig, states: Tensor, carried: Tensor | None, context: ForwardContext
+        config: BoundedMemoryConfig, states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> ForwardContext:
         """Return the context with the masks that the layers need, in the backend's form; called once per forward pass.
 
         Args:
             config: the model's configuration.
             states: (b, n, d) input of the first layer.
-            carried: its other input, see `write`.
+            slot_states: its other input, see `write`.
             context: context of the forward pass.
         """
         return context
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Write a context to a memory.
 
         Args:
             states: (b, n, d), already normed in a pre-norm model.
-            carried: the state or parameter that the family's layers pass on alongside the tokens, if any.
+            slot_states: what the layers pass on alongside the tokens to write the slots with: Luna's packed states
+                (b, l, d), or the control matrix shared by the layers of an ABC model; `None` in other families.
             context: context of the tokens, with the family's masks (`prepare`).
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `write`.")
@@ -193,13 +196,13 @@ class MemoryAttention(Recorded):
         shares = counts.clamp(min=least) / counts.sum(-1, keepdim=True).clamp(min=least)
         return slots._replace(bias=log_counts(shares, self.slot_scale).expand(-1, self.num_heads, -1))
 
-    def write_own(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write_own(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Like `write`, with what the context's own tokens also read: the tokens around them, and the exact ones."""
         mixes = context.window or context.marked is not None or context.selected
         if not (self.has_slots and mixes):
-            return self.write(states, carried, context)
+            return self.write(states, slot_states, context)
         if context.whole:
-            return self.write_whole(states, carried, context)
+            return self.write_whole(states, slot_states, context)
         key, value = self.key_and_value(states)
         context, marked = context._replace(projected=(key, value)), context.marked
         selected = self.select_tokens(states, key, context) if context.selected else None
@@ -211,27 +214,27 @@ class MemoryAttention(Recorded):
             SlotMemory(gather_tokens(key, chosen.places), gather_tokens(value, chosen.places), chosen.valid)
             for chosen in exact
         ]
-        memory = self.write(states, carried, context)
+        memory = self.write(states, slot_states, context)
         written = [
             part._replace(elsewhere=elsewhere) if isinstance(part, WindowMemory) else part for part in memory.parts
         ]
         if not context.slots:
             written = []
         if context.window:
-            parts.append(tokens_in_window(key, value, context.window, context, elsewhere=elsewhere))
+            parts.append(WindowMemory.of_encoder(key, value, context.window, context, elsewhere))
         if marked is not None and self.config.global_tokens_read_all:
             memory = memory._replace(marked=MarkedReads(marked, key, value, context.token_mask))
         return memory._replace(parts=[*written, *parts])
 
-    def write_whole(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write_whole(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Keep every token, to be read by all: softmax attention."""
         key, value = self.key_and_value(states)
-        unused = self.unused_parameters(carried) if torch.is_grad_enabled() else []
+        unused = self.unused_parameters(slot_states) if torch.is_grad_enabled() else []
         if unused:
             key, *_ = join_gradients(key, *unused)
-        return Memory([SlotMemory(key, value, context.token_mask)], carried)
+        return Memory([SlotMemory(key, value, context.token_mask)], slot_states)
 
-    def unused_parameters(self, carried: Tensor | None) -> list[Tensor]:
+    def unused_parameters(self, slot_states: Tensor | None) -> list[Tensor]:
         """Return what has no effect where every token is read; it gets a gradient of zero, as DDP requires."""
         return [] if self.slot_scale is None else [self.slot_scale]
 
@@ -269,7 +272,7 @@ class MemoryAttention(Recorded):
         self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Read a memory with (b, n, d) states: (b, n, d) before the output projection, and the weights if eager."""
-        memory = memory._replace(carried=None)
+        memory = memory._replace(slot_states=None)
         if torch.is_grad_enabled() and self.config._attn_implementation != "eager":
             parts = memory.parts
             keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in parts)
@@ -283,7 +286,7 @@ class MemoryAttention(Recorded):
         shape = (*hidden_states.shape[:-1], self.num_heads, self.head_size)
         query = self.query(hidden_states).view(shape).transpose(1, 2)
         options = {} if context is None else context.options
-        output, weights = read_memories(self, query, memory.parts, options)
+        output, weights = self.read_parts(query, memory.parts, options)
         if memory.marked is None:
             return output, weights
         tokens, *sides = memory.marked
@@ -292,22 +295,22 @@ class MemoryAttention(Recorded):
         return put_tokens(output, whole, tokens), weights
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Self-attention: write the tokens to a memory and read it.
 
         Args:
             hidden_states: (b, n, d) token states, already normed in a pre-norm model.
-            carried: see `write`.
+            slot_states: see `write`.
             context: context of the forward pass.
 
         Returns:
-            The output (b, n, d) before the output projection, `carried` for the next layer, and with eager attention
-            the weights (b, h, n, keys).
+            The output (b, n, d) before the output projection, `slot_states` for the next layer, and with eager
+            attention the weights (b, h, n, keys).
         """
-        memory = self.write_own(hidden_states, carried, context)
+        memory = self.write_own(hidden_states, slot_states, context)
         output, weights = self.read(hidden_states, memory, context)
-        return output, memory.carried, weights
+        return output, memory.slot_states, weights
 
 
 class FullAttention(MemoryAttention):
@@ -315,7 +318,7 @@ class FullAttention(MemoryAttention):
 
     has_slots = False
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
-        """Keep one slot per token; `carried` passes by unchanged."""
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
+        """Keep one slot per token; `slot_states` passes by unchanged."""
         mask = make_key_mask(self.config, context.keep, queries=states, keys=states)
-        return Memory([SlotMemory(*self.key_and_value(states), mask)], carried)
+        return Memory([SlotMemory(*self.key_and_value(states), mask)], slot_states)

@@ -12,8 +12,8 @@ def write_memory(
     states: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    carried: Tensor | None = None,
-    carried_mask: Tensor | None = None,
+    slot_states: Tensor | None = None,
+    slot_mask: Tensor | None = None,
 ) -> Memory:
     """Write a context once, for any number of reads with `read_memory`.
 
@@ -24,19 +24,19 @@ def write_memory(
         attention: attention module of an encoder layer, such as `model.encoder.layer[0].attention.self`.
         states: (b, n, d) the context, already normed in a pre-norm model.
         attention_mask: (b, n) padding mask, 1 for tokens and 0 for padding; no padding by default.
-        carried: the layer's other input: Luna's packed states (b, l, d), or the control matrix shared by the layers of
-            an ABC model (`model.control()`).
-        carried_mask: (b, l), 1 for the packed states in use; by default derived from the config and the padding mask.
+        slot_states: the layer's other input: Luna's packed states (b, l, d), or the control matrix shared by the
+            layers of an ABC model (`model.control()`).
+        slot_mask: (b, l), 1 for the packed states in use; by default derived from the config and the padding mask.
 
     Raises:
-        ValueError: The family needs `carried`, but it is `None`.
+        ValueError: The family needs `slot_states`, but it is `None`.
     """
-    keep, carried_keep = (None if mask is None else mask != 0 for mask in (attention_mask, carried_mask))
+    keep, slot_keep = (None if mask is None else mask != 0 for mask in (attention_mask, slot_mask))
     slots_alone, mixes = {"local_window": 0}, attention.has_slots
     context = make_encoder_context(attention.config, states, keep, slots_alone, mixes=mixes)
-    context = context._replace(carried_keep=carried_keep)
+    context = context._replace(slot_keep=slot_keep)
     with float32_products(states):
-        return attention.write(states, carried, attention.prepare(attention.config, states, carried, context))
+        return attention.write(states, slot_states, attention.prepare(attention.config, states, slot_states, context))
 
 
 def read_memory(

@@ -246,8 +246,8 @@ class BaseModelMixin:
         """Create the layers; a family overrides this to add modules beside them."""
         self.encoder = LayerStack(config, self.attention_class, self.convolution_class)
 
-    def first_carried(self) -> Tensor | None:
-        """Return the first layer's `carried` input, see `MemoryAttention.write`."""
+    def first_slot_states(self) -> Tensor | None:
+        """Return the first layer's `slot_states`, see `MemoryAttention.write`."""
         return None
 
     def get_input_embeddings(self) -> nn.Module:
@@ -297,11 +297,7 @@ class BaseModelMixin:
             )
 
     def check_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> None:
-        """Reject positions that fall from one real token to the next, as in packed texts; skipped while tracing.
-
-        Args:
-            position_ids: (b or 1, n), or `None`.
-            keep: (b, n) padding mask; `None` if nothing is padded.
+        """Reject positions (b or 1, n) that fall between real tokens, as in packed texts; not while tracing.
 
         Raises:
             ValueError: The positions of a row fall.

@@ -16,10 +16,10 @@ from ..configuration import BoundedMemoryConfig
 from ..layers.block import DepthwiseConvolution
 from ..layers.cache import MemoryCache, state_fields
 from ..ops.attention import linear
-from ..ops.context import ForwardContext, make_context
+from ..ops.context import ForwardContext, make_context, token_ranks
 from ..ops.convolution import causal_convolution
 from ..ops.positions import rotation
-from ..ops.tokens import move_to_ranks, token_ranks
+from ..ops.tokens import move_to_ranks
 from .base import BaseModelMixin, HeadMixin
 from .generation import GenerationHooks, check_mask_of_past, text_checksum
 
@@ -120,7 +120,7 @@ class DecoderModelMixin(BaseModelMixin):
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
         """Apply the layers to embedded tokens (b, n, d)."""
-        return self.encoder(hidden_states, self.first_carried(), context)[0]
+        return self.encoder(hidden_states, self.first_slot_states(), context)[0]
 
     def check_length(self, length: int, context: ForwardContext) -> None:
         """Reject n tokens that go beyond the learned positions; skipped while tracing.
@@ -227,17 +227,8 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
         """
         # Not a parameter, because the Trainer would take it for a label column.
         shift_labels = kwargs.pop("shift_labels", None)
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
-        )
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(*inputs, cache=cache, use_cache=use_cache, return_dict=True, **kwargs)
         logits = linear(self.lm_head, slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None or shift_labels is not None:
@@ -248,10 +239,4 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
                 num_items_in_batch=num_items_in_batch,
                 shift_labels=shift_labels,
             )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return self.make_output(outputs, loss=loss, logits=logits)

@@ -147,11 +147,11 @@ class EncoderModelMixin(BaseModelMixin):
                 fall within a text, or a keyword is unknown or not supported.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
-        hidden_states, carried, context = self.prepare_inputs(*inputs, kwargs)
-        hidden_states, carried = self.encoder(hidden_states, carried, context)
+        hidden_states, slot_states, context = self.prepare_inputs(*inputs, kwargs)
+        hidden_states, slot_states = self.encoder(hidden_states, slot_states, context)
         if isinstance(context, UnpaddedContext):
-            hidden_states, carried = context.restore(hidden_states, carried)
-        return self.make_output(hidden_states, carried, context)
+            hidden_states, slot_states = context.restore(hidden_states, slot_states)
+        return self.make_output(hidden_states, slot_states, context)
 
     def prepare_inputs(
         self,
@@ -166,7 +166,7 @@ class EncoderModelMixin(BaseModelMixin):
         """Check the arguments of `forward`, and decide all that is the same in every layer.
 
         Returns:
-            The embedded tokens, (b, n, d), or (1, t, d) without padding; the first layer's `carried` input, see
+            The embedded tokens, (b, n, d), or (1, t, d) without padding; the first layer's `slot_states`, see
             `MemoryAttention.write`; and the context shared by all layers.
 
         Raises:
@@ -184,8 +184,8 @@ class EncoderModelMixin(BaseModelMixin):
             starts = self.find_texts(inputs, keep, position_ids, keywords)
             position_ids = self.table_positions(position_ids, keep)
         unpadded = None if keep is None and starts is None else self.unpad(inputs, keep, starts, keywords)
-        longest, limit = longest if unpadded is None else unpadded.longest, self.config.longest_input()
-        if limit is not None and longest > limit:
+        longest, limit = longest if unpadded is None else unpadded.longest, self.config.max_position_embeddings
+        if longest > limit and self.config.longest_input() is not None:
             raise ValueError(
                 f"The input has {longest} tokens, but the model accepts at most {limit} (`max_position_embeddings`). "
                 f"Use `tokenizer(..., truncation=True, max_length={limit})`, or a model with more positions."
@@ -210,22 +210,22 @@ class EncoderModelMixin(BaseModelMixin):
     def begin(
         self, hidden_states: Tensor, keep: Tensor | None, marked: Tensor | None = None, **options: Any
     ) -> tuple[Tensor | None, ForwardContext]:
-        """Return the first layer's `carried` input for (b, n, d) states, and the context shared by all layers."""
+        """Return the first layer's `slot_states` for (b, n, d) states, and the context shared by all layers."""
         context = self.make_context(hidden_states, keep, marked, options)
-        carried = self.first_carried()
-        return carried, self.attention_class.prepare(self.config, hidden_states, carried, context)
+        slot_states = self.first_slot_states()
+        return slot_states, self.attention_class.prepare(self.config, hidden_states, slot_states, context)
 
     def begin_unpadded(
         self, hidden_states: Tensor, unpadded: UnpaddedBatch, marked: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor | None, UnpaddedContext]:
         """Like `begin`, for an unpadded batch (1, t, d)."""
-        carried, slots = self.carried_by_texts(unpadded)
+        slot_states, slots = self.text_slot_states(unpadded)
         marks = [None] * len(unpadded.buckets) if marked is None else unpadded.in_buckets(marked.squeeze(0))
         context, contexts = UnpaddedContext(unpadded, (), slots, unpadded.lengths), []
-        for bucket, rows, mark in zip(unpadded.buckets, context.split(hidden_states, carried), marks, strict=True):
+        for bucket, rows, mark in zip(unpadded.buckets, context.split(hidden_states, slot_states), marks, strict=True):
             own = self.make_context(rows[0], bucket.keep, mark, options)
             contexts.append(self.attention_class.prepare(self.config, *rows, own))
-        return carried, context._replace(contexts=tuple(contexts))
+        return slot_states, context._replace(contexts=tuple(contexts))
 
     def make_context(
         self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
@@ -233,12 +233,12 @@ class EncoderModelMixin(BaseModelMixin):
         """Return the context of (b, n, d) states, without the family's masks."""
         return make_encoder_context(self.config, states, keep, options, marked, self.attention_class.has_slots)
 
-    def carried_by_texts(self, unpadded: UnpaddedBatch) -> tuple[Tensor | None, tuple[int, ...] | None]:
-        """Return the first layer's `carried` input for an unpadded batch, and `UnpaddedContext.slots`."""
-        return self.first_carried(), None
+    def text_slot_states(self, unpadded: UnpaddedBatch) -> tuple[Tensor | None, tuple[int, ...] | None]:
+        """Return the first layer's `slot_states` for an unpadded batch, and `UnpaddedContext.slots`."""
+        return self.first_slot_states(), None
 
     def make_output(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext | UnpaddedContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext | UnpaddedContext
     ) -> BaseModelOutput:
         """Build the model's output from that of the last layer."""
         return BaseModelOutput(last_hidden_state=hidden_states)

@@ -33,13 +33,13 @@ from ..configuration import BoundedMemoryConfig
 from ..layers.block import LayerStack
 from ..layers.cache import MemoryCache
 from ..layers.cross_attention import CrossAttentionBlock, CrossLayer
-from ..layers.heads import cross_entropy
 from ..layers.memory_attention import MemoryAttention
 from ..ops.attention import linear
 from ..ops.context import ForwardContext, drop_if_full, make_context
 from .base import BoundedMemoryPreTrainedModel, HeadMixin
 from .decoder import DecoderModelMixin
 from .encoder import EncoderPreTrainedModel, resize_table
+from .encoder_heads import cross_entropy
 from .generation import GenerationHooks
 
 _SOURCE_WORDS = "encoder.embeddings.word_embeddings.weight"
@@ -73,9 +73,9 @@ class CrossDecoderMixin(DecoderModelMixin):
         """Return the encoder's outputs that the decoder reads, given as a tuple (`return_dict=False`), by name."""
         return BaseModelOutput(*outputs[:1])
 
-    def source_carried(self, outputs: ModelOutput) -> tuple[Tensor | None, Tensor | None]:
-        """Return the first layer's `carried` input, see `MemoryAttention.write`, and its mask."""
-        return self.first_carried(), None
+    def source_slot_states(self, outputs: ModelOutput) -> tuple[Tensor | None, Tensor | None]:
+        """Return the first layer's `slot_states`, see `MemoryAttention.write`, and its mask."""
+        return self.first_slot_states(), None
 
     def run_layers(
         self,
@@ -89,13 +89,13 @@ class CrossDecoderMixin(DecoderModelMixin):
         if cache is not None:
             if not cache.has_source:
                 self.write_source(cache, *source, context.options)
-            return self.encoder(hidden_states, self.first_carried(), None, context)[0]
-        states, carried, context = self.begin_source(*source, context)
-        hidden_states, carried = self.encoder(hidden_states, carried, states, context)
-        return self.join_carried(hidden_states, carried)
+            return self.encoder(hidden_states, self.first_slot_states(), None, context)[0]
+        states, slot_states, context = self.begin_source(*source, context)
+        hidden_states, slot_states = self.encoder(hidden_states, slot_states, states, context)
+        return self.join_slot_states(hidden_states, slot_states)
 
-    def join_carried(self, hidden_states: Tensor, carried: Tensor | None) -> Tensor:
-        """Return the states (b, n, d), linked to the last layer's `carried` output if that has parameters."""
+    def join_slot_states(self, hidden_states: Tensor, slot_states: Tensor | None) -> Tensor:
+        """Return the states (b, n, d), linked to the last layer's `slot_states` output if that has parameters."""
         return hidden_states
 
     def write_source(
@@ -114,9 +114,9 @@ class CrossDecoderMixin(DecoderModelMixin):
             options: keyword arguments for the attention backend.
         """
         context = ForwardContext(None, None, None, None, cache=cache, options=options or {})
-        states, carried, context = self.begin_source(outputs, attention_mask, rows, context)
+        states, slot_states, context = self.begin_source(outputs, attention_mask, rows, context)
         for layer in self.encoder.layer:
-            carried = layer.write_source(carried, states, context)
+            slot_states = layer.write_source(slot_states, states, context)
 
     def begin_source(
         self,
@@ -125,7 +125,7 @@ class CrossDecoderMixin(DecoderModelMixin):
         rows: int,
         context: ForwardContext,
     ) -> tuple[Tensor, Tensor | None, ForwardContext]:
-        """Return the source's states (b, s, d), the first layer's `carried` input, and the context with the source's.
+        """Return the source's states (b, s, d), the first layer's `slot_states`, and the context with the source's.
 
         Args:
             outputs: output of the encoder.
@@ -154,12 +154,12 @@ class CrossDecoderMixin(DecoderModelMixin):
                 f"The source has {states.shape[0]} rows, but the target has {rows}. Repeat the source's rows "
                 "(`repeat_interleave`), or select them."
             )
-        carried, carried_keep = self.source_carried(outputs)
+        slot_states, slot_keep = self.source_slot_states(outputs)
         keep = None if attention_mask is None else drop_if_full(attention_mask != 0)
         written = make_context(keep, states.shape[1], states.device, options=context.options)
-        written = written._replace(carried_keep=carried_keep)
-        written = self.cross_attention_class.prepare(self.config, states, carried, written)
-        return states, carried, context._replace(source=written)
+        written = written._replace(slot_keep=slot_keep)
+        written = self.cross_attention_class.prepare(self.config, states, slot_states, written)
+        return states, slot_states, context._replace(source=written)
 
 
 class Seq2SeqPreTrainedModel(EncoderPreTrainedModel):

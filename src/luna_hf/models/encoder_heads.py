@@ -1,4 +1,4 @@
-"""The encoder shared by all families, and its task heads.
+"""The task heads of encoders, what they are made of, and their losses.
 
 Each `...Mixin` implements a complete model; a family's class only names its parts:
 
@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
     MaskedLMOutput,
     ModelOutput,
@@ -27,18 +30,128 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from ..configuration import BoundedMemoryConfig
-from ..layers.heads import (
-    ClassificationHead,
-    MaskedLMHead,
-    TokenPooling,
-    classification_loss,
-    classifier_dropout,
-    cross_entropy,
-    first_marked,
-    question_marked,
-)
-from ..ops.attention import linear
+from ..ops.attention import float32_products, linear
+from ..ops.tokens import first_kept, masked_mean
 from .base import HeadMixin
+
+
+def classifier_dropout(config: BoundedMemoryConfig) -> nn.Dropout:
+    """Create the dropout layer of a classification head."""
+    p = config.classifier_dropout
+    return nn.Dropout(config.hidden_dropout_prob if p is None else p)
+
+
+class MaskedLMHead(nn.Module):
+    """Masked-LM head as in RoBERTa: dense, activation, LayerNorm, and an output layer tied to the token embedding."""
+
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        super().__init__()
+        width = config.embedding_width()
+        self.dense = nn.Linear(config.hidden_size, width)
+        self.activation = ACT2FN[config.hidden_act]
+        self.layer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(width, config.vocab_size)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def initialise(self, config: BoundedMemoryConfig) -> None:
+        """Initialise the bias of the output layer, a parameter that transformers does not initialise."""
+        init.zeros_(self.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Compute logits: (..., d) to (..., vocab_size)."""
+        with float32_products(states):
+            return self.decoder(self.layer_norm(self.activation(self.dense(states))))
+
+
+class TokenPooling(nn.Module):
+    """Pool the token states to one vector per row, by `"cls"` or `"mean"`."""
+
+    def __init__(self, config: BoundedMemoryConfig) -> None:
+        super().__init__()
+        self.pool = {"cls": first_kept, "mean": masked_mean}[config.classifier_pooling]
+
+    def forward(self, outputs: ModelOutput, keep: Tensor | None) -> Tensor:
+        """Pool the base model's outputs, given the padding mask (b, n), to (b, d)."""
+        return self.pool(outputs.last_hidden_state, keep)
+
+
+class ClassificationHead(nn.Module):
+    """Head over a pooled state: dropout, dense, activation, dropout, output layer."""
+
+    def __init__(self, config: BoundedMemoryConfig, num_labels: int) -> None:
+        super().__init__()
+        inner = config.classifier_hidden_size or config.hidden_size
+        self.dropout = classifier_dropout(config)
+        self.dense = nn.Linear(config.hidden_size, inner)
+        self.activation = ACT2FN[config.classifier_activation]
+        self.out_proj = nn.Linear(inner, num_labels)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Compute logits: (b, d) to (b, num_labels)."""
+        states = self.activation(self.dense(self.dropout(pooled)))
+        return self.out_proj(self.dropout(states))
+
+
+def first_marked(keep: Tensor) -> Tensor:
+    """Mark the first real token of every row: padding mask (b, n) to (b, n)."""
+    return keep & (keep.long().cumsum(-1) == 1)
+
+
+def question_marked(keep: Tensor, ends: Tensor, most: int) -> Tensor:
+    """Mark the tokens before the first separator, the question's, given a padding mask (b, n).
+
+    `ends` (b, n) is True for separators, or for all tokens after the first text. Where the question has more than
+    `most` tokens, or no second text follows, the first token is marked.
+    """
+    ended = (ends & keep).long().cumsum(-1) > 0
+    # A single separator at the end leaves no second text.
+    last = keep.long().cumsum(-1) == keep.sum(-1, keepdim=True)
+    is_pair, question = (ended & keep & ~last).any(-1, keepdim=True), keep & ~ended
+    return torch.where(is_pair & (question.sum(-1, keepdim=True) <= most), question, first_marked(keep))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Cross-entropy of logits (..., classes) and labels (...), of which -100 are ignored, in float32 or wider.
+
+    The mean over the labels, or the sum divided by `num_items_in_batch` if given.
+    """
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    loss = F.cross_entropy(logits, labels.flatten().to(logits.device), reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def classification_loss(
+    logits: Tensor, labels: Tensor, config: BoundedMemoryConfig, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
+    """Loss for `config.problem_type`: regression (MSE), single-label (cross-entropy) or multi-label (BCE).
+
+    Without a `problem_type`, one output means regression, integer labels single-label, and float labels multi-label
+    classification; the config is not changed. Logits are (b, num_labels), labels (b,), or (b, num_labels) for
+    multi-label classification and regression with several targets.
+
+    Raises:
+        ValueError: The shapes of labels and logits do not match.
+    """
+    problem = config.problem_type
+    if problem is None:
+        if config.num_labels == 1:
+            problem = "regression"
+        else:
+            problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+    if problem == "single_label_classification":
+        return cross_entropy(logits, labels, num_items_in_batch)
+    if labels.numel() != logits.numel():
+        raise ValueError(
+            f"`labels` have shape {tuple(labels.shape)}, but {problem} with {config.num_labels} outputs needs "
+            f"{tuple(logits.shape)}."
+        )
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels.to(logits).view_as(logits)
+    loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+    if num_items_in_batch is None:
+        return loss(logits, labels)
+    return loss(logits, labels, reduction="sum") / num_items_in_batch
 
 
 class EncoderHeadMixin(HeadMixin):

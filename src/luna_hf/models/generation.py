@@ -11,7 +11,7 @@ from transformers.utils import is_tracing
 
 from ..configuration import BoundedMemoryConfig
 from ..layers.cache import MemoryCache
-from ..ops.tokens import token_ranks
+from ..ops.context import token_ranks
 
 
 class GenerationHooks:
@@ -132,12 +132,7 @@ def check_prompt(
 
 
 def check_mask_of_past(attention_mask: Tensor, length: int, cache: MemoryCache | None) -> None:
-    """Check that a mask over earlier and new tokens agrees with the state; skipped while tracing.
-
-    Args:
-        attention_mask: (b, n) or (b, seen + n).
-        length: number of new tokens n.
-        cache: state after the earlier tokens.
+    """Check that a mask (b, n) or (b, seen + n) over n = `length` new tokens agrees with the state; not while tracing.
 
     Raises:
         ValueError: The mask's length, or its number of earlier real tokens, differs from the state's.

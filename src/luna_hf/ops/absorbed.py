@@ -36,17 +36,10 @@ def absorbed_pack(
     keep: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax attention of slots to tokens, given the layers of the tokens' keys and values.
+    """Softmax attention of the slots' queries (b, h, m, c) to (b, n, d) tokens: the concatenated heads (b, m, d).
 
-    Args:
-        query: (b, h, m, c) projected queries of the slots.
-        states: (b, n, d) tokens.
-        key, value: the projections of the tokens; may be the same.
-        keep: (b, n) padding mask; a row of padding alone gives zeros.
-        dropout: share of the weights to drop.
-
-    Returns:
-        The concatenated heads (b, m, d).
+    The layers `key` and `value` project the tokens, and may be the same. A row of padding alone, masked by `keep`
+    (b, n), gives zeros. Dropout drops weights.
     """
     heads, size = query.shape[1], query.shape[-1]
     folded = _of_heads(query * size**-0.5, key.weight.unflatten(0, (heads, size)))  # (b, h, m, d)
@@ -65,16 +58,10 @@ def absorbed_pack(
 
 
 def project_slots(slots: Tensor, shares: Tensor, layer: nn.Linear, heads: int) -> Tensor:
-    """Project weighted sums of tokens, as if the tokens had been projected before they were summed.
+    """Project weighted sums of tokens, as if the tokens had been projected before they were summed: (b, h, m, c).
 
-    Args:
-        slots: (b, h, m, d) sums, or (b, 1, m, d) if the same for all heads.
-        shares: the sums of the weights, broadcastable to (b, 1 or h, m).
-        layer: the projection.
-        heads: h.
-
-    Returns:
-        (b, h, m, c).
+    The sums are (b, h, m, d), or (b, 1, m, d) if the same for all heads; `shares`, the sums of the weights, are
+    broadcastable to (b, 1 or h, m).
     """
     weight, bias = layer.weight.unflatten(0, (heads, -1)), layer.bias.view(heads, 1, -1)
     if slots.shape[1] == 1:
@@ -93,18 +80,10 @@ def absorbed_read(
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax attention of tokens to slots, given the layers of the queries and of the output.
+    """Softmax attention of (b, n, d) tokens to slots, given the layers of the queries and of the output: (b, n, d).
 
-    Args:
-        states: (b, n, d) tokens.
-        query, output: the projections of the queries and of the output.
-        key, value: (b, h, m, c) of the slots.
-        mask: of the slots, broadcastable to (b, h, 1, m): boolean, or added to the logits. Without any slot, what is
-            read is zero.
-        dropout: share of the weights to drop.
-
-    Returns:
-        (b, n, d), after the output projection.
+    Keys and values of the slots are (b, h, m, c). The mask is broadcastable to (b, h, 1, m), boolean or added to the
+    logits; without any slot, what is read is zero. Dropout drops weights.
     """
     batch, heads, slots, size = key.shape
     key = key * size**-0.5

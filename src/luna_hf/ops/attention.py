@@ -1,5 +1,5 @@
-"""Attention through transformers' backends with any numbers of queries and keys, the backends' padding masks, and
-products that are fast in half precision on every CPU."""
+"""What attention is made of: heads, softmax, the backends' padding masks, and products that are fast in half
+precision on every CPU."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,10 +11,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import is_torchdynamo_exporting, is_tracing
+from transformers.utils import is_tracing
 
-from .dispatch import SLOW_CPU_DTYPES, multiplies_in_float32, prefers_products
+from .dispatch import SLOW_CPU_DTYPES, multiplies_in_float32
 
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
@@ -33,15 +32,8 @@ def softmax_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute `softmax(scaling q k^T) v` over the kept keys; a query with no key to attend to gives zeros.
 
-    Args:
-        query: (b, h, q, c).
-        key, value: (b, h, k, c).
-        keep: boolean or additive float mask, broadcastable to (b, h, q, k).
-        scaling: factor applied to the logits.
-        dropout: dropout probability of the weights (0 in inference).
-
-    Returns:
-        The output (b, h, q, c), and the weights (b, h, q, k) after dropout.
+    Queries (b, h, q, c) read keys and values (b, h, k, c) under a mask, boolean or added to the logits, that broadcasts
+    to (b, h, q, k). Returns the output (b, h, q, c), and the weights (b, h, q, k) after dropout.
     """
     logits = torch.matmul(query * scaling, key.transpose(-1, -2))
     if keep is None:
@@ -66,14 +58,10 @@ def masked_softmax(logits: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def count_bias(counts: Tensor, scale: Tensor) -> Tensor:
-    """Compute `scale * log(max(counts, 1))`: the bias of slots that stand for that many tokens.
+    """Compute `scale * log(max(counts, 1))`: the bias of slots that stand for counts (b, 1 or h, ..., m) of tokens.
 
     A slot that stands for less than a token, as most do where a text is shorter than the memory, weighs as much as one:
-    otherwise the tokens of a window would outweigh what only the slots hold.
-
-    Args:
-        counts: (b, 1 or h, ..., m).
-        scale: (h,) factor of each head.
+    otherwise the tokens of a window would outweigh what only the slots hold. Each head has its scale, (h,).
     """
     return log_counts(counts.to(torch.promote_types(scale.dtype, torch.float32)).clamp(min=1.0), scale)
 
@@ -172,7 +160,7 @@ def make_key_mask(
             than eager, sdpa and flash attention.
     """
     if config._attn_implementation == "flex_attention":
-        return _flex_key_mask(keep, queries, keys)
+        return flex_key_mask(keep, queries, keys)
     if keep is None:
         return None
     if uses_flash(config):
@@ -193,7 +181,8 @@ def make_key_mask(
     return KeyMask(keep, mask)
 
 
-def _flex_key_mask(keep: Tensor | None, queries: Tensor, keys: Tensor) -> KeyMask | None:
+def flex_key_mask(keep: Tensor | None, queries: Tensor, keys: Tensor) -> KeyMask | None:
+    """Like `make_key_mask`, for flex attention."""
     # PyTorch's CPU kernel silently returns wrong results unless the number of keys is a multiple of the block size.
     extra = -keys.shape[1] % _FLEX_BLOCK
     if keep is None and not extra:
@@ -212,92 +201,3 @@ def _flex_mask(keep: Tensor, num_queries: int) -> Any:
 
     batch, length = keep.shape
     return create_block_mask(attends, batch, None, num_queries, length, device=keep.device)
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Eager attention for transformers' interface: (b, h, q, c) queries to (b, q, h, c) outputs, and the weights."""
-    output, weights = softmax_attention(query, key, value, attention_mask, scaling, dropout)
-    return output.transpose(1, 2), weights
-
-
-def attend_heads(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: KeyMask | Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Multi-head softmax attention with any numbers of queries and keys, through transformers' attention interface.
-
-    Args:
-        module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
-        query: (b, h, q, c); logits are scaled by c^-1/2.
-        key, value: (b, h, k, c).
-        mask: from `make_key_mask`, or `None`; or a tensor that broadcasts to (b, h, q, k), boolean (True = may be
-            attended to) or added to the logits. Only eager and sdpa accept a tensor; other backends fall back to sdpa.
-
-    Returns:
-        The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).
-    """
-    backend = module.config._attn_implementation
-    if isinstance(mask, Tensor):
-        mask, backend = KeyMask(mask, mask), "eager" if backend == "eager" else "sdpa"
-    elif mask is None and backend == "flex_attention":  # slots that may all be read, of any number
-        mask = _flex_key_mask(None, *(states.transpose(1, 2) for states in (query, key)))
-    kwargs |= {
-        "scaling": query.shape[-1] ** -0.5,
-        "dropout": module.attention_dropout if module.training else 0.0,
-        "is_causal": False,
-    }
-    # The flash path would take position ids that restart for packed documents, in queries and keys alike.
-    kwargs.pop("position_ids", None)
-    attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
-    if backend == "sdpa" and query.dtype == torch.bfloat16 and prefers_products(query):
-        attention = eager_attention_forward
-    if mask is not None and mask.unpadded is not None:
-        output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)
-        return output.flatten(-2), weights
-    if mask is not None and mask.extra_keys:
-        key, value = (F.pad(states, (0, 0, 0, mask.extra_keys)) for states in (key, value))
-    backend_mask = None if mask is None else mask.for_queries(query.shape[2])
-    output, weights = attention(module, query, key, value, backend_mask, **kwargs)
-    if is_torchdynamo_exporting():
-        # Which layout the kernel returns depends on whether gradients are recorded, and the exporter to ONNX does not.
-        output = output.clone(memory_format=torch.contiguous_format)
-    return output.flatten(-2), weights
-
-
-def _attend_unpadded(
-    attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keys: UnpaddedKeys, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Call a variable-length kernel with all queries of every row, but only the kept keys.
-
-    Transformers' flash path assumes that queries and keys are the same tokens, so a key mask would drop queries too.
-    Passing explicit sequence boundaries and no mask avoids that.
-    """
-    batch, _, num_queries, _ = query.shape
-    rows = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (batch * length, heads, head_dim)
-    query, key, value = rows
-    key, value = key[keys.indices], value[keys.indices]
-    borders = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
-    output, _ = attention(
-        module,
-        *(states.unsqueeze(0).transpose(1, 2) for states in (query, key, value)),  # (1, heads, total, head_dim)
-        None,
-        cu_seq_lens_q=borders,
-        cu_seq_lens_k=keys.cu_seq_lens,
-        max_length_q=num_queries,
-        max_length_k=keys.max_length,
-        **kwargs,
-    )
-    return output.view(batch, num_queries, *output.shape[-2:]), None

@@ -155,11 +155,7 @@ def _attend_in_a_loop(
 def _split_at_rises(logits: Tensor, sizes: list[int], peak: Tensor, keep: Tensor | None) -> list[int]:
     """Halve chunks until no slot's running maximum rises too far within one; only extreme logits need it.
 
-    Args:
-        logits: (b, h, n, m), minus infinity at padding.
-        sizes: chunk sizes to start from.
-        peak: (b, h, m) the running maximum before the first token.
-        keep: (b, n) padding mask.
+    Logits (b, h, n, m) are minus infinity at padding; `peak` (b, h, m) is the maximum before the first token.
     """
     chunks = logits.split(sizes, 2)
     ends = torch.stack([peak, *(chunk.amax(2) for chunk in chunks)]).cummax(0).values  # (1 + chunks, b, h, m)

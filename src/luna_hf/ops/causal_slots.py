@@ -131,15 +131,10 @@ def read_weights(
 
 
 def slot_bias(weights: Tensor, options: SlotOptions, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Compute the bias of the slots' logits by the number of tokens that they stand for.
+    """Compute the bias of the slots' logits by the number of tokens that they stand for: (b or 1, 1 or h, n, 1 or m).
 
-    Args:
-        weights: (b, h, n, m) write weights in float32 or wider; those of padding are zero, or minus infinity.
-        options: with a scale of the counts, or the number of tokens outside.
-        before: (b, h, 1, m) counts after earlier tokens; `None` for none.
-
-    Returns:
-        The bias (b or 1, 1 or h, n, 1 or m), and the counts to keep in the state.
+    Write weights (b, h, n, m) in float32 or wider are zero, or minus infinity, at padding; `before` are the counts
+    (b, h, 1, m) after earlier tokens. Also returns the counts to keep in the state.
     """
     scale, outside = options.count_scale, options.outside
     bias, count = weights.new_zeros(()), None
@@ -159,17 +154,11 @@ def slot_bias(weights: Tensor, options: SlotOptions, before: Tensor | None) -> t
 
 
 def slot_counts(weights: Tensor, options: SlotOptions, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Count the tokens that each slot stands for, at every token.
+    """Count the tokens that each slot stands for, at every token: (b, h, n, m), or (b or 1, 1, n, 1) if all are equal.
 
     Every token counts once, divided among the slots in proportion to its write weights (their absolute values). With
-    the divisor "steps", the slots share the tokens so far evenly.
-
-    Args:
-        weights, options, before: see `slot_bias`.
-
-    Returns:
-        Counts (b, h, n, m), or (b or 1, 1, n, 1) if all are the same; and the counts after the last token, if they are
-        to be kept in the state.
+    the divisor "steps", the slots share the tokens so far evenly. Also returns the counts after the last token, if they
+    are to be kept in the state. Arguments as for `slot_bias`.
     """
     used = options.used
     if options.normaliser.divisor == "steps":

@@ -1,6 +1,5 @@
 """The data that all layers of a forward pass share, built once by the model and passed as one argument."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,7 @@ from transformers.utils import is_tracing
 
 from .attention import KeyMask, make_key_mask
 from .exact_tokens import ExactTokens, in_order, marked_tokens, tokens_outside
-from .tokens import row_lengths, token_ranks
-from .window import window_reach
+from .tokens import window_reach
 
 
 class ForwardContext(NamedTuple):
@@ -27,7 +25,7 @@ class ForwardContext(NamedTuple):
     lengths: Tensor  # (b or 1, 1) long: number of real tokens of the row, including this pass
     rotation: Tensor | None = None  # (b or 1, n, 2, r / 2) of rotary positions, which rotate r entries of a head
     cache: Cache | None = None  # decoders only: a `state.MemoryCache`
-    carried_keep: Tensor | None = None  # (b, l) mask of the states carried alongside the tokens
+    slot_keep: Tensor | None = None  # (b, l) mask of the slot states
     masks: Any = None  # the family's masks, in the attention backend's form
     window: int = 0  # number of tokens that a token reads besides the slots
     whole: bool = False  # encoders: whether every token reads every token, so that no slot is needed
@@ -38,7 +36,7 @@ class ForwardContext(NamedTuple):
     left: Tensor | None = None  # (b, 1 or h, n) the same tokens in order, if counted; `None` for all
     outside: Tensor | None = None  # (b or 1, 1 or h, 1 or n) how many of them the query of each rank reads in slots
     projected: tuple[Tensor, Tensor] | None = None  # the tokens' keys and values (b, h, n, c), if already computed
-    carries: bool = True  # whether what is carried is of use after the last layer
+    updates_slots: bool = True  # whether something reads the slot states after the last layer
     slots: bool = True  # whether the slots are read
     options: dict[str, Any] = {}  # keyword arguments for the attention backend
     source: Any = None  # cross-attention only: the `ForwardContext` of the source, while it is written
@@ -48,15 +46,6 @@ class ForwardContext(NamedTuple):
         if self.written is None or self.keep is None:
             return self.written if self.keep is None else self.keep[:, None]
         return self.written & self.keep[:, None]
-
-    def in_rows(
-        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Apply what needs whole texts, a function of (b, n, d) states, carried states and a context.
-
-        The context of an unpadded batch (`unpadding.UnpaddedContext`) does so in several calls.
-        """
-        return function(states, carried, self)[:2]
 
     def split(self, length: int, size: int) -> list[tuple[slice, "ForwardContext"]]:
         """Split the tokens into parts of at most `size`: where each is, and its context, without the family's masks."""
@@ -71,6 +60,23 @@ class ForwardContext(NamedTuple):
     def layer_cache(self, layer_idx: int) -> CacheLayerMixin | None:
         """Return a layer's cache, or `None` without a cache."""
         return None if self.cache is None else self.cache.layers[layer_idx]
+
+
+def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Index of each token among its row's real tokens, (b, n) long; (1, n) if nothing is padded.
+
+    Padding takes the rank of the real token to its left, or 0 if there is none.
+    """
+    if keep is None:
+        return torch.arange(length, device=device)[None]
+    return (keep.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Number of real tokens of each row, (b, 1) long; (1, 1) if nothing is padded."""
+    if keep is None:
+        return torch.full((1, 1), length, dtype=torch.long, device=device)
+    return keep.sum(-1, keepdim=True)
 
 
 def make_context(

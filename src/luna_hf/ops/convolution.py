@@ -6,15 +6,9 @@ from transformers.utils import is_tracing
 
 
 def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Depthwise convolution along the tokens; tokens beyond the ends and padding count as zero.
+    """Convolve (b, n, d) states along the tokens; tokens beyond the ends and padding (`keep`, (b, n)) count as zero.
 
-    Args:
-        states: (b, n, d).
-        weight: (d, taps) with an odd number of taps; tap `taps // 2` is at the token itself.
-        keep: (b, n) padding mask.
-
-    Returns:
-        (b, n, d).
+    The weight (d, taps) has an odd number of taps; tap `taps // 2` is at the token itself.
     """
     if keep is not None:
         states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
@@ -22,14 +16,9 @@ def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = 
 
 
 def causal_convolution(states: Tensor, weight: Tensor) -> Tensor:
-    """Causal depthwise convolution over each token and the taps - 1 tokens before it.
+    """Convolve each token and the taps - 1 tokens before it: (b, taps - 1 + n, d) to (b, n, d).
 
-    Args:
-        states: (b, taps - 1 + n, d), beginning with the taps - 1 states before the first token.
-        weight: (d, taps); the last tap is at the token itself.
-
-    Returns:
-        (b, n, d).
+    The states begin with those before the first token. The last tap of the weight (d, taps) is at the token itself.
     """
     return _convolve(states, weight)
 

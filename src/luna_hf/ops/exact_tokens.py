@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from transformers.utils import is_tracing
 
 from .attention import masked_softmax
-from .tokens import move_to_ranks
-from .window import window_reach
+from .tokens import move_to_ranks, window_reach
 
 
 class ExactTokens(NamedTuple):
@@ -30,12 +29,10 @@ class ExactTokens(NamedTuple):
 
 
 def first_tokens(scores: Tensor, number: int, limits: Tensor | None = None) -> ExactTokens:
-    """Choose the tokens with the highest scores, the first ones among equals.
+    """Choose the tokens with the highest scores (b, 1 or h, n), the first ones among equals; minus infinity for none.
 
-    Args:
-        scores: (b, 1 or h, n), minus infinity for tokens that must not be chosen.
-        number: g. A graph always has so many places, other calls as many as there are tokens.
-        limits: (b or 1, 1) long, the number of tokens to choose in each row; `None` for g.
+    Chosen are at most `number`, g, or what `limits` (b or 1, 1) say for each row. A graph always has g places, other
+    calls as many as there are tokens.
     """
     length = scores.shape[-1]
     if is_tracing(scores):
@@ -74,14 +71,9 @@ def marked_tokens(marked: Tensor, most: int) -> ExactTokens:
 
 
 def spaced_places(ranks: Tensor, lengths: Tensor, keep: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
-    """Find evenly spaced tokens of every row: those of rank floor(k n / r), k = 0 ... r - 1.
+    """Find evenly spaced tokens of every row: those of rank floor(k n / r), k = 0 ... r - 1, with r = `number`.
 
-    Args:
-        ranks, lengths, keep: (b or 1, n), (b or 1, 1) and (b, n); see `ForwardContext`.
-        number: r.
-
-    Returns:
-        Ranks and places (b or 1, r).
+    Ranks, lengths and mask are those of a `ForwardContext`. Returns ranks and places, (b or 1, r).
     """
     spaced = torch.arange(number, device=ranks.device) * lengths // number
     if keep is None:
@@ -99,17 +91,10 @@ def attention_asked(
     keep: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
-    """Average the attention that some queries pay to each token outside their own windows.
+    """Average the attention that some queries (b, h, r, c) pay to each key (b, h, n, c) outside their own windows.
 
-    Args:
-        query: (b, h, r, c).
-        key: (b, h, n, c).
-        query_ranks, ranks: (b or 1, r) and (b or 1, n).
-        keep: (b, n) padding mask.
-        window: number of tokens of a window, 0 for none.
-
-    Returns:
-        (b, h, n) float32, of a softmax over all tokens of the row.
+    Ranks (b or 1, r) and (b or 1, n), padding mask (b, n); a window of 0 tokens is none. Returns (b, h, n) float32, of
+    a softmax over all tokens of the row.
     """
     logits = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))
     weights = masked_softmax(logits, None if keep is None else keep[:, None, None])
@@ -151,14 +136,9 @@ def in_order(mask: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
 def tokens_outside(left: Tensor | None, lengths: Tensor, length: int, window: int) -> Tensor:
     """Count the tokens that each query reads nowhere else: those left over that its window does not hold.
 
-    Args:
-        left: (b, 1 or h, n) tokens that are read in no part but the window, in order (`in_order`); `None` for all.
-        lengths: (b or 1, 1) number of tokens of each row.
-        length: n.
-        window: number of tokens of a window, 0 for none.
-
-    Returns:
-        (b or 1, 1 or h, n) float32 for the query of each rank, or (b, 1 or h, 1) without a window.
+    Left over are tokens (b, 1 or h, n) that are read in no part but the window, in order (`in_order`); `None` for all.
+    Rows have lengths (b or 1, 1), at most n = `length`. Returns (b or 1, 1 or h, n) float32 for the query of each rank,
+    or (b or 1, 1 or h, 1) without a window.
     """
     if not window:
         total = lengths.unsqueeze(1) if left is None else left.sum(-1, keepdim=True)
@@ -171,14 +151,9 @@ def tokens_outside(left: Tensor | None, lengths: Tensor, length: int, window: in
 
 
 def stretches_outside(left: Tensor | None, starts: Tensor, lengths: Tensor, length: int, window: int) -> Tensor:
-    """Count the tokens of m stretches of the row that each query reads nowhere else.
+    """Count the tokens of m stretches of a row that each query reads nowhere else: (b or 1, 1 or h, 1 or n, m).
 
-    Args:
-        left, lengths, length, window: see `tokens_outside`.
-        starts: (b or 1, m + 1) ranks at which the stretches start, and the end of the last one.
-
-    Returns:
-        (b or 1, 1 or h, 1 or n, m) float32.
+    The stretches start at ranks `starts`, (b or 1, m + 1), which include the end of the last one; see `tokens_outside`.
     """
     rank = torch.arange(length + 1, device=lengths.device)
     sums = torch.minimum(rank, lengths).unsqueeze(1) if left is None else F.pad(left.long().cumsum(-1), (1, 0))

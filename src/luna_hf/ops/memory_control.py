@@ -7,7 +7,7 @@ A memory of m slots is written with one control vector phi_i in R^m per token, a
 
 A strategy is a choice of phi. Dense strategies are weights over the tokens, (b, h, m, n). If phi_i is a multiple of a
 unit vector, it reduces to the token's slot, (b, 1 or h, n), and the memory is written in O(n). Sliding windows, which
-tokens leave again, are not written but read in place (`ops/window.py`).
+tokens leave again, are not written but read in place (`ops/memories.py`).
 
 Shape letters: b batch, h heads, n tokens, m slots, c head size. `ranks` are indices among the real tokens of a row,
 so that padding on either side changes nothing. Every mask is boolean with True = keep.
@@ -32,14 +32,10 @@ _NEAREST_TOKENS = 1024
 def control_weights(logits: Tensor, keep: Tensor | None = None, activation: str = "exp") -> Tensor:
     """Compute phi of ABC-MLP (equation 7): `alpha_i / sum_j alpha_j` per slot, with `alpha_i = activation(W x_i)`.
 
-    Args:
-        logits: (b, h, m, n), the products W x_i.
-        keep: (b, n) or (b, 1 or h, n) mask; other tokens, such as padding, get weight zero.
-        activation: "exp" (as in the paper, a softmax over the tokens), or its ablations "relu" and "sigmoid" (Table 8).
-            With "relu", a slot whose logits are all negative stays empty.
-
-    Returns:
-        (b, h, m, n), non-negative, computed in float32 or wider.
+    Activations are "exp" (as in the paper, a softmax over the tokens), and its ablations "relu" and "sigmoid"
+    (Table 8). With "relu", a slot whose logits are all negative stays empty. The logits W x_i, (b, h, m, n), give
+    weights of the same shape; tokens masked by `keep`, (b, n) or (b, 1 or h, n), get weight zero. Computed in float32
+    or wider.
     """
     keep = _of_slots(keep)
     if activation == "exp":
@@ -57,14 +53,8 @@ def control_weights(logits: Tensor, keep: Tensor | None = None, activation: str 
 def control_shares(logits: Tensor, keep: Tensor | None = None, activation: str = "exp") -> Tensor:
     """Divide each token among the slots in proportion to its weights `alpha_i` in ABC-MLP (equation 7).
 
-    Summed over the tokens, the shares are the number of tokens that each slot stands for; all slots together stand for
-    all tokens.
-
-    Args:
-        logits, keep, activation: see `control_weights`.
-
-    Returns:
-        (b, h, m, n), in float32 or wider. A token whose weights are all zero ("relu") is in no slot.
+    Summed over the tokens, the shares (b, h, m, n) are the number of tokens that each slot stands for; all slots
+    together stand for all tokens, except those whose weights are all zero ("relu"). Arguments as for `control_weights`.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if activation == "relu":
@@ -87,13 +77,7 @@ def compressive_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> Tensor:
     """Mean-pooling compression (equation 8): phi_i = e_{floor(i / c)} / c with c = N / m.
 
     If m does not divide N, the number of tokens per slot differs by at most one; with N <= m, each token has a slot.
-
-    Args:
-        ranks, lengths: (b, n) and (b, 1).
-        num_slots: m.
-
-    Returns:
-        (b, n) long in [0, m); a slot is the mean of its tokens.
+    Ranks (b, n) and lengths (b, 1) give (b, n) in [0, m); a slot is the mean of its tokens.
     """
     return torch.where(lengths <= num_slots, ranks, ranks * num_slots // lengths.clamp(min=1))
 
@@ -109,13 +93,7 @@ def global_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> tuple[Tensor
     """Local-to-global attention (appendix A.1): phi_i = e_j if token i is the j-th global token, else 0.
 
     The global tokens are m evenly spaced tokens of the row, the first included, or all tokens if there are at most m.
-
-    Args:
-        ranks, lengths: (b, n) and (b, 1).
-        num_slots: m.
-
-    Returns:
-        Slots (b, n) long in [0, m), and (b, n) boolean, True for the global tokens.
+    Ranks (b, n) and lengths (b, 1) give slots (b, n) in [0, m), and (b, n) boolean, True for the global tokens.
     """
     # Slot j holds the token of rank floor(j * length / m), so ceil(rank * m / length) is a rank's only candidate for j.
     lengths = lengths.clamp(min=1)
@@ -129,17 +107,9 @@ def global_slots(ranks: Tensor, lengths: Tensor, num_slots: int) -> tuple[Tensor
 def cluster_slots(key: Tensor, ranks: Tensor, lengths: Tensor, keep: Tensor | None, m: int, iterations: int) -> Tensor:
     """Clustering (section 3.2, equation 6): the membership M of k-means on the keys of each row and head.
 
-    Lloyd's algorithm, initialised with the keys of m evenly spaced tokens. Gradients flow through the centroids written
-    to the memory, but not through the membership.
-
-    Args:
-        key: (b, h, n, c).
-        ranks, lengths, keep: (b, n), (b, 1) and (b, n).
-        m: number of clusters.
-        iterations: number of times that all tokens are assigned to their nearest centroids.
-
-    Returns:
-        (b, h, n) long in [0, m).
+    Lloyd's algorithm, initialised with the keys of m evenly spaced tokens, assigns all tokens to their nearest
+    centroids `iterations` times. Gradients flow through the centroids written to the memory, but not through the
+    membership. Keys (b, h, n, c), ranks (b, n), lengths (b, 1) and the padding mask (b, n) give (b, h, n) in [0, m).
     """
     key = key.to(torch.promote_types(key.dtype, torch.float32))
     kept = None if keep is None else keep[:, None]

@@ -8,13 +8,8 @@ from torch.nn import functional as F
 def rotation(positions: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute the cosines and sines of rotary positions (Su et al. 2021, RoFormer, equation 15).
 
-    Args:
-        positions: (b, n).
-        size: number of entries of a head that are rotated.
-        dtype: of the states to rotate; the result is float32 or wider.
-
-    Returns:
-        (b, n, 2, size / 2).
+    Positions (b, n) give (b, n, 2, size / 2), where `size` entries of a head are rotated, in `dtype` but at least
+    float32.
     """
     angles = position_angles(positions, size // 2, size // 2)
     waves = torch.stack([angles.cos(), angles.sin()], dim=-2)
@@ -22,57 +17,20 @@ def rotation(positions: Tensor, size: int, dtype: torch.dtype = torch.float32) -
 
 
 def rotate(states: Tensor, rotation: Tensor) -> Tensor:
-    """Apply rotary positions: rotate entries i and i + c / 2 of each head by the token's i-th angle.
+    """Apply rotary positions: rotate entries i and i + c / 2 of each head (b, h, n, c) by the token's i-th angle.
 
-    Args:
-        states: (b, h, n, c).
-        rotation: (b or 1, n, 2, c / 2) cosines and sines, from `rotation`.
-
-    Returns:
-        (b, h, n, c) in the dtype of `states`. The product of two rotated states depends on their relative position.
+    The product of two states rotated so, with the result (b or 1, n, 2, c / 2) of `rotation`, depends on their relative
+    position.
     """
     cos, sin = rotation.unsqueeze(1).to(states.dtype).unbind(-2)
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def token_positions(keep: Tensor, first: int) -> Tensor:
-    """RoBERTa's position ids: `first + t` for the t-th real token (from 0), and the row before for padding.
-
-    Args:
-        keep: (b, n) padding mask.
-        first: position of the first token.
-
-    Returns:
-        (b, n) long.
-    """
-    return keep.long().cumsum(-1) * keep + first - 1  # `long` because ONNX has no cumsum of booleans
-
-
-def repeated_positions(position_ids: Tensor, first: int, period: int) -> Tensor:
-    """Position ids whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
-
-    Args:
-        position_ids: (..., n) long, see `token_positions`.
-        first: the position id of position 0.
-        period: at least 2.
-
-    Returns:
-        (..., n) long.
-    """
-    beyond = position_ids - first - 1  # position 1 is 0 here
-    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + first + 1)
-
-
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
     """Sinusoidal position embeddings, sines in the first half and cosines in the second (fairseq's layout).
 
-    Args:
-        positions: (...) long.
-        dim: width; if odd, the last column is zero.
-
-    Returns:
-        (..., dim) float32.
+    Positions (...) give (..., dim) float32, with a last column of zeros if `dim` is odd.
     """
     half = dim // 2
     angles = position_angles(positions, half, max(half - 1, 1))
@@ -94,15 +52,9 @@ def position_angles(positions: Tensor, count: int, divisor: int) -> Tensor:
 def repeat_positions(table: Tensor, first: int, length: int) -> Tensor:
     """Extend a position table by repeating its rows, or truncate it (Beltagy et al. 2020, Longformer, section 5).
 
-    Repetition preserves the learned relations between neighbouring positions, except where two copies meet.
-
-    Args:
-        table: (first + trained, d).
-        first: number of leading rows that are not positions (in RoBERTa, those up to the padding row).
-        length: number of positions to return, at least 1.
-
-    Returns:
-        (first + length, d).
+    Repetition preserves the learned relations between neighbouring positions, except where two copies meet. The table
+    (first + trained, d) begins with `first` rows that are no positions (in RoBERTa, those up to the padding row).
+    Returns (first + length, d), with `length` at least 1.
     """
     rows = table[first:]
     repeated = rows.repeat(-(-length // rows.shape[0]), 1)[:length]

@@ -1,6 +1,6 @@
 """Memory of a training step: what is cheap to compute again is not kept for the backward pass.
 
-Every tensor that an operation's gradient needs stays in memory until the backward pass. `keep_inputs` keeps the
+Every tensor that an operation's gradient needs stays in memory until the backward pass. `save_inputs` keeps the
 inputs of a function instead. The numbers stay the same, dropout included; the function runs again in the backward
 pass, up to the last tensor that a gradient needs, so that a linear layer at its end is not applied again.
 """
@@ -42,10 +42,10 @@ def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> An
     """Compute `function(states, *inputs)`, such that only the inputs are kept, if `may_recompute(states)`."""
     if not torch.is_grad_enabled():
         return function(states, *inputs)
-    return keep_inputs(function, states, *inputs) if may_recompute(states) else function(states, *inputs)
+    return save_inputs(function, states, *inputs) if may_recompute(states) else function(states, *inputs)
 
 
-def keep_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
+def save_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
     """Compute `function(*inputs)`, and keep only the inputs for the backward pass.
 
     Args:

@@ -14,7 +14,7 @@ from transformers.utils import is_tracing
 from transformers.utils.generic import maybe_autocast
 
 from .dispatch import choose
-from .recompute import keep_inputs, may_recompute
+from .recompute import may_recompute, save_inputs
 from .tokens import first_places
 
 # Chunk size of the causal scan: at this size products within a chunk cost about as much as those with the state.
@@ -38,15 +38,9 @@ def causal_scan(
     This is the operator behind linear attention, Luna's causal average (section 3.3) and the causal memory of ABC. It
     runs in float32 or wider whatever the input dtypes, because half-precision sums stop growing.
 
-    Args:
-        x, y: (b, h, n, p).
-        z: (b, h, n, r).
-        state: (b, h, p, r) sum over earlier tokens; zero by default.
-        keep: (b, n) padding mask. Padding adds nothing, but still reads the sum at its position.
-        chunk_size: number of tokens per chunk; the result does not depend on it.
-
-    Returns:
-        The outputs (b, h, n, r) in `x`'s dtype, and the state after the last token (b, h, p, r).
+    The factors x and y are (b, h, n, p), z is (b, h, n, r), the state (b, h, p, r). Padding, masked by `keep` (b, n),
+    adds nothing, but still reads the sum. No result depends on `chunk_size`. Returns the outputs (b, h, n, r) in `x`'s
+    dtype, and the state after the last token.
     """
     if keep is not None:
         padding = ~keep[:, None, :, None]
@@ -179,7 +173,7 @@ def scan_in_chunks(
     if may_recompute(tokens[0]):
         results, number = [], max(1, round(math.sqrt(len(sizes) / _GROUPS)))
         for first in range(0, len(sizes), number):
-            outputs, state = keep_inputs(scan_group, chunks[first : first + number], state)
+            outputs, state = save_inputs(scan_group, chunks[first : first + number], state)
             results += outputs
     else:
         results, state = scan_group(chunks, state)

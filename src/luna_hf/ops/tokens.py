@@ -22,7 +22,7 @@ def join_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     Distributed training stops where a parameter has no gradient at all.
     """
-    return _JoinGradients.apply(*tensors) if torch.is_grad_enabled() else tensors
+    return _JoinGradients.apply(*tensors)
 
 
 def weight_shares(weights: Tensor, dim: int) -> Tensor:
@@ -36,21 +36,9 @@ def first_places(states: Tensor, length: int, dim: int = 1) -> Tensor:
     return states.index_select(dim, torch.arange(length, device=states.device))
 
 
-def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Index of each token among its row's real tokens, (b, n) long; (1, n) if nothing is padded.
-
-    Padding takes the rank of the real token to its left, or 0 if there is none.
-    """
-    if keep is None:
-        return torch.arange(length, device=device)[None]
-    return (keep.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Number of real tokens of each row, (b, 1) long; (1, 1) if nothing is padded."""
-    if keep is None:
-        return torch.full((1, 1), length, dtype=torch.long, device=device)
-    return keep.sum(-1, keepdim=True)
+def window_reach(window: int, causal: bool = False) -> tuple[int, int]:
+    """Return how many tokens before and after a token its window, which includes the token, reaches."""
+    return (window - 1, 0) if causal else (window // 2, (window - 1) // 2)
 
 
 def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
@@ -63,16 +51,9 @@ def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
-    """Add each kept state to its slot: `sum_i e_{slot(i)} (x) s_i`.
+    """Add each kept state (b, h, n, c) to its slot: `sum_i e_{slot(i)} (x) s_i`, (b, h, m, c).
 
-    Args:
-        states: (b, h, n, c).
-        slots: long, broadcastable to (b, h, n).
-        num_slots: m.
-        keep: boolean mask, broadcastable to (b, h, n); masked tokens write nothing.
-
-    Returns:
-        (b, h, m, c).
+    Slots and the mask `keep` are broadcastable to (b, h, n); masked tokens write nothing.
     """
     if keep is not None:
         states = states.masked_fill(~keep.unsqueeze(-1), 0.0)

@@ -6,7 +6,7 @@ the texts are sorted by length into a few *buckets*, rows (b, n, d) that are pad
 a bucket is an ordinary padded batch, no text can reach another, and every mechanism works as it does there.
 
 Shape letters: t tokens of an unpadded batch, p places of all buckets, b texts of a bucket, n places of a text, l
-carried states.
+slot states.
 """
 
 from bisect import bisect_right
@@ -82,39 +82,39 @@ class UnpaddedContext(NamedTuple):
 
     batch: UnpaddedBatch
     contexts: tuple[ForwardContext, ...]
-    slots: tuple[int, ...] | None  # number of states (l) carried for each text of a bucket; `None` if texts share them
+    slots: tuple[int, ...] | None  # number of slot states (l) for each text of a bucket; `None` if texts share them
     lengths: Tensor  # (texts, 1) number of tokens
 
-    def split(self, states: Tensor, carried: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-        """Split tokens (1, t, d) and carried states (texts, l, d), by length, into the rows of every bucket."""
+    def split(self, states: Tensor, slot_states: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        """Split tokens (1, t, d) and slot states (texts, l, d), by length, into the rows of every bucket."""
         owned, first = [], 0
         for number, bucket in enumerate(self.batch.buckets):
-            own = carried
-            if self.slots is not None and carried is not None:
-                own = carried[first : first + bucket.rows, : self.slots[number]]
+            own = slot_states
+            if self.slots is not None and slot_states is not None:
+                own = slot_states[first : first + bucket.rows, : self.slots[number]]
             owned.append(own)
             first += bucket.rows
         return [*zip(self.batch.in_buckets(states.squeeze(0)), owned, strict=True)]
 
     def in_rows(
-        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
+        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, slot_states: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Like `ForwardContext.in_rows`, bucket by bucket."""
+        """Apply what needs whole texts, a function of (b, n, d) states, slot states and a context, bucket by bucket."""
         outputs, after = [], []
-        for rows, context in zip(self.split(states, carried), self.contexts, strict=True):
+        for rows, context in zip(self.split(states, slot_states), self.contexts, strict=True):
             output, own = function(*rows, context)[:2]
             outputs.append(output.flatten(0, 1))
             if self.slots is not None and own is not None:
-                own = F.pad(own, (0, 0, 0, carried.shape[1] - own.shape[1]))
+                own = F.pad(own, (0, 0, 0, slot_states.shape[1] - own.shape[1]))
             after.append(own)
         states = torch.cat(outputs).index_select(0, self.batch.scatter).unsqueeze(0)
         return states, after[0] if self.slots is None or after[0] is None else torch.cat(after)
 
-    def restore(self, states: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the states in the shape of the input, and the carried states with its texts in order."""
-        if self.slots is not None and carried is not None:
-            carried = carried.index_select(0, self.batch.by_input)
-        return self.batch.restore(states), carried
+    def restore(self, states: Tensor, slot_states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the states in the shape of the input, and the slot states with its texts in order."""
+        if self.slots is not None and slot_states is not None:
+            slot_states = slot_states.index_select(0, self.batch.by_input)
+        return self.batch.restore(states), slot_states
 
 
 # ---- where texts begin ----
@@ -128,18 +128,10 @@ def is_readable(tensor: Tensor | None) -> bool:
 def find_starts(
     shape: tuple[int, int], keep: Tensor | None, position_ids: Tensor | None, boundaries: dict[str, Tensor | None]
 ) -> Tensor | None:
-    """Find the first token of every text, if a row holds several.
+    """Find the first token of every text of a (b, n) input, if a row holds several: (b, n) boolean, or `None`.
 
-    Texts begin where `cu_seq_lens_q` or `seq_idx` say; without them, where `position_ids` return to the row's first.
-
-    Args:
-        shape: (b, n) of the input.
-        keep: (b, n) padding mask; `None` if nothing is padded.
-        position_ids: (1 or b, n), or `None`.
-        boundaries: the keywords of `BOUNDARIES`.
-
-    Returns:
-        (b, n) boolean, the first of every row included; `None` if every row is one text.
+    Texts begin where `cu_seq_lens_q` or `seq_idx` of the `boundaries` say, the keywords of `BOUNDARIES`; without them,
+    where `position_ids` (1 or b, n) return to the row's first.
 
     Raises:
         ValueError: The boundaries do not match the input.
@@ -212,14 +204,9 @@ def bucket_cost(device: torch.device, width: int) -> float:
 
 
 def plan_buckets(lengths: Sequence[int], cost: float) -> list[int]:
-    """Divide texts, sorted by length, such that all buckets have the fewest places, each counted `cost` more.
+    """Divide texts, given ascending lengths, such that all buckets have the fewest places, each counted `cost` more.
 
-    Args:
-        lengths: lengths in ascending order.
-        cost: what a bucket costs besides its places.
-
-    Returns:
-        The number of texts in each bucket.
+    Returns the number of texts in each bucket.
     """
     total = len(lengths)
     if not total:
@@ -251,18 +238,12 @@ def unpad_batch(
     width: int,
     border: int = 0,
 ) -> UnpaddedBatch:
-    """Lay out a batch without its padding.
+    """Lay out a batch of `shape` (b, n) and width d without its padding.
 
     Args:
         keep: (b, n) padding mask; `None` if nothing is padded.
         starts: (b, n) from `find_starts`; `None` if every row is one text. A text may be padding alone.
-        shape: (b, n).
-        device: device of the states.
-        width: d.
         border: texts of up to this length share no bucket with longer ones.
-
-    Returns:
-        The unpadded batch.
     """
     if starts is None:
         texts = torch.arange(shape[0])[:, None].expand(shape).flatten()

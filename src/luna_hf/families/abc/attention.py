@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from ...layers.causal_attention import CausalMemoryAttention
-from ...layers.causal_window import write_window
 from ...layers.memory_attention import Memory, MemoryAttention
 from ...ops.attention import make_key_mask, product, split_heads
 from ...ops.context import ForwardContext
 from ...ops.exact_tokens import in_order, stretches_outside
+from ...ops.memories import Memories, SlotMemory, WindowMemory
 from ...ops.memory_control import (
     cluster_slots,
     compressive_slots,
@@ -34,24 +34,17 @@ from ...ops.memory_control import (
     global_slots,
     tokens_per_slot,
 )
-from ...ops.memory_read import SlotMemory, WindowMemory, read_memories, tokens_in_window
+from ...ops.memory_read import read_memories
 from ...ops.recompute import recomputed
 from ...ops.tokens import move_to_ranks, weight_shares, write_to_slots
 from .configuration import AbcConfig
+from .dilation import read_dilated
 
 
 def random_slots(ranks: Tensor, num_slots: int, seed: int) -> Tensor:
     """ABC-Random (appendix A.2): phi_i = e_j with j uniform in {1..m}, here a hash of rank and seed.
 
-    The hash gives the same draw on every machine, in every batch and at every length.
-
-    Args:
-        ranks: (b, n).
-        num_slots: m.
-        seed: seed of the draw.
-
-    Returns:
-        (b, n) long in [0, m).
+    The hash gives the same draw on every machine, in every batch and at every length: ranks (b, n) to (b, n) in [0, m).
     """
     # Two rounds of xor-shift and multiplication modulo 2^32, in int64 to avoid overflow.
     mask = 0xFFFFFFFF
@@ -96,7 +89,7 @@ class SharedControl:
         self.control = make_control(config, shared=True)
         super().add_layers(config)
 
-    def first_carried(self) -> Tensor | None:
+    def first_slot_states(self) -> Tensor | None:
         """Return the shared control matrix, or `None` if every layer has its own or the strategy has none."""
         return None if self.control is None else self.control()
 
@@ -108,9 +101,9 @@ class AbcControlled(MemoryAttention):
         super().__init__(config, layer_idx)
         self.control = make_control(config, shared=False)
 
-    def control_weight(self, carried: Tensor | None) -> Tensor | None:
+    def control_weight(self, slot_states: Tensor | None) -> Tensor | None:
         """Return the learned matrix, the layer's own or the shared one; `None` for strategies without parameters."""
-        return carried if self.control is None else self.control()
+        return slot_states if self.control is None else self.control()
 
     def drawn_slots(self, ranks: Tensor) -> Tensor:
         """Draw the slot of each token from its rank, per layer or once for all layers (appendix A.2)."""
@@ -128,17 +121,19 @@ class AbcAttention(AbcControlled):
     """ABC self-attention: write keys and values into the memory, then read it."""
 
     @staticmethod
-    def prepare(config: AbcConfig, states: Tensor, carried: Tensor | None, context: ForwardContext) -> ForwardContext:
+    def prepare(
+        config: AbcConfig, states: Tensor, slot_states: Tensor | None, context: ForwardContext
+    ) -> ForwardContext:
         """Add the padding mask in the backend's form, needed only for full attention; see `MemoryAttention.prepare`."""
         if config.memory_control != "full":
             return context
         mask = make_key_mask(config, context.keep, queries=states, keys=states)
         return context._replace(masks=mask, marked=None, written=None)  # every token is read already
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
-        """Write (b, n, d) states to a memory; `carried` is the control matrix if the layers share one."""
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
+        """Write (b, n, d) states to a memory; `slot_states` is the control matrix if the layers share one."""
         write, sources = _WRITERS[self.config.memory_control], self.sources(states, context)
-        return Memory([write(self, states, sources, self.control_weight(carried), context)], carried)
+        return Memory([write(self, states, sources, self.control_weight(slot_states), context)], slot_states)
 
     def sources(self, states: Tensor, context: ForwardContext) -> Sources:
         """Return what to write."""
@@ -154,10 +149,10 @@ class AbcAttention(AbcControlled):
         """
         return [product(phi, source) for source in sources]
 
-    def unused_parameters(self, carried: Tensor | None) -> list[Tensor]:
+    def unused_parameters(self, slot_states: Tensor | None) -> list[Tensor]:
         """Like `MemoryAttention.unused_parameters`."""
-        weight = self.control_weight(carried)
-        return super().unused_parameters(carried) + ([] if weight is None else [weight])
+        weight = self.control_weight(slot_states)
+        return super().unused_parameters(slot_states) + ([] if weight is None else [weight])
 
     def write_mlp(self, states: Tensor, sources: Sources, weight: Tensor, context: ForwardContext) -> SlotMemory:
         """Write with a learned attention over the tokens (equation 7)."""
@@ -257,12 +252,19 @@ class AbcAttention(AbcControlled):
 
     def keep_window(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> WindowMemory:
         """Keep all keys and values, to be read within a sliding or dilated window (section 3.3, appendix A.4)."""
-        dilated = self.config.memory_control == "dilated"
-        return tokens_in_window(*sources, self.config.memory_size, context, dilated)
+        return WindowMemory.of_encoder(*sources, self.config.memory_size, context)
 
     def keep_all(self, states: Tensor, sources: Sources, weight: None, context: ForwardContext) -> SlotMemory:
         """Keep one slot per token: ordinary softmax attention."""
         return SlotMemory(*sources, context.masks)
+
+    def read_parts(
+        self, query: Tensor, memories: Memories, options: dict[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like `read_memories`, in a dilated window if the control is one."""
+        return (read_dilated if self.config.memory_control == "dilated" else read_memories)(
+            self, query, memories, options
+        )
 
 
 def sum_over(phi: Tensor, real: Tensor) -> Tensor:
@@ -289,32 +291,32 @@ class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
     """Causal ABC self-attention, with the same parameters as the encoder's `AbcAttention`."""
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `CausalMemoryAttention.forward`; a window's weights run over its tokens, the current token last."""
         if self.config.memory_control != "sliding_window":
-            return super().forward(hidden_states, carried, context)
+            return super().forward(hidden_states, slot_states, context)
         query, key, value = self.project(hidden_states, context)
         cache = context.layer_cache(self.layer_idx)
-        window = write_window(key, value, self.config.memory_size, context, cache)
+        window = WindowMemory.of_decoder(key, value, self.config.memory_size, context, cache)
         if self.config._attn_implementation == "eager":  # which also returns weights
             output, weights = read_memories(self, query, [window], context.options)
-            return output, carried, weights
+            return output, slot_states, weights
 
-        def read(query: Tensor, window: WindowMemory | SlotMemory) -> Tensor:
+        def read(query: Tensor, window: WindowMemory) -> Tensor:
             return read_memories(self, query, [window], context.options)[0]
 
-        return recomputed(read, query, window), carried, None
+        return recomputed(read, query, window), slot_states, None
 
     def write_weights(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:
         """Return phi before normalisation, (b, h, n, m), and its normaliser."""
         config, batch = self.config, hidden_states.shape[0]
         if config.memory_control == "random":
             one_hot = F.one_hot(self.drawn_slots(context.ranks), config.memory_size).to(hidden_states.dtype)
             return one_hot[:, None].expand(batch, self.num_heads, -1, -1), "written"
-        weight = self.control_weight(carried)
+        weight = self.control_weight(slot_states)
         if config.memory_control == "linformer":
             # Beyond the matrix's N columns, positions wrap around to the first one.
             phi = weight.t()[context.ranks % weight.shape[1]]  # (b or 1, n, h m)

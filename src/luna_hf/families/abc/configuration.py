@@ -93,9 +93,9 @@ class AbcConfig(BoundedMemoryConfig):
             return None
         return "its control (`linformer`) has learned weights for every position, which cannot be extended"
 
-    def across(self) -> "AbcConfig":
-        """Like `BoundedMemoryConfig.across`; a shared control is written from other states, the decoder's own."""
-        return super().across()._with(share_control=False)
+    def for_cross_attention(self) -> "AbcConfig":
+        """Like `BoundedMemoryConfig.for_cross_attention`; the decoder does not share its control with it."""
+        return super().for_cross_attention()._with(share_control=False)
 
     def validate_values(self) -> None:
         """Validate every field, at construction and again when the config is saved."""

@@ -42,26 +42,21 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from ...layers.causal_attention import CausalAttention
-from ...layers.causal_window import write_window
 from ...layers.memory_attention import Memory, MemoryAttention
 from ...ops.attention import project_heads, split_heads
 from ...ops.context import ForwardContext
-from ...ops.memory_read import SlotMemory, WindowMemory, read_memories, tokens_in_window
+from ...ops.memories import SlotMemory, WindowMemory
+from ...ops.memory_read import read_memories
 from ...ops.positions import rotate
-from ...ops.window import window_reach
+from ...ops.tokens import window_reach
 from .configuration import LavoConfig
 
 
 def compress(states: Tensor, bases: Tensor, keep: Tensor | None = None) -> Tensor:
     """Compress a context into an orthogonal memory (CODE, equation 3), in float32 or wider.
 
-    Args:
-        states: (b, h, n, c) x_t.
-        bases: (h, r, c).
-        keep: (b, n) padding mask.
-
-    Returns:
-        The memory (b, h, r, c); zeros for a row without tokens.
+    States x_t (b, h, n, c), bases (h, r, c) and a padding mask (b, n) give (b, h, r, c); zeros for a row without
+    tokens.
     """
     precise = torch.promote_types(states.dtype, torch.float32)
     if keep is not None:
@@ -131,18 +126,12 @@ class LavoProjections(MemoryAttention):
         key = None if self.key is None else self.heads(self.key, states)
         return self.heads(self.query, states), key, self.heads(self.value, states)
 
-    def read_window(self, query: Tensor, memory: SlotMemory | WindowMemory, window: int, options: dict) -> Read:
-        """Read a window, or in a decoding step its tokens as slots, with queries (b, h, n, c)."""
-        is_step = isinstance(memory, SlotMemory)
+    def read_window(self, query: Tensor, memory: WindowMemory, options: dict[str, Any]) -> Read:
+        """Read a window with queries (b, h, n, c), with the bias P_{j - i + w - 1} of the configured w."""
         if self.position_bias is not None:
-            bias = self.window_bias(window, is_step or memory.causal)
-            memory = memory._replace(bias=bias.expand(1, 1, -1) if is_step else bias)
+            first = self.config.local_window - 1 - window_reach(memory.window, memory.causal)[0]
+            memory = memory._replace(bias=self.position_bias[first : first + memory.window])
         return Read(memory, *read_memories(self, query, [memory], options))
-
-    def window_bias(self, window: int, causal: bool) -> Tensor:
-        """Return the bias (w,) of each place of a window: P_{j - i + w - 1} with the configured w."""
-        first = self.config.local_window - 1 - window_reach(window, causal)[0]
-        return self.position_bias[first : first + window]
 
     def compressed(self, value: Tensor, local: Read | None) -> Tensor:
         """Return x_t, what the memory is written from: (b, h, n, c)."""
@@ -153,15 +142,15 @@ class LavoProjections(MemoryAttention):
 class LavoAttention(LavoProjections):
     """LAVO self-attention: read the window, write the result to the memory and read that, too."""
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
-        """Write the values of (b, n, d) states, as for cross-attention; `carried` passes by unchanged.
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
+        """Write the values of (b, n, d) states, as for cross-attention; `slot_states` passes by unchanged.
 
         Raises:
             ValueError: The model has no memory (`config.attention_parts` is "local").
         """
         if self.bases is None:
             raise ValueError("The attention has no memory to write, since `config.attention_parts` is 'local'.")
-        return Memory([self.slots(self.heads(self.value, states), context)], carried)
+        return Memory([self.slots(self.heads(self.value, states), context)], slot_states)
 
     def slots(self, states: Tensor, context: ForwardContext) -> SlotMemory:
         """Compress (b, h, n, c) states."""
@@ -185,32 +174,25 @@ class LavoAttention(LavoProjections):
         """Read the parts of the output for (b, h, n, c) queries, keys and values, global before local."""
         local, parts = None, []
         if key is not None and context.window:
-            window = tokens_in_window(key, value, context.window, context)
-            local = self.read_window(query, window, context.window, context.options)
+            window = WindowMemory.of_encoder(key, value, context.window, context)
+            local = self.read_window(query, window, context.options)
         if self.bases is not None and context.slots:
             slots = self.slots(self.compressed(value, local), context)
             parts.append(self.read_slots(query, slots, context.options))
         return parts if local is None or self.config.attention_parts == "global" else [*parts, local]
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, r + w), and sum to one."""
         output, weights = mean_of_parts(self.attend(*self.project(hidden_states), context))
-        return output, carried, weights
+        return output, slot_states, weights
 
 
 def running_sums(states: Tensor, bases: Tensor, before: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
-    """Compute t H_t of equation 4 at every token, in float32 or wider.
+    """Compute t H_t of equation 4 at every token, (b, h, n, r), in float32 or wider.
 
-    Args:
-        states: (b, h, n, c) x_t.
-        bases: (h, r, c).
-        before: (b, h, r) sum over earlier tokens; zero by default.
-        keep: (b, n) padding mask.
-
-    Returns:
-        (b, h, n, r).
+    States x_t (b, h, n, c), bases (h, r, c), padding mask (b, n); `before` is the sum over earlier tokens, (b, h, r).
     """
     precise = torch.promote_types(states.dtype, torch.float32)
     if keep is not None:
@@ -221,16 +203,9 @@ def running_sums(states: Tensor, bases: Tensor, before: Tensor | None = None, ke
 
 
 def read_orthogonal(query: Tensor, bases: Tensor, means: Tensor, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Read each token's own memory (equation 4), in the dtype of its means.
+    """Read each token's own memory (equation 4), in the dtype of its means H_t, (b, h, n, r).
 
-    Args:
-        query: (b, h, n, c).
-        bases: (h, r, c).
-        means: (b, h, n, r) H_t.
-        dropout: dropout probability of the weights.
-
-    Returns:
-        The outputs (b, h, n, c), and the weights (b, h, n, r) after dropout.
+    Queries (b, h, n, c) and bases (h, r, c) give the outputs (b, h, n, c), and the weights (b, h, n, r) after dropout.
     """
     with maybe_autocast(query.device.type, enabled=False):
         query, bases = query.to(means.dtype), bases.to(means.dtype)
@@ -243,11 +218,11 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
     """Causal self-attention, with the same parameters as the encoder's `LavoAttention`."""
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, r + w), and sum to one."""
         output, weights = mean_of_parts(self.attend(*self.project(hidden_states), context))
-        return output, carried, weights
+        return output, slot_states, weights
 
     def attend(self, query: Tensor, key: Tensor | None, value: Tensor, context: ForwardContext) -> list[Read]:
         """Read the parts of the output for (b, h, n, c) queries, keys and values, global before local."""
@@ -265,10 +240,10 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
         if context.rotation is not None:
             query, key = rotate(query, context.rotation), rotate(key, context.rotation)
         cache = context.layer_cache(self.layer_idx)
-        window = write_window(key, value, self.config.local_window, context, cache, prefix="window_")
+        window = WindowMemory.of_decoder(key, value, self.config.local_window, context, cache, "window_")
         if not context.window:
             return None
-        return self.read_window(query, latest(window, context.window), context.window, context.options)
+        return self.read_window(query, window.narrowed(context.window), context.options)
 
     def attend_memory(self, query: Tensor, states: Tensor, context: ForwardContext) -> Read:
         """Update the sum of the state with (b, h, n, c) states, and read the memory of every token."""
@@ -286,11 +261,3 @@ class LavoCausalAttention(LavoProjections, CausalAttention):
         if cache is not None:
             cache.write(total=total)
         return Read(None, torch.cat(outputs, dim=1).flatten(2), torch.cat(shown, dim=2) if shown else None)
-
-
-def latest(memory: SlotMemory | WindowMemory, window: int) -> SlotMemory | WindowMemory:
-    """Narrow what `write_window` returned to the last tokens of the window."""
-    if isinstance(memory, WindowMemory):
-        return memory._replace(window=window)
-    key, value = memory.key[:, :, -window:], memory.value[:, :, -window:]
-    return SlotMemory(key, value, memory.filled[..., -window:])

@@ -221,9 +221,9 @@ class LeapformerAttention(LinearAttention):
 
     memory_class = LinearMemory
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Write the sums over the tokens."""
-        return Memory([self.write_tokens(*self.key_and_value(states), context)], carried)
+        return Memory([self.write_tokens(*self.key_and_value(states), context)], slot_states)
 
     def write_tokens(self, key: Tensor, value: Tensor, context: ForwardContext) -> LinearMemory:
         """Write (b, h, n, c) keys and values."""
@@ -248,14 +248,14 @@ class LeapformerAttention(LinearAttention):
         return torch.cat(outputs, dim=1)
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights (b, h, n, n) are computed only if asked for."""
-        output, carried, _ = super().forward(hidden_states, carried, context)
+        output, slot_states, _ = super().forward(hidden_states, slot_states, context)
         asked = context.options.get("output_attentions", self.config.output_attentions)
         if not asked or self.config._attn_implementation != "eager":
-            return output, carried, None
-        return output, carried, self.weights(hidden_states, context)
+            return output, slot_states, None
+        return output, slot_states, self.weights(hidden_states, context)
 
     def weights(self, states: Tensor, context: ForwardContext) -> Tensor:
         """Compute the weights (b, h, n, n) of self-attention; rotary positions make some negative."""
@@ -269,14 +269,8 @@ def attend_causally(
 ) -> tuple[Tensor, LinearMemory]:
     """Write to the sums and read them, from left to right.
 
-    Args:
-        query, key: features (b, h, n, f); those of padded keys are zero.
-        value: (b, h, n, c).
-        memory: the sums over earlier tokens; zero by default.
-        keep: (b, n) padding mask.
-
-    Returns:
-        The outputs (b, h, n, c) in the dtype of the features, and the sums after the last token.
+    Features of queries and keys are (b, h, n, f), those of padded keys zero; values are (b, h, n, c). Returns the
+    outputs (b, h, n, c) in the dtype of the features, and the sums after the last token.
     """
     values, totals = (None, None) if memory is None else (memory.value, memory.total.unsqueeze(-1))
     if query.rotated is query.plain:  # the normaliser is the sum of values of 1, a column of the same scan
@@ -295,11 +289,11 @@ class LeapformerCausalAttention(LinearAttention, CausalAttention):
     """Causal self-attention, with the same parameters as the encoder's `LeapformerAttention`."""
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, None]:
         """Like `MemoryAttention.forward`, without weights: the state does not hold the earlier tokens."""
         output = self.attend(self.queries(hidden_states), *self.key_and_value(hidden_states), context)
-        return output.transpose(1, 2).flatten(2).to(hidden_states.dtype), carried, None
+        return output.transpose(1, 2).flatten(2).to(hidden_states.dtype), slot_states, None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
         """Update the state with (b, h, n, c) keys and values, and read it: (b, h, n, c) in float32 or wider."""

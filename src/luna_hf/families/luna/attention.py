@@ -23,7 +23,7 @@ which a mean over all steps cannot.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,9 @@ from ...layers.cache import SOURCE, MemoryCacheLayer
 from ...layers.causal_attention import CausalMemoryAttention
 from ...layers.memory_attention import Memory, MemoryAttention
 from ...layers.recorded import Recorded
-from ...ops.attention import KeyMask, attend_heads, linear, make_key_mask, product, project_heads, split_heads
+from ...ops.attention import KeyMask, linear, make_key_mask, product, project_heads, split_heads
 from ...ops.context import ForwardContext, drop_if_full
+from ...ops.memory_read import attend_heads
 from ...ops.recompute import recomputed
 from .configuration import LunaConfig
 
@@ -48,18 +49,17 @@ class LunaMasks(NamedTuple):
     slots: KeyMask | None
 
 
+def slots_for(config: LunaConfig, tokens: Any) -> Any:
+    """Return how many slots a row of so many tokens, a number or tensor, uses with dynamic projection, at most."""
+    return (tokens + config.tokens_per_slot - 1) // config.tokens_per_slot
+
+
 def valid_slots(config: LunaConfig, lengths: Tensor, num_slots: int) -> Tensor:
-    """Dynamic projection: a row of t tokens uses only its first `config.slots_for(t)` slots.
+    """Dynamic projection: mask (b, l) of the slots in use; a row of t tokens uses its first `slots_for(config, t)`.
 
-    Args:
-        config: the model's configuration.
-        lengths: (b, 1) number of tokens of each row.
-        num_slots: number of slots l.
-
-    Returns:
-        (b, l) boolean, True for the slots in use.
+    Rows have lengths (b, 1); l is `num_slots`.
     """
-    return torch.arange(num_slots, device=lengths.device) < config.slots_for(lengths)
+    return torch.arange(num_slots, device=lengths.device) < slots_for(config, lengths)
 
 
 class LunaProjections:
@@ -116,52 +116,49 @@ class LunaAttention(LunaProjections, MemoryAttention):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     @staticmethod
-    def prepare(config: LunaConfig, states: Tensor, carried: Tensor, context: ForwardContext) -> ForwardContext:
+    def prepare(config: LunaConfig, states: Tensor, slot_states: Tensor, context: ForwardContext) -> ForwardContext:
         """Add the masks of tokens and slots to the context.
 
-        The slot mask is `context.carried_keep` if given; otherwise dynamic projection derives it from the tokens.
-
-        Args:
-            config: the model's configuration.
-            states: (b, n, d) input of the first layer.
-            carried: (b, l, d) packed states.
-            context: context of the forward pass.
+        The slot mask is `context.slot_keep` if given; otherwise dynamic projection derives it from the tokens. The slot
+        states are the packed ones, (b, l, d).
 
         Raises:
-            ValueError: `carried` is `None`.
+            ValueError: `slot_states` is `None`.
         """
-        if carried is None:
-            raise ValueError("Luna needs packed states to write a memory: pass `carried`, (batch, slots, width).")
-        slots = context.carried_keep
+        if slot_states is None:
+            raise ValueError("Luna needs packed states to write a memory: pass `slot_states`, (batch, slots, width).")
+        slots = context.slot_keep
         if slots is None and config.dynamic_projection:
-            batch, count = carried.shape[:2]
-            if context.keep is not None or count > config.slots_for(states.shape[1]):
+            batch, count = slot_states.shape[:2]
+            if context.keep is not None or count > slots_for(config, states.shape[1]):
                 slots = valid_slots(config, context.lengths, count).expand(batch, -1)
         slots = None if slots is None else drop_if_full(slots)
         masks = LunaMasks(
-            tokens=make_key_mask(config, context.keep, queries=carried, keys=states),
-            slots=make_key_mask(config, slots, queries=states, keys=carried),
+            tokens=make_key_mask(config, context.keep, queries=slot_states, keys=states),
+            slots=make_key_mask(config, slots, queries=states, keys=slot_states),
         )
-        return context._replace(carried_keep=slots, masks=masks)
+        return context._replace(slot_keep=slots, masks=masks)
 
-    def write(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Memory:
+    def write(self, states: Tensor, slot_states: Tensor, context: ForwardContext) -> Memory:
         """Pack (b, n, d) states into slots with the packed states (b, l, d), and update these for the next layer."""
-        packed_context, carried = self.update_packed(states, carried, context)
-        return Memory([self.slot_memory(*self.key_and_value(packed_context), context, context.masks.slots)], carried)
+        packed_context, slot_states = self.update_packed(states, slot_states, context)
+        return Memory(
+            [self.slot_memory(*self.key_and_value(packed_context), context, context.masks.slots)], slot_states
+        )
 
-    def write_whole(self, states: Tensor, carried: Tensor, context: ForwardContext) -> Memory:
+    def write_whole(self, states: Tensor, slot_states: Tensor, context: ForwardContext) -> Memory:
         """Like `MemoryAttention.write_whole`; the packed states are updated where something reads them."""
-        memory = super().write_whole(states, carried, context)
-        if not context.carries:
+        memory = super().write_whole(states, slot_states, context)
+        if not context.updates_slots:
             return memory
-        return memory._replace(carried=self.update_packed(states, carried, context)[1])
+        return memory._replace(slot_states=self.update_packed(states, slot_states, context)[1])
 
-    def update_packed(self, states: Tensor, carried: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+    def update_packed(self, states: Tensor, slot_states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Return the packed context Y_P and the packed states for the next layer, (b, l, d) each."""
-        queries = self.packed_layer_norm(carried) if self.config.norm_first else carried
+        queries = self.packed_layer_norm(slot_states) if self.config.norm_first else slot_states
         packed_context, _ = self.pack(queries, states, context)
-        carried = carried + self.dropout(packed_context)
-        return packed_context, carried if self.config.norm_first else self.packed_layer_norm(carried)
+        slot_states = slot_states + self.dropout(packed_context)
+        return packed_context, slot_states if self.config.norm_first else self.packed_layer_norm(slot_states)
 
 
 # Names in a decoding state.
@@ -169,15 +166,11 @@ _SOURCE_QUERY, _SOURCE_SLOTS = f"{SOURCE}pack_query", f"{SOURCE}pack_slots"
 
 
 def pack_weights(pack_query: Tensor, pack_key: Tensor, activation: str) -> Tensor:
-    """Compute A_pack = omega(pq . pc / sqrt(c)), in float32 or wider.
+    """Compute A_pack = omega(pq . pc / sqrt(c)), (b, h, n, l), in float32 or wider.
 
-    Args:
-        pack_query: (b or 1, h, l, c), P W_pq.
-        pack_key: (b, h, n, c), X W_pc.
-        activation: "softplus", log2(1 + 2^x) (the authors' beta = ln 2); "elu", elu(x) + 1; or "exp".
-
-    Returns:
-        (b, h, n, l), non-negative; for "exp" their logarithm, because the sums are normalised in log space.
+    Activations omega: "softplus", log2(1 + 2^x) (the authors' beta = ln 2); "elu", elu(x) + 1; or "exp", for which the
+    logarithm is returned, because the sums are normalised in log space. P W_pq is (b or 1, h, l, c), X W_pc
+    (b, h, n, c).
     """
     logits = product(pack_key, (pack_query * pack_query.shape[-1] ** -0.5).transpose(-1, -2))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -213,13 +206,13 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         self.pack = LunaCausalPack(config)
 
     def write_weights(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:
         """Return A_pack (b, h, n, l), or its logarithm with "exp", and how the sums are normalised."""
         pack_key = project_heads(self.pack.key, hidden_states, self.num_heads)
         cache = None if context.cache is None else context.cache.layers[self.layer_idx]
         if self.pack.slots is None:
-            pack_query = cache.states[_SOURCE_QUERY] if carried is None else self.source_query(carried)
+            pack_query = cache.states[_SOURCE_QUERY] if slot_states is None else self.source_query(slot_states)
         else:
             pack_query = self.pack_query(cache)
         activation = self.config.pack_activation
@@ -229,21 +222,21 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         dropout = self.attention_dropout if self.training else 0.0
         return F.dropout(weights, dropout) if dropout else weights, "steps"
 
-    def used_slots(self, carried: Tensor | None, context: ForwardContext) -> Tensor | None:
+    def used_slots(self, slot_states: Tensor | None, context: ForwardContext) -> Tensor | None:
         """Like `CausalMemoryAttention.used_slots`; in an encoder-decoder, the slots that the source uses."""
         if self.pack.slots is not None:
             return None
-        if carried is None:
+        if slot_states is None:
             return context.layer_cache(self.layer_idx).states.get(_SOURCE_SLOTS)
-        return context.source.carried_keep
+        return context.source.slot_keep
 
-    def source_query(self, carried: Tensor) -> Tensor:
+    def source_query(self, slot_states: Tensor) -> Tensor:
         """Return P W_pq, (b, h, l, c), with the packed states of the source (b, l, d)."""
-        return project_heads(self.pack.query, carried, self.num_heads)
+        return project_heads(self.pack.query, slot_states, self.num_heads)
 
-    def write_source(self, carried: Tensor, context: ForwardContext) -> None:
+    def write_source(self, slot_states: Tensor, context: ForwardContext) -> None:
         """Keep P W_pq, and which slots the source uses."""
-        kept = {_SOURCE_QUERY: self.source_query(carried), _SOURCE_SLOTS: context.source.carried_keep}
+        kept = {_SOURCE_QUERY: self.source_query(slot_states), _SOURCE_SLOTS: context.source.slot_keep}
         context.layer_cache(self.layer_idx).write(**kept)
 
     def pack_query(self, cache: MemoryCacheLayer | None) -> Tensor:

@@ -1,7 +1,5 @@
 """Configuration of Luna (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021)."""
 
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
 
 from ...configuration import BoundedMemoryConfig
@@ -80,14 +78,6 @@ class LunaConfig(BoundedMemoryConfig):
     dynamic_projection: bool = True
     tokens_per_slot: int = 1
     pack_activation: str = "softplus"
-
-    def slots_for(self, tokens: Any) -> Any:
-        """Return how many slots a row of so many tokens uses with dynamic projection, if there are as many.
-
-        Args:
-            tokens: a number, or a tensor of integers.
-        """
-        return (tokens + self.tokens_per_slot - 1) // self.tokens_per_slot
 
     def validate_values(self) -> None:
         """Validate every field, at construction and again when the config is saved."""

@@ -32,7 +32,6 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from ...layers.block import TransformerLayer
 from ...layers.embeddings import SinusoidalPositions
-from ...layers.heads import TokenPooling
 from ...layers.recorded import Recorded
 from ...models.base import BoundedMemoryPreTrainedModel
 from ...models.decoder import CausalLMMixin, DecoderModelMixin
@@ -49,12 +48,14 @@ from ...models.encoder_heads import (
     QuestionAnsweringMixin,
     SequenceClassificationMixin,
     TokenClassificationMixin,
+    TokenPooling,
 )
-from ...ops.attention import attend_heads, make_key_mask, split_heads
-from ...ops.context import ForwardContext, drop_if_full
+from ...ops.attention import make_key_mask, split_heads
+from ...ops.context import ForwardContext, drop_if_full, make_encoder_context
+from ...ops.memory_read import attend_heads
 from ...ops.tokens import first_kept, join_gradients, masked_mean
 from ...ops.unpadding import UnpaddedBatch, UnpaddedContext
-from .attention import LunaAttention, LunaCausalAttention, LunaPackAttention, valid_slots
+from .attention import LunaAttention, LunaCausalAttention, LunaPackAttention, slots_for, valid_slots
 from .configuration import LunaConfig
 
 
@@ -247,17 +248,17 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
                     f"them from a call with at least {num_slots * self.config.tokens_per_slot} tokens."
                 )
             given = given.to(hidden_states.dtype)
-            context = context._replace(carried_keep=torch.ones(given.shape[:2], dtype=torch.bool, device=given.device))
+            context = context._replace(slot_keep=torch.ones(given.shape[:2], dtype=torch.bool, device=given.device))
         elif self.config.dynamic_projection:
             # Slots beyond the padded length would be masked in every row, so they can be dropped.
             if not is_tracing(hidden_states):
-                num_slots = min(num_slots, self.config.slots_for(length))
+                num_slots = min(num_slots, slots_for(self.config, length))
             else:  # taking the smaller number would specialise a graph to one side
                 used = valid_slots(self.config, context.lengths, num_slots).expand(batch, -1)
-                context = context._replace(carried_keep=used)
+                context = context._replace(slot_keep=used)
         packed_queries = hidden_states[:, :1].expand(-1, num_slots, -1)  # a stand-in: masks need only P's shape
         context = self.attention_class.prepare(self.config, hidden_states, packed_queries, context)
-        return self.packed_embeddings(batch, num_slots, context.carried_keep, given), context
+        return self.packed_embeddings(batch, num_slots, context.slot_keep, given), context
 
     def make_context(
         self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
@@ -267,26 +268,28 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         asked = options.pop("reads_packed_states", self.reads_packed_states)
         for name in ("output_packed_hidden_states", "output_pack_attentions"):
             asked = asked or options.get(name, getattr(self.config, name, False))
-        context = super().make_context(states, keep, marked, options)
-        return context._replace(carries=asked or torch.is_grad_enabled())
+        context = make_encoder_context(self.config, states, keep, options, marked)
+        return context._replace(updates_slots=asked or torch.is_grad_enabled())
 
-    def carried_by_texts(self, unpadded: UnpaddedBatch) -> tuple[Tensor, tuple[int, ...]]:
+    def text_slot_states(self, unpadded: UnpaddedBatch) -> tuple[Tensor, tuple[int, ...]]:
         """Return P_0 for every text, in as many slots as padded rows would have, and the slots of each bucket."""
         num_slots, slots, keep = self.config.projection_length, None, None
         if self.config.dynamic_projection:
-            num_slots = min(num_slots, self.config.slots_for(unpadded.longest))
-            slots = [min(num_slots, self.config.slots_for(bucket.length)) for bucket in unpadded.buckets]
+            num_slots = min(num_slots, slots_for(self.config, unpadded.longest))
+            slots = [min(num_slots, slots_for(self.config, bucket.length)) for bucket in unpadded.buckets]
             keep = valid_slots(self.config, unpadded.lengths.sort(dim=0).values, num_slots)
         texts = len(unpadded.lengths)
         return self.packed_embeddings(texts, num_slots, keep), tuple(slots or [num_slots] * len(unpadded.buckets))
 
     def make_output(
-        self, hidden_states: Tensor, carried: Tensor, context: ForwardContext | UnpaddedContext
+        self, hidden_states: Tensor, slot_states: Tensor, context: ForwardContext | UnpaddedContext
     ) -> LunaModelOutput:
         """Return the output with token states and packed states."""
         # A loss uses one of them; the last layer's parameters that serve only the other need a gradient, too.
-        hidden_states, packed = join_gradients(hidden_states, self.packed_layer_norm(carried))
-        # Not `context.carried_keep`, which is `None` if nothing is padded: output fields must not depend on the data.
+        packed = self.packed_layer_norm(slot_states)
+        if torch.is_grad_enabled():
+            hidden_states, packed = join_gradients(hidden_states, packed)
+        # Not `context.slot_keep`, which is `None` if nothing is padded: output fields must not depend on the data.
         slots = None
         if self.config.dynamic_projection:
             slots = valid_slots(self.config, context.lengths, packed.shape[1]).long().expand(packed.shape[0], -1)
@@ -415,7 +418,7 @@ class LunaCrossDecoder(CrossDecoderMixin, BoundedMemoryPreTrainedModel):
         """Like `CrossDecoderMixin.name_outputs`, with the packed states and the mask of their slots."""
         return LunaModelOutput(*outputs[: 3 if self.config.dynamic_projection else 2])
 
-    def source_carried(self, outputs: ModelOutput) -> tuple[Tensor, Tensor | None]:
+    def source_slot_states(self, outputs: ModelOutput) -> tuple[Tensor, Tensor | None]:
         """Return the packed states of the source (b, l, d), and which slots (b, l) it uses.
 
         Raises:
@@ -429,9 +432,9 @@ class LunaCrossDecoder(CrossDecoderMixin, BoundedMemoryPreTrainedModel):
             )
         return packed, None if used is None else drop_if_full(used != 0)
 
-    def join_carried(self, hidden_states: Tensor, carried: Tensor) -> Tensor:
+    def join_slot_states(self, hidden_states: Tensor, slot_states: Tensor) -> Tensor:
         """Link the states to the last packed states, whose LayerNorm would have no gradient otherwise."""
-        return join_gradients(hidden_states, carried)[0]
+        return join_gradients(hidden_states, slot_states)[0] if torch.is_grad_enabled() else hidden_states
 
 
 class LunaSeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):

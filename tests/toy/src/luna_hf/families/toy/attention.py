@@ -47,18 +47,18 @@ class ToySlots(MemoryAttention):
 class ToyAttention(ToySlots):
     """Encoder attention: all tokens write the slots."""
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Write the slots' keys and values."""
         weights, parts = closeness(states, self.centres), self.key_and_value(states)
         means = (weighted_means(weights, part, context.keep) for part in parts)
-        return Memory([self.slot_memory(*means, context)], carried)
+        return Memory([self.slot_memory(*means, context)], slot_states)
 
 
 class ToyCausalAttention(ToySlots, CausalMemoryAttention):
     """Causal attention: the tokens write the slots one after another."""
 
     def write_weights(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:
         """Return w and its normaliser: sums are divided by the running sum of w."""
         return closeness(hidden_states, self.centres), "total"
