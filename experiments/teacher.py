@@ -36,6 +36,10 @@ from luna_hf.warm_start import warm_start
 
 SCRIPT = "experiments/teacher.py"
 RECIPE = ROOT / "experiments" / "teacher.yaml"
+# Cells that are also trained longer, with the recipe for users: "...-2m", on two million tokens.
+LONGER_RECIPE, LONGER = ROOT / "training" / "recipes" / "convert" / "minilm.yaml", "-2m"
+TRAINED_LONGER = ("window-64", "luna-128-64", "means-128-64")
+LONGER_UPDATES = 500
 LONGEST = 4096
 # The source's windows that `judge` scores; the mean of several sizes is what training aims at.
 WINDOWS = [(64,), (128,), (256,), (64, 128, 256)]
@@ -76,7 +80,7 @@ def cells() -> dict[str, dict[str, Any]]:
         found[f"mlp-128-{window}"] = learned | own | _selected(128)
     found["means-128-64-last"] = found["means-128-64"] | {"full_attention_layers": [5]}
     found["means-128-64-rows"] = found["means-128-64"] | {"position_period": None}
-    return found
+    return found | {f"{name}{LONGER}": found[name] for name in TRAINED_LONGER}
 
 
 def fields(name: str) -> dict[str, Any]:
@@ -92,7 +96,10 @@ def _selected(count: int) -> dict[str, int]:
 
 def recipe(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The recipe of a cell."""
-    values = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    is_longer = name.endswith(LONGER)
+    values = yaml.safe_load((LONGER_RECIPE if is_longer else RECIPE).read_text(encoding="utf-8"))
+    if is_longer:
+        values["max_steps"] = LONGER_UPDATES
     weights = {"enwiki": 6, "novels": 2, "reviews": 1, "race": 1, "medquad": 0.5, "squad": 0.2}
     values["data"] = [{"path": str(options.texts / source), "weight": share} for source, share in weights.items()]
     values["sentences"] = str(options.texts / "sentences")
@@ -165,7 +172,8 @@ def open_result(options: argparse.Namespace) -> tuple[Path, dict[str, Any], PreT
 def contenders(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], PreTrainedModel]]]:
     """What `judge` scores in one pass: every cell, before its training and after."""
     for name in options.cells:
-        yield f"{name}, untrained", partial(untrained, name, options)
+        if not name.endswith(LONGER):
+            yield f"{name}, untrained", partial(untrained, name, options)
         if (options.runs / name / "metrics.json").is_file():
             yield name, partial(trained, name, options)
 
@@ -227,7 +235,9 @@ def report(options: argparse.Namespace) -> None:
     for name in cells():
         folder = options.runs / name
         if (folder / "metrics.json").is_file():
-            figures = {"untrained": first_figures(folder / "log.jsonl"), "trained": read_json(folder / "metrics.json")}
+            figures = {"trained": read_json(folder / "metrics.json")}
+            if not name.endswith(LONGER):
+                figures = {"untrained": first_figures(folder / "log.jsonl"), **figures}
             result["runs"][name] = {
                 when: {key: own[key] for key in FIGURES if key in own} for when, own in figures.items()
             }
