@@ -59,6 +59,8 @@ def test_paths_and_commands_are_portable(monkeypatch):
     assert portable("/home/someone/texts") == "texts"
     words = ["python", "x.py", str(ROOT / "a.yaml"), "--data=/home/someone/texts", "--fill_mask", "[A <mask>.]"]
     assert portable_command(words) == "python x.py a.yaml --data=texts --fill_mask '[A <mask>.]'"
+    words = ["--data", "[{path: /home/someone/texts, weight: 1}]", '--data=["/home/x/a.txt", https://host/b, ./c]']
+    assert portable_command(words) == "--data '[{path: texts, weight: 1}]' '--data=[\"a.txt\", https://host/b, ./c]'"
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,8 @@ def _stop(message: str, status: int = 2) -> int:
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 # Variables of PyTorch: the first restricts every `torch.load`, the second would lift its default restriction.
 _UNPICKLING = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+# Of a command line: the start of `KEY=VALUE`, and the absolute paths in a list or mapping.
+_KEY, _ABSOLUTE = re.compile(r"(?:[^=\[{]*=)?"), re.compile(r"(?<![\w.:/~-])/[^\s,'\"\[\]{}]+")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Writers in Rust and C++ report a full disk in words only.
@@ -407,11 +409,13 @@ def readable(text: str) -> str:
 
 
 def portable_command(words: list[str]) -> str:
-    """A command line with portable paths, quoted for a shell."""
+    """A command line with portable paths, also those inside lists and mappings, quoted for a shell."""
     parts = []
     for word in words:
-        key, equals, value = word.partition("=")
-        parts.append(f"{key}={portable(value)}" if equals else portable(word))
+        key = _KEY.match(word)[0]
+        value = word[len(key) :]
+        nested = value.startswith(("[", "{"))
+        parts.append(key + (_ABSOLUTE.sub(lambda path: portable(path[0]), value) if nested else portable(value)))
     return shlex.join(parts)
 
 
