@@ -123,9 +123,8 @@ def run_script(
 
 
 def _stop(message: str, status: int = 2) -> int:
-    """Print a message in one line, without what a terminal would obey."""
-    line = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], " ".join(message.split()))
-    print(line, file=sys.stderr)
+    """Print a message in one line."""
+    progress(" ".join(message.split()))
     return status
 
 
@@ -218,7 +217,12 @@ def _sigterm_unwinds(stopped: str) -> Iterator[None]:
 
 def progress(message: str) -> None:
     """Log a line to stderr."""
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey: control characters become escapes."""
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 # ---- files ----
@@ -286,7 +290,9 @@ def _lock(file: TextIO) -> bool:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse to write to a folder with links that lead out of it, since a command would write where they lead.
+    """Refuse to write to a folder with links that may lead out of it, since a command would write where they lead.
+
+    Pipes and devices are refused, too: writing would wait for a reader.
 
     Raises:
         UserError: It has one.
@@ -294,10 +300,19 @@ def refuse_links(folder: Path) -> None:
     inside = folder.resolve()
     for place, folders, files in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *files)):
-            if path.is_symlink() and not path.resolve().is_relative_to(inside):
-                raise UserError(
-                    f"{path} is a link to {os.readlink(path)}, outside the folder. Remove it, or name another folder."
-                )
+            try:
+                found = path.lstat()
+            except FileNotFoundError:  # removed by another process, whose lock is noticed later
+                continue
+            if stat.S_ISLNK(found.st_mode):
+                problem = f"is a link to {os.readlink(path)}, outside the folder"
+                problem = "" if path.resolve().is_relative_to(inside) else problem
+            elif stat.S_ISREG(found.st_mode):
+                problem = "is the same file as another one (a hard link)" * (found.st_nlink > 1)
+            else:
+                problem = "" if stat.S_ISDIR(found.st_mode) else "is no file, but a pipe, socket or device"
+            if problem:
+                raise UserError(f"{path} {problem}. Remove it, or name another folder.")
         folders[:] = set(folders) - {"wandb"}  # which links to its own log
 
 

@@ -71,6 +71,7 @@ SEQ2SEQ = ModelKind(
     "bart",
     f"{_OURS} made by training/train_translation.py, bart, or another that is an encoder-decoder",
 )
+_SHARED, _LABELS = dataclasses.fields(PreTrainedConfig), ("num_labels", "id2label", "label2id", "problem_type")
 # Attention backends that a recipe may choose; transformers' default is sdpa.
 _BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Types with a position table that begins with rows up to the padding token, which the config counts.
@@ -119,7 +120,7 @@ def make_config(
             raise UserError(f"`model.{name}` follows from the {cause}: remove it from the model section.")
         if name not in known:
             raise UserError(f"A {model_type} config has no field `{name}`.{did_you_mean(name, known)}")
-    _check_backend(fields)
+    _check_values(fields)
     if kind is MASKED and "sparse_prediction" in known:
         fields.setdefault("sparse_prediction", True)
     if kind is CAUSAL and "is_decoder" in known:
@@ -135,10 +136,13 @@ def make_config(
         raise UserError(f"Model section of the recipe: {error}") from error
 
 
-def _check_backend(fields: dict[str, Any]) -> None:
+def _check_values(fields: dict[str, Any]) -> None:
     backend = fields.get("attn_implementation", "sdpa")
     if backend not in _BACKENDS:
         raise UserError(f"`model.attn_implementation` is {backend!r}, but must be {', '.join(_BACKENDS)}.")
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"`model.{name}` is {value}, but must be finite.")
 
 
 def longest_input(config: PreTrainedConfig) -> int | float:
@@ -207,7 +211,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
 
 
 def load_encoder(
-    auto_class: type, name_or_path: str, *, length: int | None = None, **config_overrides: Any
+    auto_class: type, name_or_path: str, length: int | None = None, /, **config_overrides: Any
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load an encoder for a task, or a causal model, that accepts `length` tokens.
 
@@ -244,9 +248,13 @@ def load_encoder(
     if "num_labels" in config_overrides and _keeps_head(model, info):
         outputs = ", ".join(map(str, model.config.id2label.values()))
         notes.append(f"The head of the checkpoint is kept; its outputs are {outputs}.")
-    if length is not None and (extended := extend_positions(model, length)):
-        notes.append(extended)
-    return model, notes
+    try:
+        extended = None if length is None else extend_positions(model, length)
+    except RuntimeError as error:  # of PyTorch, which has no class for a lack of memory
+        raise UserError(
+            f"{name_or_path} cannot be extended to {length:,} tokens: {scripting.reason(error)}."
+        ) from error
+    return model, [*notes, *([extended] if extended else [])]
 
 
 def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
@@ -255,12 +263,16 @@ def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
     Raises:
         UserError: An unknown field, or a value that the config refuses.
     """
-    _check_backend(fields)
+    _check_values(fields)
+    # What all configs have says how a model answers or what it is called. Only the labels of a task may be set.
+    known = {field.name for field in dataclasses.fields(config)} - {field.name for field in _SHARED} | {*_LABELS}
+    known |= {*config.attribute_map, "attn_implementation"}
     for name, value in fields.items():
-        name = "_attn_implementation" if name == "attn_implementation" else name  # how a config keeps it
-        if not hasattr(config, name):
-            known = {field.name for field in dataclasses.fields(config)}
+        if name in ("vocab_size", "is_decoder", *_FROM_TOKENIZER):
+            raise UserError(f"`{name}` follows from the checkpoint and cannot be set.")
+        if name not in known:
             raise UserError(f"A {config.model_type} config has no field `{name}`.{did_you_mean(name, known)}")
+        name = "_attn_implementation" if name == "attn_implementation" else name  # how a config keeps it
         try:
             setattr(config, name, value)
         except (ValueError, TypeError, StrictDataclassError) as error:

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from common.machine import plural
+from common.optimizer import fitting
 from common.seal import newest_intact, seal, sync
 from safetensors import SafetensorError
 
-from engine.sharding import stored_classes
+from engine.sharding import is_sharded, stored_classes
 from luna_hf.scripting import UserError, is_disk_full, read_json, reason, write_json
 
 _FOLDER = "checkpoints"
@@ -140,7 +141,10 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any
             f"{accelerator.num_processes}: start as many as before."
         )
     try:
-        with torch.serialization.safe_globals(stored_classes(accelerator)):
+        with ExitStack() as stack:
+            stack.enter_context(torch.serialization.safe_globals(stored_classes(accelerator)))
+            for optimizer in [] if is_sharded(accelerator) else accelerator._optimizers:
+                stack.enter_context(fitting(optimizer))
             accelerator.load_state(str(checkpoint))
         own = torch.load(checkpoint / _data_file(accelerator), weights_only=True)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:

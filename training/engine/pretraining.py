@@ -129,7 +129,7 @@ class Pretraining(Run):
             fields = dict(recipe.model)
             if kind is MASKED and hasattr(load_config(start), "sparse_prediction"):
                 fields.setdefault("sparse_prediction", True)
-            self.model, notes = load_encoder(kind.auto_class, start, length=recipe.block_size, **fields)
+            self.model, notes = load_encoder(kind.auto_class, start, recipe.block_size, **fields)
             self.notes += notes
             if not recipe.validation:
                 self.notes.append(
