@@ -36,12 +36,14 @@ def command(script: str, words: list[str]) -> str:
     return portable_command(["python", f"conversion/{script}", *(word for word in words if word != "--overwrite")])
 
 
-def check_target(target: Path, source: str, overwrite: bool) -> None:
+def check_target(target: Path, source: str, overwrite: bool, template: Path) -> None:
     """Refuse a target that holds anything but an earlier conversion, or that cannot be replaced.
 
     Raises:
-        UserError: Such a target.
+        UserError: Such a target; or the template of the card, which only the end needs, is missing.
     """
+    if not template.is_file():
+        raise UserError(f"The template of cards, {template}, is missing. Run the command in a whole clone of luna_hf.")
     files.check_target(target, source, overwrite, CARD_MARK, _is_own)
 
 

@@ -149,7 +149,7 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
         is_regression = labels.problem_type == REGRESSION
         if is_regression and (odd := [v for v in values if isinstance(v, int | float) and abs(v) > _LARGEST]):
             raise UserError(
-                f"`{column}` of {source} holds {odd[0]}, but a target may be at most {_LARGEST:g}, or float32 could not "
+                f"`{column}` of {source} holds {odd[0]}, but a target may be at most {_LARGEST:g}, or float32 cannot "
                 "hold the squares of errors. Divide the targets."
             )
         named = _inner(splits[source].features[column])

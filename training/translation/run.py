@@ -11,7 +11,7 @@ from common.machine import plural
 from common.models import SEQ2SEQ, load_tokenizer, make_config
 from data.tokenizer import ending
 from datasets import disable_progress_bars
-from engine.checkpoint import checkpoints
+from engine.checkpoint import intact_until
 from engine.groups import parameter_groups
 from engine.loop import Evaluation
 from engine.output import fingerprint_tokenizer
@@ -166,9 +166,10 @@ class Translation(Run):
     # ---- the end ----
 
     def final_model(self) -> PreTrainedModel:
-        """The mean of the last checkpoints."""
+        """The mean of the last intact checkpoints."""
         model = self.accelerator.unwrap_model(self.trained)
-        self.averaged = checkpoints(self.folder)[-self.recipe.average_checkpoints :]
+        found = intact_until(self.folder, self.counters.step, self.accelerator.print)
+        self.averaged = found[-self.recipe.average_checkpoints :]
         if len(self.averaged) > 1:
             weights = {name.removeprefix("model."): tensor for name, tensor in average(self.averaged).items()}
             own = model.state_dict()
