@@ -70,7 +70,7 @@ def load(source: str | Path) -> PreTrainedModel:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its warnings are raised here
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if config.model_type != luna_hf.LunaConfig.model_type or not config.architectures:
             raise UserError(f"{source} is of the type {config.model_type!r}, or has no `architectures`: it is no Luna.")
         config.dtype = None  # whatever config.json says

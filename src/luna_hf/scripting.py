@@ -496,7 +496,11 @@ def load_tokenizer(source: str, required: bool = False, subfolder: str = "") -> 
 
     try:
         with quiet():
-            tokenizer, why = AutoTokenizer.from_pretrained(source, subfolder=subfolder), "its vocabulary is missing"
+            # Otherwise transformers asks on a terminal whether to run the code of a stranger's folder.
+            tokenizer = AutoTokenizer.from_pretrained(source, subfolder=subfolder, trust_remote_code=False)
+        why = "its vocabulary is missing"
+        if not tokenizer.model_max_length > 0:
+            raise ValueError(f"its `model_max_length` is {tokenizer.model_max_length}")
     except Exception as error:  # tokenizer files fail in many ways, all of them the user's to fix
         tokenizer, why = None, reason(error)
     # transformers makes an empty tokenizer where there are no files.

@@ -33,8 +33,11 @@ from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.ops.positions import repeat_positions
 from luna_hf.scripting import UserError
 
-# What reading damaged weights may raise, or a pickle that holds code.
-DAMAGED = (OSError, SafetensorError, ValueError, RuntimeError, EOFError, LookupError, TypeError, UnpicklingError)
+# What reading damaged weights may raise, a pickle that holds code, or a config whose numbers no layer can have.
+DAMAGED = (
+    *(OSError, SafetensorError, ValueError, RuntimeError, EOFError, LookupError, TypeError, UnpicklingError),
+    *(ArithmeticError, AssertionError),
+)
 # Fields of a config that follow from the tokenizer, and their values in the tokenizers that a run trains.
 _FROM_TOKENIZER = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 
@@ -134,6 +137,21 @@ def make_config(
         return AutoConfig.for_model(model_type, vocab_size=vocab_size, **special, **fields)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(f"Model section of the recipe: {error}") from error
+
+
+def sketch(config: PreTrainedConfig, kind: ModelKind = MASKED) -> PreTrainedModel:
+    """A model without memory for its parameters.
+
+    Raises:
+        UserError: There is none with these values of the config.
+    """
+    try:
+        with torch.device("meta"):
+            return kind.auto_class.from_config(config)
+    except DAMAGED as error:
+        raise UserError(
+            f"There is no {config.model_type} model with these values: {scripting.reason(error)}."
+        ) from error
 
 
 def _check_values(fields: dict[str, Any]) -> None:
@@ -296,7 +314,7 @@ def load_config(name_or_path: str, kind: ModelKind = MASKED) -> PreTrainedConfig
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(f"{name_or_path} is not a checkpoint: it has no config.json.")
     try:
-        config = AutoConfig.from_pretrained(name_or_path)
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)  # otherwise it asks on a terminal
     except Exception as error:  # config files fail in many ways, all of them the user's to fix
         raise UserError(
             f"There is no model {name_or_path!r}, neither as a folder nor on the Hub ({scripting.reason(error)})."

@@ -9,7 +9,16 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import set_seed
 from common.machine import plural
-from common.models import MASKED, ModelKind, load_config, load_encoder, load_tokenizer, longest_input, make_config
+from common.models import (
+    MASKED,
+    ModelKind,
+    load_config,
+    load_encoder,
+    load_tokenizer,
+    longest_input,
+    make_config,
+    sketch,
+)
 from data.corpus import Corpus, open_corpus
 from data.masking import RowFormat
 from data.prepare import PreparedText, prepare_text
@@ -271,5 +280,4 @@ class Pretraining(Run):
 
 def parameter_names(config: PreTrainedConfig, kind: ModelKind = MASKED) -> list[str]:
     """The names of a model's parameters, without making them."""
-    with torch.device("meta"):
-        return [name for name, _ in kind.auto_class.from_config(config).named_parameters()]
+    return [name for name, _ in sketch(config, kind).named_parameters()]
