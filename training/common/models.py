@@ -74,7 +74,8 @@ SEQ2SEQ = ModelKind(
     "bart",
     f"{_OURS} made by training/train_translation.py, bart, or another that is an encoder-decoder",
 )
-_SHARED, _LABELS = dataclasses.fields(PreTrainedConfig), ("num_labels", "id2label", "label2id", "problem_type")
+# Fields of a config that commands set for a task.
+_LABELS = ("num_labels", "id2label", "label2id", "problem_type")
 # Attention backends that a recipe may choose; transformers' default is sdpa.
 _BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Types with a position table that begins with rows up to the padding token, which the config counts.
@@ -90,15 +91,22 @@ def model_fields(model_type: str, kind: ModelKind = MASKED) -> set[str]:
     Raises:
         UserError: An unknown type, or one of another kind.
     """
-    known = model_type in CONFIG_MAPPING and model_type in {config.model_type for config in kind.types}
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    known = known and model_type in {config.model_type for config in kind.types}
     config_class = CONFIG_MAPPING[model_type] if known else PreTrainedConfig
-    names = {field.name for field in dataclasses.fields(config_class)}
+    names = _own_fields(config_class)
     if kind is CAUSAL:  # an encoder becomes causal by `is_decoder`
         only_encoder = config_class in MODEL_FOR_MASKED_LM_MAPPING and "is_decoder" not in names
         known = known and not only_encoder and not config_class.is_encoder_decoder
     if not known:
         raise UserError(f"Unknown `model_type` {model_type!r}. Choose {_OURS}, or {kind.to_compare} to compare.")
     return names | set(config_class.attribute_map) | {"attn_implementation"}
+
+
+def _own_fields(config: PreTrainedConfig | type[PreTrainedConfig]) -> set[str]:
+    """Without those that all configs have, which say how a model answers, what it is called, and its labels."""
+    shared = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    return {field.name for field in dataclasses.fields(config)} - shared
 
 
 def make_config(
@@ -161,6 +169,8 @@ def _check_values(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"`model.{name}` is {value}, but must be finite.")
+        if "layer" in name and type(value) is int and value < 0:  # Python makes none
+            raise UserError(f"`model.{name}` is {value}, but must be at least 0.")
 
 
 def longest_input(config: PreTrainedConfig) -> int | float:
@@ -282,9 +292,7 @@ def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
         UserError: An unknown field, or a value that the config refuses.
     """
     _check_values(fields)
-    # What all configs have says how a model answers or what it is called. Only the labels of a task may be set.
-    known = {field.name for field in dataclasses.fields(config)} - {field.name for field in _SHARED} | {*_LABELS}
-    known |= {*config.attribute_map, "attn_implementation"}
+    known = _own_fields(config) | {*config.attribute_map, "attn_implementation", *_LABELS}
     for name, value in fields.items():
         if name in ("vocab_size", "is_decoder", *_FROM_TOKENIZER):
             raise UserError(f"`{name}` follows from the checkpoint and cannot be set.")

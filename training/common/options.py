@@ -41,6 +41,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
             *("batch_size", "batch_tokens", "pass_tokens", "eval_batch_size", "sweep_batch_sizes", "accumulation"),
             *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
             *("max_train_samples", "max_eval_samples", "eval_blocks", "eval_tokens", "eval_accumulation_steps"),
+            "max_question_length",
             *("average_checkpoints", "num_beams", "max_new_tokens", "sample_tokens", "dataloader_prefetch_factor"),
             *("share", "new_learning_rate", "ddp_bucket_cap_mb", "ddp_timeout"),
         ),
@@ -128,7 +129,7 @@ def parse(
         adapt(values, overrides)
     for key, value in overrides.items():
         section, _, field = key.partition(".")
-        if not field:
+        if "." not in key:
             values[key] = value
         elif isinstance(values.get(section), dict):
             values[section][field] = value

@@ -46,7 +46,7 @@ def read_log(path: Path, report: Callable[[str], None] | None = None) -> list[di
         try:
             entry = json.loads(line.decode("utf-8"))
             entries.append({"kind": entry["kind"], "step": int(entry["step"]), **entry})
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             if report and line.endswith(b"\n"):
                 report(f"Leaving out line {number} of {path}, which is damaged.")
     return entries

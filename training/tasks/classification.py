@@ -125,6 +125,8 @@ class GlueArguments(FinetuneArguments):
                 raise UserError("--train_file has no splits or parts: leave out --dataset_config and --*_split.")
         elif not (self.task_name or self.dataset_name):
             raise UserError("Set --task_name, or for own data --train_file and --validation_file, or --dataset_name.")
+        if self.validation_split == self.train_split:
+            raise UserError(f"--validation_split is the split to train on, {self.train_split}. Name another one.")
         if len(set(self.class_names)) < len(self.class_names):
             raise UserError(f"--class_names names a class twice: {', '.join(self.class_names)}.")
         if len(self.text_columns) > 2:
