@@ -275,7 +275,7 @@ def test_the_kind_of_the_labels_follows_from_their_values(case):
         ([0.5, float("inf")], [0.5], None, "Row 1 of train holds inf"),
         ([0.5, 1e39], [0.5], None, "train holds 1e\\+39"),
         ([[0.5], [1.5]], [[-1e20]], None, "validation holds -1e\\+20"),
-        ([0, 10**19], [0], (), "train holds 1"),
+        ([0.0, 1e19], [0.0], (), "train holds 1e"),
         ([[0], [1]], [1], None, "validation holds 1, .*list of labels"),
         ([0, 1], [[1]], None, r"validation holds \[1\], .*one label"),
         (["a", "b", "a "], ["a"], None, "'a' and 'a '"),

@@ -309,7 +309,7 @@ def test_damaged_checkpoints_and_those_of_later_steps_are_not_averaged(data, tmp
         (folder / "step-99999999").mkdir(exist_ok=True)
         if self.counters.step == 6:
             path = folder / "step-00000004" / "model.safetensors"
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
+            path.write_bytes(path.read_bytes()[:-1] + b"x")
 
     monkeypatch.setattr(runs.Translation, "save", damaged)
     assert run(data, tmp_path / "out")["averaged_checkpoints"] == 1

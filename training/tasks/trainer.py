@@ -290,10 +290,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / "trainer_state.json"
     state = read_json(path)
-    step, score, log = state.get("global_step"), state.get("best_metric"), state.get("log_history")
+    step, log = state.get("global_step"), state.get("log_history")
+    numbers = [state.get(name, 0) or 0 for name in ("best_metric", "epoch")]
     best = Path(str(state.get("best_model_checkpoint") or checkpoint)).name
     right = type(step) is int and checkpoint.name == f"checkpoint-{step}" and _NAME.fullmatch(best)
-    right = right and (score is None or (isinstance(score, int | float) and math.isfinite(score)))
+    right = right and all(isinstance(value, int | float) and math.isfinite(value) for value in numbers)
     if not right or not isinstance(log, list) or not all(isinstance(row, dict) for row in log):
         raise UserError(f"{path} is damaged (it is not that of {checkpoint.name})")
     return state
