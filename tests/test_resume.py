@@ -182,6 +182,14 @@ def test_pickles_of_a_checkpoint_run_no_code(corpus, tmp_path, monkeypatch, caps
         path.write_bytes(content)
 
 
+def test_entries_of_a_log_without_numbers_are_not_drawn(tmp_path):
+    rows = [{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": "x"}, {"step": float("inf"), "loss": 1.0}]
+    (tmp_path / "log.jsonl").write_text(
+        "".join(json.dumps({"kind": "train", **row}) + "\n" for row in rows) + "[" * 99_999
+    )
+    assert log.RunLog(tmp_path / "log.jsonl", True, 9).series("train", "loss") == ([1], [2.0])
+
+
 def test_a_damaged_log_loses_the_damaged_lines_only(corpus, tmp_path, monkeypatch, capsys, uninterrupted):
     folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **{**DROPOUT, "log_steps": 1})
     kill(words, monkeypatch, call=6)

@@ -269,8 +269,8 @@ def test_links_that_lead_out_of_a_folder_are_refused(tmp_path, kind):
         refuse_links(out)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.hardlink_to(path.parents[1] / "victim")])
-def test_pipes_and_hard_links_in_a_folder_are_refused(tmp_path, make):
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.hardlink_to(path.parents[1] / "victim")])
+def test_pipes_hard_links_and_folders_for_files_in_a_folder_are_refused(tmp_path, make):
     (tmp_path / "victim").touch()
     (tmp_path / "out").mkdir()
     make(tmp_path / "out" / "config.json")

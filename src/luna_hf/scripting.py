@@ -131,6 +131,7 @@ def _stop(message: str, status: int = 2) -> int:
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 # Variables of PyTorch: the first restricts every `torch.load`, the second would lift its default restriction.
 _UNPICKLING = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+_WRITTEN = (".json", ".jsonl", ".md", ".png", ".safetensors", ".py")  # endings of files that commands write
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Writers in Rust and C++ report a full disk in words only.
@@ -292,7 +293,7 @@ def _lock(file: TextIO) -> bool:
 def refuse_links(folder: Path) -> None:
     """Refuse to write to a folder with links that may lead out of it, since a command would write where they lead.
 
-    Pipes and devices are refused, too: writing would wait for a reader.
+    Pipes and devices are refused, too, at which writing would wait, and folders in the place of files.
 
     Raises:
         UserError: It has one.
@@ -309,8 +310,10 @@ def refuse_links(folder: Path) -> None:
                 problem = "" if path.resolve().is_relative_to(inside) else problem
             elif stat.S_ISREG(found.st_mode):
                 problem = "is the same file as another one (a hard link)" * (found.st_nlink > 1)
+            elif stat.S_ISDIR(found.st_mode):
+                problem = "is a folder where a file would be written" * (path.suffix in _WRITTEN)
             else:
-                problem = "" if stat.S_ISDIR(found.st_mode) else "is no file, but a pipe, socket or device"
+                problem = "is no file, but a pipe, socket or device"
             if problem:
                 raise UserError(f"{path} {problem}. Remove it, or name another folder.")
         folders[:] = set(folders) - {"wandb"}  # which links to its own log
