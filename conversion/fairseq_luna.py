@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from fairseq_format.card import KINDS, make_card
+from fairseq_format.card import KINDS, TEMPLATE, make_card
 from fairseq_format.checkpoint import DICTIONARIES, Original, add_reading_options, check_finite, open_checkpoint
 from fairseq_format.config import HEAD_TYPES, MODELS, Head, make_config, matrix
 from fairseq_format.names import HEADS, LM_HEAD, OUR_ALIASES, to_ours
@@ -172,7 +172,7 @@ def convert(options: argparse.Namespace) -> None:
     Raises:
         UserError: The user can fix the options, the source or the target.
     """
-    check_target(options.target, str(options.source), options.overwrite)
+    check_target(options.target, str(options.source), options.overwrite, TEMPLATE)
     # The target comes first, so that one that cannot be written fails before long work.
     source = (options.source, options.checkpoint, options.layer_norm, options.override)
     with writing(options.target) as folder, open_checkpoint(*source) as original:

@@ -26,6 +26,7 @@ from luna_hf.warm_start import WarmStart, warm_start
 from luna_hf.warm_start.sentence_folder import find_transformer, read_sentence_folder
 
 TRAIN = "Train the model before use, unless its attention is that of its source."
+TEMPLATE = Path(__file__).with_name("converted.md")
 TEXT_CHARACTERS = 1_000_000  # read from --text: far more tokens than there are slots
 
 
@@ -137,7 +138,7 @@ def make_card(options: argparse.Namespace, model: PreTrainedModel, made: WarmSta
     )
     name = options.target.resolve().name
     return fill(
-        Path(__file__).with_name("converted.md").read_text(encoding="utf-8"),
+        TEMPLATE.read_text(encoding="utf-8"),
         metadata=Markdown(metadata.to_yaml()),
         model_name=name,
         quoted_name=quoted(name),
@@ -158,7 +159,7 @@ def convert(conversion: Conversion, options: argparse.Namespace) -> None:
     Raises:
         UserError: The user can fix the options, the source or the target.
     """
-    check_target(options.target, options.source, options.overwrite)
+    check_target(options.target, options.source, options.overwrite, TEMPLATE)
     with writing(options.target) as folder:  # first, because only one process may
         try:
             sentences = read_sentence_folder(options.source)

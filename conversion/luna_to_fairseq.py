@@ -25,6 +25,7 @@ from luna_hf.markdown import code, code_block, fill
 from luna_hf.scripting import UserError, load_tokenizer, portable, run_script, writing
 
 SCRIPT = "luna_to_fairseq.py"
+TEMPLATE = Path(__file__).with_name("to_fairseq.md")
 MODEL_FILE = "model.pt"
 # What is stored for each LayerNorm: what is subtracted from its weight, and the description.
 NORMS = {"plain": (0.0, "plain weights"), "offset": (1.0, "weights less 1, for the authors' code of 2023 and later")}
@@ -110,13 +111,13 @@ def convert(options: argparse.Namespace) -> None:
     Raises:
         UserError: The user can fix the source, the options or the target.
     """
-    check_target(options.target, options.source, options.overwrite)
+    check_target(options.target, options.source, options.overwrite, TEMPLATE)
     norms = NORMS[options.layer_norm][1]
     with writing(options.target) as folder:  # first, because only one process may
         model = load(options.source)
         head = head_of(model, options.head)
         write(folder, model, head, options)
-        template = Path(__file__).with_name("to_fairseq.md").read_text(encoding="utf-8")
+        template = TEMPLATE.read_text(encoding="utf-8")
         name, source = options.target.resolve().name, code(portable(options.source))
         command = code_block(options.command, "sh")
         card = fill(template, name=name, source=source, command=command, norms=norms)

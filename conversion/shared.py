@@ -36,12 +36,14 @@ def command(script: str, words: list[str]) -> str:
     return portable_command(["python", f"conversion/{script}", *(word for word in words if word != "--overwrite")])
 
 
-def check_target(target: Path, source: str, overwrite: bool) -> None:
+def check_target(target: Path, source: str, overwrite: bool, template: Path) -> None:
     """Refuse a target that holds anything but an earlier conversion, or that cannot be replaced.
 
     Raises:
-        UserError: Such a target.
+        UserError: Such a target; or the template of the card, which only the end needs, is missing.
     """
+    if not template.is_file():
+        raise UserError(f"The template of cards, {template}, is missing. Run the command in a whole clone of luna_hf.")
     files.check_target(target, source, overwrite, CARD_MARK, _is_own)
 
 
@@ -68,7 +70,7 @@ def load(source: str | Path) -> PreTrainedModel:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its warnings are raised here
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if config.model_type != luna_hf.LunaConfig.model_type or not config.architectures:
             raise UserError(f"{source} is of the type {config.model_type!r}, or has no `architectures`: it is no Luna.")
         config.dtype = None  # whatever config.json says

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from catalogue import Zoo
+from catalogue import Zoo, named
 from common import cards
 from common.models import longest_input
 from engine.card import PLOT
@@ -32,7 +32,7 @@ from transformers import AutoConfig
 
 from luna_hf import FAMILIES
 from luna_hf.markdown import Markdown, bullets, code, code_block, table
-from luna_hf.scripting import Parser, UserError, run_script, write_text
+from luna_hf.scripting import Parser, UserError, refuse_links, run_script, write_text
 
 Row = dict[str, Any]
 # What a card calls the figures of a language model: key in metrics.json, format, and the kinds that show it.
@@ -90,6 +90,7 @@ def is_stale(zoo: Zoo, name: str) -> bool:
 
 def write(zoo: Zoo, name: str) -> None:
     """Write a card, and the code that loads the model without the package."""
+    refuse_links(zoo.checkpoint(name).folder)
     renew_code(zoo.checkpoint(name).folder)
     write_text(zoo.checkpoint(name).folder / "README.md", Card(zoo, name).text())
 
@@ -147,7 +148,7 @@ class Card:
 
     def longest(self) -> str:
         """The longest input in words."""
-        longest = longest_input(AutoConfig.from_pretrained(self.checkpoint.folder))
+        longest = longest_input(AutoConfig.from_pretrained(self.checkpoint.folder, trust_remote_code=False))
         return "any length" if math.isinf(longest) else f"at most {longest:,} tokens"
 
     # ---- the header ----
@@ -337,10 +338,15 @@ def main(words: Sequence[str] | None = None) -> int:
     def script() -> None:
         options, zoo = parse(sys.argv[1:] if words is None else words), Zoo()
         names = options.names or list(zoo.checkpoints)
-        if options.check and (found := [name for name in names if is_stale(zoo, name)]):
+        found = []
+        for name in names:
+            with named(f"{zoo.root / 'checkpoints' / name}, or its entry in model_cards/zoo.yaml or the results,"):
+                if not options.check:
+                    write(zoo, name)
+                elif is_stale(zoo, name):
+                    found.append(name)
+        if found:
             raise UserError(f"The card is stale of {', '.join(found)}. Run: python model_cards/build.py")
-        for name in [] if options.check else names:
-            write(zoo, name)
 
     return run_script(script)
 

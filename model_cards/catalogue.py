@@ -8,18 +8,53 @@ checkpoints/NAME/
     README.md                                          written by build.py
 """
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.options import fill, read_yaml
+from common.options import read_yaml
+from common.sections import read_section
 from engine.log import read_log
+from huggingface_hub.errors import StrictDataclassError
 
 from luna_hf.scripting import UserError, read_json
 
 T = TypeVar("T")
+# What reading JSON or YAML of another form than expected raises.
+_ODD = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError, StopIteration, TypeError, ValueError),
+    StrictDataclassError,
+)
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Name what is being read where its files hold other values than those of a run.
+
+    Raises:
+        UserError: They do.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except _ODD as error:
+        raise UserError(f"{what} cannot be used: a file holds something else than expected ({error!r}).") from error
+
+
+def read_figures(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises a `UserError` if it is damaged, or holds NaN or an infinity."""
+    content = read_json(path)
+    try:
+        json.dumps(content, allow_nan=False)
+    except ValueError as error:
+        raise UserError(f"{path} holds NaN or an infinity.") from error
+    return content
 
 
 @dataclass(frozen=True)
@@ -71,7 +106,7 @@ class Zoo:
         """The entries by name; `defaults` hold for all of them."""
         shared = self._read.get("defaults", {})
         return {
-            name: fill(Entry, {**shared, **values}, f"zoo.yaml, {name}: ")
+            name: read_section(Entry, {**shared, **values}, f"zoo.yaml, {name}")
             for name, values in self._read["checkpoints"].items()
         }
 
@@ -114,7 +149,7 @@ class Zoo:
 
     @cached_property
     def _results(self) -> list[dict[str, Any]]:
-        return [read_json(path) for path in sorted((self.root / "experiments" / "results").glob("mini-*.json"))]
+        return [read_figures(path) for path in sorted((self.root / "experiments" / "results").glob("mini-*.json"))]
 
 
 def _find(found: dict[str, T], name: str, kind: str) -> T:
@@ -175,7 +210,7 @@ class Checkpoint:
     @cached_property
     def golden(self) -> dict[str, Any]:
         """Inputs and outputs; see `golden.py`."""
-        return read_json(self.folder / "golden.json")
+        return read_figures(self.folder / "golden.json")
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -193,4 +228,4 @@ class Checkpoint:
 def _stage(folder: Path) -> Stage:
     recipe = folder / "recipe.yaml"
     values = read_yaml(recipe) if recipe.is_file() else {}
-    return Stage(values, read_json(folder / "metrics.json"), read_log(folder / "log.jsonl"))
+    return Stage(values, read_figures(folder / "metrics.json"), read_log(folder / "log.jsonl"))

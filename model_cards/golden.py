@@ -76,9 +76,9 @@ def load(folder: Path, **options: Any) -> tuple[Any, Any]:
         from common import extra_embed  # noqa: F401
 
         # isort: split
-        from sentence_transformers import SentenceTransformer
+        from common.sentences import load_sentences
 
-        model = SentenceTransformer(str(folder), device="cpu", model_kwargs=options)
+        model = load_sentences(str(folder), device="cpu", model_kwargs=options)
         return model.eval(), model.tokenizer
     try:
         model = getattr(transformers, KINDS[kind].auto_class).from_pretrained(folder, **options)

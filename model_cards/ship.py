@@ -22,7 +22,7 @@ from typing import Any
 import golden
 import torch
 import yaml
-from catalogue import Entry, Stage, Zoo
+from catalogue import Entry, Stage, Zoo, named
 from common.models import longest_input
 from engine.card import PLOT, drawing
 from records import read_stages
@@ -65,7 +65,7 @@ def ship(zoo: Zoo, name: str, runs: Sequence[Path]) -> Path:
             write_stage(stage, folder / "stages" / str(number), f"stage {number} of {name}")
         write_stage(stages[-1], folder, name)
         plot(stages, folder / PLOT)
-        cases = golden.make(folder, longest_input(AutoConfig.from_pretrained(folder)))
+        cases = golden.make(folder, longest_input(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
         golden.write(folder / "golden.json", kind, cases, rounding=rounding(kind, source, cases))
     return target
 
@@ -93,7 +93,7 @@ def renew_code(folder: Path) -> None:
     """Write the code of today's package into a folder, if its model is one of the package's."""
     path = folder / "config.json"
     if read_json(path)["model_type"] in FAMILIES:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config.auto_map = getattr(luna_hf, config.architectures[0]).auto_map()
         config.write_code(config, folder)
         write_json(path, {**read_json(path), "auto_map": config.auto_map})
@@ -183,7 +183,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def script() -> None:
         options = parse(sys.argv[1:] if words is None else words)
-        folder = ship(Zoo(), options.name, options.runs)
+        with named(f"{', '.join(map(str, options.runs))}, or model_cards/zoo.yaml,"):
+            folder = ship(Zoo(), options.name, options.runs)
         print(f"Wrote {folder}. Next: python model_cards/build.py {options.name}")
 
     return run_script(script)

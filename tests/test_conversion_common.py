@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import fairseq_luna
 import from_roberta
@@ -127,6 +128,19 @@ def test_targets_that_are_refused(source, tmp_path, capsys, monkeypatch):
             assert run(source, target, *words) == 2
             assert named in capsys.readouterr().err
     assert (tmp_path / "out" / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("command", [fairseq_luna, roberta_to_luna, luna_to_fairseq])
+def test_what_the_end_needs_is_checked_first(command, source, tmp_path, capsys, monkeypatch):
+    module = from_roberta if command is roberta_to_luna else command
+    monkeypatch.setattr(module, "TEMPLATE", tmp_path / "gone.md")
+    assert command.main([str(source), str(tmp_path / "out")]) == 2
+    assert f"{tmp_path / 'gone.md'}, is missing" in capsys.readouterr().err
+    monkeypatch.undo()
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "out")
+    assert command.main([str(source), str(tmp_path / "out")]) == 2
+    assert "mounted" in capsys.readouterr().err
 
 
 def test_the_hub_is_asked_once(tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Embeddings finetuned on pairs of sentences: the folder that the command writes, and what it refuses."""
 
 import json
+import shutil
 
 import finetune_embeddings
 import pyarrow
@@ -8,6 +9,8 @@ import pytest
 from helpers import SENTENCES, tiny_model, tiny_tokenizer
 from pyarrow.parquet import write_table
 from tiny_finetuning import write_split
+
+from luna_hf.scripting import write_json
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,15 @@ def test_a_missing_model_and_a_missing_split_are_refused(encoder, data, tmp_path
     (data / "stsb" / "validation.parquet").unlink()
     assert finetune_embeddings.main(words(encoder, data, tmp_path / "out")) == 2
     assert "validation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["code.Evil", "antigravity.Evil", None])
+def test_modules_of_other_packages_are_refused(encoder, data, tmp_path, capsys, kind):
+    source = shutil.copytree(encoder, tmp_path / "source")
+    (source / "code.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'made')!r})\nclass Evil: pass\n")
+    write_json(source / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": kind}])
+    assert finetune_embeddings.main(words(source, data, tmp_path / "out")) == 2
+    assert str(source) in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "made").exists()
 
 
 def test_damaged_checkpoints_are_named_and_an_older_one_used(encoder, data, tmp_path, capsys, monkeypatch):

@@ -267,6 +267,15 @@ def test_the_kind_of_the_labels_follows_from_their_values(case):
         ([1.0, 0.0], [0.5], None, "validation holds 0.5.*0, 1"),
         ([float(value) for value in range(60)] * 5, [0.0], None, "60 different values in 300 rows.*--regression"),
         ([0.5, float("inf")], [0.5], None, "Row 1 of train holds inf"),
+        ([0.5, 1e39], [0.5], None, "train holds 1e\\+39"),
+        ([[0.5], [1.5]], [[-1e20]], None, "validation holds -1e\\+20"),
+        ([0.0, 1e19], [0.0], (), "train holds 1e"),
+        ([[0], [1]], [1], None, "validation holds 1, .*list of labels"),
+        ([0, 1], [[1]], None, r"validation holds \[1\], .*one label"),
+        (["a", "b", "a "], ["a"], None, "'a' and 'a '"),
+        (["caf\u00e9", "cafe\u0301"], ["b"], None, "look alike"),
+        (["a\nb", "c"], ["c"], None, r"Row 0 of train holds 'a\\nb'"),
+        (["a", "b"], ["\x1b[2Ja"], None, r"Row 0 of validation holds '\\x1b\[2Ja'"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(train, other, known, value):
@@ -282,6 +291,15 @@ def test_predictions_of_own_numbers_keep_every_digit(tmp_path):
     numbers = np.random.default_rng(0).normal(1e-5, 1e-7, (1000, 1)).astype(np.float32)
     written = task.write_predictions(tmp_path, "test", numbers).read_text().splitlines()[1:]
     assert np.array_equal(np.float32([line.split("\t")[1] for line in written]), numbers[:, 0])
+
+
+def test_predictions_are_the_names_of_the_classes(tmp_path):
+    names = ['"x"', '5" nail', "a,b"]
+    file = str(write_rows(tmp_path / "x.jsonl", {"text": list("abc"), "label": names}))
+    options = {"train_file": file, "validation_file": file, "test_file": file}
+    task = classification.TextClassification(classification.GlueArguments(["m"], **options))
+    path = task.write_predictions(tmp_path, "test", np.eye(3))
+    assert list(read_table([path])["prediction"]) == sorted(names)
 
 
 # ---- the order of the classes ----
@@ -309,6 +327,7 @@ def test_a_classifier_that_is_finetuned_further_keeps_the_meaning_of_its_head(lu
     assert summary["runs"][0]["scores"]["test"]["accuracy"] == pytest.approx(right)
     said = capsys.readouterr().out
     assert "order of the checkpoint: fox, dog" in said and "head of the checkpoint is kept" in said
+    assert "Labels: fox, dog." in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -418,6 +437,8 @@ BAD = {
     "no data at all": ({}, "--task_name"),
     "both sources": ({**own(), "dataset_name": "sst2"}, "--dataset_name or --train_file"),
     "labels stated twice": ({**SST2, "class_names": ["a", "b"]}, "--class_names and --regression"),
+    "a name twice": (own(class_names=["a", "a"]), "a, a"),
+    "splits of files": (own(test_split="test"), "--train_file"),
     "too few names": (own(class_names=["a"]), r"good\.csv holds 1"),
     "no dev file": ({"train_file": "good.csv"}, "--validation_file"),
     "missing column": (own(text_columns=["body"]), r"good\.csv.*`body`.*text, label"),
@@ -430,6 +451,12 @@ BAD = {
     "text is missing": (own(dev="holes.jsonl"), r"Row 0 of .*holes\.jsonl"),
     "missing dev split": ({**SST2, "validation_split": "dev"}, r"split dev.*--validation_split"),
     "no such data set": ({"task_name": "sst2", "dataset_name": "no/such"}, "'no/such'"),
+    **{
+        f"{name} in the config": ({**SST2, "model_config": [f"{name}={value}"]}, rf"`(model\.)?{name}`")
+        for name, value in {"name_or_path": "x", "length": 3, "to_dict": 1, "return_dict": False}.items()
+    },
+    "another padding token": ({**SST2, "model_config": ["pad_token_id=5"]}, "`pad_token_id` follows"),
+    "an infinite field": ({**SST2, "model_config": ["layer_norm_eps=1e400"]}, "`model.layer_norm_eps` is inf"),
     "unknown field": ({**SST2, "model_config": ["projection_lenght=3"]}, "`projection_length`"),
     "smoothing without classes": ({**STSB, "label_smoothing_factor": 0.1}, REGRESSION),
 }

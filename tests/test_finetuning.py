@@ -18,7 +18,7 @@ from common.seal import seal
 from helpers import ROOT
 from hub_stub import HubStub
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tasks import best, classification, runs
 from tasks.plan import plan, unique_labels
 from tasks.trainer import FinetuneTrainer, Sealing, find_checkpoint
@@ -147,6 +147,71 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(cut_off, name,
     assert find_checkpoint(cut_off, told.append).name == "checkpoint-6" and len(told) == 2
     parts = {"model.safetensors": "weights", "optimizer.pt": "optimizer", "rng_state.pth": "random states"}
     assert "checkpoint-12" in told[0] and (name in told[0] or parts[name] in told[0] or "not complete" in told[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *[{"global_step": value} for value in ("12", 6, -12, 10**9)],
+        *[{"best_model_checkpoint": value} for value in (5, "/", "..", "/etc/passwd")],
+        *[{"log_history": value} for value in ("x", [1])],
+        *[{"best_metric": float("nan")}, {"epoch": "x"}],
+    ],
+)
+def test_a_sealed_state_that_is_not_the_checkpoints_is_passed_over(cut_off, change):
+    shutil.rmtree(cut_off / "checkpoint-18")
+    (cut_off / "checkpoint-\u00b2").mkdir()  # a digit, but no number
+    path = cut_off / "checkpoint-12" / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    seal(path.parent)
+    told = []
+    assert find_checkpoint(cut_off, told.append).name == "checkpoint-6" and "checkpoint-12" in told[0]
+
+
+def _optimizer(change):
+    def changed(folder):
+        state = torch.load(folder / "optimizer.pt", weights_only=True)
+        change(state)
+        torch.save(state, folder / "optimizer.pt")
+
+    return changed
+
+
+def _state(**values):
+    def changed(folder):
+        path = folder / "trainer_state.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return changed
+
+
+def _weights(folder):
+    _, *others = load_file(folder / "model.safetensors").items()
+    save_file(dict(others), folder / "model.safetensors", {"format": "pt"})
+
+
+PLANTED = {
+    "weights of another model": _weights,
+    # PyTorch's fused kernel would write beyond the moments.
+    "moments of other shapes": _optimizer(
+        lambda state: [s.update(exp_avg=torch.zeros(3)) for s in state["state"].values()]
+    ),
+    "other betas": _optimizer(lambda state: state["param_groups"][0].update(betas="x")),
+    "no state of an optimizer": lambda folder: torch.save([1], folder / "optimizer.pt"),
+    "no state of a schedule": lambda folder: torch.save({"last_epoch": "x"}, folder / "scheduler.pt"),
+    "no random states": lambda folder: torch.save({"python": 1}, folder / "rng_state.pth"),
+    "states of callbacks": _state(stateful_callbacks={"EarlyStoppingCallback": {"args": {"nope": 1}}}),
+    "a list of callbacks": _state(stateful_callbacks=[1]),
+    "an unknown key": _state(unknown=1),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_sealed_checkpoint_that_does_not_fit_is_named(cut_off, luna, sst2, capsys, name):
+    shutil.rmtree(cut_off / "checkpoint-18")
+    PLANTED[name](cut_off / "checkpoint-12")
+    seal(cut_off / "checkpoint-12")
+    assert str(cut_off / "checkpoint-12") in refused(capsys, command(luna, cut_off, **options(sst2)))
 
 
 def test_a_checkpoint_whose_best_one_is_damaged_is_passed_over(cut_off):
@@ -354,6 +419,9 @@ def test_plan_of_the_papers_sweep_and_names_of_models(tmp_path):
     assert unique_labels(["a/best", "b/best"]) == {"a/best": "a-best", "b/best": "b-best"}
     with pytest.raises(UserError, match=r"a \./a"):
         unique_labels(["a", "./a"])
+    for name, values in {"seeds": ["1", "1"], "sweep_learning_rates": ["1e-5", "1.0000001e-5"]}.items():
+        with pytest.raises(UserError, match="Two runs"):
+            plan(*parsed(*words, f"--{name}", *values))
 
 
 @pytest.mark.parametrize(

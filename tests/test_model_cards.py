@@ -15,6 +15,7 @@ import publish
 import pytest
 import ship
 import torch
+import yaml
 from accelerate.state import AcceleratorState
 from catalogue import Zoo
 from helpers import ROOT, refused, run_python, slow_unless
@@ -55,6 +56,60 @@ def test_a_damaged_file_is_named(tmp_path, file, kind):
     path.unlink() if content is None else path.write_bytes(content)
     with refused(name if (file, kind) == ("metrics.json", "missing") else path, error=UserError):
         build.write(Zoo(tmp_path), name)
+
+
+def _changed(part, **values):
+    return lambda root: (path := root / "checkpoints/luna-mini-en" / part).write_text(
+        json.dumps({**json.loads(path.read_text()), **values})
+    )
+
+
+def _catalogue(change):
+    def changed(root):
+        content = yaml.safe_load((root / "model_cards/zoo.yaml").read_text())
+        change(content)
+        (root / "model_cards/zoo.yaml").write_text(yaml.safe_dump(content))
+
+    return changed
+
+
+def _entry(**values):
+    return _catalogue(lambda content: content["checkpoints"]["luna-mini-en"].update(values))
+
+
+ODD = {
+    "no section of checkpoints": _catalogue(lambda content: content.pop("checkpoints")),
+    "no section of data": _entry(data="nowhere"),
+    "an empty entry": _catalogue(lambda content: content["checkpoints"].update({"luna-mini-en": None})),
+    "an unknown key": _entry(sumary="x"),
+    "a loss that is a text": _changed("metrics.json", held_out_loss="x"),
+    "a loss that is not finite": _changed("metrics.json", held_out_loss=float("nan")),
+    "a baseline that is too large": _changed("metrics.json", unigram_loss=1e308),
+    "no command": _changed("metrics.json", command="x"),
+    "another kind": _changed("golden.json", kind="none"),
+    "no cases": _changed("golden.json", cases=[]),
+    "an unknown class": _changed("config.json", architectures=["__name__"]),
+    "code of a stranger": _changed("config.json", model_type="other", auto_map={"AutoConfig": "code.Config"}),
+    "a field of another type": _changed("config.json", hidden_size="x"),
+    "a stage without a number": lambda root: shutil.copytree(
+        root / "checkpoints/luna-mini-en/stages/1", root / "checkpoints/luna-mini-en/stages/one"
+    ),
+    "a row that is none": lambda root: (root / "experiments/results/mini-z.json").write_text('{"rows": ["x"]}'),
+    "a link": lambda root: (root / "checkpoints/luna-mini-en/modeling_luna.py").symlink_to(root / "victim"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_files_of_a_checkpoint_take_one_line(tmp_path, monkeypatch, capsys, kind):
+    for part in ("model_cards", "experiments/results", "checkpoints/luna-mini-en"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.safetensors", "*.png", "*.py"))
+    (tmp_path / "victim").write_text("mine")
+    ODD[kind](tmp_path)
+    monkeypatch.setattr(catalogue.Zoo.__init__, "__defaults__", (tmp_path,))
+    assert build.main(["luna-mini-en"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and not printed.out
+    assert (tmp_path / "victim").read_text() == "mine"
 
 
 # ---- shipping ----

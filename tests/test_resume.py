@@ -124,6 +124,45 @@ def test_a_damaged_checkpoint_is_passed_over(killed, capsys, uninterrupted, kind
     assert losses(folder) == losses(uninterrupted)
 
 
+def _tensors(name, content):
+    return lambda folder: checkpoint.torch.save(content, folder / name)
+
+
+def _state(**changes):
+    def changed(folder):
+        state = json.loads((folder / "state.json").read_text())
+        for part, values in changes.items():
+            state[part] = {**state[part], **values} if isinstance(values, dict) else values
+        (folder / "state.json").write_text(json.dumps(state))
+
+    return changed
+
+
+PLANTED = {
+    "no state of an optimizer": _tensors("optimizer.bin", [1]),
+    "no position in the data": _tensors("data_0.pt", [1]),
+    "a step that is a text": _state(counters={"step": "x"}),
+    "a step below zero": _state(counters={"step": -3}),
+    "the step of another": _state(counters={"step": 10**9}),
+    "no counters": _state(counters=[1]),
+    "losses that are a text": _state(counters={"window": "x"}),
+    "no record": _state(record=[1]),
+    "no inputs": _state(record={"inputs": 5}),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_sealed_checkpoint_that_does_not_fit_is_named(corpus, tmp_path, monkeypatch, capsys, name):
+    folder, words = tmp_path / "out", arguments(DEMO, tmp_path / "out", data=corpus, **DROPOUT)
+    kill(words, monkeypatch)
+    newest = checkpoint.checkpoints(folder)[-1]
+    PLANTED[name](newest)
+    checkpoint.seal(newest)
+    assert start(pretrain_mlm, words) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and str(newest) in error
+
+
 class Code:
     """Makes a folder where it is unpickled."""
 
@@ -149,6 +188,14 @@ def test_pickles_of_a_checkpoint_run_no_code(killed, tmp_path, capsys):
         # accelerate goes on without its random states, and then they are not those of the run.
         assert ("random states" if path.name.startswith("random_states") else "mkdir") in error, path
         path.write_bytes(content)
+
+
+def test_entries_of_a_log_without_numbers_are_not_drawn(tmp_path):
+    rows = [{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": "x"}, {"step": float("inf"), "loss": 1.0}]
+    (tmp_path / "log.jsonl").write_text(
+        "".join(json.dumps({"kind": "train", **row}) + "\n" for row in rows) + "[" * 99_999
+    )
+    assert log.RunLog(tmp_path / "log.jsonl", True, 9).series("train", "loss") == ([1], [2.0])
 
 
 def test_a_damaged_log_loses_the_damaged_lines_only(corpus, tmp_path, monkeypatch, capsys, uninterrupted):

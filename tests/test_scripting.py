@@ -269,6 +269,15 @@ def test_links_that_lead_out_of_a_folder_are_refused(tmp_path, kind):
         refuse_links(out)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.hardlink_to(path.parents[1] / "victim")])
+def test_pipes_hard_links_and_folders_for_files_in_a_folder_are_refused(tmp_path, make):
+    (tmp_path / "victim").touch()
+    (tmp_path / "out").mkdir()
+    make(tmp_path / "out" / "config.json")
+    with refused(tmp_path / "out" / "config.json", error=UserError):
+        refuse_links(tmp_path / "out")
+
+
 @pytest.mark.parametrize("content", [None, b"", b'{"a": 1', b"[]", b"null", b"\xff", b"[" * 100_000, b'{"b": 1}'])
 def test_a_damaged_json_file_is_named(tmp_path, content):
     path = tmp_path / "run.json"

@@ -51,6 +51,8 @@ BAD = {
     "half.jsonl": (b'{"text": "\\ud83d"}\n', ["line 1", "surrogate"]),
     "folded.json": (b'{\n"text": ["a"]}\n', ["line 1", "object per line"]),
     "packed.jsonl.gz": (b"\x1f\x8b", ["compressed", "Unpack"]),
+    "deep.jsonl": (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ["line 1", "nested"]),
+    "numbered.csv": (b"text,Unnamed: 2,\na,1,2\n", ["'Unnamed: 2' twice"]),
     "kinds.jsonl": (b'{"text": "a"}\n{"text": {"x": 1}}\n', []),
 }
 
@@ -75,6 +77,22 @@ def test_a_bad_text_file_and_a_bad_parquet_file_are_named(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "struct.parquet")
     with refused("struct.parquet", "Row 0", "{'x': 1}", "`text`", error=UserError):
         finetuning(tmp_path / "struct.parquet")
+
+
+@READERS
+def test_a_column_of_parquet_that_comes_twice_is_named(read, tmp_path):
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with refused("a.parquet", "'text' twice", error=UserError):
+        read(tmp_path / "a.parquet")
+
+
+def test_whole_numbers_beyond_64_bits_keep_their_digits(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"label": 123456789012345678901, "n": 2}\n{"label": 9223372036854775808, "n": -1}\n'
+    )
+    rows = read_table([tmp_path / "a.jsonl"])
+    assert list(rows["label"]) == ["123456789012345678901", "9223372036854775808"] and list(rows["n"]) == [2, -1]
 
 
 def test_labels_of_several_types_are_named(tmp_path):

@@ -302,6 +302,22 @@ def test_the_model_is_the_mean_of_the_last_checkpoints(whole):
         torch.testing.assert_close(tensor, mean[f"model.{name}"].float(), rtol=0, atol=1e-7)
 
 
+def test_damaged_checkpoints_and_those_of_later_steps_are_not_averaged(data, tmp_path, monkeypatch, capsys):
+    save = runs.Translation.save
+
+    def damaged(self):
+        save(self)
+        folder = tmp_path / "out" / "checkpoints"
+        (folder / "step-99999999").mkdir(exist_ok=True)
+        if self.counters.step == 6:
+            path = folder / "step-00000004" / "model.safetensors"
+            path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+    monkeypatch.setattr(runs.Translation, "save", damaged)
+    assert run(data, tmp_path / "out")["averaged_checkpoints"] == 1
+    assert "damaged checkpoint step-00000004: model.safetensors" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

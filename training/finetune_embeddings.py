@@ -26,6 +26,7 @@ import torch
 from common import cards, options
 from common.machine import machine
 from common.models import load_encoder, load_tokenizer, longest_input
+from common.sentences import load_sentences
 from common.tables import require_text, shorten
 from datasets import Dataset, disable_progress_bars
 from huggingface_hub import EvalResult
@@ -165,7 +166,7 @@ def load(arguments: EmbeddingArguments, training: TrainingArguments) -> Sentence
         raise UserError(f"--max_length is {arguments.max_length}, but {name} takes at most {longest} tokens.")
     print("\n".join(f"- {note}" for note in notes))
     logging.set_verbosity_error()  # the notes replace the report of unused weights
-    encoder = SentenceTransformer(name, model_kwargs={"dtype": torch.float32})
+    encoder = load_sentences(name, model_kwargs={"dtype": torch.float32})
     if arguments.max_length:
         encoder.max_seq_length = arguments.max_length
     return encoder

@@ -12,6 +12,7 @@ from luna_hf.markdown import Markdown, bullets, code, fill, quoted
 from .checkpoint import Original
 from .config import Head
 
+TEMPLATE = Path(__file__).with_name("model.md")
 # By kind of model: pipeline tag, Auto class, and the beginning of the card.
 KINDS = {
     "masked_lm": ("fill-mask", "AutoModelForMaskedLM", "A masked language model"),
@@ -61,7 +62,7 @@ def make_card(
         dtype = str(model.dtype).removeprefix("torch.")
         inputs.append(f"The weights are {dtype}, for inference: load them with `dtype=torch.float32` to train them.")
     return fill(
-        Path(__file__).with_name("model.md").read_text(encoding="utf-8"),
+        TEMPLATE.read_text(encoding="utf-8"),
         metadata=Markdown(metadata.to_yaml()),
         model_name=name,
         quoted_name=quoted(name),

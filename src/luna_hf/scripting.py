@@ -123,9 +123,8 @@ def run_script(
 
 
 def _stop(message: str, status: int = 2) -> int:
-    """Print a message in one line, without what a terminal would obey."""
-    line = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], " ".join(message.split()))
-    print(line, file=sys.stderr)
+    """Print a message in one line."""
+    progress(" ".join(message.split()))
     return status
 
 
@@ -134,6 +133,7 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 _UNPICKLING = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 # Of a command line: the start of `KEY=VALUE`, and the absolute paths in a list or mapping.
 _KEY, _ABSOLUTE = re.compile(r"(?:[^=\[{]*=)?"), re.compile(r"(?<![\w.:/~-])/[^\s,'\"\[\]{}]+")
+_WRITTEN = (".json", ".jsonl", ".md", ".png", ".safetensors", ".py")  # endings of files that commands write
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Writers in Rust and C++ report a full disk in words only.
@@ -220,7 +220,12 @@ def _sigterm_unwinds(stopped: str) -> Iterator[None]:
 
 def progress(message: str) -> None:
     """Log a line to stderr."""
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey: control characters become escapes."""
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 # ---- files ----
@@ -288,7 +293,9 @@ def _lock(file: TextIO) -> bool:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse to write to a folder with links that lead out of it, since a command would write where they lead.
+    """Refuse to write to a folder with links that may lead out of it, since a command would write where they lead.
+
+    Pipes and devices are refused, too, at which writing would wait, and folders in the place of files.
 
     Raises:
         UserError: It has one.
@@ -296,10 +303,21 @@ def refuse_links(folder: Path) -> None:
     inside = folder.resolve()
     for place, folders, files in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *files)):
-            if path.is_symlink() and not path.resolve().is_relative_to(inside):
-                raise UserError(
-                    f"{path} is a link to {os.readlink(path)}, outside the folder. Remove it, or name another folder."
-                )
+            try:
+                found = path.lstat()
+            except FileNotFoundError:  # removed by another process, whose lock is noticed later
+                continue
+            if stat.S_ISLNK(found.st_mode):
+                problem = f"is a link to {os.readlink(path)}, outside the folder"
+                problem = "" if path.resolve().is_relative_to(inside) else problem
+            elif stat.S_ISREG(found.st_mode):
+                problem = "is the same file as another one (a hard link)" * (found.st_nlink > 1)
+            elif stat.S_ISDIR(found.st_mode):
+                problem = "is a folder where a file would be written" * (path.suffix in _WRITTEN)
+            else:
+                problem = "is no file, but a pipe, socket or device"
+            if problem:
+                raise UserError(f"{path} {problem}. Remove it, or name another folder.")
         folders[:] = set(folders) - {"wandb"}  # which links to its own log
 
 
@@ -485,7 +503,11 @@ def load_tokenizer(source: str, required: bool = False, subfolder: str = "") -> 
 
     try:
         with quiet():
-            tokenizer, why = AutoTokenizer.from_pretrained(source, subfolder=subfolder), "its vocabulary is missing"
+            # Otherwise transformers asks on a terminal whether to run the code of a stranger's folder.
+            tokenizer = AutoTokenizer.from_pretrained(source, subfolder=subfolder, trust_remote_code=False)
+        why = "its vocabulary is missing"
+        if not tokenizer.model_max_length > 0:
+            raise ValueError(f"its `model_max_length` is {tokenizer.model_max_length}")
     except Exception as error:  # tokenizer files fail in many ways, all of them the user's to fix
         tokenizer, why = None, reason(error)
     # transformers makes an empty tokenizer where there are no files.

@@ -33,8 +33,11 @@ from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.ops.positions import repeat_positions
 from luna_hf.scripting import UserError
 
-# What reading damaged weights may raise, or a pickle that holds code.
-DAMAGED = (OSError, SafetensorError, ValueError, RuntimeError, EOFError, LookupError, TypeError, UnpicklingError)
+# What reading damaged weights may raise, a pickle that holds code, or a config whose numbers no layer can have.
+DAMAGED = (
+    *(OSError, SafetensorError, ValueError, RuntimeError, EOFError, LookupError, TypeError, UnpicklingError),
+    *(ArithmeticError, AssertionError),
+)
 # Fields of a config that follow from the tokenizer, and their values in the tokenizers that a run trains.
 _FROM_TOKENIZER = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 
@@ -71,6 +74,8 @@ SEQ2SEQ = ModelKind(
     "bart",
     f"{_OURS} made by training/train_translation.py, bart, or another that is an encoder-decoder",
 )
+# Fields of a config that commands set for a task.
+_LABELS = ("num_labels", "id2label", "label2id", "problem_type")
 # Attention backends that a recipe may choose; transformers' default is sdpa.
 _BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Types with a position table that begins with rows up to the padding token, which the config counts.
@@ -86,15 +91,22 @@ def model_fields(model_type: str, kind: ModelKind = MASKED) -> set[str]:
     Raises:
         UserError: An unknown type, or one of another kind.
     """
-    known = model_type in CONFIG_MAPPING and model_type in {config.model_type for config in kind.types}
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    known = known and model_type in {config.model_type for config in kind.types}
     config_class = CONFIG_MAPPING[model_type] if known else PreTrainedConfig
-    names = {field.name for field in dataclasses.fields(config_class)}
+    names = _own_fields(config_class)
     if kind is CAUSAL:  # an encoder becomes causal by `is_decoder`
         only_encoder = config_class in MODEL_FOR_MASKED_LM_MAPPING and "is_decoder" not in names
         known = known and not only_encoder and not config_class.is_encoder_decoder
     if not known:
         raise UserError(f"Unknown `model_type` {model_type!r}. Choose {_OURS}, or {kind.to_compare} to compare.")
     return names | set(config_class.attribute_map) | {"attn_implementation"}
+
+
+def _own_fields(config: PreTrainedConfig | type[PreTrainedConfig]) -> set[str]:
+    """Without those that all configs have, which say how a model answers, what it is called, and its labels."""
+    shared = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    return {field.name for field in dataclasses.fields(config)} - shared
 
 
 def make_config(
@@ -119,7 +131,7 @@ def make_config(
             raise UserError(f"`model.{name}` follows from the {cause}: remove it from the model section.")
         if name not in known:
             raise UserError(f"A {model_type} config has no field `{name}`.{did_you_mean(name, known)}")
-    _check_backend(fields)
+    _check_values(fields)
     if kind is MASKED and "sparse_prediction" in known:
         fields.setdefault("sparse_prediction", True)
     if kind is CAUSAL and "is_decoder" in known:
@@ -135,10 +147,30 @@ def make_config(
         raise UserError(f"Model section of the recipe: {error}") from error
 
 
-def _check_backend(fields: dict[str, Any]) -> None:
+def sketch(config: PreTrainedConfig, kind: ModelKind = MASKED) -> PreTrainedModel:
+    """A model without memory for its parameters.
+
+    Raises:
+        UserError: There is none with these values of the config.
+    """
+    try:
+        with torch.device("meta"):
+            return kind.auto_class.from_config(config)
+    except DAMAGED as error:
+        raise UserError(
+            f"There is no {config.model_type} model with these values: {scripting.reason(error)}."
+        ) from error
+
+
+def _check_values(fields: dict[str, Any]) -> None:
     backend = fields.get("attn_implementation", "sdpa")
     if backend not in _BACKENDS:
         raise UserError(f"`model.attn_implementation` is {backend!r}, but must be {', '.join(_BACKENDS)}.")
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"`model.{name}` is {value}, but must be finite.")
+        if "layer" in name and type(value) is int and value < 0:  # Python makes none
+            raise UserError(f"`model.{name}` is {value}, but must be at least 0.")
 
 
 def longest_input(config: PreTrainedConfig) -> int | float:
@@ -207,7 +239,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> str | None:
 
 
 def load_encoder(
-    auto_class: type, name_or_path: str, *, length: int | None = None, **config_overrides: Any
+    auto_class: type, name_or_path: str, length: int | None = None, /, **config_overrides: Any
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load an encoder for a task, or a causal model, that accepts `length` tokens.
 
@@ -244,9 +276,13 @@ def load_encoder(
     if "num_labels" in config_overrides and _keeps_head(model, info):
         outputs = ", ".join(map(str, model.config.id2label.values()))
         notes.append(f"The head of the checkpoint is kept; its outputs are {outputs}.")
-    if length is not None and (extended := extend_positions(model, length)):
-        notes.append(extended)
-    return model, notes
+    try:
+        extended = None if length is None else extend_positions(model, length)
+    except RuntimeError as error:  # of PyTorch, which has no class for a lack of memory
+        raise UserError(
+            f"{name_or_path} cannot be extended to {length:,} tokens: {scripting.reason(error)}."
+        ) from error
+    return model, [*notes, *([extended] if extended else [])]
 
 
 def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
@@ -255,12 +291,14 @@ def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
     Raises:
         UserError: An unknown field, or a value that the config refuses.
     """
-    _check_backend(fields)
+    _check_values(fields)
+    known = _own_fields(config) | {*config.attribute_map, "attn_implementation", *_LABELS}
     for name, value in fields.items():
-        name = "_attn_implementation" if name == "attn_implementation" else name  # how a config keeps it
-        if not hasattr(config, name):
-            known = {field.name for field in dataclasses.fields(config)}
+        if name in ("vocab_size", "is_decoder", *_FROM_TOKENIZER):
+            raise UserError(f"`{name}` follows from the checkpoint and cannot be set.")
+        if name not in known:
             raise UserError(f"A {config.model_type} config has no field `{name}`.{did_you_mean(name, known)}")
+        name = "_attn_implementation" if name == "attn_implementation" else name  # how a config keeps it
         try:
             setattr(config, name, value)
         except (ValueError, TypeError, StrictDataclassError) as error:
@@ -284,7 +322,7 @@ def load_config(name_or_path: str, kind: ModelKind = MASKED) -> PreTrainedConfig
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(f"{name_or_path} is not a checkpoint: it has no config.json.")
     try:
-        config = AutoConfig.from_pretrained(name_or_path)
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)  # otherwise it asks on a terminal
     except Exception as error:  # config files fail in many ways, all of them the user's to fix
         raise UserError(
             f"There is no model {name_or_path!r}, neither as a folder nor on the Hub ({scripting.reason(error)})."

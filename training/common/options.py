@@ -13,6 +13,7 @@ The command line overrides the recipe, the recipe overrides the defaults of the 
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import re
 import textwrap
@@ -40,6 +41,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
             *("batch_size", "batch_tokens", "pass_tokens", "eval_batch_size", "sweep_batch_sizes", "accumulation"),
             *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
             *("max_train_samples", "max_eval_samples", "eval_blocks", "eval_tokens", "eval_accumulation_steps"),
+            "max_question_length",
             *("average_checkpoints", "num_beams", "max_new_tokens", "sample_tokens", "dataloader_prefetch_factor"),
             *("share", "new_learning_rate", "ddp_bucket_cap_mb", "ddp_timeout"),
         ),
@@ -127,7 +129,7 @@ def parse(
         adapt(values, overrides)
     for key, value in overrides.items():
         section, _, field = key.partition(".")
-        if not field:
+        if "." not in key:
             values[key] = value
         elif isinstance(values.get(section), dict):
             values[section][field] = value
@@ -157,8 +159,10 @@ def parse_yaml(text: str | bytes, what: str) -> Any:
         UserError: It is not valid; `what` begins the message.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the second: 2026-13-45, or not UTF-8
+        value = yaml.load(text, Loader=_Loader)
+        json.dumps(value, default=str, skipkeys=True)  # raises an error for a value that contains itself
+        return value
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # the second: 2026-13-45, or not UTF-8
         raise UserError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
@@ -172,12 +176,28 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-3` as text, because it has no point; here it is a number."""
+    """Numbers as in YAML 1.2: `1e-3` is one, and neither `010` is 8 nor `1:30` 90. No key may come twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Values:
+        """A mapping.
+
+        Raises:
+            ConstructorError: It has a key twice.
+        """
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in keys if keys.count(key) > 1 and key != "<<"]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_NUMBERS = {"int": r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)$", "float": r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"}
+_NUMBERS["float"] += r"|^[-+]?(\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag.rpartition(":")[2] not in _NUMBERS]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, _form in _NUMBERS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_form), list("-+.0123456789"))
 
 
 # ---- types ----
@@ -223,6 +243,9 @@ def _typed(key: str, value: Any, kinds: tuple[Any, ...], source: str) -> Any:
     if kind is None:
         allowed = " or ".join(map(_name, kinds))
         raise UserError(f"{source}`{key}` is {value!r}, but must be {allowed}.")
+    for number in value if isinstance(value, list) else [value]:
+        if type(number) is int and abs(number) >= 10**18:
+            raise UserError(f"{source}`{key}` has {len(str(number))} digits, but may have 18.")
     if kind is float:
         return float(value)
     return list(map(float, value)) if kind == list[float] else value

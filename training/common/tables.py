@@ -22,7 +22,7 @@ import pyarrow
 from datasets import Dataset, Json, concatenate_datasets
 from pyarrow import parquet
 
-from luna_hf.scripting import UserError, reason
+from luna_hf.scripting import UserError, printable, reason
 
 # The kinds of tables, by the ending of their names.
 KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
@@ -50,8 +50,8 @@ def refuse_packed(paths: Iterable[Path]) -> None:
 
 
 def shorten(text: str, width: int = 40) -> str:
-    """The beginning of a text, in one line."""
-    text = " ".join(text.split())
+    """The beginning of a text, in one line, without what a terminal would obey."""
+    text = printable(" ".join(text.split()))
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
@@ -97,6 +97,7 @@ def read_table(paths: list[Path]) -> Dataset:
 
 def _read_part(path: Path) -> Dataset:
     if KINDS[ending(path)] == "parquet":
+        column_names(path)  # refuses a name that comes twice
         return Dataset(parquet.read_table(path))
     is_json, rows = KINDS[ending(path)] == "json", list(_rows(path))
     names = list(dict.fromkeys(name for row in rows for name in row)) if rows else column_names(path)
@@ -132,7 +133,7 @@ def stream_column(files: Iterable[Path], column: str) -> Iterator[dict[str, Any]
 def column_names(path: Path) -> list[str]:
     """The columns of a table; of JSON, those of its first rows."""
     if KINDS[ending(path)] == "parquet":
-        return parquet.read_schema(path).names
+        return _header(path, parquet.read_schema(path).names)
     if KINDS[ending(path)] == "csv":
         return _header(path, next(_records(path), (1, []))[1])
     return list(dict.fromkeys(name for row in islice(_objects(path), _LOOK) for name in row))
@@ -191,9 +192,10 @@ def _header(path: Path, names: list[str]) -> list[str]:
     """The names of columns; those without one, as pandas' index, are numbered."""
     if not any(names):
         raise UserError(f"{path} begins with an empty line. Its first line must hold the names of the columns.")
-    if twice := [name for name in names if name and names.count(name) > 1]:
+    names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
+    if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{path} has the column {twice[0]!r} twice. Rename or remove one.")
-    return [name or f"Unnamed: {place}" for place, name in enumerate(names)]
+    return names
 
 
 def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -234,10 +236,18 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parse(text: str) -> Any:
-    value = json.loads(text, object_pairs_hook=_unique)
+    """The value of a JSON text. A whole number beyond 64 bits, which no column of numbers holds, stays a text."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+    except RecursionError as error:
+        raise ValueError("its lists or objects are nested too deeply") from error
     if "\\ud" in text.lower() and re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)):
         raise ValueError("it has half of a surrogate pair")
     return value
+
+
+def _integer(digits: str) -> int | str:
+    return int(digits) if len(digits) < 20 and -(2**63) <= int(digits) < 2**63 else digits
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,20 +12,19 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from types import FrameType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from common.machine import plural
+from common.optimizer import fitting
 from common.seal import newest_intact, seal, sync
-from safetensors import SafetensorError
 
-from engine.sharding import stored_classes
+from engine.sharding import is_sharded, stored_classes
 from luna_hf.scripting import UserError, is_disk_full, read_json, reason, write_json
 
 _FOLDER = "checkpoints"
@@ -80,7 +79,7 @@ def save_checkpoint(
     Called by every process. Once it is complete, only the newest `keep` checkpoints stay; if it fails, what was written
     is removed. `record` is compared with that of the run that resumes.
     """
-    final = output_dir / _FOLDER / f"{_PREFIX}{counters.step:08d}"
+    final = output_dir / _FOLDER / _name(counters.step)
     unfinished = final.with_name(final.name + _UNFINISHED)
     if accelerator.is_main_process:
         remove_unfinished(output_dir)
@@ -117,11 +116,35 @@ def _put_in_place(unfinished: Path, final: Path, keep: int) -> None:
         shutil.rmtree(old)
 
 
+def intact_until(output_dir: Path, step: int, log: Callable[[str], None]) -> list[Path]:
+    """Intact checkpoints up to a step, oldest first; damaged ones are logged. Later ones are of no run that went on."""
+    found = [path for path in checkpoints(output_dir) if path.name <= _name(step)]
+    return [path for path in found if newest_intact([path], log)]
+
+
 def read_state(checkpoint: Path) -> tuple[Counters, dict[str, Any]]:
-    """Counters of a checkpoint, and the `record` of its run."""
+    """Counters of a checkpoint, and the `record` of its run.
+
+    Raises:
+        UserError: They are missing or damaged, or those of another checkpoint.
+    """
     state = read_json(checkpoint / _STATE)
-    known = {entry.name for entry in fields(Counters)}
-    return Counters(**{name: value for name, value in state["counters"].items() if name in known}), state["record"]
+    found, record, defaults = state["counters"], state["record"], asdict(Counters())
+    right = isinstance(found, dict) and isinstance(record, dict)
+    right = right and all(isinstance(record.get(part, {}), dict) for part in ("recipe", "inputs"))
+    known = {name: found[name] for name in defaults if name in found} if right else {}
+    for name, value in known.items():
+        kind = type(defaults[name])
+        numbers, kind = (value, float) if kind is list and isinstance(value, list) else ([value], kind)
+        right = right and all(type(number) in (kind, int) for number in numbers)
+    if not right or _name(known.get("step", 0)) != checkpoint.name:
+        raise UserError(f"{checkpoint / _STATE} is damaged (it is not that of {checkpoint.name}). Remove this folder.")
+    return Counters(**known), record
+
+
+def _name(step: int) -> str:
+    """The folder of a checkpoint."""
+    return f"{_PREFIX}{step:08}"
 
 
 def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
@@ -140,15 +163,20 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any
             f"{accelerator.num_processes}: start as many as before."
         )
     try:
-        with torch.serialization.safe_globals(stored_classes(accelerator)):
+        with ExitStack() as stack:
+            stack.enter_context(torch.serialization.safe_globals(stored_classes(accelerator)))
+            for optimizer in [] if is_sharded(accelerator) else accelerator._optimizers:
+                stack.enter_context(fitting(optimizer))
             accelerator.load_state(str(checkpoint))
         own = torch.load(checkpoint / _data_file(accelerator), weights_only=True)
-    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
+        data, random = own["data"], own["random"]
+        restored = torch.equal(torch.get_rng_state(), random)  # accelerate ignores what it cannot restore
+    except Exception as error:  # a file of somebody else may hold anything
         raise UserError(f"{checkpoint} cannot be loaded: {reason(error)}. Remove this folder.") from error
     accelerator.step = 0  # counts the passes of an update, and checkpoints are written between updates
-    if not torch.equal(torch.get_rng_state(), own["random"]):  # accelerate ignores what it cannot restore
+    if not restored:
         raise UserError(f"The random states in {checkpoint} cannot be restored on this machine.")
-    return own["data"]
+    return data
 
 
 def remove_unfinished(output_dir: Path) -> None:

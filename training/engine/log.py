@@ -33,8 +33,9 @@ class RunLog:
                 file.write(json.dumps(entry) + "\n")
 
     def series(self, kind: str, value: str, against: str = "step") -> tuple[list[float], list[float]]:
-        """Steps (or another value) and values of the entries of a kind."""
+        """Steps (or another value) and values of the entries of a kind that have both as numbers."""
         entries = [entry for entry in self.entries if entry["kind"] == kind]
+        entries = [row for row in entries if all(isinstance(row.get(key), int | float) for key in (value, against))]
         return [entry[against] for entry in entries], [entry[value] for entry in entries]
 
 
@@ -46,7 +47,7 @@ def read_log(path: Path, report: Callable[[str], None] | None = None) -> list[di
         try:
             entry = json.loads(line.decode("utf-8"))
             entries.append({"kind": entry["kind"], "step": int(entry["step"]), **entry})
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             if report and line.endswith(b"\n"):
                 report(f"Leaving out line {number} of {path}, which is damaged.")
     return entries

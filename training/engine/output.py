@@ -75,7 +75,7 @@ def find_checkpoint(recipe: Recipe, log: Callable[[str], None]) -> Path | None:
     # A kill may have stopped the removal of a finished run's checkpoints, which are of no use any more.
     finished = (folder / "metrics.json").is_file()
     if recipe.resume and (found := newest_complete(folder, log, needed=not finished)):
-        other = recipe.differences(read_state(found)[1]["recipe"])
+        other = recipe.differences(read_state(found)[1].get("recipe", {}))
         if other:
             raise UserError(
                 f"`output_dir` {folder} holds checkpoints of a run with other values of {', '.join(other)}. Name "
@@ -126,7 +126,7 @@ def changed_inputs(recipe: Recipe, found: Path, inputs: dict[str, str]) -> list[
     Raises:
         UserError: It does not.
     """
-    changed = changed_files(read_state(found)[1]["inputs"], inputs)
+    changed = changed_files(read_state(found)[1].get("inputs", {}), inputs)
     if changed and not recipe.accept_changed_data:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(

@@ -9,7 +9,16 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import set_seed
 from common.machine import plural
-from common.models import MASKED, ModelKind, load_config, load_encoder, load_tokenizer, longest_input, make_config
+from common.models import (
+    MASKED,
+    ModelKind,
+    load_config,
+    load_encoder,
+    load_tokenizer,
+    longest_input,
+    make_config,
+    sketch,
+)
 from data.corpus import Corpus, open_corpus
 from data.masking import RowFormat
 from data.prepare import PreparedText, prepare_text
@@ -129,7 +138,7 @@ class Pretraining(Run):
             fields = dict(recipe.model)
             if kind is MASKED and hasattr(load_config(start), "sparse_prediction"):
                 fields.setdefault("sparse_prediction", True)
-            self.model, notes = load_encoder(kind.auto_class, start, length=recipe.block_size, **fields)
+            self.model, notes = load_encoder(kind.auto_class, start, recipe.block_size, **fields)
             self.notes += notes
             if not recipe.validation:
                 self.notes.append(
@@ -271,5 +280,4 @@ class Pretraining(Run):
 
 def parameter_names(config: PreTrainedConfig, kind: ModelKind = MASKED) -> list[str]:
     """The names of a model's parameters, without making them."""
-    with torch.device("meta"):
-        return [name for name, _ in kind.auto_class.from_config(config).named_parameters()]
+    return [name for name, _ in sketch(config, kind).named_parameters()]

@@ -60,7 +60,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.require(("learning_rate", "max_grad_norm"), bool, "above 0")
-        self.require(("model_name",), re.compile(r"[\w.-]+").fullmatch, "letters, digits, dots and dashes")
+        self.require(("model_name",), re.compile(r"(?!\.+$)[\w.-]+").fullmatch, "letters, digits, dots and dashes")
         self.require(("output_dir",), str.strip, "a folder")
         self.require(("mixed_precision",), lambda value: value in ("no", "bf16", "fp16"), "'no', 'bf16' or 'fp16'")
 

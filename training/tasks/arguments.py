@@ -1,6 +1,7 @@
 """Options that every finetuning command has, with the paper's values as defaults."""
 
 from dataclasses import MISSING, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -83,6 +84,9 @@ class FinetuneArguments:
 
     def __post_init__(self) -> None:
         self.config_fields()
+        folder = Path(self.dataset_name or "", self.dataset_config or "")
+        if self.dataset_name and Path(self.dataset_name).is_dir() and not folder.is_dir() and folder.name != "all":
+            raise UserError(f"--dataset_config: there is no folder {folder}.")
 
     def config_fields(self) -> dict[str, Any]:
         """`model_config` as a dictionary.
@@ -103,6 +107,8 @@ class CheckedTraining:
     """What training arguments check in every finetuning command; a base class beside transformers'."""
 
     def __post_init__(self) -> None:
+        if not self.output_dir.strip():
+            raise UserError("--output_dir is empty. Name a folder.")
         available = [*get_available_reporting_integrations(), "all", "none"]
         for name in [self.report_to] if isinstance(self.report_to, str) else self.report_to or []:
             if name not in available:

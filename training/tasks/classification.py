@@ -1,6 +1,5 @@
 """Classification and regression of texts or pairs of texts: the tasks of GLUE, and own data."""
 
-import csv
 import dataclasses
 import os
 import re
@@ -122,8 +121,14 @@ class GlueArguments(FinetuneArguments):
                 raise UserError("Set either --dataset_name or --train_file, not both.")
             if not (self.train_file and self.validation_file):
                 raise UserError("Own data need both --train_file and --validation_file.")
+            if self.dataset_config or self.train_split != "train" or self.validation_split or self.test_split:
+                raise UserError("--train_file has no splits or parts: leave out --dataset_config and --*_split.")
         elif not (self.task_name or self.dataset_name):
             raise UserError("Set --task_name, or for own data --train_file and --validation_file, or --dataset_name.")
+        if self.validation_split == self.train_split:
+            raise UserError(f"--validation_split is the split to train on, {self.train_split}. Name another one.")
+        if len(set(self.class_names)) < len(self.class_names):
+            raise UserError(f"--class_names names a class twice: {', '.join(self.class_names)}.")
         if len(self.text_columns) > 2:
             raise UserError(f"--text_columns takes one or two columns, not {len(self.text_columns)}.")
         if len({*self.text_columns, self.label_column}) <= len(self.text_columns):
@@ -240,10 +245,8 @@ class TextClassification(Task):
     def write_predictions(self, folder: Path, split: str, logits: np.ndarray) -> Path:
         """A table of index and prediction: for GLUE with the name and in the form that its leaderboard expects."""
         path = folder / f"{dict(zip(self.spec.tests, self.spec.answers, strict=False)).get(split, split)}.tsv"
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, delimiter="\t", lineterminator="\n")
-            writer.writerow(["index", "prediction"])
-            writer.writerows(enumerate(map(self._written, self.answers(logits))))
+        lines = [f"{index}\t{self._written(answer)}\n" for index, answer in enumerate(self.answers(logits))]
+        path.write_text("".join(["index\tprediction\n", *lines]), encoding="utf-8", newline="")
         return path
 
     def _written(self, answer: Any) -> str:

@@ -1,6 +1,8 @@
 """Labels of a data set: the problem they pose, their names, and how the model takes them."""
 
+import math
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +16,13 @@ from transformers import PreTrainedConfig
 from luna_hf.scripting import UserError
 
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
-_LARGEST = float(np.finfo(np.float32).max)
+# The square of an error, summed over a batch, must fit into float32 (3.4e38).
+_LARGEST = 1e18
 _MANY = 20  # classes that even a small data set may have
 # What programs write for a number that is none.
 _MISSING = {"nan", "na", "n/a", "null", "none", "inf", "infinity"}
+# What ends a line or a field of a table of predictions, or what a terminal would obey.
+_BREAKS = re.compile(r"[\0-\x1f\x7f-\x9f\u2028\u2029]")
 _INTEGER = re.compile(r"0|-?[1-9]\d{0,17}")
 _NUMBER = re.compile(r"[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -138,6 +143,15 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
     source, rows = next(iter(splits.items()))
     labels = _labels(found[source], rows, column, source, names)
     for source, values in found.items():
+        if odd := [row for row in splits[source][column] if isinstance(row, list) != labels.several]:
+            expected = "a list of labels" if labels.several else "one label"
+            raise UserError(f"`{column}` of {source} holds {shorten(repr(odd[0]))}, but a row must hold {expected}.")
+        is_regression = labels.problem_type == REGRESSION
+        if is_regression and (odd := [v for v in values if isinstance(v, int | float) and abs(v) > _LARGEST]):
+            raise UserError(
+                f"`{column}` of {source} holds {odd[0]}, but a target may be at most {_LARGEST:g}, or float32 cannot "
+                "hold the squares of errors. Divide the targets."
+            )
         named = _inner(splits[source].features[column])
         if isinstance(named, ClassLabel) and labels.names not in ([], named.names) and not _only_numbers(named.names):
             raise UserError(
@@ -181,6 +195,8 @@ def _labels(values: set[Any], rows: Dataset, column: str, source: str, names: Se
     missing = {value for value in values if _is_missing(str(value))}
     if missing and values > missing and all(map(_is_number, values - missing)):
         raise UserError(f"`{column}` of {source} holds {missing.pop()!r}, but the other labels are numbers.")
+    if not names:
+        _check_alike(map(str, values), f"`{column}` of {source}")
     classes = ClassLabel(names=list(names or map(str, sorted(values))))
     most = _MANY if pointed else max(_MANY, len(rows) / 2)
     if not several and (len(values) < 2 or len(classes.names) > most):
@@ -189,6 +205,22 @@ def _labels(values: set[Any], rows: Dataset, column: str, source: str, names: Se
             "look like classes. For a regression set --regression true; for classes name another --label_column."
         )
     return Labels(classes, several, len(classes.names), by_name=str in kinds or not names)
+
+
+def _check_alike(names: Iterable[str], where: str) -> None:
+    """Refuse classes that people cannot tell apart.
+
+    Raises:
+        UserError: Two differ only in spaces, or in how Unicode composes a letter.
+    """
+    seen: dict[str, str] = {}
+    for name in sorted(names):
+        other = seen.setdefault(" ".join(unicodedata.normalize("NFC", name).split()), name)
+        if other != name:
+            raise UserError(
+                f"{where} has the classes {other!a} and {name!a}, which look alike. Write them in one way, without "
+                "spaces around them."
+            )
 
 
 def _inner(feature: Any) -> Any:
@@ -218,14 +250,14 @@ def _distinct(rows: Dataset, column: str, source: str) -> set[Any]:
     """The different labels, those in lists included.
 
     Raises:
-        UserError: A row has none, or a number that float32 cannot hold.
+        UserError: A row has none, a number that is not finite, or a text with line breaks or other control characters.
     """
     found = set()
     for row, value in enumerate(rows[column]):
         for item in value if isinstance(value, list) else [value]:
-            blank = isinstance(item, str) and not item.strip()
-            is_number = isinstance(item, int | float)
-            if item is None or blank or isinstance(item, list | dict) or (is_number and not abs(item) <= _LARGEST):
+            is_bad = isinstance(item, list | dict | None)
+            is_bad = is_bad or (isinstance(item, str) and (not item.strip() or _BREAKS.search(item)))
+            if is_bad or (isinstance(item, float) and not math.isfinite(item)):
                 raise UserError(
                     f"Row {row} of {source} holds {shorten(repr(item))} in the column `{column}`, which is not a label."
                 )

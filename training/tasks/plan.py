@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from tasks.trainer import checkpoints
 
 SETTINGS_FILE = "settings.json"
 RUN_FILE = "run.json"
+_ADVICE = "Remove {}, or write to another folder."
 # Options that change nothing about what a run computes: another value may continue it.
 _FREE = {
     *("model_name_or_path", "sweep", "sweep_batch_sizes", "sweep_learning_rates", "sweep_dropouts", "dropout"),
@@ -58,7 +60,8 @@ def plan(arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> l
     """The runs, model by model. A single one uses the output folder itself.
 
     Raises:
-        UserError: A batch of the sweep cannot be divided among the processes and accumulation steps.
+        UserError: A batch of the sweep cannot be divided among the processes and accumulation steps, or two runs are
+            the same.
     """
     share = training.world_size * training.gradient_accumulation_steps
     batches, rates = [training.per_device_train_batch_size * share], [training.learning_rate]
@@ -81,6 +84,9 @@ def plan(arguments: FinetuneArguments, training: FinetuneTrainingArguments) -> l
             setting = f"batch{batch}-lr{rate:g}" + ("" if dropout is None else f"-dropout{dropout:g}")
             folder = folder / "runs" / labels[model] / f"{setting}-seed{seed}"
         runs.append(Run(model, labels[model], batch, rate, dropout, seed, folder))
+    folders = [run.folder for run in runs]
+    if twice := [run.name for run in runs if folders.count(run.folder) > 1]:
+        raise UserError(f"Two runs are the same, or too much alike to have a folder each: {twice[0]}.")
     return runs
 
 
@@ -111,6 +117,14 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     run = read_json(path)
+    scores, notes = run.get("scores", {}), run.get("notes", [])
+    try:
+        right = all(map(math.isfinite, (value for split in scores.values() for value in split.values())))
+        right = right and all(isinstance(note, str) for note in [*notes, *run.get("labels", [])])
+    except (AttributeError, TypeError):
+        right = False
+    if not right or not isinstance(notes, list):
+        raise UserError(f"{path} is damaged (its scores or notes are none). {_ADVICE.format(folder)}")
     run["folder"] = str(folder)
     return run
 
@@ -121,7 +135,7 @@ def read_json(path: Path) -> scripting.Record:
     Raises:
         UserError: It is damaged, or lacks a key.
     """
-    return scripting.read_json(path, f"Remove {path.parent}, or write to another folder.")
+    return scripting.read_json(path, _ADVICE.format(path.parent))
 
 
 def check_output(folder: Path, models: list[str], repository: str = "", token: str | None = None) -> None:
@@ -202,7 +216,8 @@ def check_settings(
         raise UserError(
             f"{folder} holds a run with other settings: {', '.join(changed[:5])}. Choose another --output_dir."
         )
-    splits = changed_files(before.get("data", {}), wanted["data"])
+    data = before.get("data", {})
+    splits = changed_files(data if isinstance(data, dict) else {}, wanted["data"])
     names = ", ".join(sources.get(split, split) for split in splits)
     if splits and not accept_changed_data:
         raise UserError(

@@ -165,7 +165,7 @@ def write_card(job: Job, result: Result, folder: Path, picked: dict[str, Any] | 
     base, best_step = portable(result["model_name_or_path"]), result["best_step"]
     default = training.hub_model_id or f"{result['model']}-{task.name}"
     name = job.arguments.model_name or re.sub(r"[^\w.-]+", "-", default.rpartition("/")[2])
-    labels = ", ".join(task.model_fields().get("id2label", {}).values())
+    labels = ", ".join(result.get("labels", ()))
     trust = ", trust_remote_code=True" if result["model_type"] in FAMILIES else ""
     multiple = " Each one applies if its logit is above 0, its probability above 0.5."
     setting = {

@@ -236,7 +236,7 @@ def load_model(job: Job, name: str, prepared: Prepared, dropout: float | None) -
     if dropout is not None:
         config = load_config(name)
         fields |= {field: dropout for field in _DROPOUTS if hasattr(config, field)}
-    return load_encoder(job.task.auto_class, name, length=prepared.max_length, **fields)
+    return load_encoder(job.task.auto_class, name, prepared.max_length, **fields)
 
 
 # ---- one run ----
@@ -310,6 +310,7 @@ def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -
         "model": run.label,
         "model_name_or_path": run.model,
         "model_type": trainer.model.config.model_type,
+        "labels": labels_of(task, prepared),
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         **{name: getattr(run, name) for name in ("batch_size", "learning_rate", "dropout", "seed")},
         "main_metric": task.main_metric,
@@ -330,6 +331,12 @@ def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -
         "processes": job.training.world_size,
         **machine("scikit-learn"),
     }
+
+
+def labels_of(task: Task, prepared: Prepared) -> list[str]:
+    """The names of the classes, in the order of the model's outputs."""
+    names = task.model_fields().get("id2label", {})
+    return [*(prepared.order.names or names.values())] if names else []
 
 
 def make_trainer(job: Job, run: Run, model: Any, prepared: Prepared) -> FinetuneTrainer:

@@ -12,10 +12,13 @@ It differs from transformers' Trainer in five points:
   of its log and train on.
 """
 
+import math
+import re
 import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from common.optimizer import fitting
 from common.seal import MANIFEST, damage, newest_intact, seal
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -33,11 +37,12 @@ from transformers import EarlyStoppingCallback, EvalPrediction, Trainer, Trainer
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
-from luna_hf.scripting import read_json, reason
+from luna_hf.scripting import UserError, read_json, reason
 from tasks.labels import REGRESSION, SINGLE_LABEL
 
 # Batches that are sorted together: enough for little padding, few enough that epochs differ.
 _POOL = 50
+_NAME = re.compile(r"checkpoint-([0-9]+)")
 
 
 class Diverged(ArithmeticError):
@@ -146,7 +151,38 @@ def seconds(trainer: Trainer) -> float:
     return next(part for part in trainer.callback_handler.callbacks if isinstance(part, Clock)).seconds
 
 
-class FiniteTraining:
+class Resuming:
+    """What a Trainer reads of a checkpoint, which may come from somebody else; a base class beside it."""
+
+    def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
+        with _continuing(arguments[3]):
+            return super()._init_training_state(*arguments)
+
+    def _load_from_checkpoint(self, checkpoint: str, *arguments: Any) -> None:
+        with _continuing(checkpoint):
+            super()._load_from_checkpoint(checkpoint, *arguments)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        with _continuing(checkpoint), nullcontext() if is_sharded or not checkpoint else fitting(self.optimizer):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with _continuing(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _continuing(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Refuse weights of another model, about which the Trainer only warns."""
+        missing = {*load_result.missing_keys} - {*getattr(self.model, "all_tied_weights_keys", ())}
+        if wrong := sorted({*missing, *load_result.unexpected_keys}):
+            raise ValueError(f"its weights are those of another model: see {', '.join(wrong[:3])}")
+
+
+class FiniteTraining(Resuming):
     """What ends a run that diverges; a base class beside a Trainer."""
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
@@ -250,15 +286,24 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """The content of `trainer_state.json`, the last file of a checkpoint that the Trainer writes.
 
     Raises:
-        UserError: It is missing or damaged.
+        UserError: It is missing or damaged, or that of another checkpoint.
     """
-    return read_json(checkpoint / "trainer_state.json")
+    path = checkpoint / "trainer_state.json"
+    state = read_json(path)
+    step, log = state.get("global_step"), state.get("log_history")
+    numbers = [state.get(name, 0) or 0 for name in ("best_metric", "epoch")]
+    best = Path(str(state.get("best_model_checkpoint") or checkpoint)).name
+    right = type(step) is int and checkpoint.name == f"checkpoint-{step}" and _NAME.fullmatch(best)
+    right = right and all(isinstance(value, int | float) and math.isfinite(value) for value in numbers)
+    if not right or not isinstance(log, list) or not all(isinstance(row, dict) for row in log):
+        raise UserError(f"{path} is damaged (it is not that of {checkpoint.name})")
+    return state
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The Trainer's checkpoints in a folder, the newest first."""
-    found = {path: path.name.partition("-")[2] for path in folder.glob("checkpoint-*") if path.is_dir()}
-    return sorted((path for path, step in found.items() if step.isdigit()), key=lambda path: -int(found[path]))
+    found = {path: _NAME.fullmatch(path.name) for path in folder.glob("checkpoint-*") if path.is_dir()}
+    return sorted((path for path, name in found.items() if name), key=lambda path: -int(found[path][1]))
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -297,10 +342,13 @@ def _damage(checkpoint: Path) -> str | None:
 
     One without a manifest was written by an earlier version, or a kill came between its last file and the manifest.
     """
-    if (checkpoint / MANIFEST).is_file():
-        return damage(checkpoint)
+    is_sealed = (checkpoint / MANIFEST).is_file()
+    if is_sealed and (found := damage(checkpoint)):
+        return found
     try:
         read_state(checkpoint)
+        if is_sealed:
+            return None
         for path in checkpoint.glob("*.safetensors"):
             with safe_open(path, framework="pt"):  # compares the length of the file with its header
                 pass
@@ -320,16 +368,36 @@ def _best(checkpoint: Path) -> str | None:
     return str(checkpoint.with_name(Path(recorded).name)) if recorded else None
 
 
+@contextmanager
+def _continuing(checkpoint: str | Path | None) -> Iterator[None]:
+    """Name the checkpoint in whatever its content makes a reader raise.
+
+    Raises:
+        UserError: It cannot be continued from.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a file of somebody else may hold anything
+        if checkpoint is None:
+            raise
+        raise UserError(f"{checkpoint} cannot be continued from ({reason(error)}). Remove this folder.") from error
+
+
 def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
     """Train from a checkpoint or the beginning to the end; the model then has the best weights."""
-    if start is None or not _is_over(read_state(start), trainer.args.max_steps, patience):
+    with _continuing(start):
+        state = TrainerState.load_from_json(str(start / "trainer_state.json")) if start else None
+        is_over = start is not None and _is_over(read_state(start), trainer.args.max_steps, patience)
+    if not is_over:
         trainer.train(resume_from_checkpoint=str(start) if start else None)
         return
-    state = TrainerState.load_from_json(str(start / "trainer_state.json"))
-    best = _best(start) if trainer.args.load_best_model_at_end else None
-    trainer.model.load_state_dict(load_file(Path(best or start) / "model.safetensors"))
-    trainer.state = state
-    trainer._load_callback_state()
+    with _continuing(start):
+        best = _best(start) if trainer.args.load_best_model_at_end else None
+        trainer.model.load_state_dict(load_file(Path(best or start) / "model.safetensors"))
+        trainer.state = state
+        trainer._load_callback_state()
 
 
 def _is_over(state: dict[str, Any], max_steps: int, patience: int) -> bool:

@@ -49,6 +49,9 @@ class TranslationRecipe(Recipe):
         self.require(("source_language", "target_language"), re.compile(r"[\w-]+").fullmatch, "a code such as de")
         self.require(("data", "train_split", "validation_split"), str.strip, "given")
         self.require(("model",), lambda value: "model_type" in value, "a section with `model_type`, for example luna")
+        splits = [split for split in (self.train_split, self.validation_split, self.test_split) if split]
+        self.require(("train_split",), lambda _: len({*splits}) == len(splits), "another split than the others")
+        self.require(("target_language",), lambda value: value != self.source_language, "another language")
         least = self.max_length
         self.require(("batch_tokens",), lambda value: value >= least, f"at least `max_length` ({least})")
         if not self.tokenizer:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 from common.machine import plural
-from common.models import SEQ2SEQ, load_tokenizer, make_config
+from common.models import SEQ2SEQ, load_tokenizer, make_config, sketch
 from data.tokenizer import ending
 from datasets import disable_progress_bars
-from engine.checkpoint import checkpoints
+from engine.checkpoint import intact_until
 from engine.groups import parameter_groups
 from engine.loop import Evaluation
 from engine.output import fingerprint_tokenizer
@@ -87,6 +87,7 @@ class Translation(Run):
         self.tokenizer = ending(load_tokenizer(recipe.tokenizer)) if recipe.tokenizer else None
         vocabulary = len(self.tokenizer) if self.tokenizer else recipe.vocab_size
         config = make_config(recipe.model, self.tokenizer, vocabulary, SEQ2SEQ)
+        sketch(config, SEQ2SEQ)
         self.limit = getattr(config, "max_position_embeddings", math.inf)
         if recipe.max_length > self.limit:
             raise UserError(f"`max_length` is {recipe.max_length}, but the model takes at most {self.limit} tokens.")
@@ -166,9 +167,10 @@ class Translation(Run):
     # ---- the end ----
 
     def final_model(self) -> PreTrainedModel:
-        """The mean of the last checkpoints."""
+        """The mean of the last intact checkpoints."""
         model = self.accelerator.unwrap_model(self.trained)
-        self.averaged = checkpoints(self.folder)[-self.recipe.average_checkpoints :]
+        found = intact_until(self.folder, self.counters.step, self.accelerator.print)
+        self.averaged = found[-self.recipe.average_checkpoints :]
         if len(self.averaged) > 1:
             weights = {name.removeprefix("model."): tensor for name, tensor in average(self.averaged).items()}
             own = model.state_dict()

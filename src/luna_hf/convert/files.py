@@ -65,6 +65,8 @@ def check_target(target: Path, source: str, overwrite: bool, mark: str, is_own: 
         raise UserError(f"TARGET {target} is SOURCE, or one contains the other. Name another folder.")
     if target.resolve() == Path.cwd():
         raise UserError(f"TARGET {target} is the current folder, which cannot be replaced. Name another folder.")
+    if target.is_mount():
+        raise UserError(f"TARGET {target} is where a disk is mounted, which cannot be replaced. Name a folder in it.")
     card = target / "README.md"
     is_converted = card.is_file() and mark in card.read_text(encoding="utf-8", errors="replace")
     present = sorted(target.iterdir()) if target.exists() else []

@@ -60,9 +60,12 @@ def find_transformer(name: str) -> str:
 
 def _first_path(modules: Any, name: str) -> str:
     try:
-        return modules[0]["path"]
+        path = modules[0]["path"]
     except (LookupError, TypeError) as error:
         raise ValueError(f"The modules.json of {name} does not list modules.") from error
+    if not isinstance(path, str):
+        raise ValueError(f"The modules.json of {name} does not name folders.")
+    return path
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,14 @@ def read_sentence_folder(name: str) -> SentenceFolder | None:
         ValueError: A file cannot be read.
         UserError: It has modules or a pooling that cannot be kept.
     """
-    modules = _read_json(name, "modules.json")
-    if modules is None:
-        return None
+    try:
+        modules = _read_json(name, "modules.json")
+        return None if modules is None else _read_modules(name, modules)
+    except (AttributeError, LookupError, TypeError) as error:  # a value of another type
+        raise ValueError(f"{name} has JSON files of another form than sentence-transformers' ({error!r}).") from error
+
+
+def _read_modules(name: str, modules: list[dict[str, Any]]) -> SentenceFolder:
     subfolder, settings = _first_path(modules, name), {}
     paths, kinds = [module["path"] for module in modules], [_kind(module.get("type", "")) for module in modules]
     if not {*kinds} <= {*KINDS} or kinds[:2] != [*KINDS[:2]] or {*kinds[2:]} & {*KINDS[:2]}:
@@ -133,6 +141,8 @@ def read_sentence_folder(name: str) -> SentenceFolder | None:
     if longest is None:  # recent versions store it with the tokenizer, where others store a huge number for none
         stored = (_read_json(name, subfolder, "tokenizer_config.json") or {}).get("model_max_length")
         longest = int(stored) if stored and stored < _MOST_TOKENS else None
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise ValueError(f"{name} has a `max_seq_length` of {longest!r}, which is no number of tokens.")
     pooling, lower = _pooling(name, paths[1]), bool(settings.get("do_lower_case"))
     return SentenceFolder(modules, pooling, lower, longest, files, "Dense" in kinds)
 

@@ -13,8 +13,11 @@ from ..registry import FAMILIES
 from ..scripting import quiet, reason
 from .sentence_folder import find_transformer
 
-# Raised by files that are truncated, empty, or not weights (a web page, a Git LFS pointer).
-_LOADING_ERRORS = (OSError, SafetensorError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError)
+# Raised by files that are truncated, empty, or not weights (a web page, a Git LFS pointer), or by odd configs.
+_LOADING_ERRORS = (
+    *(OSError, SafetensorError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError),
+    *(LookupError, TypeError, ArithmeticError, AssertionError),
+)
 
 Source = str | os.PathLike | PreTrainedModel | LoadedSource
 
