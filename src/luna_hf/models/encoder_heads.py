@@ -221,7 +221,14 @@ class MultipleChoiceMixin(EncoderHeadMixin):
         self.classifier = ClassificationHead(config, 1)
 
     def encode(self, *inputs: Tensor | None, **kwargs: Any) -> ModelOutput:
-        """Like `EncoderHeadMixin.encode`, with a row for each choice."""
+        """Like `EncoderHeadMixin.encode`, with a row for each choice.
+
+        Raises:
+            ValueError: The input has no dimension for the choices.
+        """
+        ids = inputs[0]
+        if ids is not None and ids.dim() != 3:
+            raise ValueError(f"`input_ids` must have shape (batch, choices, length), but have {tuple(ids.shape)}.")
         return super().encode(*(None if tensor is None else tensor.flatten(0, 1) for tensor in inputs), **kwargs)
 
     def predict(self, outputs: ModelOutput, labels: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
