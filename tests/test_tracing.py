@@ -212,3 +212,23 @@ def test_onnx_runtime_serves_all_lengths(family, kind, options, tmp_path):
     model = make(family, kind, **options)
     run = export_to_runtime(model, make_batch(kind, (3, 12)), tmp_path / "model.onnx")
     assert_same_numbers(run, model, kind, [*SHAPES[:-1], (1, 2)])  # at least two tokens
+
+
+# Models with a window, whose slots are sums.
+HALF = [(family, "mlm", options) for family, options in (("abc_memory", {"local_window": 4}), ("lavo", {}))]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "options"), [slow_unless(case == HALF[0], *case) for case in (*HALF, RUNTIME_CASES[0])]
+)
+@torch.no_grad()
+def test_float16_in_onnx_runtime(family, kind, options, tmp_path):
+    """ONNX Runtime lacks operations of float16, such as the sums of slots."""
+    model = make(family, kind, **options).half()
+    run = export_to_runtime(model, make_batch(kind, (3, 12)), tmp_path / "model.onnx")
+    model.float()
+    for shape in SHAPES[:2]:
+        inputs = make_batch(kind, shape)
+        (logits,) = run(inputs)
+        assert logits.dtype == torch.float16
+        torch.testing.assert_close(logits.float(), model(**inputs)[0], atol=0.02, rtol=0.02)

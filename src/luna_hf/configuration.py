@@ -172,6 +172,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         "classifier_pooling": ("cls", "mean"),
         "hidden_act": tuple(sorted(ACT2FN)),
         "classifier_activation": tuple(sorted(ACT2FN)),
+        "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
     }
     # `hub.write_code` while the package is imported; transformers copies the code that came with a checkpoint.
     write_code: ClassVar[Callable[..., None] | None] = None

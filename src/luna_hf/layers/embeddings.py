@@ -48,6 +48,14 @@ def padding_row(config: BoundedMemoryConfig) -> int | None:
     return None if config.pad_token_id in others else config.pad_token_id
 
 
+# Inputs that are rows of a table, and what helps if it lacks them.
+_TABLES = {
+    "Token ids": "Use the model's own tokenizer, or `resize_token_embeddings`.",
+    "Position ids": "Use fewer positions, or `resize_position_embeddings`.",
+    "`token_type_ids`": "Leave them out, or use a model with a larger `type_vocab_size`.",
+}
+
+
 class TokenEmbeddings(nn.Module):
     """Token, position and segment embeddings, LayerNorm, dropout, projection if widths differ; padding is zero."""
 
@@ -81,30 +89,49 @@ class TokenEmbeddings(nn.Module):
         token_type_ids: Tensor | None,
         keep: Tensor | None,
     ) -> Tensor:
-        """Embed (b, n) ids, or complete (b, n, `embedding_size` or d) token embeddings, to (b, n, d) states."""
-        tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        length = tokens.shape[1]
-        if position_ids is None and self.position_embeddings is not None:
-            every = torch.ones(1, length, dtype=torch.bool, device=tokens.device) if keep is None else keep
-            position_ids = token_positions(every, self.first_position)
-        states = tokens * self.scale if self.scale != 1.0 else tokens
-        if self.period is not None:
-            position_ids = repeated_positions(position_ids, self.first_position, self.period)
-        if self.position_embeddings is not None:
-            states = states + self.position_embeddings(position_ids + self.offset).to(states.dtype)
-        if self.token_type_embeddings is not None:
-            if token_type_ids is None:
-                token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
-            states = states + self.token_type_embeddings(token_type_ids)
-        # All-zero ids, as many tokenizers return, are the same as none; traced, they cannot be read.
-        elif token_type_ids is not None and not is_tracing(token_type_ids) and token_type_ids.any():
-            raise ValueError(
-                f"`token_type_ids` contain {token_type_ids.max()}, but the model has no segment embeddings "
-                "(`type_vocab_size` is 0). Leave them out, or use a model with `type_vocab_size` above 0."
-            )
+        """Embed (b, n) ids, or complete (b, n, `embedding_size` or d) token embeddings, to (b, n, d) states.
+
+        Raises:
+            ValueError: A table has no row for an id (on a CPU; an accelerator reports it by itself, later), or segments
+                have no embeddings.
+        """
+        try:
+            tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+            length = tokens.shape[1]
+            if position_ids is None and self.position_embeddings is not None:
+                every = torch.ones(1, length, dtype=torch.bool, device=tokens.device) if keep is None else keep
+                position_ids = token_positions(every, self.first_position)
+            states = tokens * self.scale if self.scale != 1.0 else tokens
+            if self.period is not None:
+                position_ids = repeated_positions(position_ids, self.first_position, self.period)
+            if self.position_embeddings is not None:
+                states = states + self.position_embeddings(position_ids + self.offset).to(states.dtype)
+            if self.token_type_embeddings is not None:
+                if token_type_ids is None:
+                    token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
+                states = states + self.token_type_embeddings(token_type_ids)
+            # All-zero ids, as many tokenizers return, are the same as none; traced, they cannot be read.
+            elif token_type_ids is not None and not is_tracing(token_type_ids) and token_type_ids.any():
+                raise ValueError(
+                    f"`token_type_ids` contain {token_type_ids.max()}, but the model has no segment embeddings "
+                    "(`type_vocab_size` is 0). Leave them out, or use a model with `type_vocab_size` above 0."
+                )
+        except IndexError:
+            rows = None if position_ids is None else position_ids + self.offset
+            raise self.missing_row(input_ids, rows, token_type_ids) from None
         # Masked before the norm, too: padding may hold anything, even NaN, which must not reach a state or a gradient.
         padding = None if keep is None else ~keep.unsqueeze(-1)
         states = states if padding is None else states.masked_fill(padding, 0.0)
         states = self.dropout(self.LayerNorm(states))
         states = states if self.embeddings_project is None else linear(self.embeddings_project, states)
         return states if padding is None else states.masked_fill(padding, 0.0)
+
+    def missing_row(self, *given: Tensor | None) -> ValueError:
+        """Return the error for token, position and segment ids, of which some have no row in their table."""
+        tables = (self.word_embeddings, self.position_embeddings, self.token_type_embeddings)
+        said = []
+        for (name, advice), table, ids in zip(_TABLES.items(), tables, given, strict=True):
+            rows = len(getattr(table, "weight", ()))
+            if ids is not None and rows and (ids.min() < 0 or ids.max() >= rows):
+                said.append(f"{name} run from {ids.min()} to {ids.max()}, but the table has {rows} rows. {advice}")
+        return ValueError(" ".join(said))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import TransformersKwargs, is_tracing
@@ -91,11 +91,18 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
     def __new__(cls, *args: Any, **keywords: Any) -> "BoundedMemoryPreTrainedModel":
-        """Refuse what `from_pretrained` passes on because the config has no such field.
+        """Refuse another architecture's config, and what `from_pretrained` passes on as the config has no such field.
 
         Raises:
-            ValueError: A keyword is neither a field nor a parameter of the class.
+            ValueError: The config is not the class's, or a keyword is neither a field nor a parameter of the class.
         """
+        config, own = keywords.get("config", args[0] if args else None), cls.config_class
+        # Not only `isinstance`: the code of a checkpoint has its own copy of the class.
+        if isinstance(config, PreTrainedConfig) and not isinstance(config, own) and config.model_type != own.model_type:
+            raise ValueError(
+                f"{cls.__name__} needs a {own.__name__}, but got a {type(config).__name__}. Use a model class of that "
+                "config, such as the Auto classes choose with `from_config`."
+            )
         known = inspect.signature(cls.__init__).parameters if keywords else {}
         if not any(own.kind is own.VAR_KEYWORD for own in known.values()):
             cls.config_class.refuse_unknown({name: keywords[name] for name in keywords.keys() - known.keys()})
@@ -174,6 +181,22 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             own = [each for each in own if getattr(each, "base_model_class", each) is base]
             classes |= {auto_class: each for each in own for auto_class in getattr(each, "auto_classes", ())}
         return {auto: f"{saved_file(each)}.{each.__name__}" for auto, each in classes.items()}
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Like `PreTrainedModel.resize_token_embeddings`.
+
+        Raises:
+            ValueError: No row would be left for the padding token; the model stays as it is.
+        """
+        padding, size = self.config.pad_token_id, new_num_tokens
+        if size is not None and -(-size // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1) <= padding:
+            raise ValueError(
+                f"The vocabulary cannot be resized to {size} tokens, since padding is token {padding}. Set "
+                "`config.pad_token_id` to a smaller one first."
+            )
+        return super().resize_token_embeddings(size, pad_to_multiple_of, mean_resizing)
 
     def get_position_embeddings(self) -> nn.Module | None:
         """The position table; `None` if there is none."""
@@ -317,19 +340,32 @@ class BaseModelMixin:
         inputs_embeds: Tensor | None,
         attention_mask: Tensor | None,
         with_past: bool = False,
+        **by_token: Tensor | None,
     ) -> int:
         """Check the inputs' shapes and return their length; `with_past` also allows a mask over earlier tokens.
 
+        Args:
+            by_token: other inputs by name, (b, n) or broadcastable to it along the batch.
+
         Raises:
-            ValueError: Not exactly one kind of input is given, it is empty, or the mask's shape does not match.
+            ValueError: Not exactly one kind of input is given, it is empty or of the wrong type, or a shape does not
+                match.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
-        shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
-        if len(shape) != 2:
-            raise ValueError(f"`input_ids` must have shape (batch, length), but has shape {tuple(shape)}.")
-        if shape[1] == 0:
-            raise ValueError("The input has no tokens (length 0).")
+        shape = (input_ids if inputs_embeds is None else inputs_embeds).shape
+        if inputs_embeds is None and (len(shape) != 2 or input_ids.is_floating_point()):
+            found = f"are {input_ids.dtype} of shape {tuple(shape)}"
+            raise ValueError(f"`input_ids` must be integers of shape (batch, length), but {found}.")
+        if inputs_embeds is not None and (len(shape) != 3 or shape[2] != self.config.embedding_width()):
+            needed = f"(batch, length, {self.config.embedding_width()})"
+            raise ValueError(f"`inputs_embeds` must have shape {needed}, but have shape {tuple(shape)}.")
+        shape = shape[:2]
+        if shape[0] == 0 or shape[1] == 0:
+            raise ValueError(f"The input has no {'tokens (length 0)' if shape[0] else 'rows (batch size 0)'}.")
+        for name, given in by_token.items():
+            if given is not None and given.shape not in (shape, (1, shape[1]), shape[1:]):
+                raise ValueError(f"`{name}` must have shape {tuple(shape)}, but has shape {tuple(given.shape)}.")
         fits = attention_mask is None or attention_mask.shape == shape
         if with_past and not fits:
             fits = (

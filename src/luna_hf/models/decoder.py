@@ -95,7 +95,8 @@ class DecoderModelMixin(BaseModelMixin):
         layer_inputs = {name: kwargs.pop(name, None) for name in self.layer_inputs}
         if kwargs:
             self.check_keywords(kwargs)
-        self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=cache is not None)
+        ids = {"position_ids": position_ids, "token_type_ids": token_type_ids}
+        self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=cache is not None, **ids)
         use_cache = use_cache and (cache is not None or not self.training)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         batch, length = inputs.shape[:2]

@@ -173,7 +173,8 @@ class EncoderModelMixin(BaseModelMixin):
             ValueError: See `forward`.
         """
         self.check_keywords(keywords)
-        longest = self.check_shapes(input_ids, inputs_embeds, attention_mask)
+        ids = {"position_ids": position_ids, "token_type_ids": token_type_ids}
+        longest = self.check_shapes(input_ids, inputs_embeds, attention_mask, **ids)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep, starts = self.tokens_to_keep(input_ids, attention_mask), None
         marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)

@@ -114,10 +114,26 @@ def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | i
     """Cross-entropy of logits (..., classes) and labels (...), of which -100 are ignored, in float32 or wider.
 
     The mean over the labels, or the sum divided by `num_items_in_batch` if given.
+
+    Raises:
+        ValueError: Labels are no integers, have another shape, or (on a CPU) are no classes.
     """
-    reduction = "mean" if num_items_in_batch is None else "sum"
+    if labels.is_floating_point():
+        raise ValueError(f"`labels` are {labels.dtype}, but classes are integers: convert them with `labels.long()`.")
+    rows = logits.shape[:-1]
+    if labels.numel() != rows.numel() or (len(rows) > 1 and labels.shape != rows):
+        advice = " For several classes at once, pass floats." if labels.shape == logits.shape else ""
+        raise ValueError(f"`labels` have shape {tuple(labels.shape)}, but must have {tuple(rows)}.{advice}")
+    reduction, classes = "mean" if num_items_in_batch is None else "sum", logits.shape[-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    loss = F.cross_entropy(logits, labels.flatten().to(logits.device), reduction=reduction)
+    try:
+        loss = F.cross_entropy(logits, labels.flatten().to(logits.device, torch.long), reduction=reduction)
+    except IndexError:
+        found = f"from {labels[labels != -100].min()} to {labels.max()}"
+        raise ValueError(
+            f"`labels` run {found}, but the model has the classes 0 to {classes - 1} (`num_labels`, or `vocab_size`); "
+            "only -100 is ignored."
+        ) from None
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
@@ -131,7 +147,7 @@ def classification_loss(
     multi-label classification and regression with several targets.
 
     Raises:
-        ValueError: The shapes of labels and logits do not match.
+        ValueError: The shapes of labels and logits do not match, or there is no such `problem_type`.
     """
     problem = config.problem_type
     if problem is None:
@@ -141,6 +157,10 @@ def classification_loss(
             problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
     if problem == "single_label_classification":
         return cross_entropy(logits, labels, num_items_in_batch)
+    losses = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
+    if problem not in losses:
+        known = ", ".join(("single_label_classification", *losses))
+        raise ValueError(f"`problem_type` is {problem!r}, but must be one of {known}.")
     if labels.numel() != logits.numel():
         raise ValueError(
             f"`labels` have shape {tuple(labels.shape)}, but {problem} with {config.num_labels} outputs needs "
@@ -148,10 +168,9 @@ def classification_loss(
         )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = labels.to(logits).view_as(logits)
-    loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
     if num_items_in_batch is None:
-        return loss(logits, labels)
-    return loss(logits, labels, reduction="sum") / num_items_in_batch
+        return losses[problem](logits, labels)
+    return losses[problem](logits, labels, reduction="sum") / num_items_in_batch
 
 
 class EncoderHeadMixin(HeadMixin):
@@ -334,7 +353,14 @@ class MultipleChoiceMixin(EncoderHeadMixin):
         self.classifier = ClassificationHead(config, 1)
 
     def encode(self, *inputs: Tensor | None, **kwargs: Any) -> ModelOutput:
-        """Like `EncoderHeadMixin.encode`, with a row for each choice."""
+        """Like `EncoderHeadMixin.encode`, with a row for each choice.
+
+        Raises:
+            ValueError: The input has no dimension for the choices.
+        """
+        ids = inputs[0]
+        if ids is not None and ids.dim() != 3:
+            raise ValueError(f"`input_ids` must have shape (batch, choices, length), but have {tuple(ids.shape)}.")
         return super().encode(*(None if tensor is None else tensor.flatten(0, 1) for tensor in inputs), **kwargs)
 
     def predict(self, outputs: ModelOutput, labels: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:

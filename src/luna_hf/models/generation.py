@@ -103,8 +103,10 @@ class GenerationHooks:
 
 
 def text_checksum(input_ids: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
-    """Sum each row's ids, weighted with their ranks, to tell texts apart: (b, n) to (b,); additive over parts."""
-    weighted = input_ids * (ranks + 1)
+    """Sum each row's ids, weighted by hashes of their ranks, to tell texts apart: (b, n) to (b,); parts add up."""
+    # Hashes of 20 bits (Knuth's multiplicative method): texts that differ in several tokens rarely share a sum, and
+    # ids of 24 bits do not overflow it before 2 ** 19 tokens.
+    weighted = input_ids * (((ranks + 1) * 2654435761 >> 12) % 2**20 + 1)
     return (weighted if keep is None else weighted.masked_fill(~keep, 0)).sum(1)
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers.utils import is_tracing
 
-# Implementation of each operation: "graph" while tracing, otherwise "cpu", or "cpu inference" in eval mode
-# without gradients; re-entrant checkpointing, which must draw the same dropout twice, also runs without gradients, but
-# in training mode. Everything else takes "default".
+# Implementation of each operation: "graph" while tracing or in a transform of `torch.func`, otherwise "cpu", or "cpu
+# inference" in eval mode without gradients; re-entrant checkpointing, which must draw the same dropout twice, also runs
+# without gradients, but in training mode. Everything else takes "default".
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     # On a CPU, chunks processed in turn stay in cache; graphs and accelerators avoid a loop over the length.
     "causal_scan": {"cpu": "loop", "default": "at_once"},
@@ -35,7 +35,7 @@ def choose(operation: str, states: Tensor, training: bool = True) -> str:
         training: whether the calling module is in training mode.
     """
     row = IMPLEMENTATIONS[operation]
-    if is_tracing(states):
+    if is_tracing(states) or torch._C._are_functorch_transforms_active():  # `vmap` reads no data and writes no `out`
         return row.get("graph", row["default"])
     if states.device.type != "cpu":
         return row["default"]

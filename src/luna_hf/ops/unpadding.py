@@ -246,7 +246,7 @@ def unpad_batch(
         border: texts of up to this length share no bucket with longer ones.
     """
     if starts is None:
-        texts = torch.arange(shape[0])[:, None].expand(shape).flatten()
+        texts = torch.arange(shape[0], device="cpu")[:, None].expand(shape).flatten()
     else:
         texts = starts.flatten().cpu().cumsum(0) - 1
     number_of_texts = int(texts[-1]) + 1
@@ -261,7 +261,7 @@ def unpad_batch(
     sizes = plan_buckets(by_length[:below], cost) + plan_buckets(by_length[below:], cost)
     for rows in sizes:
         own, length = order[number : number + rows], max(by_length[number + rows - 1], 1)
-        index = torch.arange(length)
+        index = torch.arange(length, device="cpu")
         mask = index < lengths[own, None]
         # The place of a text without tokens holds any other's.
         gather = (first[own, None] + index.clamp(max=lengths[own, None] - 1)).clamp(min=0)
@@ -273,7 +273,7 @@ def unpad_batch(
     return UnpaddedBatch(
         shape=shape,
         tokens=None if tokens is None else tokens.to(device),
-        positions=(torch.arange(len(texts)) - first[texts]).unsqueeze(0).to(device),
+        positions=(torch.arange(len(texts), device="cpu") - first[texts]).unsqueeze(0).to(device),
         lengths=lengths.unsqueeze(1).to(device),
         longest=shape[1] if starts is None else by_length[-1],
         buckets=tuple(buckets),

@@ -197,6 +197,10 @@ class LunaCausalPack(nn.Module):
         if self.slots is not None:
             init.normal_(self.slots, mean=0.0, std=1.0)
 
+    def forward(self) -> Tensor:
+        """Return P W_pq, (l, d). Calling the module, unlike reading `slots`, runs FSDP's and accelerate's hooks."""
+        return linear(self.query, self.slots)
+
 
 class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
     """Causal pack and unpack attention; the projections have the names of `LunaAttention`."""
@@ -214,7 +218,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         if self.pack.slots is None:
             pack_query = cache.states[_SOURCE_QUERY] if slot_states is None else self.source_query(slot_states)
         else:
-            pack_query = self.pack_query(cache)
+            pack_query = self.pack_query(cache, hidden_states.device.type)
         activation = self.config.pack_activation
         weights = recomputed(pack_weights, pack_query, pack_key, activation)
         if activation == "exp":
@@ -239,18 +243,17 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         kept = {_SOURCE_QUERY: self.source_query(slot_states), _SOURCE_SLOTS: context.source.slot_keep}
         context.layer_cache(self.layer_idx).write(**kept)
 
-    def pack_query(self, cache: MemoryCacheLayer | None) -> Tensor:
+    def pack_query(self, cache: MemoryCacheLayer | None, device: str) -> Tensor:
         """Return P W_pq, (1, h, l, c); cached while decoding, where it would cost more than the rest of the layer."""
         if cache is None or torch.is_grad_enabled():
-            return split_heads(linear(self.pack.query, self.pack.slots).unsqueeze(0), self.num_heads)
+            return split_heads(self.pack().unsqueeze(0), self.num_heads)
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
             return cache.constants["pack_query"]
         # It changes with the parameters' identity, version, dtype and device, and with autocast.
-        device = self.pack.slots.device.type
         key: list[object] = [torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None]
         for own in (self.pack.slots, *self.pack.query.parameters()):
             key += [id(own), own.dtype, own.device, 0 if own.is_inference() else own._version]
         if cache.constant_keys.get("pack_query") != key:
-            cache.constants["pack_query"] = self.pack_query(None).contiguous()
+            cache.constants["pack_query"] = self.pack_query(None, device).contiguous()
             cache.constant_keys["pack_query"] = key
         return cache.constants["pack_query"]
