@@ -218,9 +218,8 @@ def test_onnx_runtime_serves_all_lengths(family, kind, options, tmp_path):
 HALF = [(family, "mlm", options) for family, options in (("abc_memory", {"local_window": 4}), ("lavo", {}))]
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "options"), [slow_unless(case == HALF[0], *case) for case in (*HALF, RUNTIME_CASES[0])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kind", "options"), (*HALF, RUNTIME_CASES[0]))
 @torch.no_grad()
 def test_float16_in_onnx_runtime(family, kind, options, tmp_path):
     """ONNX Runtime lacks operations of float16, such as the sums of slots."""
