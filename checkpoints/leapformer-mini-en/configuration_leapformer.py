@@ -182,6 +182,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         "classifier_pooling": ("cls", "mean"),
         "hidden_act": tuple(sorted(ACT2FN)),
         "classifier_activation": tuple(sorted(ACT2FN)),
+        "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
     }
     # `hub.write_code` while the package is imported; transformers copies the code that came with a checkpoint.
     write_code: ClassVar[Callable[..., None] | None] = None
@@ -395,7 +396,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         encoders_own = {"full_attention_layers": None, "num_selected_tokens": 0, "softmax_length": 0}
         return self._with(is_decoder=True, scale_embedding=self.scales_embedding(), **sizes, **encoders_own)
 
-    def across(self) -> "BoundedMemoryConfig":
+    def for_cross_attention(self) -> "BoundedMemoryConfig":
         """Return the config with which a decoder creates its cross-attention, which reads no window."""
         return self._with(local_window=0, num_selected_tokens=0, softmax_length=0)
 

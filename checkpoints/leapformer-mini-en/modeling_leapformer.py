@@ -39,7 +39,6 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
@@ -75,9 +74,9 @@ from .configuration_leapformer import saved_file
 # name in a row of `IMPLEMENTATIONS`.
 
 
-# Implementation of each operation: "graph" while tracing, otherwise "cpu", or "cpu inference" in eval mode
-# without gradients; re-entrant checkpointing, which must draw the same dropout twice, also runs without gradients, but
-# in training mode. Everything else takes "default".
+# Implementation of each operation: "graph" while tracing or in a transform of `torch.func`, otherwise "cpu", or "cpu
+# inference" in eval mode without gradients; re-entrant checkpointing, which must draw the same dropout twice, also runs
+# without gradients, but in training mode. Everything else takes "default".
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     # On a CPU, chunks processed in turn stay in cache; graphs and accelerators avoid a loop over the length.
     "causal_scan": {"cpu": "loop", "default": "at_once"},
@@ -102,7 +101,7 @@ def choose(operation: str, states: Tensor, training: bool = True) -> str:
         training: whether the calling module is in training mode.
     """
     row = IMPLEMENTATIONS[operation]
-    if is_tracing(states):
+    if is_tracing(states) or torch._C._are_functorch_transforms_active():  # `vmap` reads no data and writes no `out`
         return row.get("graph", row["default"])
     if states.device.type != "cpu":
         return row["default"]
@@ -132,8 +131,8 @@ def prefers_products(query: Tensor) -> bool:
 
 # ---- ops/attention.py ----
 #
-# Attention through transformers' backends with any numbers of queries and keys, the backends' padding masks, and
-# products that are fast in half precision on every CPU.
+# What attention is made of: heads, softmax, the backends' padding masks, and products that are fast in half
+# precision on every CPU.
 
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
@@ -152,15 +151,8 @@ def softmax_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute `softmax(scaling q k^T) v` over the kept keys; a query with no key to attend to gives zeros.
 
-    Args:
-        query: (b, h, q, c).
-        key, value: (b, h, k, c).
-        keep: boolean or additive float mask, broadcastable to (b, h, q, k).
-        scaling: factor applied to the logits.
-        dropout: dropout probability of the weights (0 in inference).
-
-    Returns:
-        The output (b, h, q, c), and the weights (b, h, q, k) after dropout.
+    Queries (b, h, q, c) read keys and values (b, h, k, c) under a mask, boolean or added to the logits, that broadcasts
+    to (b, h, q, k). Returns the output (b, h, q, c), and the weights (b, h, q, k) after dropout.
     """
     logits = torch.matmul(query * scaling, key.transpose(-1, -2))
     if keep is None:
@@ -182,24 +174,6 @@ def masked_softmax(logits: Tensor, keep: Tensor | None) -> Tensor:
     lowest = torch.finfo(logits.dtype).min
     weights = logits.masked_fill(~keep, lowest).softmax(-1)
     return weights.masked_fill(~keep, 0.0).to(logits.dtype)
-
-
-def count_bias(counts: Tensor, scale: Tensor) -> Tensor:
-    """Compute `scale * log(max(counts, 1))`: the bias of slots that stand for that many tokens.
-
-    A slot that stands for less than a token, as most do where a text is shorter than the memory, weighs as much as one:
-    otherwise the tokens of a window would outweigh what only the slots hold.
-
-    Args:
-        counts: (b, 1 or h, ..., m).
-        scale: (h,) factor of each head.
-    """
-    return log_counts(counts.to(torch.promote_types(scale.dtype, torch.float32)).clamp(min=1.0), scale)
-
-
-def log_counts(counts: Tensor, scale: Tensor) -> Tensor:
-    """Compute `scale * log(counts)` of positive counts (b, 1 or h, ...), with the scale (h,) of each head."""
-    return (counts.log() * scale.view(-1, *(1 for _ in counts.shape[2:]))).to(scale.dtype)
 
 
 # Block size of flex attention along the keys.
@@ -284,7 +258,7 @@ def make_key_mask(
             than eager, sdpa and flash attention.
     """
     if config._attn_implementation == "flex_attention":
-        return _flex_key_mask(keep, queries, keys)
+        return flex_key_mask(keep, queries, keys)
     if keep is None:
         return None
     if uses_flash(config):
@@ -305,7 +279,8 @@ def make_key_mask(
     return KeyMask(keep, mask)
 
 
-def _flex_key_mask(keep: Tensor | None, queries: Tensor, keys: Tensor) -> KeyMask | None:
+def flex_key_mask(keep: Tensor | None, queries: Tensor, keys: Tensor) -> KeyMask | None:
+    """Like `make_key_mask`, for flex attention."""
     # PyTorch's CPU kernel silently returns wrong results unless the number of keys is a multiple of the block size.
     extra = -keys.shape[1] % _FLEX_BLOCK
     if keep is None and not extra:
@@ -324,95 +299,6 @@ def _flex_mask(keep: Tensor, num_queries: int) -> Any:
 
     batch, length = keep.shape
     return create_block_mask(attends, batch, None, num_queries, length, device=keep.device)
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Eager attention for transformers' interface: (b, h, q, c) queries to (b, q, h, c) outputs, and the weights."""
-    output, weights = softmax_attention(query, key, value, attention_mask, scaling, dropout)
-    return output.transpose(1, 2), weights
-
-
-def attend_heads(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: KeyMask | Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Multi-head softmax attention with any numbers of queries and keys, through transformers' attention interface.
-
-    Args:
-        module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
-        query: (b, h, q, c); logits are scaled by c^-1/2.
-        key, value: (b, h, k, c).
-        mask: from `make_key_mask`, or `None`; or a tensor that broadcasts to (b, h, q, k), boolean (True = may be
-            attended to) or added to the logits. Only eager and sdpa accept a tensor; other backends fall back to sdpa.
-
-    Returns:
-        The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).
-    """
-    backend = module.config._attn_implementation
-    if isinstance(mask, Tensor):
-        mask, backend = KeyMask(mask, mask), "eager" if backend == "eager" else "sdpa"
-    elif mask is None and backend == "flex_attention":  # slots that may all be read, of any number
-        mask = _flex_key_mask(None, *(states.transpose(1, 2) for states in (query, key)))
-    kwargs |= {
-        "scaling": query.shape[-1] ** -0.5,
-        "dropout": module.attention_dropout if module.training else 0.0,
-        "is_causal": False,
-    }
-    # The flash path would take position ids that restart for packed documents, in queries and keys alike.
-    kwargs.pop("position_ids", None)
-    attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
-    if backend == "sdpa" and query.dtype == torch.bfloat16 and prefers_products(query):
-        attention = eager_attention_forward
-    if mask is not None and mask.unpadded is not None:
-        output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)
-        return output.flatten(-2), weights
-    if mask is not None and mask.extra_keys:
-        key, value = (F.pad(states, (0, 0, 0, mask.extra_keys)) for states in (key, value))
-    backend_mask = None if mask is None else mask.for_queries(query.shape[2])
-    output, weights = attention(module, query, key, value, backend_mask, **kwargs)
-    if is_torchdynamo_exporting():
-        # Which layout the kernel returns depends on whether gradients are recorded, and the exporter to ONNX does not.
-        output = output.clone(memory_format=torch.contiguous_format)
-    return output.flatten(-2), weights
-
-
-def _attend_unpadded(
-    attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keys: UnpaddedKeys, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Call a variable-length kernel with all queries of every row, but only the kept keys.
-
-    Transformers' flash path assumes that queries and keys are the same tokens, so a key mask would drop queries too.
-    Passing explicit sequence boundaries and no mask avoids that.
-    """
-    batch, _, num_queries, _ = query.shape
-    rows = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (batch * length, heads, head_dim)
-    query, key, value = rows
-    key, value = key[keys.indices], value[keys.indices]
-    borders = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
-    output, _ = attention(
-        module,
-        *(states.unsqueeze(0).transpose(1, 2) for states in (query, key, value)),  # (1, heads, total, head_dim)
-        None,
-        cu_seq_lens_q=borders,
-        cu_seq_lens_k=keys.cu_seq_lens,
-        max_length_q=num_queries,
-        max_length_k=keys.max_length,
-        **kwargs,
-    )
-    return output.view(batch, num_queries, *output.shape[-2:]), None
 
 
 # ---- ops/tokens.py ----
@@ -436,7 +322,7 @@ def join_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     Distributed training stops where a parameter has no gradient at all.
     """
-    return _JoinGradients.apply(*tensors) if torch.is_grad_enabled() else tensors
+    return _JoinGradients.apply(*tensors)
 
 
 def first_places(states: Tensor, length: int, dim: int = 1) -> Tensor:
@@ -444,21 +330,9 @@ def first_places(states: Tensor, length: int, dim: int = 1) -> Tensor:
     return states.index_select(dim, torch.arange(length, device=states.device))
 
 
-def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Index of each token among its row's real tokens, (b, n) long; (1, n) if nothing is padded.
-
-    Padding takes the rank of the real token to its left, or 0 if there is none.
-    """
-    if keep is None:
-        return torch.arange(length, device=device)[None]
-    return (keep.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Number of real tokens of each row, (b, 1) long; (1, 1) if nothing is padded."""
-    if keep is None:
-        return torch.full((1, 1), length, dtype=torch.long, device=device)
-    return keep.sum(-1, keepdim=True)
+def window_reach(window: int, causal: bool = False) -> tuple[int, int]:
+    """Return how many tokens before and after a token its window, which includes the token, reaches."""
+    return (window - 1, 0) if causal else (window // 2, (window - 1) // 2)
 
 
 def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
@@ -471,16 +345,9 @@ def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
-    """Add each kept state to its slot: `sum_i e_{slot(i)} (x) s_i`.
+    """Add each kept state (b, h, n, c) to its slot: `sum_i e_{slot(i)} (x) s_i`, (b, h, m, c).
 
-    Args:
-        states: (b, h, n, c).
-        slots: long, broadcastable to (b, h, n).
-        num_slots: m.
-        keep: boolean mask, broadcastable to (b, h, n); masked tokens write nothing.
-
-    Returns:
-        (b, h, m, c).
+    Slots and the mask `keep` are broadcastable to (b, h, n); masked tokens write nothing.
     """
     if keep is not None:
         states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
@@ -512,110 +379,6 @@ def masked_mean(states: Tensor, keep: Tensor | None) -> Tensor:
     return total / keep.sum(-1, keepdim=True).clamp(min=1)
 
 
-# ---- ops/window.py ----
-#
-# Sliding-window attention in blocks: pure functions that split tokens into blocks and join the results.
-#
-# A block of s queries attends, under a mask, to all keys that their windows reach, so that one attention call processes
-# all blocks in time linear in n. A block is at least as long as the window.
-#
-# Shape letters: b batch, h heads, n tokens, w tokens of a window, s tokens of a block, c head size. Every mask is
-# boolean with True = keep.
-
-
-def window_reach(window: int, causal: bool = False) -> tuple[int, int]:
-    """Return how many tokens before and after a token its window, which includes the token, reaches."""
-    return (window - 1, 0) if causal else (window // 2, (window - 1) // 2)
-
-
-def query_blocks(query: Tensor, block: int) -> Tensor:
-    """Split queries into blocks, zero-padded at the end: (b, h, n, c) to (b * blocks, h, s, c)."""
-    rows, length = query.shape[0], query.shape[2]
-    blocks = _number_of_blocks(length, block)
-    query, tracing = query.transpose(1, 2), is_tracing(query)
-    # In a graph contiguous: padding by nothing keeps the layout, which a graph of another length does not expect.
-    query = query.contiguous() if tracing else query
-    if tracing or blocks * block > length:
-        query = F.pad(query, (0, 0, 0, 0, 0, blocks * block - length))
-    query = query.flatten(0, 1)
-    # And a copy: Inductor checks whether two views in a row end in the shape that they began with. They do for a single
-    # block alone, so that a graph would serve either one block or several, but not both.
-    query = first_places(query, query.shape[0], 0) if tracing else query
-    return query.view(rows * blocks, block, *query.shape[1:]).transpose(1, 2)
-
-
-def key_places(
-    rows: int, length: int, window: int, block: int, device: torch.device, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Find the keys that each block reaches, (b * blocks, s + w - 1).
-
-    Returns:
-        Indices of joined rows, (b, n, ...) flattened to (b * n, ...), and which of them lie within the block's row; the
-        others are its first token.
-    """
-    # The number of blocks is never a dimension by itself, or a graph would be recompiled for a single block.
-    blocks = _number_of_blocks(length, block)
-    number = torch.arange(rows * blocks, device=device)[:, None]
-    row, (before, _) = number // blocks, window_reach(window, causal)
-    # Not `number % blocks`: PyTorch's exporter to ONNX takes no remainder by a number that a graph computes.
-    position = (number - row * blocks) * block - before + torch.arange(block + window - 1, device=device)
-    within = (position >= 0) & (position < length)
-    # Not `position.clamp`, whose bounds AOTInductor of PyTorch 2.13 cannot derive.
-    return row * length + torch.where(within, position, 0), within
-
-
-def key_blocks(joined: Tensor, places: Tensor) -> Tensor:
-    """Gather what some blocks reach, given their `key_places`: (b * n, ...) to (blocks, s + w - 1, ...)."""
-    return joined.index_select(0, places.flatten()).view(*places.shape, *joined.shape[1:])
-
-
-def window_mask(readable: Tensor, block: int) -> Tensor:
-    """Mask the keys outside of queries' windows: (blocks, 1 or h, s + w - 1) to (blocks, 1 or h, s, s + w - 1)."""
-    keys, device = readable.shape[-1], readable.device
-    # The window of a block's query i starts at key i.
-    offset = torch.arange(keys, device=device) - torch.arange(block, device=device)[:, None]
-    band = (offset >= 0) & (offset <= keys - block)
-    return readable.unsqueeze(-2) & band
-
-
-def join_blocks(states: Tensor, rows: int, length: int) -> Tensor:
-    """Join blocks and drop positions beyond the end: (b * blocks, s, ...) to (b, n, ...)."""
-    places = _number_of_blocks(length, states.shape[1]) * states.shape[1]
-    states = states.flatten(0, 1)
-    if is_tracing(states) or places > length:
-        # In a graph always copied, for the same reason as in `query_blocks`.
-        kept = torch.arange(rows, device=states.device)[:, None] * places + torch.arange(length, device=states.device)
-        states = states.index_select(0, kept.flatten())
-    return states.view(rows, length, *states.shape[1:])
-
-
-def window_weights(weights: Tensor, window: int) -> Tensor:
-    """Select the weights of each query's window: (b * blocks, h, s, s + w - 1) to (b * blocks, h, s, w)."""
-    block, keys = weights.shape[2:]
-    return F.pad(weights.flatten(2), (0, block)).unflatten(2, (block, keys + 1))[..., :window]
-
-
-def band_weights(weights: Tensor, keys: int) -> Tensor:
-    """Invert `window_weights`, with zeros elsewhere: (b * blocks, h, s, w) to (b * blocks, h, s, keys = s + w - 1)."""
-    block, window = weights.shape[2:]
-    # Rows that are longer by one entry: in the flat matrix, each row then starts one entry later than the row before.
-    return F.pad(weights, (0, keys + 1 - window)).flatten(2)[..., : block * keys].unflatten(2, (block, keys))
-
-
-def interleave(states: Tensor) -> Tensor:
-    """Dilation (ABC, equation 9): split even and odd positions into rows, (b, n, ...) to (2 b, n / 2, ...), n even."""
-    return states.unflatten(1, (states.shape[1] // 2, 2)).transpose(1, 2).flatten(0, 1)
-
-
-def undo_interleave(states: Tensor) -> Tensor:
-    """Invert `interleave`: (2 b, n / 2, ...) to (b, n, ...)."""
-    return states.unflatten(0, (states.shape[0] // 2, 2)).transpose(1, 2).flatten(1, 2)
-
-
-def _number_of_blocks(length: int, block: int) -> int:
-    return (length + block - 1) // block
-
-
 # ---- ops/exact_tokens.py ----
 #
 # Tokens that a query reads exactly although its window does not hold them: marked by the caller, or selected.
@@ -638,12 +401,10 @@ class ExactTokens(NamedTuple):
 
 
 def first_tokens(scores: Tensor, number: int, limits: Tensor | None = None) -> ExactTokens:
-    """Choose the tokens with the highest scores, the first ones among equals.
+    """Choose the tokens with the highest scores (b, 1 or h, n), the first ones among equals; minus infinity for none.
 
-    Args:
-        scores: (b, 1 or h, n), minus infinity for tokens that must not be chosen.
-        number: g. A graph always has so many places, other calls as many as there are tokens.
-        limits: (b or 1, 1) long, the number of tokens to choose in each row; `None` for g.
+    Chosen are at most `number`, g, or what `limits` (b or 1, 1) say for each row. A graph always has g places, other
+    calls as many as there are tokens.
     """
     length = scores.shape[-1]
     if is_tracing(scores):
@@ -682,14 +443,9 @@ def marked_tokens(marked: Tensor, most: int) -> ExactTokens:
 
 
 def spaced_places(ranks: Tensor, lengths: Tensor, keep: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
-    """Find evenly spaced tokens of every row: those of rank floor(k n / r), k = 0 ... r - 1.
+    """Find evenly spaced tokens of every row: those of rank floor(k n / r), k = 0 ... r - 1, with r = `number`.
 
-    Args:
-        ranks, lengths, keep: (b or 1, n), (b or 1, 1) and (b, n); see `ForwardContext`.
-        number: r.
-
-    Returns:
-        Ranks and places (b or 1, r).
+    Ranks, lengths and mask are those of a `ForwardContext`. Returns ranks and places, (b or 1, r).
     """
     spaced = torch.arange(number, device=ranks.device) * lengths // number
     if keep is None:
@@ -707,17 +463,10 @@ def attention_asked(
     keep: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
-    """Average the attention that some queries pay to each token outside their own windows.
+    """Average the attention that some queries (b, h, r, c) pay to each key (b, h, n, c) outside their own windows.
 
-    Args:
-        query: (b, h, r, c).
-        key: (b, h, n, c).
-        query_ranks, ranks: (b or 1, r) and (b or 1, n).
-        keep: (b, n) padding mask.
-        window: number of tokens of a window, 0 for none.
-
-    Returns:
-        (b, h, n) float32, of a softmax over all tokens of the row.
+    Ranks (b or 1, r) and (b or 1, n), padding mask (b, n); a window of 0 tokens is none. Returns (b, h, n) float32, of
+    a softmax over all tokens of the row.
     """
     logits = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))
     weights = masked_softmax(logits, None if keep is None else keep[:, None, None])
@@ -759,14 +508,9 @@ def in_order(mask: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
 def tokens_outside(left: Tensor | None, lengths: Tensor, length: int, window: int) -> Tensor:
     """Count the tokens that each query reads nowhere else: those left over that its window does not hold.
 
-    Args:
-        left: (b, 1 or h, n) tokens that are read in no part but the window, in order (`in_order`); `None` for all.
-        lengths: (b or 1, 1) number of tokens of each row.
-        length: n.
-        window: number of tokens of a window, 0 for none.
-
-    Returns:
-        (b or 1, 1 or h, n) float32 for the query of each rank, or (b, 1 or h, 1) without a window.
+    Left over are tokens (b, 1 or h, n) that are read in no part but the window, in order (`in_order`); `None` for all.
+    Rows have lengths (b or 1, 1), at most n = `length`. Returns (b or 1, 1 or h, n) float32 for the query of each rank,
+    or (b or 1, 1 or h, 1) without a window.
     """
     if not window:
         total = lengths.unsqueeze(1) if left is None else left.sum(-1, keepdim=True)
@@ -810,7 +554,7 @@ class ForwardContext(NamedTuple):
     lengths: Tensor  # (b or 1, 1) long: number of real tokens of the row, including this pass
     rotation: Tensor | None = None  # (b or 1, n, 2, r / 2) of rotary positions, which rotate r entries of a head
     cache: Cache | None = None  # decoders only: a `state.MemoryCache`
-    carried_keep: Tensor | None = None  # (b, l) mask of the states carried alongside the tokens
+    slot_keep: Tensor | None = None  # (b, l) mask of the slot states
     masks: Any = None  # the family's masks, in the attention backend's form
     window: int = 0  # number of tokens that a token reads besides the slots
     whole: bool = False  # encoders: whether every token reads every token, so that no slot is needed
@@ -821,7 +565,7 @@ class ForwardContext(NamedTuple):
     left: Tensor | None = None  # (b, 1 or h, n) the same tokens in order, if counted; `None` for all
     outside: Tensor | None = None  # (b or 1, 1 or h, 1 or n) how many of them the query of each rank reads in slots
     projected: tuple[Tensor, Tensor] | None = None  # the tokens' keys and values (b, h, n, c), if already computed
-    carries: bool = True  # whether what is carried is of use after the last layer
+    updates_slots: bool = True  # whether something reads the slot states after the last layer
     slots: bool = True  # whether the slots are read
     options: dict[str, Any] = {}  # keyword arguments for the attention backend
     source: Any = None  # cross-attention only: the `ForwardContext` of the source, while it is written
@@ -831,15 +575,6 @@ class ForwardContext(NamedTuple):
         if self.written is None or self.keep is None:
             return self.written if self.keep is None else self.keep[:, None]
         return self.written & self.keep[:, None]
-
-    def in_rows(
-        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Apply what needs whole texts, a function of (b, n, d) states, carried states and a context.
-
-        The context of an unpadded batch (`unpadding.UnpaddedContext`) does so in several calls.
-        """
-        return function(states, carried, self)[:2]
 
     def split(self, length: int, size: int) -> list[tuple[slice, "ForwardContext"]]:
         """Split the tokens into parts of at most `size`: where each is, and its context, without the family's masks."""
@@ -851,9 +586,22 @@ class ForwardContext(NamedTuple):
             for part in parts
         ]
 
-    def layer_cache(self, layer_idx: int) -> CacheLayerMixin | None:
-        """Return a layer's cache, or `None` without a cache."""
-        return None if self.cache is None else self.cache.layers[layer_idx]
+
+def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Index of each token among its row's real tokens, (b, n) long; (1, n) if nothing is padded.
+
+    Padding takes the rank of the real token to its left, or 0 if there is none.
+    """
+    if keep is None:
+        return torch.arange(length, device=device)[None]
+    return (keep.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Number of real tokens of each row, (b, 1) long; (1, 1) if nothing is padded."""
+    if keep is None:
+        return torch.full((1, 1), length, dtype=torch.long, device=device)
+    return keep.sum(-1, keepdim=True)
 
 
 def make_context(
@@ -962,15 +710,9 @@ def drop_if_full(keep: Tensor) -> Tensor | None:
 
 
 def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Depthwise convolution along the tokens; tokens beyond the ends and padding count as zero.
+    """Convolve (b, n, d) states along the tokens; tokens beyond the ends and padding (`keep`, (b, n)) count as zero.
 
-    Args:
-        states: (b, n, d).
-        weight: (d, taps) with an odd number of taps; tap `taps // 2` is at the token itself.
-        keep: (b, n) padding mask.
-
-    Returns:
-        (b, n, d).
+    The weight (d, taps) has an odd number of taps; tap `taps // 2` is at the token itself.
     """
     if keep is not None:
         states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
@@ -992,7 +734,7 @@ def _convolve(states: Tensor, weight: Tensor, padding: int = 0) -> Tensor:
 #
 # Memory of a training step: what is cheap to compute again is not kept for the backward pass.
 #
-# Every tensor that an operation's gradient needs stays in memory until the backward pass. `keep_inputs` keeps the
+# Every tensor that an operation's gradient needs stays in memory until the backward pass. `save_inputs` keeps the
 # inputs of a function instead. The numbers stay the same, dropout included; the function runs again in the backward
 # pass, up to the last tensor that a gradient needs, so that a linear layer at its end is not applied again.
 
@@ -1023,10 +765,10 @@ def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> An
     """Compute `function(states, *inputs)`, such that only the inputs are kept, if `may_recompute(states)`."""
     if not torch.is_grad_enabled():
         return function(states, *inputs)
-    return keep_inputs(function, states, *inputs) if may_recompute(states) else function(states, *inputs)
+    return save_inputs(function, states, *inputs) if may_recompute(states) else function(states, *inputs)
 
 
-def keep_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
+def save_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
     """Compute `function(*inputs)`, and keep only the inputs for the backward pass.
 
     Args:
@@ -1042,24 +784,299 @@ def keep_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
     return checkpoint(apply, *leaves, use_reentrant=False)
 
 
-# ---- ops/memory_read.py ----
+# ---- ops/unpadding.py ----
 #
-# The memories that queries read: slots, windows and single tokens, all in one softmax.
+# Variable-length texts without padding between them.
 #
-# Every query reads all slots; a window is read only by the tokens around it. A read takes a list of memories, so that a
-# layer may mix slots and windows.
+# An *unpadded batch* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and
+# feed-forward networks run on it as they are. What mixes the tokens of a text, attention and convolutions, needs rows:
+# the texts are sorted by length into a few *buckets*, rows (b, n, d) that are padded to the longest of their bucket. As
+# a bucket is an ordinary padded batch, no text can reach another, and every mechanism works as it does there.
+#
+# Shape letters: t tokens of an unpadded batch, p places of all buckets, b texts of a bucket, n places of a text, l
+# slot states.
+
+
+# Keywords of a forward pass that say where texts begin, as flash attention's and Mamba's kernels call them.
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+# What another bucket costs, by device type: as much as this many tokens of any width, and this many multiply-adds.
+_BUCKET_COST = {"cpu": (24, 6e5)}
+
+
+_BUCKET_COST_DEFAULT = (0, 2.4e9)
+
+
+# Number of different lengths, at most, at which buckets may end.
+_MOST_ENDS = 64
+
+
+class Bucket(NamedTuple):
+    """Texts of like lengths, as the rows of a padded batch."""
+
+    rows: int  # b
+    length: int  # n, the length of the longest
+    keep: Tensor | None  # (b, n) padding mask; `None` if all have the same length
+
+
+class UnpaddedBatch(NamedTuple):
+    """Where the tokens of a batch are: in the input, without padding, and in the buckets."""
+
+    shape: tuple[int, int]  # of the input
+    tokens: Tensor | None  # (t,) places of the tokens in the flattened input; `None` for all in order
+    positions: Tensor  # (1, t) index of each token in its text
+    lengths: Tensor  # (texts, 1) numbers of tokens, in the order of the input
+    longest: int  # length to which padding would extend every text
+    buckets: tuple[Bucket, ...]
+    gather: Tensor  # (p,) token of each place; padding repeats the last token of its text
+    scatter: Tensor  # (t,) place of each token
+    by_input: Tensor  # (texts,) for the texts in the order of the input, their numbers by length
+    cost: float  # of its computation, in tokens
+
+    def select(self, inputs: Tensor | None) -> Tensor | None:
+        """Take the tokens from an input (1 or b, n, ...): (1, t, ...)."""
+        if inputs is None or (self.tokens is None and inputs.shape[:2] == self.shape):
+            return inputs if inputs is None else inputs.reshape(1, -1, *inputs.shape[2:])
+        flat = inputs.expand(*self.shape, *inputs.shape[2:]).flatten(0, 1)
+        return (flat if self.tokens is None else flat.index_select(0, self.tokens)).unsqueeze(0)
+
+    def in_buckets(self, states: Tensor) -> list[Tensor]:
+        """Split what belongs to the tokens, (t, ...), into the rows of every bucket; padding holds a token's."""
+        places, parts, first = states.index_select(0, self.gather), [], 0
+        for rows, length, _ in self.buckets:
+            parts.append(places[first : first + rows * length].view(rows, length, *states.shape[1:]))
+            first += rows * length
+        return parts
+
+    def restore(self, states: Tensor) -> Tensor:
+        """Put states (1, t, d) back to the places of the input, with zeros at padding."""
+        if self.tokens is None:
+            return states.view(*self.shape, -1)
+        flat = states.new_zeros(self.shape[0] * self.shape[1], states.shape[-1])
+        return flat.index_copy(0, self.tokens, states.squeeze(0)).view(*self.shape, -1)
+
+
+class UnpaddedContext(NamedTuple):
+    """The counterpart of `ForwardContext` for an unpadded batch: a context for every bucket."""
+
+    batch: UnpaddedBatch
+    contexts: tuple[ForwardContext, ...]
+    slots: tuple[int, ...] | None  # number of slot states (l) for each text of a bucket; `None` if texts share them
+    lengths: Tensor  # (texts, 1) number of tokens
+
+    def split(self, states: Tensor, slot_states: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        """Split tokens (1, t, d) and slot states (texts, l, d), by length, into the rows of every bucket."""
+        owned, first = [], 0
+        for number, bucket in enumerate(self.batch.buckets):
+            own = slot_states
+            if self.slots is not None and slot_states is not None:
+                own = slot_states[first : first + bucket.rows, : self.slots[number]]
+            owned.append(own)
+            first += bucket.rows
+        return [*zip(self.batch.in_buckets(states.squeeze(0)), owned, strict=True)]
+
+    def in_rows(
+        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, slot_states: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Apply what needs whole texts, a function of (b, n, d) states, slot states and a context, bucket by bucket."""
+        outputs, after = [], []
+        for rows, context in zip(self.split(states, slot_states), self.contexts, strict=True):
+            output, own = function(*rows, context)[:2]
+            outputs.append(output.flatten(0, 1))
+            if self.slots is not None and own is not None:
+                own = F.pad(own, (0, 0, 0, slot_states.shape[1] - own.shape[1]))
+            after.append(own)
+        states = torch.cat(outputs).index_select(0, self.batch.scatter).unsqueeze(0)
+        return states, after[0] if self.slots is None or after[0] is None else torch.cat(after)
+
+    def restore(self, states: Tensor, slot_states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the states in the shape of the input, and the slot states with its texts in order."""
+        if self.slots is not None and slot_states is not None:
+            slot_states = slot_states.index_select(0, self.batch.by_input)
+        return self.batch.restore(states), slot_states
+
+
+def is_readable(tensor: Tensor | None) -> bool:
+    """Whether the entries of a tensor can be read: not while tracing, and not on the meta device."""
+    return tensor is None or not (is_tracing(tensor) or tensor.is_meta)
+
+
+def find_starts(
+    shape: tuple[int, int], keep: Tensor | None, position_ids: Tensor | None, boundaries: dict[str, Tensor | None]
+) -> Tensor | None:
+    """Find the first token of every text of a (b, n) input, if a row holds several: (b, n) boolean, or `None`.
+
+    Texts begin where `cu_seq_lens_q` or `seq_idx` of the `boundaries` say, the keywords of `BOUNDARIES`; without them,
+    where `position_ids` (1 or b, n) return to the row's first.
+
+    Raises:
+        ValueError: The boundaries do not match the input.
+    """
+    cumulated, of_keys, numbers = given = [boundaries.get(name) for name in BOUNDARIES]
+    if not all(map(is_readable, given)):
+        raise ValueError("A compiled or traced model reads one text per row: pad the texts (DataCollatorWithPadding).")
+    marked = {}
+    if cumulated is not None or of_keys is not None:
+        marked["cu_seq_lens_q"] = _starts_from_lengths(shape, cumulated, of_keys)
+    if numbers is not None:
+        if numbers.shape != shape:
+            raise ValueError(f"`seq_idx` must have shape {tuple(shape)}, but has shape {tuple(numbers.shape)}.")
+        marked["seq_idx"] = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+    if position_ids is not None and shape[1] > 1 and is_readable(position_ids) and is_readable(keep):
+        marked["position_ids"] = _starts_from_positions(shape, keep, position_ids)
+    if not marked:
+        return None
+    (name, starts), *others = marked.items()
+    for other, found in others:
+        found = found.to(starts.device)
+        if (found & ~starts).any() or (other == "seq_idx" and not torch.equal(found, starts)):
+            raise ValueError(f"`{other}` restart within a text of `{name}`: let both mark the same texts, or give one.")
+    return starts if starts[:, 1:].any() else None
+
+
+def _starts_from_lengths(shape: tuple[int, int], cumulated: Tensor | None, of_keys: Tensor | None) -> Tensor:
+    if cumulated is None or not (of_keys is None or torch.equal(cumulated, of_keys)):
+        raise ValueError("`cu_seq_lens_q` and `cu_seq_lens_k` must be equal: give the boundaries of the texts in both.")
+    total = shape[0] * shape[1]
+    ends = cumulated.tolist()
+    if cumulated.dim() != 1 or not ends or (ends[0], ends[-1]) != (0, total) or (cumulated.diff() < 1).any():
+        raise ValueError(f"`cu_seq_lens_q` must rise from 0 to the number of tokens, {total}, but is {ends}.")
+    starts = torch.zeros(total, dtype=torch.bool, device=cumulated.device)
+    starts[cumulated[:-1].long()] = True
+    starts = starts.view(shape)
+    if not starts[:, 0].all():
+        raise ValueError(f"`cu_seq_lens_q` must hold the end of every row of {shape[1]} tokens, but is {ends}.")
+    return starts
+
+
+def _starts_from_positions(shape: tuple[int, int], keep: Tensor | None, position_ids: Tensor) -> Tensor:
+    positions = position_ids.expand(shape)
+    keep = torch.ones_like(positions, dtype=torch.bool) if keep is None else keep
+    begins = positions.gather(1, keep.long().argmax(1, keepdim=True))  # (b, 1) of the first tokens
+    counts = (positions[:, :-1] == begins) & (positions[:, 1:] == begins + 1) & ~keep[:, :-1] & ~keep[:, 1:]
+    if (counts & (keep.flip(1).cumsum(1).flip(1)[:, 1:] > 0)).any():
+        raise ValueError(
+            "`position_ids` count a text of padding alone, which they cannot mark, as padding may have any position. "
+            "Give `cu_seq_lens_q` and `cu_seq_lens_k`, or `seq_idx`."
+        )
+    # Real tokens only, one after the other.
+    rows, columns = keep.nonzero(as_tuple=True)
+    real, of_row = positions[keep], torch.ones_like(rows, dtype=torch.bool)
+    of_row[1:] = rows[1:] != rows[:-1]
+    first = begins[rows, 0]
+    starts = torch.zeros_like(keep)
+    starts[rows[1:], columns[1:]] = (real[1:] <= real[:-1]) & (real[1:] == first[1:]) & ~of_row[1:]
+    starts[:, 0] = True
+    return starts
+
+
+def bucket_cost(device: torch.device, width: int) -> float:
+    """What another bucket costs, in tokens, for a model of this width."""
+    tokens, products = _BUCKET_COST.get(device.type, _BUCKET_COST_DEFAULT)
+    return tokens + products / width**2
+
+
+def plan_buckets(lengths: Sequence[int], cost: float) -> list[int]:
+    """Divide texts, given ascending lengths, such that all buckets have the fewest places, each counted `cost` more.
+
+    Returns the number of texts in each bucket.
+    """
+    total = len(lengths)
+    if not total:
+        return []
+    # The last text of each length; of many lengths, some of them.
+    lasts = [i for i in range(1, total + 1) if i == total or lengths[i] > lengths[i - 1]]
+    ends = lasts[:: -(-len(lasts) // _MOST_ENDS)]
+    ends = ends if ends[-1] == total else [*ends, total]
+    best: list[tuple[float, int]] = [(0.0, 0)]  # for the texts up to each end: the cost, and which end is before
+    starts = [0, *ends]
+    for end in ends:
+        length, least = lengths[end - 1], (float("inf"), 0)
+        for number, (before, _) in enumerate(best):
+            least = min(least, (before + (end - starts[number]) * length + cost, number))
+        best.append(least)
+    sizes, i = [], len(ends)
+    while i:
+        before = best[i][1]
+        sizes.append(starts[i] - starts[before])
+        i = before
+    return sizes[::-1]
+
+
+def unpad_batch(
+    keep: Tensor | None,
+    starts: Tensor | None,
+    shape: tuple[int, int],
+    device: torch.device,
+    width: int,
+    border: int = 0,
+) -> UnpaddedBatch:
+    """Lay out a batch of `shape` (b, n) and width d without its padding.
+
+    Args:
+        keep: (b, n) padding mask; `None` if nothing is padded.
+        starts: (b, n) from `find_starts`; `None` if every row is one text. A text may be padding alone.
+        border: texts of up to this length share no bucket with longer ones.
+    """
+    if starts is None:
+        texts = torch.arange(shape[0], device="cpu")[:, None].expand(shape).flatten()
+    else:
+        texts = starts.flatten().cpu().cumsum(0) - 1
+    number_of_texts = int(texts[-1]) + 1
+    tokens = None if keep is None else keep.flatten().cpu().nonzero().squeeze(-1)
+    texts = texts if tokens is None else texts[tokens]
+    lengths = texts.bincount(minlength=number_of_texts)
+    first = lengths.cumsum(0) - lengths  # of each text, its first token
+    order = lengths.argsort(stable=True)
+    by_length = lengths[order].tolist()
+    buckets, gathers, scatter, number, places = [], [], torch.empty_like(texts), 0, 0
+    below, cost = bisect_right(by_length, border), bucket_cost(device, width)
+    sizes = plan_buckets(by_length[:below], cost) + plan_buckets(by_length[below:], cost)
+    for rows in sizes:
+        own, length = order[number : number + rows], max(by_length[number + rows - 1], 1)
+        index = torch.arange(length, device="cpu")
+        mask = index < lengths[own, None]
+        # The place of a text without tokens holds any other's.
+        gather = (first[own, None] + index.clamp(max=lengths[own, None] - 1)).clamp(min=0)
+        scatter[gather[mask]] = places + mask.flatten().nonzero().squeeze(-1)
+        equal = by_length[number] == length
+        buckets.append(Bucket(rows, length, None if equal else mask.to(device)))
+        gathers.append(gather.flatten())
+        number, places = number + rows, places + rows * length
+    return UnpaddedBatch(
+        shape=shape,
+        tokens=None if tokens is None else tokens.to(device),
+        positions=(torch.arange(len(texts), device="cpu") - first[texts]).unsqueeze(0).to(device),
+        lengths=lengths.unsqueeze(1).to(device),
+        longest=shape[1] if starts is None else by_length[-1],
+        buckets=tuple(buckets),
+        gather=torch.cat(gathers).to(device),
+        scatter=scatter.to(device),
+        by_input=order.argsort().to(device),
+        cost=places + cost * len(buckets),
+    )
+
+
+# ---- ops/memories.py ----
+#
+# The memories that queries read: slots, which every query reads, and windows, which the tokens around them read.
 #
 # Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head
 # size. Every mask is boolean with True = keep.
 
 
-# Where windows are read in parts: the number of queries of a part, and at most of a block. A shorter block reads fewer
-# keys beyond its windows, but copies more.
-_PART_QUERIES, _PART_BLOCK = 512, 64
+class BlockPart(NamedTuple):
+    """A memory as a table of keys and values, and which of them each block of queries reads."""
 
+    key: Tensor  # (rows, h, c)
+    value: Tensor  # (rows, h, c)
+    places: Tensor  # (blocks, k) rows that a block reads
+    terms: list[Tensor]  # of the mask, each (1 or blocks, 1 or h, 1 or s, 1 or k)
 
-# Number of tokens beyond a window up to which its queries read the whole row under a mask, without blocks.
-_SHORT_ROW = 128
+    def gather(self, states: Tensor, part: slice = slice(None)) -> Tensor:
+        """Take the keys or values of some blocks, (blocks, h, k, c)."""
+        return key_blocks(states, self.places[part]).transpose(1, 2)
 
 
 class SlotMemory(NamedTuple):
@@ -1086,11 +1103,23 @@ class SlotMemory(NamedTuple):
 
     def mask(self) -> Tensor | None:
         """Return the mask of a read, (b, 1 or h, 1 or q, m): boolean, or with a bias additive; `None` for no mask."""
-        return _join_masks([self.mask_terms()], [self.key.shape[2]], self.key)
+        return join_masks([self.mask_terms()], [self.key.shape[2]], self.key)
+
+    def in_blocks(self, block: int, blocks: int) -> BlockPart:
+        """Let blocks of queries read the slots of their rows."""
+        batch, slots, device = self.key.shape[0], self.key.shape[2], self.key.device
+        # Not `repeat_interleave`, which would need one graph for a single block and another for several.
+        rows = torch.arange(blocks, device=device) // (blocks // batch)  # of the batch, for each block
+        terms = [
+            term.index_select(0, rows) if term.shape[2] == 1 else query_blocks(term, block)
+            for term in (term.expand(batch, -1, -1, -1) for term in self.mask_terms())
+        ]
+        places = rows[:, None] * slots + torch.arange(slots, device=device)
+        return BlockPart(_as_rows(self.key), _as_rows(self.value), places, terms)
 
 
 class WindowMemory(NamedTuple):
-    """Keys and values of tokens, each read by the queries around it, ordered with real tokens before padding.
+    """A sliding window: keys and values of tokens, each read by the queries around it, real tokens before padding.
 
     All windows of one read share the same order.
     """
@@ -1104,77 +1133,109 @@ class WindowMemory(NamedTuple):
     keep: Tensor | None = None  # (b, n) padding mask in the input's order
     ordered: bool = False  # whether keys and values are already in order, even if the queries are not
     causal: bool = False
-    dilated: bool = False  # whether to read only every other token
+    is_step: bool = False  # whether one query reads all, the last one's
     bias: Tensor | None = None  # (w,) added to the logits of a window's tokens, from the first to the last
     elsewhere: Tensor | None = None  # (b, 1 or h, n) tokens that another part of the same read holds
+
+    @classmethod
+    def of_encoder(
+        cls, key: Tensor, value: Tensor, window: int, context: ForwardContext, elsewhere: Tensor | None = None
+    ) -> "WindowMemory":
+        """Keep an encoder's keys and values (b, h, n, c), to be read by the tokens on either side."""
+        if context.keep is None:
+            return cls(key, value, None, window, elsewhere=elsewhere)
+        real = torch.arange(key.shape[2], device=key.device) < context.lengths
+        return cls(key, value, real, window, ranks=context.ranks, keep=context.keep, elsewhere=elsewhere)
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Sum a causal window's values with weights (b, h, n, w) for the keys of `logits`: (b, h, n, c)."""
+        if self.is_step:
+            return torch.matmul(weights, self.value)
+        weights = self.put_in_order(weights)
+        rows, places = weights.shape[0], weights.shape[2]
+        part = self.in_blocks(self.window)
+        value = part.gather(part.value)
+        weights = band_weights(query_blocks(weights, self.window), value.shape[2])
+        states = join_blocks(torch.matmul(weights, value).transpose(1, 2), rows, places)
+        return self.put_back(states).transpose(1, 2)
+
+    def as_slots(self) -> SlotMemory:
+        """Let the query of a step read all tokens, or the ordered queries of a short row the whole row under a mask."""
+        if self.is_step:
+            bias = None if self.bias is None else self.bias.expand(1, 1, -1)
+            return SlotMemory(self.key, self.value, self.real[:, None], bias)
+        key, value, readable = self.ordered_tokens()
+        place, (before, after) = torch.arange(key.shape[2], device=key.device), window_reach(self.window)
+        offset = place - place[:, None]
+        return SlotMemory(key, value, readable, query_bias=((offset >= -before) & (offset <= after))[None, None])
+
+    def in_blocks(self, block: int) -> BlockPart:
+        """Let blocks of ordered queries read what their windows reach."""
+        key, value, readable = self.ordered_tokens()
+        rows, _, length, _ = key.shape
+        places, inside = key_places(rows, length, self.window, block, key.device, self.causal)
+        reached = inside.unsqueeze(1)
+        if readable is not None:
+            readable = readable.expand(rows, -1, -1)
+            reached = reached & key_blocks(_as_rows(readable), places).transpose(1, 2)
+        terms = [window_mask(torch.ones_like(inside[:1]).unsqueeze(1), block), reached.unsqueeze(2)]
+        if self.bias is not None:
+            terms.append(band_weights(self.bias.expand(1, 1, block, self.window), block + self.window - 1))
+        return BlockPart(_as_rows(key), _as_rows(value), places, terms)
+
+    def ordered_tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys, values and the mask (b, 1 or h, n) of the tokens to read, in the order of `put_in_order`."""
+        key, value, readable = self.key, self.value, None if self.real is None else self.real[:, None]
+        if not self.ordered:
+            key, value = (move_to_ranks(states, self.ranks, self.keep) for states in (key, value))
+        if self.elsewhere is not None:
+            left = ~in_order(self.elsewhere, self.ranks, self.keep)
+            readable = left if readable is None else readable & left
+        return key, value, readable
+
+    def put_in_order(self, query: Tensor) -> Tensor:
+        """Move queries (b, h, n, c) to the places of their tokens, (b, h, earlier + n, c).
+
+        Raises:
+            ValueError: The number of queries differs from the number of tokens.
+        """
+        tokens = self.key.shape[2] - self.earlier
+        if tokens != query.shape[2]:
+            raise ValueError(
+                f"A window can be read only by the {tokens} tokens it was written from, but there are {query.shape[2]} "
+                "queries; for cross-attention, use a memory with slots."
+            )
+        query = move_to_ranks(query, self.ranks, self.keep)
+        return F.pad(query, (0, 0, self.earlier, 0)) if self.earlier else query
+
+    def put_back(self, states: Tensor) -> Tensor:
+        """Undo `put_in_order`: (b, earlier + n, ...) to (b, n, ...)."""
+        states = states[:, self.earlier :] if self.earlier else states
+        if self.ranks is None:
+            return states
+        # Whole rows of a (b * places, ...) table: faster than `gather`, which takes single entries.
+        rows, places = states.shape[:2]
+        found = self.ranks + places * torch.arange(rows, device=states.device)[:, None]
+        return states.flatten(0, 1).index_select(0, found.flatten()).view(*found.shape, *states.shape[2:])
 
 
 Memories = Sequence[SlotMemory | WindowMemory]
 
 
-def tokens_in_window(
-    key: Tensor,
-    value: Tensor,
-    window: int,
-    context: ForwardContext,
-    dilated: bool = False,
-    elsewhere: Tensor | None = None,
-) -> WindowMemory:
-    """Keep an encoder's keys and values (b, h, n, c), to be read within a window or a dilated window."""
-    own = {"dilated": dilated, "elsewhere": elsewhere}
-    if context.keep is None:
-        return WindowMemory(key, value, None, window, **own)
-    real = torch.arange(key.shape[2], device=key.device) < context.lengths
-    return WindowMemory(key, value, real, window, ranks=context.ranks, keep=context.keep, **own)
+def _as_rows(states: Tensor) -> Tensor:
+    """Flatten (b, h, n, ...) to (b * n, h, ...)."""
+    return states.transpose(1, 2).flatten(0, 1)
 
 
-def read_memories(
-    module: nn.Module, query: Tensor, memories: Memories, options: dict[str, Any] | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Softmax attention to several memories at once, through transformers' attention interface.
-
-    Args:
-        module: the calling module, as for `attend_heads`.
-        query: (b, h, n, c); if a memory is a window, the queries of its tokens.
-        memories: the memories to read in one softmax.
-        options: keyword arguments for the attention backend.
-
-    Returns:
-        The concatenated heads (b, n, d), and with eager attention the weights (b, h, n, keys) over the slots or window
-        positions of each memory in turn.
-
-    Raises:
-        ValueError: The number of queries differs from the number of tokens in a window.
-    """
-    first, options = memories[0], options or {}
-    if len(memories) == 1 and isinstance(first, SlotMemory):
-        plain = isinstance(first.filled, KeyMask | None) and first.bias is None and first.query_bias is None
-        return attend_heads(module, query, first.key, first.value, first.filled if plain else first.mask(), **options)
-    windows = [memory for memory in memories if isinstance(memory, WindowMemory)]
-    if not windows:
-        return _read_slots(module, query, memories, options)
-    query, widest = _put_in_order(query, windows[0]), max(memory.window for memory in windows)
-    # Eager attention returns weights by window.
-    is_short = not is_tracing(query) and module.config._attn_implementation != "eager"
-    is_short = is_short and query.shape[2] <= widest + _SHORT_ROW
-    if is_short and all(memory.bias is None and not (memory.causal or memory.dilated) for memory in windows):
-        memories = [_whole_row(memory) if isinstance(memory, WindowMemory) else memory for memory in memories]
-        output, weights = _read_slots(module, query, memories, options)
-    else:
-        output, weights = _read_blocks(module, query, memories, widest, options)
-    weights = None if weights is None else _put_back(weights.transpose(1, 2), windows[0]).transpose(1, 2)
-    return _put_back(output, windows[0]), weights
-
-
-def _join_masks(terms: Sequence[list[Tensor]], sizes: Sequence[int], like: Tensor) -> Tensor | None:
+def join_masks(terms: Sequence[list[Tensor]], sizes: Sequence[int], like: Tensor) -> Tensor | None:
     """Join the mask's terms of several memories, and put the masks of their m keys (`sizes`) side by side.
 
     The result is boolean, or additive if a term is; `None` if there are no terms.
     """
     if not any(terms):
         return None
-    if _is_additive(terms):
-        masks = [reduce(torch.add, _added(own, like)) for own in terms]
+    if is_additive(terms):
+        masks = [reduce(torch.add, added_terms(own, like)) for own in terms]
     else:
         every = like.new_ones(1, 1, 1, 1, dtype=torch.bool)
         masks = [reduce(torch.logical_and, own or [every]) for own in terms]
@@ -1183,15 +1244,232 @@ def _join_masks(terms: Sequence[list[Tensor]], sizes: Sequence[int], like: Tenso
     return masks[0] if len(masks) == 1 else torch.cat(masks, dim=-1)
 
 
-def _is_additive(terms: Sequence[list[Tensor]]) -> bool:
+def is_additive(terms: Sequence[list[Tensor]]) -> bool:
+    """Whether the masks of several memories are added to the logits."""
     return any(term.is_floating_point() for own in terms for term in own)
 
 
-def _added(terms: list[Tensor], like: Tensor) -> list[Tensor]:
+def added_terms(terms: list[Tensor], like: Tensor) -> list[Tensor]:
     """Turn boolean terms into what is added to logits. Finite in sum, because a row of minus infinity would be NaN."""
     zero, unread = like.new_zeros(()), torch.finfo(like.dtype).min / 2
     added = [torch.where(term, zero, unread) if term.dtype == torch.bool else term for term in terms]
     return added or [zero.view(1, 1, 1, 1)]
+
+
+def query_blocks(query: Tensor, block: int) -> Tensor:
+    """Split queries into blocks, zero-padded at the end: (b, h, n, c) to (b * blocks, h, s, c)."""
+    rows, length = query.shape[0], query.shape[2]
+    blocks = _number_of_blocks(length, block)
+    query, tracing = query.transpose(1, 2), is_tracing(query)
+    # In a graph contiguous: padding by nothing keeps the layout, which a graph of another length does not expect.
+    query = query.contiguous() if tracing else query
+    if tracing or blocks * block > length:
+        query = F.pad(query, (0, 0, 0, 0, 0, blocks * block - length))
+    query = query.flatten(0, 1)
+    # And a copy: Inductor checks whether two views in a row end in the shape that they began with. They do for a single
+    # block alone, so that a graph would serve either one block or several, but not both.
+    query = first_places(query, query.shape[0], 0) if tracing else query
+    return query.view(rows * blocks, block, *query.shape[1:]).transpose(1, 2)
+
+
+def key_places(
+    rows: int, length: int, window: int, block: int, device: torch.device, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Find the keys that each block reaches, (b * blocks, s + w - 1).
+
+    Returns:
+        Indices of joined rows, (b, n, ...) flattened to (b * n, ...), and which of them lie within the block's row; the
+        others are its first token.
+    """
+    # The number of blocks is never a dimension by itself, or a graph would be recompiled for a single block.
+    blocks = _number_of_blocks(length, block)
+    number = torch.arange(rows * blocks, device=device)[:, None]
+    row, (before, _) = number // blocks, window_reach(window, causal)
+    # Not `number % blocks`: PyTorch's exporter to ONNX takes no remainder by a number that a graph computes.
+    position = (number - row * blocks) * block - before + torch.arange(block + window - 1, device=device)
+    within = (position >= 0) & (position < length)
+    # Not `position.clamp`, whose bounds AOTInductor of PyTorch 2.13 cannot derive.
+    return row * length + torch.where(within, position, 0), within
+
+
+def key_blocks(joined: Tensor, places: Tensor) -> Tensor:
+    """Gather what some blocks reach, given their `key_places`: (b * n, ...) to (blocks, s + w - 1, ...)."""
+    return joined.index_select(0, places.flatten()).view(*places.shape, *joined.shape[1:])
+
+
+def window_mask(readable: Tensor, block: int) -> Tensor:
+    """Mask the keys outside of queries' windows: (blocks, 1 or h, s + w - 1) to (blocks, 1 or h, s, s + w - 1)."""
+    keys, device = readable.shape[-1], readable.device
+    # The window of a block's query i starts at key i.
+    offset = torch.arange(keys, device=device) - torch.arange(block, device=device)[:, None]
+    band = (offset >= 0) & (offset <= keys - block)
+    return readable.unsqueeze(-2) & band
+
+
+def join_blocks(states: Tensor, rows: int, length: int) -> Tensor:
+    """Join blocks and drop positions beyond the end: (b * blocks, s, ...) to (b, n, ...)."""
+    places = _number_of_blocks(length, states.shape[1]) * states.shape[1]
+    states = states.flatten(0, 1)
+    if is_tracing(states) or places > length:
+        # In a graph always copied, for the same reason as in `query_blocks`.
+        kept = torch.arange(rows, device=states.device)[:, None] * places + torch.arange(length, device=states.device)
+        states = states.index_select(0, kept.flatten())
+    return states.view(rows, length, *states.shape[1:])
+
+
+def window_weights(weights: Tensor, window: int) -> Tensor:
+    """Select the weights of each query's window: (b * blocks, h, s, s + w - 1) to (b * blocks, h, s, w)."""
+    block, keys = weights.shape[2:]
+    return F.pad(weights.flatten(2), (0, block)).unflatten(2, (block, keys + 1))[..., :window]
+
+
+def band_weights(weights: Tensor, keys: int) -> Tensor:
+    """Invert `window_weights`, with zeros elsewhere: (b * blocks, h, s, w) to (b * blocks, h, s, keys = s + w - 1)."""
+    block, window = weights.shape[2:]
+    # Rows that are longer by one entry: in the flat matrix, each row then starts one entry later than the row before.
+    return F.pad(weights, (0, keys + 1 - window)).flatten(2)[..., : block * keys].unflatten(2, (block, keys))
+
+
+def _number_of_blocks(length: int, block: int) -> int:
+    return (length + block - 1) // block
+
+
+# ---- ops/memory_read.py ----
+#
+# Softmax attention through transformers' backends, to keys or to several memories, slots and windows, at once.
+#
+# Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head
+# size. Every mask is boolean with True = keep.
+
+
+# Where windows are read in parts: the number of queries of a part, and at most of a block. A shorter block reads fewer
+# keys beyond its windows, but copies more.
+_PART_QUERIES, _PART_BLOCK = 512, 64
+
+
+# Number of tokens beyond a window up to which its queries read the whole row under a mask, without blocks.
+_SHORT_ROW = 128
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Eager attention for transformers' interface: (b, h, q, c) queries to (b, q, h, c) outputs, and the weights."""
+    output, weights = softmax_attention(query, key, value, attention_mask, scaling, dropout)
+    return output.transpose(1, 2), weights
+
+
+def attend_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: KeyMask | Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Multi-head softmax attention with any numbers of queries and keys, through transformers' attention interface.
+
+    Args:
+        module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
+        query, key, value: (b, h, q, c) and (b, h, k, c); logits are scaled by c^-1/2.
+        mask: from `make_key_mask`, or `None`; or a tensor that broadcasts to (b, h, q, k), boolean (True = may be
+            attended to) or added to the logits. Only eager and sdpa accept a tensor; other backends fall back to sdpa.
+
+    Returns:
+        The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).
+    """
+    backend = module.config._attn_implementation
+    if isinstance(mask, Tensor):
+        mask, backend = KeyMask(mask, mask), "eager" if backend == "eager" else "sdpa"
+    elif mask is None and backend == "flex_attention":  # slots that may all be read, of any number
+        mask = flex_key_mask(None, *(states.transpose(1, 2) for states in (query, key)))
+    kwargs |= {
+        "scaling": query.shape[-1] ** -0.5,
+        "dropout": module.attention_dropout if module.training else 0.0,
+        "is_causal": False,
+    }
+    # The flash path would take position ids that restart for packed documents, in queries and keys alike.
+    kwargs.pop("position_ids", None)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
+    if backend == "sdpa" and query.dtype == torch.bfloat16 and prefers_products(query):
+        attention = eager_attention_forward
+    if mask is not None and mask.unpadded is not None:
+        output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)
+        return output.flatten(-2), weights
+    if mask is not None and mask.extra_keys:
+        key, value = (F.pad(states, (0, 0, 0, mask.extra_keys)) for states in (key, value))
+    backend_mask = None if mask is None else mask.for_queries(query.shape[2])
+    output, weights = attention(module, query, key, value, backend_mask, **kwargs)
+    if is_torchdynamo_exporting():
+        # Which layout the kernel returns depends on whether gradients are recorded, and the exporter to ONNX does not.
+        output = output.clone(memory_format=torch.contiguous_format)
+    return output.flatten(-2), weights
+
+
+def _attend_unpadded(
+    attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keys: UnpaddedKeys, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Call a variable-length kernel with all queries of every row, but only the kept keys.
+
+    Transformers' flash path assumes that queries and keys are the same tokens, so a key mask would drop queries too.
+    Passing explicit sequence boundaries and no mask avoids that.
+    """
+    batch, _, num_queries, _ = query.shape
+    rows = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (batch * length, heads, head_dim)
+    query, key, value = rows
+    key, value = key[keys.indices], value[keys.indices]
+    borders = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
+    output, _ = attention(
+        module,
+        *(states.unsqueeze(0).transpose(1, 2) for states in (query, key, value)),  # (1, heads, total, head_dim)
+        None,
+        cu_seq_lens_q=borders,
+        cu_seq_lens_k=keys.cu_seq_lens,
+        max_length_q=num_queries,
+        max_length_k=keys.max_length,
+        **kwargs,
+    )
+    return output.view(batch, num_queries, *output.shape[-2:]), None
+
+
+def read_memories(
+    module: nn.Module, query: Tensor, memories: Memories, options: dict[str, Any] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax attention to several memories at once, for a module as in `attend_heads`.
+
+    Queries (b, h, n, c), those of its tokens if a memory is a window, give the concatenated heads (b, n, d), and with
+    eager attention the weights (b, h, n, keys) over the slots or window positions of each memory in turn.
+
+    Raises:
+        ValueError: The number of queries differs from the number of tokens in a window.
+    """
+    first, options = memories[0], options or {}
+    if isinstance(first, WindowMemory) and first.is_step:
+        memories = [first := first.as_slots()]
+    if len(memories) == 1 and isinstance(first, SlotMemory):
+        plain = isinstance(first.filled, KeyMask | None) and first.bias is None and first.query_bias is None
+        return attend_heads(module, query, first.key, first.value, first.filled if plain else first.mask(), **options)
+    windows = [memory for memory in memories if isinstance(memory, WindowMemory)]
+    if not windows:
+        return _read_slots(module, query, memories, options)
+    query, widest = windows[0].put_in_order(query), max(memory.window for memory in windows)
+    # Eager attention returns weights by window.
+    is_short = not is_tracing(query) and module.config._attn_implementation != "eager"
+    is_short = is_short and query.shape[2] <= widest + _SHORT_ROW
+    if is_short and all(memory.bias is None and not memory.causal for memory in windows):
+        memories = [memory.as_slots() if isinstance(memory, WindowMemory) else memory for memory in memories]
+        output, weights = _read_slots(module, query, memories, options)
+    else:
+        output, weights = _read_blocks(module, query, memories, widest, options)
+    weights = None if weights is None else windows[0].put_back(weights.transpose(1, 2)).transpose(1, 2)
+    return windows[0].put_back(output), weights
 
 
 def _read_slots(
@@ -1199,60 +1477,8 @@ def _read_slots(
 ) -> tuple[Tensor, Tensor | None]:
     key, value = (torch.cat([memory[side] for memory in memories], 2) for side in (0, 1))
     sizes = [memory.key.shape[2] for memory in memories]
-    mask = _join_masks([memory.mask_terms() for memory in memories], sizes, key)
+    mask = join_masks([memory.mask_terms() for memory in memories], sizes, key)
     return attend_heads(module, query, key, value, mask, **options)
-
-
-def _whole_row(memory: WindowMemory) -> SlotMemory:
-    """Let the ordered queries of a short row read the whole row, under the mask of their windows."""
-    key, value, readable = _ordered_tokens(memory)
-    place, (before, after) = torch.arange(key.shape[2], device=key.device), window_reach(memory.window)
-    offset = place - place[:, None]
-    return SlotMemory(key, value, readable, query_bias=((offset >= -before) & (offset <= after))[None, None])
-
-
-class _BlockPart(NamedTuple):
-    """A memory as a table of keys and values, and which of them each block of queries reads."""
-
-    key: Tensor  # (rows, h, c)
-    value: Tensor  # (rows, h, c)
-    places: Tensor  # (blocks, k) rows that a block reads
-    terms: list[Tensor]  # of the mask, each (1 or blocks, 1 or h, 1 or s, 1 or k)
-
-    def gather(self, states: Tensor, part: slice = slice(None)) -> Tensor:
-        """Take the keys or values of some blocks, (blocks, h, k, c)."""
-        return key_blocks(states, self.places[part]).transpose(1, 2)
-
-
-def _as_rows(states: Tensor) -> Tensor:
-    """Flatten (b, h, n, ...) to (b * n, h, ...)."""
-    return states.transpose(1, 2).flatten(0, 1)
-
-
-def _slots_in_blocks(memory: SlotMemory, block: int, blocks: int) -> _BlockPart:
-    batch, slots, device = memory.key.shape[0], memory.key.shape[2], memory.key.device
-    # Not `repeat_interleave`, which would need one graph for a single block and another for several.
-    rows = torch.arange(blocks, device=device) // (blocks // batch)  # of the batch, for each block
-    terms = [
-        term.index_select(0, rows) if term.shape[2] == 1 else query_blocks(term, block)
-        for term in (term.expand(batch, -1, -1, -1) for term in memory.mask_terms())
-    ]
-    places = rows[:, None] * slots + torch.arange(slots, device=device)
-    return _BlockPart(_as_rows(memory.key), _as_rows(memory.value), places, terms)
-
-
-def _window_in_blocks(memory: WindowMemory, block: int) -> _BlockPart:
-    key, value, readable = _ordered_tokens(memory)
-    rows, _, length, _ = key.shape
-    places, inside = key_places(rows, length, memory.window, block, key.device, memory.causal)
-    reached = inside.unsqueeze(1)
-    if readable is not None:
-        readable = readable.expand(rows, -1, -1)
-        reached = reached & key_blocks(_as_rows(readable), places).transpose(1, 2)
-    terms = [window_mask(torch.ones_like(inside[:1]).unsqueeze(1), block), reached.unsqueeze(2)]
-    if memory.bias is not None:
-        terms.append(band_weights(memory.bias.expand(1, 1, block, memory.window), block + memory.window - 1))
-    return _BlockPart(_as_rows(key), _as_rows(value), places, terms)
 
 
 def _read_blocks(
@@ -1265,24 +1491,22 @@ def _read_blocks(
     query = query_blocks(query, block)
     blocks = query.shape[0]
     parts = [
-        _window_in_blocks(memory, block)
-        if isinstance(memory, WindowMemory)
-        else _slots_in_blocks(memory, block, blocks)
+        memory.in_blocks(block) if isinstance(memory, WindowMemory) else memory.in_blocks(block, blocks)
         for memory in memories
     ]
     sizes, table = [part.places.shape[1] for part in parts], _join_parts(parts)
     terms = [part.terms for part in parts]
     step = max(_PART_QUERIES // block, 1) if in_parts else blocks
     buffer = None
-    if in_parts and _is_additive(terms):  # new memory for the mask of each part would be slow
-        terms = [_added(own, table.key) for own in terms]
+    if in_parts and is_additive(terms):  # new memory for the mask of each part would be slow
+        terms = [added_terms(own, table.key) for own in terms]
         buffer = table.key.new_empty(min(step, blocks), query.shape[1], block, sum(sizes))
     reads = []
     for first in range(0, blocks, step) if in_parts else (0,):
         part = slice(first, first + step) if in_parts else slice(None)
         own = [[term if term.shape[0] == 1 else term[part] for term in added] for added in terms]
         if buffer is None:
-            mask = _join_masks(own, sizes, table.key)
+            mask = join_masks(own, sizes, table.key)
         else:
             mask = buffer[: len(query[part])]
             for added, out in zip(own, mask.split(sizes, -1), strict=True):
@@ -1302,7 +1526,7 @@ def _read_blocks(
     return output, join_blocks(torch.cat(weights, -1).transpose(1, 2), rows, places).transpose(1, 2)
 
 
-def _join_parts(parts: list[_BlockPart]) -> _BlockPart:
+def _join_parts(parts: list[BlockPart]) -> BlockPart:
     """Join the tables of several memories, without their masks."""
     if len(parts) == 1:
         return parts[0]
@@ -1311,64 +1535,7 @@ def _join_parts(parts: list[_BlockPart]) -> _BlockPart:
         places.append(part.places + start)
         start += part.key.shape[0]
     key, value = (torch.cat([part[side] for part in parts]) for side in (0, 1))
-    return _BlockPart(key, value, torch.cat(places, 1), [])
-
-
-def _ordered_tokens(memory: WindowMemory) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return keys, values and the mask (b, 1 or h, n) of the tokens to read, in the order of `_put_in_order`."""
-    key, value, readable = memory.key, memory.value, None if memory.real is None else memory.real[:, None]
-    if not memory.ordered:
-        key, value = (move_to_ranks(states, memory.ranks, memory.keep) for states in (key, value))
-    if memory.elsewhere is not None:
-        left = ~in_order(memory.elsewhere, memory.ranks, memory.keep)
-        readable = left if readable is None else readable & left
-    if memory.dilated:
-        if readable is None and _places_to_add(key) is not None:  # the added positions must be masked
-            readable = torch.ones_like(key[:, :1, :, 0], dtype=torch.bool)
-        key, value = _dilate(key), _dilate(value)
-        readable = None if readable is None else _dilate(readable.unsqueeze(-1)).squeeze(-1)
-    return key, value, readable
-
-
-def _put_in_order(query: Tensor, order: WindowMemory) -> Tensor:
-    """Move queries (b, h, n, c) to the positions of their tokens in the window, (b or 2 b, h, places, c)."""
-    tokens = order.key.shape[2] - order.earlier
-    if tokens != query.shape[2]:
-        raise ValueError(
-            f"A window can be read only by the {tokens} tokens it was written from, but there are {query.shape[2]} "
-            "queries; for cross-attention, use a memory with slots."
-        )
-    query = move_to_ranks(query, order.ranks, order.keep)
-    query = F.pad(query, (0, 0, order.earlier, 0)) if order.earlier else query
-    return _dilate(query) if order.dilated else query
-
-
-def _put_back(states: Tensor, order: WindowMemory) -> Tensor:
-    """Undo `_put_in_order`: (b or 2 b, places, ...) to (b, n, ...)."""
-    if order.dilated:
-        states = first_places(undo_interleave(states), order.key.shape[2])
-    states = states[:, order.earlier :] if order.earlier else states
-    if order.ranks is None:
-        return states
-    # Whole rows of a (b * places, ...) table: faster than `gather`, which takes single entries.
-    rows, places = states.shape[:2]
-    found = order.ranks + places * torch.arange(rows, device=states.device)[:, None]
-    return states.flatten(0, 1).index_select(0, found.flatten()).view(*found.shape, *states.shape[2:])
-
-
-def _dilate(states: Tensor) -> Tensor:
-    """Split even and odd positions into separate rows, zero-padded if needed: (b, h, n, c) to (2 b, h, n / 2, c)."""
-    extra, states = _places_to_add(states), states.transpose(1, 2)
-    return interleave(states if extra is None else F.pad(states, (0, 0, 0, 0, 0, extra))).transpose(1, 2)
-
-
-def _places_to_add(states: Tensor) -> int | None:
-    """Number of positions to add to (b, h, n, c) to make n even; `None` for none."""
-    length = states.shape[2]
-    if not is_tracing(states):
-        return length % 2 or None
-    # A graph pads even and odd lengths alike, with at least two positions of each parity, so that it is not recompiled.
-    return 2 * ((length + 3) // 2) - length
+    return BlockPart(key, value, torch.cat(places, 1), [])
 
 
 # ---- layers/recorded.py ----
@@ -1417,7 +1584,7 @@ class Memory(NamedTuple):
     """The result of writing a context."""
 
     parts: Memories  # read together in one softmax
-    carried: Tensor | None = None  # passed to the next layer alongside the tokens (Luna's packed states)
+    slot_states: Tensor | None = None  # passed to the next layer alongside the tokens (Luna's packed states)
     marked: "MarkedReads | None" = None  # tokens of the context that read all of it
 
 
@@ -1439,6 +1606,7 @@ class MemoryAttention(Recorded):
     is_causal = False  # transformers' sdpa defaults to True without this attribute
     has_slots = True  # whether a window of `config.local_window` is read in one softmax with them
     memory_class: type = SlotMemory  # the part that cross-attention writes and reads
+    read_parts = read_memories
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int = 0) -> None:
         super().__init__()
@@ -1450,15 +1618,6 @@ class MemoryAttention(Recorded):
         counts = config.local_window and config.slot_count_bias and self.has_slots
         self.slot_scale = nn.Parameter(torch.empty(self.num_heads)) if counts else None
         self.add_projections(config)
-
-    @classmethod
-    def across(cls, config: BoundedMemoryConfig, layer_idx: int) -> "MemoryAttention":
-        """Create a decoder layer's cross-attention, without what only self-attention needs."""
-        attention = cls(config.across(), layer_idx)
-        for module in attention.modules():
-            if hasattr(module, "config"):
-                module.config = config  # the decoder's own, whose attention backend may change
-        return attention
 
     def initialise(self, config: BoundedMemoryConfig) -> None:
         """Initialise the scales, such that a slot counts as many tokens as it stands for."""
@@ -1482,24 +1641,25 @@ class MemoryAttention(Recorded):
 
     @staticmethod
     def prepare(
-        config: BoundedMemoryConfig, states: Tensor, carried: Tensor | None, context: ForwardContext
+        config: BoundedMemoryConfig, states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> ForwardContext:
         """Return the context with the masks that the layers need, in the backend's form; called once per forward pass.
 
         Args:
             config: the model's configuration.
             states: (b, n, d) input of the first layer.
-            carried: its other input, see `write`.
+            slot_states: its other input, see `write`.
             context: context of the forward pass.
         """
         return context
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Write a context to a memory.
 
         Args:
             states: (b, n, d), already normed in a pre-norm model.
-            carried: the state or parameter that the family's layers pass on alongside the tokens, if any.
+            slot_states: what the layers pass on alongside the tokens to write the slots with: Luna's packed states
+                (b, l, d), or the control matrix shared by the layers of an ABC model; `None` in other families.
             context: context of the tokens, with the family's masks (`prepare`).
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `write`.")
@@ -1510,69 +1670,13 @@ class MemoryAttention(Recorded):
             return [(slice(None), context)]
         return context.split(states.shape[2], _PART_TOKENS)
 
-    def slot_memory(
-        self,
-        key: Tensor,
-        value: Tensor,
-        context: ForwardContext,
-        filled: KeyMask | Tensor | None = None,
-        counts: Tensor | None = None,
-    ) -> SlotMemory:
-        """Make the memory of slots, with the logarithm of their counts as a bias if the config asks for it.
-
-        Softmax attention to s equal tokens equals attention to one slot, their mean, whose logit is larger by log s.
-
-        Args:
-            key, value, filled: see `SlotMemory`.
-            context: context of the tokens that were written.
-            counts: (b, 1 or h, m) number of tokens that each slot stands for; by default, the slots in use share a
-                row's tokens evenly.
-        """
-        slots = SlotMemory(key, value, filled)
-        if context.outside is not None:
-            return self.weigh_slots(slots, context.outside, counts)
-        if self.slot_scale is None:
-            return slots
-        if counts is None:
-            used = slots.filled_slots()
-            used = torch.ones_like(key[:, :1, :, 0], dtype=torch.bool) if used is None else used
-            lengths = context.lengths.unsqueeze(1).to(torch.promote_types(self.slot_scale.dtype, torch.float32))
-            counts = lengths / used.sum(-1, keepdim=True).clamp(min=1)  # (b, 1 or h, 1)
-        return slots._replace(bias=count_bias(counts, self.slot_scale).expand(-1, -1, key.shape[2]))
-
-    def weigh_slots(self, slots: SlotMemory, outside: Tensor, counts: Tensor | None) -> SlotMemory:
-        """Let the slots of each query stand for the tokens that it reads nowhere else, divided as `counts` are.
-
-        Args:
-            slots: without a bias.
-            outside: (b or 1, 1 or h, 1 or n) number of these tokens; a query that has none reads no slot. Or
-                (b or 1, 1 or h, 1 or n, m), the number of them in each slot.
-            counts: see `slot_memory`.
-        """
-        each = outside if outside.dim() == 4 else outside.unsqueeze(-1)
-        some, unread = each > 0, torch.finfo(slots.key.dtype).min / 2
-        if self.slot_scale is None:
-            weight = torch.zeros((), dtype=slots.key.dtype, device=outside.device)
-            return slots._replace(query_bias=torch.where(some, weight, unread))
-        each = each.to(torch.promote_types(self.slot_scale.dtype, torch.float32)).clamp(min=1.0)
-        slots = slots._replace(query_bias=torch.where(some, log_counts(each, self.slot_scale), unread))
-        if outside.dim() == 4:
-            return slots
-        if counts is None:
-            used = slots.filled_slots()
-            counts = torch.ones_like(slots.key[:, :1, :, 0]) if used is None else used
-        counts = counts.to(each.dtype)
-        least = torch.finfo(counts.dtype).tiny ** 0.5  # whose gradient is finite
-        shares = counts.clamp(min=least) / counts.sum(-1, keepdim=True).clamp(min=least)
-        return slots._replace(bias=log_counts(shares, self.slot_scale).expand(-1, self.num_heads, -1))
-
-    def write_own(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write_own(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Like `write`, with what the context's own tokens also read: the tokens around them, and the exact ones."""
         mixes = context.window or context.marked is not None or context.selected
         if not (self.has_slots and mixes):
-            return self.write(states, carried, context)
+            return self.write(states, slot_states, context)
         if context.whole:
-            return self.write_whole(states, carried, context)
+            return self.write_whole(states, slot_states, context)
         key, value = self.key_and_value(states)
         context, marked = context._replace(projected=(key, value)), context.marked
         selected = self.select_tokens(states, key, context) if context.selected else None
@@ -1584,27 +1688,27 @@ class MemoryAttention(Recorded):
             SlotMemory(gather_tokens(key, chosen.places), gather_tokens(value, chosen.places), chosen.valid)
             for chosen in exact
         ]
-        memory = self.write(states, carried, context)
+        memory = self.write(states, slot_states, context)
         written = [
             part._replace(elsewhere=elsewhere) if isinstance(part, WindowMemory) else part for part in memory.parts
         ]
         if not context.slots:
             written = []
         if context.window:
-            parts.append(tokens_in_window(key, value, context.window, context, elsewhere=elsewhere))
+            parts.append(WindowMemory.of_encoder(key, value, context.window, context, elsewhere))
         if marked is not None and self.config.global_tokens_read_all:
             memory = memory._replace(marked=MarkedReads(marked, key, value, context.token_mask))
         return memory._replace(parts=[*written, *parts])
 
-    def write_whole(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write_whole(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Keep every token, to be read by all: softmax attention."""
         key, value = self.key_and_value(states)
-        unused = self.unused_parameters(carried) if torch.is_grad_enabled() else []
+        unused = self.unused_parameters(slot_states) if torch.is_grad_enabled() else []
         if unused:
             key, *_ = join_gradients(key, *unused)
-        return Memory([SlotMemory(key, value, context.token_mask)], carried)
+        return Memory([SlotMemory(key, value, context.token_mask)], slot_states)
 
-    def unused_parameters(self, carried: Tensor | None) -> list[Tensor]:
+    def unused_parameters(self, slot_states: Tensor | None) -> list[Tensor]:
         """Return what has no effect where every token is read; it gets a gradient of zero, as DDP requires."""
         return [] if self.slot_scale is None else [self.slot_scale]
 
@@ -1642,7 +1746,7 @@ class MemoryAttention(Recorded):
         self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Read a memory with (b, n, d) states: (b, n, d) before the output projection, and the weights if eager."""
-        memory = memory._replace(carried=None)
+        memory = memory._replace(slot_states=None)
         if torch.is_grad_enabled() and self.config._attn_implementation != "eager":
             parts = memory.parts
             keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in parts)
@@ -1656,7 +1760,7 @@ class MemoryAttention(Recorded):
         shape = (*hidden_states.shape[:-1], self.num_heads, self.head_size)
         query = self.query(hidden_states).view(shape).transpose(1, 2)
         options = {} if context is None else context.options
-        output, weights = read_memories(self, query, memory.parts, options)
+        output, weights = self.read_parts(query, memory.parts, options)
         if memory.marked is None:
             return output, weights
         tokens, *sides = memory.marked
@@ -1665,22 +1769,22 @@ class MemoryAttention(Recorded):
         return put_tokens(output, whole, tokens), weights
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Self-attention: write the tokens to a memory and read it.
 
         Args:
             hidden_states: (b, n, d) token states, already normed in a pre-norm model.
-            carried: see `write`.
+            slot_states: see `write`.
             context: context of the forward pass.
 
         Returns:
-            The output (b, n, d) before the output projection, `carried` for the next layer, and with eager attention
-            the weights (b, h, n, keys).
+            The output (b, n, d) before the output projection, `slot_states` for the next layer, and with eager
+            attention the weights (b, h, n, keys).
         """
-        memory = self.write_own(hidden_states, carried, context)
+        memory = self.write_own(hidden_states, slot_states, context)
         output, weights = self.read(hidden_states, memory, context)
-        return output, memory.carried, weights
+        return output, memory.slot_states, weights
 
 
 class FullAttention(MemoryAttention):
@@ -1688,10 +1792,10 @@ class FullAttention(MemoryAttention):
 
     has_slots = False
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
-        """Keep one slot per token; `carried` passes by unchanged."""
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
+        """Keep one slot per token; `slot_states` passes by unchanged."""
         mask = make_key_mask(self.config, context.keep, queries=states, keys=states)
-        return Memory([SlotMemory(*self.key_and_value(states), mask)], carried)
+        return Memory([SlotMemory(*self.key_and_value(states), mask)], slot_states)
 
 
 # ---- layers/block.py ----
@@ -1699,8 +1803,8 @@ class FullAttention(MemoryAttention):
 # A layer of an encoder or decoder, and the stack of layers.
 #
 # Parameters have RoBERTa's names, so that a RoBERTa checkpoint loads wherever the architectures agree. A family plugs
-# in a `MemoryAttention`: `(hidden_states, carried, context) -> (output, carried, weights)`, where `carried` passes from
-# layer to layer alongside the tokens (Luna's packed sequence), or is `None`.
+# in a `MemoryAttention`. What it writes its slots with passes from layer to layer alongside the tokens: `slot_states`,
+# such as Luna's packed sequence, or `None`.
 
 
 # Number of tokens that the feed-forward network takes at a time: on a CPU, whose cache they fit, and elsewhere.
@@ -1769,20 +1873,31 @@ class AttentionBlock(nn.Module):
         self.convolution = convolution_class(config, layer_idx) if config.conv_kernel_size else None
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the update that the layer adds to the states, before dropout: (b, n, d), and `carried`."""
+        """Compute the update that the layer adds to the states, before dropout: (b, n, d), and `slot_states`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        update, carried = self.attend(states, carried, context)
+        update, slot_states = self.attend(states, slot_states, context)
         if self.convolution is not None:
-            convolved, _ = context.in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None)
+            convolved, _ = _in_rows(context, lambda rows, _, own: (self.convolution(rows, own), None), states, None)
             update = update + convolved
-        return update, carried
+        return update, slot_states
 
-    def attend(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, states: Tensor, slot_states: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
         """Apply attention and output projection to normed states (b, n, d)."""
-        read, carried = context.in_rows(self.self, states, carried)
-        return self.output.dense(read), carried
+        read, slot_states = _in_rows(context, self.self, states, slot_states)
+        return self.output.dense(read), slot_states
+
+
+def _in_rows(
+    context: ForwardContext | UnpaddedContext, function: Callable[..., Any], states: Tensor, slot_states: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Apply what needs whole texts, a function of (b, n, d) states, slot states and a context."""
+    if isinstance(context, ForwardContext):
+        return function(states, slot_states, context)[:2]
+    return context.in_rows(function, states, slot_states)
 
 
 class TransformerLayer(Recorded, GradientCheckpointingLayer):
@@ -1797,13 +1912,13 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
         self.output = SubLayerOutput(config, config.intermediate_size)
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply both sub-layers; returns token states (b, n, d) and `carried`."""
+        """Apply both sub-layers; returns token states (b, n, d) and `slot_states`."""
         with float32_products(hidden_states):
-            update, carried = self.attention(hidden_states, carried, context)
+            update, slot_states = self.attention(hidden_states, slot_states, context)
             hidden_states = hidden_states + self.attention.output.dropout(update)
-            return self.feed_forward(hidden_states, self.attention), carried
+            return self.feed_forward(hidden_states, self.attention), slot_states
 
     def feed_forward(self, hidden_states: Tensor, before: nn.Module) -> Tensor:
         """Apply the feed-forward sub-layer with its residual connection, in blocks of tokens if that saves memory.
@@ -1836,10 +1951,10 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
             states = states if self.norm_first else normed
             update = self.output.dense(self.intermediate(normed))
         elif self.gradient_checkpointing and self.training:  # memory counts more than time
-            states, update = keep_inputs(apply, states)
+            states, update = save_inputs(apply, states)
         else:  # the large products are kept; norms and activations are cheap
-            states, inner = keep_inputs(widen, states)
-            update = keep_inputs(narrow, inner)
+            states, inner = save_inputs(widen, states)
+            update = save_inputs(narrow, inner)
         states = states + self.output.dropout(update)
         return states if self.norm_first else self.output.LayerNorm(states)
 
@@ -1869,12 +1984,12 @@ class LayerStack(nn.Module):
         final = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.final_layer_norm = final if config.norm_first else nn.Identity()
 
-    def forward(self, hidden_states: Tensor, carried: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        """Apply all layers, with their other inputs; returns token states (b, n, d) and `carried`."""
+    def forward(self, hidden_states: Tensor, slot_states: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Apply all layers, with their other inputs; returns token states (b, n, d) and `slot_states`."""
         for layer in self.layer:
             # Positional arguments, because re-entrant checkpointing gives keyword arguments no gradient.
-            hidden_states, carried = layer(hidden_states, carried, *inputs)
-        return self.final_layer_norm(hidden_states), carried
+            hidden_states, slot_states = layer(hidden_states, slot_states, *inputs)
+        return self.final_layer_norm(hidden_states), slot_states
 
 
 # ---- ops/positions.py ----
@@ -1885,13 +2000,8 @@ class LayerStack(nn.Module):
 def rotation(positions: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute the cosines and sines of rotary positions (Su et al. 2021, RoFormer, equation 15).
 
-    Args:
-        positions: (b, n).
-        size: number of entries of a head that are rotated.
-        dtype: of the states to rotate; the result is float32 or wider.
-
-    Returns:
-        (b, n, 2, size / 2).
+    Positions (b, n) give (b, n, 2, size / 2), where `size` entries of a head are rotated, in `dtype` but at least
+    float32.
     """
     angles = position_angles(positions, size // 2, size // 2)
     waves = torch.stack([angles.cos(), angles.sin()], dim=-2)
@@ -1899,57 +2009,20 @@ def rotation(positions: Tensor, size: int, dtype: torch.dtype = torch.float32) -
 
 
 def rotate(states: Tensor, rotation: Tensor) -> Tensor:
-    """Apply rotary positions: rotate entries i and i + c / 2 of each head by the token's i-th angle.
+    """Apply rotary positions: rotate entries i and i + c / 2 of each head (b, h, n, c) by the token's i-th angle.
 
-    Args:
-        states: (b, h, n, c).
-        rotation: (b or 1, n, 2, c / 2) cosines and sines, from `rotation`.
-
-    Returns:
-        (b, h, n, c) in the dtype of `states`. The product of two rotated states depends on their relative position.
+    The product of two states rotated so, with the result (b or 1, n, 2, c / 2) of `rotation`, depends on their relative
+    position.
     """
     cos, sin = rotation.unsqueeze(1).to(states.dtype).unbind(-2)
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def token_positions(keep: Tensor, first: int) -> Tensor:
-    """RoBERTa's position ids: `first + t` for the t-th real token (from 0), and the row before for padding.
-
-    Args:
-        keep: (b, n) padding mask.
-        first: position of the first token.
-
-    Returns:
-        (b, n) long.
-    """
-    return keep.long().cumsum(-1) * keep + first - 1  # `long` because ONNX has no cumsum of booleans
-
-
-def repeated_positions(position_ids: Tensor, first: int, period: int) -> Tensor:
-    """Position ids whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
-
-    Args:
-        position_ids: (..., n) long, see `token_positions`.
-        first: the position id of position 0.
-        period: at least 2.
-
-    Returns:
-        (..., n) long.
-    """
-    beyond = position_ids - first - 1  # position 1 is 0 here
-    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + first + 1)
-
-
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
     """Sinusoidal position embeddings, sines in the first half and cosines in the second (fairseq's layout).
 
-    Args:
-        positions: (...) long.
-        dim: width; if odd, the last column is zero.
-
-    Returns:
-        (..., dim) float32.
+    Positions (...) give (..., dim) float32, with a last column of zeros if `dim` is odd.
     """
     half = dim // 2
     angles = position_angles(positions, half, max(half - 1, 1))
@@ -1971,15 +2044,9 @@ def position_angles(positions: Tensor, count: int, divisor: int) -> Tensor:
 def repeat_positions(table: Tensor, first: int, length: int) -> Tensor:
     """Extend a position table by repeating its rows, or truncate it (Beltagy et al. 2020, Longformer, section 5).
 
-    Repetition preserves the learned relations between neighbouring positions, except where two copies meet.
-
-    Args:
-        table: (first + trained, d).
-        first: number of leading rows that are not positions (in RoBERTa, those up to the padding row).
-        length: number of positions to return, at least 1.
-
-    Returns:
-        (first + length, d).
+    Repetition preserves the learned relations between neighbouring positions, except where two copies meet. The table
+    (first + trained, d) begins with `first` rows that are no positions (in RoBERTa, those up to the padding row).
+    Returns (first + length, d), with `length` at least 1.
     """
     rows = table[first:]
     repeated = rows.repeat(-(-length // rows.shape[0]), 1)[:length]
@@ -2007,11 +2074,33 @@ class SinusoidalPositions(nn.Module):
         return sinusoids(position_ids, self.dim)
 
 
+def token_positions(keep: Tensor, first: int) -> Tensor:
+    """RoBERTa's position ids of a padding mask (b, n): `first + t` for the t-th real token, `first - 1` for padding."""
+    return keep.long().cumsum(-1) * keep + first - 1  # `long` because ONNX has no cumsum of booleans
+
+
+def repeated_positions(position_ids: Tensor, first: int, period: int) -> Tensor:
+    """Position ids (..., n) whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
+
+    `first` is the id of position 0, as in `token_positions`; the period is at least 2.
+    """
+    beyond = position_ids - first - 1  # position 1 is 0 here
+    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + first + 1)
+
+
 def padding_row(config: BoundedMemoryConfig) -> int | None:
     """Return the token that only pads, or `None` if padding is also another special token, such as the last one."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     others = (*ends, config.bos_token_id, config.sep_token_id, config.decoder_start_token_id)
     return None if config.pad_token_id in others else config.pad_token_id
+
+
+# Inputs that are rows of a table, and what helps if it lacks them.
+_TABLES = {
+    "Token ids": "Use the model's own tokenizer, or `resize_token_embeddings`.",
+    "Position ids": "Use fewer positions, or `resize_position_embeddings`.",
+    "`token_type_ids`": "Leave them out, or use a model with a larger `type_vocab_size`.",
+}
 
 
 class TokenEmbeddings(nn.Module):
@@ -2047,33 +2136,52 @@ class TokenEmbeddings(nn.Module):
         token_type_ids: Tensor | None,
         keep: Tensor | None,
     ) -> Tensor:
-        """Embed (b, n) ids, or complete (b, n, `embedding_size` or d) token embeddings, to (b, n, d) states."""
-        tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        length = tokens.shape[1]
-        if position_ids is None and self.position_embeddings is not None:
-            every = torch.ones(1, length, dtype=torch.bool, device=tokens.device) if keep is None else keep
-            position_ids = token_positions(every, self.first_position)
-        states = tokens * self.scale if self.scale != 1.0 else tokens
-        if self.period is not None:
-            position_ids = repeated_positions(position_ids, self.first_position, self.period)
-        if self.position_embeddings is not None:
-            states = states + self.position_embeddings(position_ids + self.offset).to(states.dtype)
-        if self.token_type_embeddings is not None:
-            if token_type_ids is None:
-                token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
-            states = states + self.token_type_embeddings(token_type_ids)
-        # All-zero ids, as many tokenizers return, are the same as none; traced, they cannot be read.
-        elif token_type_ids is not None and not is_tracing(token_type_ids) and token_type_ids.any():
-            raise ValueError(
-                f"`token_type_ids` contain {token_type_ids.max()}, but the model has no segment embeddings "
-                "(`type_vocab_size` is 0). Leave them out, or use a model with `type_vocab_size` above 0."
-            )
+        """Embed (b, n) ids, or complete (b, n, `embedding_size` or d) token embeddings, to (b, n, d) states.
+
+        Raises:
+            ValueError: A table has no row for an id (on a CPU; an accelerator reports it by itself, later), or segments
+                have no embeddings.
+        """
+        try:
+            tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+            length = tokens.shape[1]
+            if position_ids is None and self.position_embeddings is not None:
+                every = torch.ones(1, length, dtype=torch.bool, device=tokens.device) if keep is None else keep
+                position_ids = token_positions(every, self.first_position)
+            states = tokens * self.scale if self.scale != 1.0 else tokens
+            if self.period is not None:
+                position_ids = repeated_positions(position_ids, self.first_position, self.period)
+            if self.position_embeddings is not None:
+                states = states + self.position_embeddings(position_ids + self.offset).to(states.dtype)
+            if self.token_type_embeddings is not None:
+                if token_type_ids is None:
+                    token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
+                states = states + self.token_type_embeddings(token_type_ids)
+            # All-zero ids, as many tokenizers return, are the same as none; traced, they cannot be read.
+            elif token_type_ids is not None and not is_tracing(token_type_ids) and token_type_ids.any():
+                raise ValueError(
+                    f"`token_type_ids` contain {token_type_ids.max()}, but the model has no segment embeddings "
+                    "(`type_vocab_size` is 0). Leave them out, or use a model with `type_vocab_size` above 0."
+                )
+        except IndexError:
+            rows = None if position_ids is None else position_ids + self.offset
+            raise self.missing_row(input_ids, rows, token_type_ids) from None
         # Masked before the norm, too: padding may hold anything, even NaN, which must not reach a state or a gradient.
         padding = None if keep is None else ~keep.unsqueeze(-1)
         states = states if padding is None else states.masked_fill(padding, 0.0)
         states = self.dropout(self.LayerNorm(states))
         states = states if self.embeddings_project is None else linear(self.embeddings_project, states)
         return states if padding is None else states.masked_fill(padding, 0.0)
+
+    def missing_row(self, *given: Tensor | None) -> ValueError:
+        """Return the error for token, position and segment ids, of which some have no row in their table."""
+        tables = (self.word_embeddings, self.position_embeddings, self.token_type_embeddings)
+        said = []
+        for (name, advice), table, ids in zip(_TABLES.items(), tables, given, strict=True):
+            rows = len(getattr(table, "weight", ()))
+            if ids is not None and rows and (ids.min() < 0 or ids.max() >= rows):
+                said.append(f"{name} run from {ids.min()} to {ids.max()}, but the table has {rows} rows. {advice}")
+        return ValueError(" ".join(said))
 
 
 # ---- models/base.py ----
@@ -2155,11 +2263,18 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
     def __new__(cls, *args: Any, **keywords: Any) -> "BoundedMemoryPreTrainedModel":
-        """Refuse what `from_pretrained` passes on because the config has no such field.
+        """Refuse another architecture's config, and what `from_pretrained` passes on as the config has no such field.
 
         Raises:
-            ValueError: A keyword is neither a field nor a parameter of the class.
+            ValueError: The config is not the class's, or a keyword is neither a field nor a parameter of the class.
         """
+        config, own = keywords.get("config", args[0] if args else None), cls.config_class
+        # Not only `isinstance`: the code of a checkpoint has its own copy of the class.
+        if isinstance(config, PreTrainedConfig) and not isinstance(config, own) and config.model_type != own.model_type:
+            raise ValueError(
+                f"{cls.__name__} needs a {own.__name__}, but got a {type(config).__name__}. Use a model class of that "
+                "config, such as the Auto classes choose with `from_config`."
+            )
         known = inspect.signature(cls.__init__).parameters if keywords else {}
         if not any(own.kind is own.VAR_KEYWORD for own in known.values()):
             cls.config_class.refuse_unknown({name: keywords[name] for name in keywords.keys() - known.keys()})
@@ -2239,6 +2354,22 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             classes |= {auto_class: each for each in own for auto_class in getattr(each, "auto_classes", ())}
         return {auto: f"{saved_file(each)}.{each.__name__}" for auto, each in classes.items()}
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Like `PreTrainedModel.resize_token_embeddings`.
+
+        Raises:
+            ValueError: No row would be left for the padding token; the model stays as it is.
+        """
+        padding, size = self.config.pad_token_id, new_num_tokens
+        if size is not None and -(-size // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1) <= padding:
+            raise ValueError(
+                f"The vocabulary cannot be resized to {size} tokens, since padding is token {padding}. Set "
+                "`config.pad_token_id` to a smaller one first."
+            )
+        return super().resize_token_embeddings(size, pad_to_multiple_of, mean_resizing)
+
     def get_position_embeddings(self) -> nn.Module | None:
         """The position table; `None` if there is none."""
         return self.base_model.embeddings.position_embeddings
@@ -2310,8 +2441,8 @@ class BaseModelMixin:
         """Create the layers; a family overrides this to add modules beside them."""
         self.encoder = LayerStack(config, self.attention_class, self.convolution_class)
 
-    def first_carried(self) -> Tensor | None:
-        """Return the first layer's `carried` input, see `MemoryAttention.write`."""
+    def first_slot_states(self) -> Tensor | None:
+        """Return the first layer's `slot_states`, see `MemoryAttention.write`."""
         return None
 
     def get_input_embeddings(self) -> nn.Module:
@@ -2361,11 +2492,7 @@ class BaseModelMixin:
             )
 
     def check_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> None:
-        """Reject positions that fall from one real token to the next, as in packed texts; skipped while tracing.
-
-        Args:
-            position_ids: (b or 1, n), or `None`.
-            keep: (b, n) padding mask; `None` if nothing is padded.
+        """Reject positions (b or 1, n) that fall between real tokens, as in packed texts; not while tracing.
 
         Raises:
             ValueError: The positions of a row fall.
@@ -2385,19 +2512,32 @@ class BaseModelMixin:
         inputs_embeds: Tensor | None,
         attention_mask: Tensor | None,
         with_past: bool = False,
+        **by_token: Tensor | None,
     ) -> int:
         """Check the inputs' shapes and return their length; `with_past` also allows a mask over earlier tokens.
 
+        Args:
+            by_token: other inputs by name, (b, n) or broadcastable to it along the batch.
+
         Raises:
-            ValueError: Not exactly one kind of input is given, it is empty, or the mask's shape does not match.
+            ValueError: Not exactly one kind of input is given, it is empty or of the wrong type, or a shape does not
+                match.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
-        shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
-        if len(shape) != 2:
-            raise ValueError(f"`input_ids` must have shape (batch, length), but has shape {tuple(shape)}.")
-        if shape[1] == 0:
-            raise ValueError("The input has no tokens (length 0).")
+        shape = (input_ids if inputs_embeds is None else inputs_embeds).shape
+        if inputs_embeds is None and (len(shape) != 2 or input_ids.is_floating_point()):
+            found = f"are {input_ids.dtype} of shape {tuple(shape)}"
+            raise ValueError(f"`input_ids` must be integers of shape (batch, length), but {found}.")
+        if inputs_embeds is not None and (len(shape) != 3 or shape[2] != self.config.embedding_width()):
+            needed = f"(batch, length, {self.config.embedding_width()})"
+            raise ValueError(f"`inputs_embeds` must have shape {needed}, but have shape {tuple(shape)}.")
+        shape = shape[:2]
+        if shape[0] == 0 or shape[1] == 0:
+            raise ValueError(f"The input has no {'tokens (length 0)' if shape[0] else 'rows (batch size 0)'}.")
+        for name, given in by_token.items():
+            if given is not None and given.shape not in (shape, (1, shape[1]), shape[1:]):
+                raise ValueError(f"`{name}` must have shape {tuple(shape)}, but has shape {tuple(given.shape)}.")
         fits = attention_mask is None or attention_mask.shape == shape
         if with_past and not fits:
             fits = (
@@ -2460,299 +2600,6 @@ class HeadMixin:
         for name in self.output_fields:
             own.setdefault(name, outputs.get(name))
         return self.output_class(**own)
-
-
-# ---- ops/unpadding.py ----
-#
-# Variable-length texts without padding between them.
-#
-# An *unpadded batch* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and
-# feed-forward networks run on it as they are. What mixes the tokens of a text, attention and convolutions, needs rows:
-# the texts are sorted by length into a few *buckets*, rows (b, n, d) that are padded to the longest of their bucket. As
-# a bucket is an ordinary padded batch, no text can reach another, and every mechanism works as it does there.
-#
-# Shape letters: t tokens of an unpadded batch, p places of all buckets, b texts of a bucket, n places of a text, l
-# carried states.
-
-
-# Keywords of a forward pass that say where texts begin, as flash attention's and Mamba's kernels call them.
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-
-
-# What another bucket costs, by device type: as much as this many tokens of any width, and this many multiply-adds.
-_BUCKET_COST = {"cpu": (24, 6e5)}
-
-
-_BUCKET_COST_DEFAULT = (0, 2.4e9)
-
-
-# Number of different lengths, at most, at which buckets may end.
-_MOST_ENDS = 64
-
-
-class Bucket(NamedTuple):
-    """Texts of like lengths, as the rows of a padded batch."""
-
-    rows: int  # b
-    length: int  # n, the length of the longest
-    keep: Tensor | None  # (b, n) padding mask; `None` if all have the same length
-
-
-class UnpaddedBatch(NamedTuple):
-    """Where the tokens of a batch are: in the input, without padding, and in the buckets."""
-
-    shape: tuple[int, int]  # of the input
-    tokens: Tensor | None  # (t,) places of the tokens in the flattened input; `None` for all in order
-    positions: Tensor  # (1, t) index of each token in its text
-    lengths: Tensor  # (texts, 1) numbers of tokens, in the order of the input
-    longest: int  # length to which padding would extend every text
-    buckets: tuple[Bucket, ...]
-    gather: Tensor  # (p,) token of each place; padding repeats the last token of its text
-    scatter: Tensor  # (t,) place of each token
-    by_input: Tensor  # (texts,) for the texts in the order of the input, their numbers by length
-    cost: float  # of its computation, in tokens
-
-    def select(self, inputs: Tensor | None) -> Tensor | None:
-        """Take the tokens from an input (1 or b, n, ...): (1, t, ...)."""
-        if inputs is None or (self.tokens is None and inputs.shape[:2] == self.shape):
-            return inputs if inputs is None else inputs.reshape(1, -1, *inputs.shape[2:])
-        flat = inputs.expand(*self.shape, *inputs.shape[2:]).flatten(0, 1)
-        return (flat if self.tokens is None else flat.index_select(0, self.tokens)).unsqueeze(0)
-
-    def in_buckets(self, states: Tensor) -> list[Tensor]:
-        """Split what belongs to the tokens, (t, ...), into the rows of every bucket; padding holds a token's."""
-        places, parts, first = states.index_select(0, self.gather), [], 0
-        for rows, length, _ in self.buckets:
-            parts.append(places[first : first + rows * length].view(rows, length, *states.shape[1:]))
-            first += rows * length
-        return parts
-
-    def restore(self, states: Tensor) -> Tensor:
-        """Put states (1, t, d) back to the places of the input, with zeros at padding."""
-        if self.tokens is None:
-            return states.view(*self.shape, -1)
-        flat = states.new_zeros(self.shape[0] * self.shape[1], states.shape[-1])
-        return flat.index_copy(0, self.tokens, states.squeeze(0)).view(*self.shape, -1)
-
-
-class UnpaddedContext(NamedTuple):
-    """The counterpart of `ForwardContext` for an unpadded batch: a context for every bucket."""
-
-    batch: UnpaddedBatch
-    contexts: tuple[ForwardContext, ...]
-    slots: tuple[int, ...] | None  # number of states (l) carried for each text of a bucket; `None` if texts share them
-    lengths: Tensor  # (texts, 1) number of tokens
-
-    def split(self, states: Tensor, carried: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-        """Split tokens (1, t, d) and carried states (texts, l, d), by length, into the rows of every bucket."""
-        owned, first = [], 0
-        for number, bucket in enumerate(self.batch.buckets):
-            own = carried
-            if self.slots is not None and carried is not None:
-                own = carried[first : first + bucket.rows, : self.slots[number]]
-            owned.append(own)
-            first += bucket.rows
-        return [*zip(self.batch.in_buckets(states.squeeze(0)), owned, strict=True)]
-
-    def in_rows(
-        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Like `ForwardContext.in_rows`, bucket by bucket."""
-        outputs, after = [], []
-        for rows, context in zip(self.split(states, carried), self.contexts, strict=True):
-            output, own = function(*rows, context)[:2]
-            outputs.append(output.flatten(0, 1))
-            if self.slots is not None and own is not None:
-                own = F.pad(own, (0, 0, 0, carried.shape[1] - own.shape[1]))
-            after.append(own)
-        states = torch.cat(outputs).index_select(0, self.batch.scatter).unsqueeze(0)
-        return states, after[0] if self.slots is None or after[0] is None else torch.cat(after)
-
-    def restore(self, states: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the states in the shape of the input, and the carried states with its texts in order."""
-        if self.slots is not None and carried is not None:
-            carried = carried.index_select(0, self.batch.by_input)
-        return self.batch.restore(states), carried
-
-
-def is_readable(tensor: Tensor | None) -> bool:
-    """Whether the entries of a tensor can be read: not while tracing, and not on the meta device."""
-    return tensor is None or not (is_tracing(tensor) or tensor.is_meta)
-
-
-def find_starts(
-    shape: tuple[int, int], keep: Tensor | None, position_ids: Tensor | None, boundaries: dict[str, Tensor | None]
-) -> Tensor | None:
-    """Find the first token of every text, if a row holds several.
-
-    Texts begin where `cu_seq_lens_q` or `seq_idx` say; without them, where `position_ids` return to the row's first.
-
-    Args:
-        shape: (b, n) of the input.
-        keep: (b, n) padding mask; `None` if nothing is padded.
-        position_ids: (1 or b, n), or `None`.
-        boundaries: the keywords of `BOUNDARIES`.
-
-    Returns:
-        (b, n) boolean, the first of every row included; `None` if every row is one text.
-
-    Raises:
-        ValueError: The boundaries do not match the input.
-    """
-    cumulated, of_keys, numbers = given = [boundaries.get(name) for name in BOUNDARIES]
-    if not all(map(is_readable, given)):
-        raise ValueError("A compiled or traced model reads one text per row: pad the texts (DataCollatorWithPadding).")
-    marked = {}
-    if cumulated is not None or of_keys is not None:
-        marked["cu_seq_lens_q"] = _starts_from_lengths(shape, cumulated, of_keys)
-    if numbers is not None:
-        if numbers.shape != shape:
-            raise ValueError(f"`seq_idx` must have shape {tuple(shape)}, but has shape {tuple(numbers.shape)}.")
-        marked["seq_idx"] = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
-    if position_ids is not None and shape[1] > 1 and is_readable(position_ids) and is_readable(keep):
-        marked["position_ids"] = _starts_from_positions(shape, keep, position_ids)
-    if not marked:
-        return None
-    (name, starts), *others = marked.items()
-    for other, found in others:
-        found = found.to(starts.device)
-        if (found & ~starts).any() or (other == "seq_idx" and not torch.equal(found, starts)):
-            raise ValueError(f"`{other}` restart within a text of `{name}`: let both mark the same texts, or give one.")
-    return starts if starts[:, 1:].any() else None
-
-
-def _starts_from_lengths(shape: tuple[int, int], cumulated: Tensor | None, of_keys: Tensor | None) -> Tensor:
-    if cumulated is None or not (of_keys is None or torch.equal(cumulated, of_keys)):
-        raise ValueError("`cu_seq_lens_q` and `cu_seq_lens_k` must be equal: give the boundaries of the texts in both.")
-    total = shape[0] * shape[1]
-    ends = cumulated.tolist()
-    if cumulated.dim() != 1 or not ends or (ends[0], ends[-1]) != (0, total) or (cumulated.diff() < 1).any():
-        raise ValueError(f"`cu_seq_lens_q` must rise from 0 to the number of tokens, {total}, but is {ends}.")
-    starts = torch.zeros(total, dtype=torch.bool, device=cumulated.device)
-    starts[cumulated[:-1].long()] = True
-    starts = starts.view(shape)
-    if not starts[:, 0].all():
-        raise ValueError(f"`cu_seq_lens_q` must hold the end of every row of {shape[1]} tokens, but is {ends}.")
-    return starts
-
-
-def _starts_from_positions(shape: tuple[int, int], keep: Tensor | None, position_ids: Tensor) -> Tensor:
-    positions = position_ids.expand(shape)
-    keep = torch.ones_like(positions, dtype=torch.bool) if keep is None else keep
-    begins = positions.gather(1, keep.long().argmax(1, keepdim=True))  # (b, 1) of the first tokens
-    counts = (positions[:, :-1] == begins) & (positions[:, 1:] == begins + 1) & ~keep[:, :-1] & ~keep[:, 1:]
-    if (counts & (keep.flip(1).cumsum(1).flip(1)[:, 1:] > 0)).any():
-        raise ValueError(
-            "`position_ids` count a text of padding alone, which they cannot mark, as padding may have any position. "
-            "Give `cu_seq_lens_q` and `cu_seq_lens_k`, or `seq_idx`."
-        )
-    # Real tokens only, one after the other.
-    rows, columns = keep.nonzero(as_tuple=True)
-    real, of_row = positions[keep], torch.ones_like(rows, dtype=torch.bool)
-    of_row[1:] = rows[1:] != rows[:-1]
-    first = begins[rows, 0]
-    starts = torch.zeros_like(keep)
-    starts[rows[1:], columns[1:]] = (real[1:] <= real[:-1]) & (real[1:] == first[1:]) & ~of_row[1:]
-    starts[:, 0] = True
-    return starts
-
-
-def bucket_cost(device: torch.device, width: int) -> float:
-    """What another bucket costs, in tokens, for a model of this width."""
-    tokens, products = _BUCKET_COST.get(device.type, _BUCKET_COST_DEFAULT)
-    return tokens + products / width**2
-
-
-def plan_buckets(lengths: Sequence[int], cost: float) -> list[int]:
-    """Divide texts, sorted by length, such that all buckets have the fewest places, each counted `cost` more.
-
-    Args:
-        lengths: lengths in ascending order.
-        cost: what a bucket costs besides its places.
-
-    Returns:
-        The number of texts in each bucket.
-    """
-    total = len(lengths)
-    if not total:
-        return []
-    # The last text of each length; of many lengths, some of them.
-    lasts = [i for i in range(1, total + 1) if i == total or lengths[i] > lengths[i - 1]]
-    ends = lasts[:: -(-len(lasts) // _MOST_ENDS)]
-    ends = ends if ends[-1] == total else [*ends, total]
-    best: list[tuple[float, int]] = [(0.0, 0)]  # for the texts up to each end: the cost, and which end is before
-    starts = [0, *ends]
-    for end in ends:
-        length, least = lengths[end - 1], (float("inf"), 0)
-        for number, (before, _) in enumerate(best):
-            least = min(least, (before + (end - starts[number]) * length + cost, number))
-        best.append(least)
-    sizes, i = [], len(ends)
-    while i:
-        before = best[i][1]
-        sizes.append(starts[i] - starts[before])
-        i = before
-    return sizes[::-1]
-
-
-def unpad_batch(
-    keep: Tensor | None,
-    starts: Tensor | None,
-    shape: tuple[int, int],
-    device: torch.device,
-    width: int,
-    border: int = 0,
-) -> UnpaddedBatch:
-    """Lay out a batch without its padding.
-
-    Args:
-        keep: (b, n) padding mask; `None` if nothing is padded.
-        starts: (b, n) from `find_starts`; `None` if every row is one text. A text may be padding alone.
-        shape: (b, n).
-        device: device of the states.
-        width: d.
-        border: texts of up to this length share no bucket with longer ones.
-
-    Returns:
-        The unpadded batch.
-    """
-    if starts is None:
-        texts = torch.arange(shape[0])[:, None].expand(shape).flatten()
-    else:
-        texts = starts.flatten().cpu().cumsum(0) - 1
-    number_of_texts = int(texts[-1]) + 1
-    tokens = None if keep is None else keep.flatten().cpu().nonzero().squeeze(-1)
-    texts = texts if tokens is None else texts[tokens]
-    lengths = texts.bincount(minlength=number_of_texts)
-    first = lengths.cumsum(0) - lengths  # of each text, its first token
-    order = lengths.argsort(stable=True)
-    by_length = lengths[order].tolist()
-    buckets, gathers, scatter, number, places = [], [], torch.empty_like(texts), 0, 0
-    below, cost = bisect_right(by_length, border), bucket_cost(device, width)
-    sizes = plan_buckets(by_length[:below], cost) + plan_buckets(by_length[below:], cost)
-    for rows in sizes:
-        own, length = order[number : number + rows], max(by_length[number + rows - 1], 1)
-        index = torch.arange(length)
-        mask = index < lengths[own, None]
-        # The place of a text without tokens holds any other's.
-        gather = (first[own, None] + index.clamp(max=lengths[own, None] - 1)).clamp(min=0)
-        scatter[gather[mask]] = places + mask.flatten().nonzero().squeeze(-1)
-        equal = by_length[number] == length
-        buckets.append(Bucket(rows, length, None if equal else mask.to(device)))
-        gathers.append(gather.flatten())
-        number, places = number + rows, places + rows * length
-    return UnpaddedBatch(
-        shape=shape,
-        tokens=None if tokens is None else tokens.to(device),
-        positions=(torch.arange(len(texts)) - first[texts]).unsqueeze(0).to(device),
-        lengths=lengths.unsqueeze(1).to(device),
-        longest=shape[1] if starts is None else by_length[-1],
-        buckets=tuple(buckets),
-        gather=torch.cat(gathers).to(device),
-        scatter=scatter.to(device),
-        by_input=order.argsort().to(device),
-        cost=places + cost * len(buckets),
-    )
 
 
 # ---- models/encoder.py ----
@@ -2885,11 +2732,11 @@ class EncoderModelMixin(BaseModelMixin):
                 fall within a text, or a keyword is unknown or not supported.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
-        hidden_states, carried, context = self.prepare_inputs(*inputs, kwargs)
-        hidden_states, carried = self.encoder(hidden_states, carried, context)
+        hidden_states, slot_states, context = self.prepare_inputs(*inputs, kwargs)
+        hidden_states, slot_states = self.encoder(hidden_states, slot_states, context)
         if isinstance(context, UnpaddedContext):
-            hidden_states, carried = context.restore(hidden_states, carried)
-        return self.make_output(hidden_states, carried, context)
+            hidden_states, slot_states = context.restore(hidden_states, slot_states)
+        return self.make_output(hidden_states, slot_states, context)
 
     def prepare_inputs(
         self,
@@ -2904,14 +2751,15 @@ class EncoderModelMixin(BaseModelMixin):
         """Check the arguments of `forward`, and decide all that is the same in every layer.
 
         Returns:
-            The embedded tokens, (b, n, d), or (1, t, d) without padding; the first layer's `carried` input, see
+            The embedded tokens, (b, n, d), or (1, t, d) without padding; the first layer's `slot_states`, see
             `MemoryAttention.write`; and the context shared by all layers.
 
         Raises:
             ValueError: See `forward`.
         """
         self.check_keywords(keywords)
-        longest = self.check_shapes(input_ids, inputs_embeds, attention_mask)
+        ids = {"position_ids": position_ids, "token_type_ids": token_type_ids}
+        longest = self.check_shapes(input_ids, inputs_embeds, attention_mask, **ids)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep, starts = self.tokens_to_keep(input_ids, attention_mask), None
         marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)
@@ -2922,8 +2770,8 @@ class EncoderModelMixin(BaseModelMixin):
             starts = self.find_texts(inputs, keep, position_ids, keywords)
             position_ids = self.table_positions(position_ids, keep)
         unpadded = None if keep is None and starts is None else self.unpad(inputs, keep, starts, keywords)
-        longest, limit = longest if unpadded is None else unpadded.longest, self.config.longest_input()
-        if limit is not None and longest > limit:
+        longest, limit = longest if unpadded is None else unpadded.longest, self.config.max_position_embeddings
+        if longest > limit and self.config.longest_input() is not None:
             raise ValueError(
                 f"The input has {longest} tokens, but the model accepts at most {limit} (`max_position_embeddings`). "
                 f"Use `tokenizer(..., truncation=True, max_length={limit})`, or a model with more positions."
@@ -2948,22 +2796,22 @@ class EncoderModelMixin(BaseModelMixin):
     def begin(
         self, hidden_states: Tensor, keep: Tensor | None, marked: Tensor | None = None, **options: Any
     ) -> tuple[Tensor | None, ForwardContext]:
-        """Return the first layer's `carried` input for (b, n, d) states, and the context shared by all layers."""
+        """Return the first layer's `slot_states` for (b, n, d) states, and the context shared by all layers."""
         context = self.make_context(hidden_states, keep, marked, options)
-        carried = self.first_carried()
-        return carried, self.attention_class.prepare(self.config, hidden_states, carried, context)
+        slot_states = self.first_slot_states()
+        return slot_states, self.attention_class.prepare(self.config, hidden_states, slot_states, context)
 
     def begin_unpadded(
         self, hidden_states: Tensor, unpadded: UnpaddedBatch, marked: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor | None, UnpaddedContext]:
         """Like `begin`, for an unpadded batch (1, t, d)."""
-        carried, slots = self.carried_by_texts(unpadded)
+        slot_states, slots = self.text_slot_states(unpadded)
         marks = [None] * len(unpadded.buckets) if marked is None else unpadded.in_buckets(marked.squeeze(0))
         context, contexts = UnpaddedContext(unpadded, (), slots, unpadded.lengths), []
-        for bucket, rows, mark in zip(unpadded.buckets, context.split(hidden_states, carried), marks, strict=True):
+        for bucket, rows, mark in zip(unpadded.buckets, context.split(hidden_states, slot_states), marks, strict=True):
             own = self.make_context(rows[0], bucket.keep, mark, options)
             contexts.append(self.attention_class.prepare(self.config, *rows, own))
-        return carried, context._replace(contexts=tuple(contexts))
+        return slot_states, context._replace(contexts=tuple(contexts))
 
     def make_context(
         self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
@@ -2971,12 +2819,12 @@ class EncoderModelMixin(BaseModelMixin):
         """Return the context of (b, n, d) states, without the family's masks."""
         return make_encoder_context(self.config, states, keep, options, marked, self.attention_class.has_slots)
 
-    def carried_by_texts(self, unpadded: UnpaddedBatch) -> tuple[Tensor | None, tuple[int, ...] | None]:
-        """Return the first layer's `carried` input for an unpadded batch, and `UnpaddedContext.slots`."""
-        return self.first_carried(), None
+    def text_slot_states(self, unpadded: UnpaddedBatch) -> tuple[Tensor | None, tuple[int, ...] | None]:
+        """Return the first layer's `slot_states` for an unpadded batch, and `UnpaddedContext.slots`."""
+        return self.first_slot_states(), None
 
     def make_output(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext | UnpaddedContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext | UnpaddedContext
     ) -> BaseModelOutput:
         """Build the model's output from that of the last layer."""
         return BaseModelOutput(last_hidden_state=hidden_states)
@@ -3074,9 +2922,17 @@ class EncoderModelMixin(BaseModelMixin):
         return position_ids + (real.amin(-1, keepdim=True) == 0) * first
 
 
-# ---- layers/heads.py ----
+# ---- models/encoder_heads.py ----
 #
-# What the encoders' task heads are made of: the masked-LM head, pooling, the classification head, and the losses.
+# The task heads of encoders, what they are made of, and their losses.
+#
+# Each `...Mixin` implements a complete model; a family's class only names its parts:
+#
+#     class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
+#         base_model_class = LunaModel
+#
+# Every loss divides by `num_items_in_batch` if the Trainer passes it, so that gradient accumulation is equivalent to
+# one large batch.
 
 
 def classifier_dropout(config: BoundedMemoryConfig) -> nn.Dropout:
@@ -3142,14 +2998,10 @@ def first_marked(keep: Tensor) -> Tensor:
 
 
 def question_marked(keep: Tensor, ends: Tensor, most: int) -> Tensor:
-    """Mark the tokens before the first separator, the question's.
+    """Mark the tokens before the first separator, the question's, given a padding mask (b, n).
 
-    Where they are more than `most`, or no second text follows, the first token is marked.
-
-    Args:
-        keep: (b, n) padding mask.
-        ends: (b, n), True for separators, or for all tokens after the first text.
-        most: number of tokens to mark in a row, at most.
+    `ends` (b, n) is True for separators, or for all tokens after the first text. Where the question has more than
+    `most` tokens, or no second text follows, the first token is marked.
     """
     ended = (ends & keep).long().cumsum(-1) > 0
     # A single separator at the end leaves no second text.
@@ -3159,15 +3011,29 @@ def question_marked(keep: Tensor, ends: Tensor, most: int) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Cross-entropy in float32 or wider: the mean over the labels, or the sum divided by `num_items_in_batch` if given.
+    """Cross-entropy of logits (..., classes) and labels (...), of which -100 are ignored, in float32 or wider.
 
-    Args:
-        logits: (..., classes).
-        labels: (...) long; -100 is ignored.
+    The mean over the labels, or the sum divided by `num_items_in_batch` if given.
+
+    Raises:
+        ValueError: Labels are no integers, have another shape, or (on a CPU) are no classes.
     """
-    reduction = "mean" if num_items_in_batch is None else "sum"
+    if labels.is_floating_point():
+        raise ValueError(f"`labels` are {labels.dtype}, but classes are integers: convert them with `labels.long()`.")
+    rows = logits.shape[:-1]
+    if labels.numel() != rows.numel() or (len(rows) > 1 and labels.shape != rows):
+        advice = " For several classes at once, pass floats." if labels.shape == logits.shape else ""
+        raise ValueError(f"`labels` have shape {tuple(labels.shape)}, but must have {tuple(rows)}.{advice}")
+    reduction, classes = "mean" if num_items_in_batch is None else "sum", logits.shape[-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    loss = F.cross_entropy(logits, labels.flatten().to(logits.device), reduction=reduction)
+    try:
+        loss = F.cross_entropy(logits, labels.flatten().to(logits.device, torch.long), reduction=reduction)
+    except IndexError:
+        found = f"from {labels[labels != -100].min()} to {labels.max()}"
+        raise ValueError(
+            f"`labels` run {found}, but the model has the classes 0 to {classes - 1} (`num_labels`, or `vocab_size`); "
+            "only -100 is ignored."
+        ) from None
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
@@ -3177,14 +3043,11 @@ def classification_loss(
     """Loss for `config.problem_type`: regression (MSE), single-label (cross-entropy) or multi-label (BCE).
 
     Without a `problem_type`, one output means regression, integer labels single-label, and float labels multi-label
-    classification; the config is not changed.
-
-    Args:
-        logits: (b, num_labels).
-        labels: (b,), or (b, num_labels) for multi-label classification and regression with several targets.
+    classification; the config is not changed. Logits are (b, num_labels), labels (b,), or (b, num_labels) for
+    multi-label classification and regression with several targets.
 
     Raises:
-        ValueError: The shapes of labels and logits do not match.
+        ValueError: The shapes of labels and logits do not match, or there is no such `problem_type`.
     """
     problem = config.problem_type
     if problem is None:
@@ -3194,6 +3057,10 @@ def classification_loss(
             problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
     if problem == "single_label_classification":
         return cross_entropy(logits, labels, num_items_in_batch)
+    losses = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
+    if problem not in losses:
+        known = ", ".join(("single_label_classification", *losses))
+        raise ValueError(f"`problem_type` is {problem!r}, but must be one of {known}.")
     if labels.numel() != logits.numel():
         raise ValueError(
             f"`labels` have shape {tuple(labels.shape)}, but {problem} with {config.num_labels} outputs needs "
@@ -3201,23 +3068,9 @@ def classification_loss(
         )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = labels.to(logits).view_as(logits)
-    loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
     if num_items_in_batch is None:
-        return loss(logits, labels)
-    return loss(logits, labels, reduction="sum") / num_items_in_batch
-
-
-# ---- models/encoder_heads.py ----
-#
-# The encoder shared by all families, and its task heads.
-#
-# Each `...Mixin` implements a complete model; a family's class only names its parts:
-#
-#     class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
-#         base_model_class = LunaModel
-#
-# Every loss divides by `num_items_in_batch` if the Trainer passes it, so that gradient accumulation is equivalent to
-# one large batch.
+        return losses[problem](logits, labels)
+    return losses[problem](logits, labels, reduction="sum") / num_items_in_batch
 
 
 class EncoderHeadMixin(HeadMixin):
@@ -3400,7 +3253,14 @@ class MultipleChoiceMixin(EncoderHeadMixin):
         self.classifier = ClassificationHead(config, 1)
 
     def encode(self, *inputs: Tensor | None, **kwargs: Any) -> ModelOutput:
-        """Like `EncoderHeadMixin.encode`, with a row for each choice."""
+        """Like `EncoderHeadMixin.encode`, with a row for each choice.
+
+        Raises:
+            ValueError: The input has no dimension for the choices.
+        """
+        ids = inputs[0]
+        if ids is not None and ids.dim() != 3:
+            raise ValueError(f"`input_ids` must have shape (batch, choices, length), but have {tuple(ids.shape)}.")
         return super().encode(*(None if tensor is None else tensor.flatten(0, 1) for tensor in inputs), **kwargs)
 
     def predict(self, outputs: ModelOutput, labels: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
@@ -3687,9 +3547,9 @@ class LeapformerAttention(LinearAttention):
 
     memory_class = LinearMemory
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Write the sums over the tokens."""
-        return Memory([self.write_tokens(*self.key_and_value(states), context)], carried)
+        return Memory([self.write_tokens(*self.key_and_value(states), context)], slot_states)
 
     def write_tokens(self, key: Tensor, value: Tensor, context: ForwardContext) -> LinearMemory:
         """Write (b, h, n, c) keys and values."""
@@ -3714,14 +3574,14 @@ class LeapformerAttention(LinearAttention):
         return torch.cat(outputs, dim=1)
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights (b, h, n, n) are computed only if asked for."""
-        output, carried, _ = super().forward(hidden_states, carried, context)
+        output, slot_states, _ = super().forward(hidden_states, slot_states, context)
         asked = context.options.get("output_attentions", self.config.output_attentions)
         if not asked or self.config._attn_implementation != "eager":
-            return output, carried, None
-        return output, carried, self.weights(hidden_states, context)
+            return output, slot_states, None
+        return output, slot_states, self.weights(hidden_states, context)
 
     def weights(self, states: Tensor, context: ForwardContext) -> Tensor:
         """Compute the weights (b, h, n, n) of self-attention; rotary positions make some negative."""

@@ -84,9 +84,9 @@ from .configuration_luna import saved_file
 # name in a row of `IMPLEMENTATIONS`.
 
 
-# Implementation of each operation: "graph" while tracing, otherwise "cpu", or "cpu inference" in eval mode
-# without gradients; re-entrant checkpointing, which must draw the same dropout twice, also runs without gradients, but
-# in training mode. Everything else takes "default".
+# Implementation of each operation: "graph" while tracing or in a transform of `torch.func`, otherwise "cpu", or "cpu
+# inference" in eval mode without gradients; re-entrant checkpointing, which must draw the same dropout twice, also runs
+# without gradients, but in training mode. Everything else takes "default".
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     # On a CPU, chunks processed in turn stay in cache; graphs and accelerators avoid a loop over the length.
     "causal_scan": {"cpu": "loop", "default": "at_once"},
@@ -111,7 +111,7 @@ def choose(operation: str, states: Tensor, training: bool = True) -> str:
         training: whether the calling module is in training mode.
     """
     row = IMPLEMENTATIONS[operation]
-    if is_tracing(states):
+    if is_tracing(states) or torch._C._are_functorch_transforms_active():  # `vmap` reads no data and writes no `out`
         return row.get("graph", row["default"])
     if states.device.type != "cpu":
         return row["default"]
@@ -141,8 +141,8 @@ def prefers_products(query: Tensor) -> bool:
 
 # ---- ops/attention.py ----
 #
-# Attention through transformers' backends with any numbers of queries and keys, the backends' padding masks, and
-# products that are fast in half precision on every CPU.
+# What attention is made of: heads, softmax, the backends' padding masks, and products that are fast in half
+# precision on every CPU.
 
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
@@ -161,15 +161,8 @@ def softmax_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute `softmax(scaling q k^T) v` over the kept keys; a query with no key to attend to gives zeros.
 
-    Args:
-        query: (b, h, q, c).
-        key, value: (b, h, k, c).
-        keep: boolean or additive float mask, broadcastable to (b, h, q, k).
-        scaling: factor applied to the logits.
-        dropout: dropout probability of the weights (0 in inference).
-
-    Returns:
-        The output (b, h, q, c), and the weights (b, h, q, k) after dropout.
+    Queries (b, h, q, c) read keys and values (b, h, k, c) under a mask, boolean or added to the logits, that broadcasts
+    to (b, h, q, k). Returns the output (b, h, q, c), and the weights (b, h, q, k) after dropout.
     """
     logits = torch.matmul(query * scaling, key.transpose(-1, -2))
     if keep is None:
@@ -194,14 +187,10 @@ def masked_softmax(logits: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def count_bias(counts: Tensor, scale: Tensor) -> Tensor:
-    """Compute `scale * log(max(counts, 1))`: the bias of slots that stand for that many tokens.
+    """Compute `scale * log(max(counts, 1))`: the bias of slots that stand for counts (b, 1 or h, ..., m) of tokens.
 
     A slot that stands for less than a token, as most do where a text is shorter than the memory, weighs as much as one:
-    otherwise the tokens of a window would outweigh what only the slots hold.
-
-    Args:
-        counts: (b, 1 or h, ..., m).
-        scale: (h,) factor of each head.
+    otherwise the tokens of a window would outweigh what only the slots hold. Each head has its scale, (h,).
     """
     return log_counts(counts.to(torch.promote_types(scale.dtype, torch.float32)).clamp(min=1.0), scale)
 
@@ -300,7 +289,7 @@ def make_key_mask(
             than eager, sdpa and flash attention.
     """
     if config._attn_implementation == "flex_attention":
-        return _flex_key_mask(keep, queries, keys)
+        return flex_key_mask(keep, queries, keys)
     if keep is None:
         return None
     if uses_flash(config):
@@ -321,7 +310,8 @@ def make_key_mask(
     return KeyMask(keep, mask)
 
 
-def _flex_key_mask(keep: Tensor | None, queries: Tensor, keys: Tensor) -> KeyMask | None:
+def flex_key_mask(keep: Tensor | None, queries: Tensor, keys: Tensor) -> KeyMask | None:
+    """Like `make_key_mask`, for flex attention."""
     # PyTorch's CPU kernel silently returns wrong results unless the number of keys is a multiple of the block size.
     extra = -keys.shape[1] % _FLEX_BLOCK
     if keep is None and not extra:
@@ -340,95 +330,6 @@ def _flex_mask(keep: Tensor, num_queries: int) -> Any:
 
     batch, length = keep.shape
     return create_block_mask(attends, batch, None, num_queries, length, device=keep.device)
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Eager attention for transformers' interface: (b, h, q, c) queries to (b, q, h, c) outputs, and the weights."""
-    output, weights = softmax_attention(query, key, value, attention_mask, scaling, dropout)
-    return output.transpose(1, 2), weights
-
-
-def attend_heads(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: KeyMask | Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Multi-head softmax attention with any numbers of queries and keys, through transformers' attention interface.
-
-    Args:
-        module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
-        query: (b, h, q, c); logits are scaled by c^-1/2.
-        key, value: (b, h, k, c).
-        mask: from `make_key_mask`, or `None`; or a tensor that broadcasts to (b, h, q, k), boolean (True = may be
-            attended to) or added to the logits. Only eager and sdpa accept a tensor; other backends fall back to sdpa.
-
-    Returns:
-        The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).
-    """
-    backend = module.config._attn_implementation
-    if isinstance(mask, Tensor):
-        mask, backend = KeyMask(mask, mask), "eager" if backend == "eager" else "sdpa"
-    elif mask is None and backend == "flex_attention":  # slots that may all be read, of any number
-        mask = _flex_key_mask(None, *(states.transpose(1, 2) for states in (query, key)))
-    kwargs |= {
-        "scaling": query.shape[-1] ** -0.5,
-        "dropout": module.attention_dropout if module.training else 0.0,
-        "is_causal": False,
-    }
-    # The flash path would take position ids that restart for packed documents, in queries and keys alike.
-    kwargs.pop("position_ids", None)
-    attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
-    if backend == "sdpa" and query.dtype == torch.bfloat16 and prefers_products(query):
-        attention = eager_attention_forward
-    if mask is not None and mask.unpadded is not None:
-        output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)
-        return output.flatten(-2), weights
-    if mask is not None and mask.extra_keys:
-        key, value = (F.pad(states, (0, 0, 0, mask.extra_keys)) for states in (key, value))
-    backend_mask = None if mask is None else mask.for_queries(query.shape[2])
-    output, weights = attention(module, query, key, value, backend_mask, **kwargs)
-    if is_torchdynamo_exporting():
-        # Which layout the kernel returns depends on whether gradients are recorded, and the exporter to ONNX does not.
-        output = output.clone(memory_format=torch.contiguous_format)
-    return output.flatten(-2), weights
-
-
-def _attend_unpadded(
-    attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keys: UnpaddedKeys, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Call a variable-length kernel with all queries of every row, but only the kept keys.
-
-    Transformers' flash path assumes that queries and keys are the same tokens, so a key mask would drop queries too.
-    Passing explicit sequence boundaries and no mask avoids that.
-    """
-    batch, _, num_queries, _ = query.shape
-    rows = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (batch * length, heads, head_dim)
-    query, key, value = rows
-    key, value = key[keys.indices], value[keys.indices]
-    borders = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
-    output, _ = attention(
-        module,
-        *(states.unsqueeze(0).transpose(1, 2) for states in (query, key, value)),  # (1, heads, total, head_dim)
-        None,
-        cu_seq_lens_q=borders,
-        cu_seq_lens_k=keys.cu_seq_lens,
-        max_length_q=num_queries,
-        max_length_k=keys.max_length,
-        **kwargs,
-    )
-    return output.view(batch, num_queries, *output.shape[-2:]), None
 
 
 # ---- ops/tokens.py ----
@@ -452,7 +353,7 @@ def join_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     Distributed training stops where a parameter has no gradient at all.
     """
-    return _JoinGradients.apply(*tensors) if torch.is_grad_enabled() else tensors
+    return _JoinGradients.apply(*tensors)
 
 
 def weight_shares(weights: Tensor, dim: int) -> Tensor:
@@ -464,6 +365,229 @@ def weight_shares(weights: Tensor, dim: int) -> Tensor:
 def first_places(states: Tensor, length: int, dim: int = 1) -> Tensor:
     """Copy the first `length` positions of (b, n, ...); a slice's layout would depend on whether it drops any."""
     return states.index_select(dim, torch.arange(length, device=states.device))
+
+
+def window_reach(window: int, causal: bool = False) -> tuple[int, int]:
+    """Return how many tokens before and after a token its window, which includes the token, reaches."""
+    return (window - 1, 0) if causal else (window // 2, (window - 1) // 2)
+
+
+def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
+    """Move each row's real tokens to the front of (b, h, n, c), in order, with zeros behind them."""
+    if keep is None:
+        return states
+    # Padding, as zeros, to the places behind them: the older ONNX exporter loses states that share a place.
+    behind = keep.sum(-1, keepdim=True) + (~keep).long().cumsum(-1) - 1
+    return write_to_slots(states, torch.where(keep, ranks, behind)[:, None], states.shape[2], keep[:, None])
+
+
+def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
+    """Add each kept state (b, h, n, c) to its slot: `sum_i e_{slot(i)} (x) s_i`, (b, h, m, c).
+
+    Slots and the mask `keep` are broadcastable to (b, h, n); masked tokens write nothing.
+    """
+    if keep is not None:
+        states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
+    batch, heads, length, size = states.shape
+    # One `index_add` of whole rows to a (b * h * m, c) table is many times faster on CPU than adding single entries.
+    # Tokens come before heads, as in the projections' output, so that flattening them is a view.
+    first = num_slots * torch.arange(batch * heads, device=slots.device).view(batch, 1, heads)
+    rows = slots.transpose(1, 2).expand(batch, length, heads) + first
+    added = states.transpose(1, 2).flatten(0, 2)
+    if torch.onnx.is_in_onnx_export():  # ONNX Runtime cannot add float16
+        added = added.to(torch.promote_types(added.dtype, torch.float32))
+    memory = added.new_zeros(batch * heads * num_slots, size).index_add(0, rows.flatten(), added)
+    return memory.view(batch, heads, num_slots, size).to(states.dtype)
+
+
+# ---- ops/exact_tokens.py ----
+#
+# Tokens that a query reads exactly although its window does not hold them: marked by the caller, or selected.
+#
+# *Marked* tokens are the same for all heads (Longformer's global attention; the local-to-global control of ABC,
+# appendix A.1, with tokens that the caller chooses). *Selected* tokens are those that the attention of a few spaced
+# queries asks for, in each layer and head. A softmax reads each token once: in the window, or as one of these; slots
+# stand for the tokens that a query reads nowhere else.
+#
+# Shape letters: b batch, h heads, n tokens, g exact tokens, r spaced queries, c head size. Every mask is boolean with
+# True = keep. `ranks` are indices among the real tokens of a row.
+
+
+class ExactTokens(NamedTuple):
+    """Some tokens of each row, at most g: where they are."""
+
+    places: Tensor  # (b, 1 or h, g) long
+    valid: Tensor  # (b, 1 or h, g) boolean, False where a row has fewer
+    mask: Tensor  # (b, 1 or h, n) boolean, True for these tokens
+
+
+def first_tokens(scores: Tensor, number: int, limits: Tensor | None = None) -> ExactTokens:
+    """Choose the tokens with the highest scores (b, 1 or h, n), the first ones among equals; minus infinity for none.
+
+    Chosen are at most `number`, g, or what `limits` (b or 1, 1) say for each row. A graph always has g places, other
+    calls as many as there are tokens.
+    """
+    length = scores.shape[-1]
+    if is_tracing(scores):
+        scores = F.pad(scores, (0, number), value=-torch.inf)
+    # A stable sort, because `topk` leaves open which of equal scores it takes. ONNX knows no other.
+    order = {} if torch.onnx.is_in_onnx_export() else {"stable": True}
+    best, places = scores.sort(dim=-1, descending=True, **order)
+    valid = best[..., :number] > -torch.inf
+    if limits is not None:
+        valid = valid & (torch.arange(valid.shape[-1], device=scores.device) < limits.unsqueeze(1))
+    places = torch.where(valid, places[..., :number], 0)
+    chosen = torch.zeros_like(scores[..., :length], dtype=torch.long).scatter_add(-1, places, valid.long())
+    return ExactTokens(places, valid, chosen > 0)
+
+
+def spaced_places(ranks: Tensor, lengths: Tensor, keep: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
+    """Find evenly spaced tokens of every row: those of rank floor(k n / r), k = 0 ... r - 1, with r = `number`.
+
+    Ranks, lengths and mask are those of a `ForwardContext`. Returns ranks and places, (b or 1, r).
+    """
+    spaced = torch.arange(number, device=ranks.device) * lengths // number
+    if keep is None:
+        return spaced, spaced
+    found = (ranks.unsqueeze(1) == spaced.unsqueeze(2)) & keep.unsqueeze(1)
+    return spaced, found.long().argmax(-1)
+
+
+@torch.no_grad()
+def attention_asked(
+    query: Tensor,
+    key: Tensor,
+    query_ranks: Tensor,
+    ranks: Tensor,
+    keep: Tensor | None = None,
+    window: int = 0,
+) -> Tensor:
+    """Average the attention that some queries (b, h, r, c) pay to each key (b, h, n, c) outside their own windows.
+
+    Ranks (b or 1, r) and (b or 1, n), padding mask (b, n); a window of 0 tokens is none. Returns (b, h, n) float32, of
+    a softmax over all tokens of the row.
+    """
+    logits = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))
+    weights = masked_softmax(logits, None if keep is None else keep[:, None, None])
+    if window:
+        before, after = window_reach(window)
+        distance = ranks.unsqueeze(1) - query_ranks.unsqueeze(2)
+        outside = (distance < -before) | (distance > after)
+        weights = weights * outside.unsqueeze(1).to(weights.dtype)
+    return weights.mean(2).float()
+
+
+def gather_tokens(states: Tensor, places: Tensor) -> Tensor:
+    """Take tokens of every head: (b, h, n, c) at (b, 1 or h, g) to (b, h, g, c)."""
+    batch, heads, length, size = states.shape
+    # Whole rows of a (b * n * h, c) table, which projections lay out in this order.
+    row, head = (torch.arange(count, device=states.device) for count in (batch, heads))
+    rows = (row.view(-1, 1, 1) * length + places) * heads + head.view(1, -1, 1)
+    table = states.transpose(1, 2).flatten(0, 2)
+    return table.index_select(0, rows.flatten()).view(batch, heads, -1, size)
+
+
+def put_tokens(states: Tensor, tokens: Tensor, chosen: ExactTokens) -> Tensor:
+    """Replace the chosen tokens' states (b, n, ...) by others (b, g, ...); the choice is the same for all heads."""
+    mask = chosen.mask[:, 0]
+    batch, number = tokens.shape[:2]
+    # The chosen tokens are in the order of the row.
+    index = (mask.long().cumsum(-1) - 1).clamp(min=0) + number * torch.arange(batch, device=mask.device)[:, None]
+    spread = tokens.flatten(0, 1).index_select(0, index.flatten()).view(*mask.shape, *tokens.shape[2:])
+    return torch.where(mask.view(*mask.shape, *(1 for _ in tokens.shape[2:])), spread, states)
+
+
+def in_order(mask: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
+    """Order a mask (b, 1 or h, n) as the real tokens of each row, with False behind them."""
+    if keep is None:
+        return mask
+    return move_to_ranks(mask.unsqueeze(-1).float(), ranks, keep).squeeze(-1) > 0
+
+
+def tokens_outside(left: Tensor | None, lengths: Tensor, length: int, window: int) -> Tensor:
+    """Count the tokens that each query reads nowhere else: those left over that its window does not hold.
+
+    Left over are tokens (b, 1 or h, n) that are read in no part but the window, in order (`in_order`); `None` for all.
+    Rows have lengths (b or 1, 1), at most n = `length`. Returns (b or 1, 1 or h, n) float32 for the query of each rank,
+    or (b or 1, 1 or h, 1) without a window.
+    """
+    if not window:
+        total = lengths.unsqueeze(1) if left is None else left.sum(-1, keepdim=True)
+        return total.float()
+    first, end = window_edges(lengths, length, window)
+    if left is None:
+        return (lengths - (end - first)).clamp(min=0).unsqueeze(1).float()
+    sums = F.pad(left.long().cumsum(-1), (1, 0))
+    return (sums[..., -1:] - _at(sums, end) + _at(sums, first)).float()
+
+
+def _at(sums: Tensor, places: Tensor) -> Tensor:
+    """Look up (b, 1 or h, n) at (b or 1, p), the same for all heads: (b, 1 or h, p)."""
+    if places.shape[0] == 1:
+        return sums.index_select(-1, places[0])
+    return sums.gather(-1, places.unsqueeze(1).expand(-1, sums.shape[1], -1))
+
+
+def window_edges(lengths: Tensor, length: int, window: int) -> tuple[Tensor, Tensor]:
+    """Return the rank of the first token in the window of each rank, and of the first one behind it, (b or 1, n)."""
+    before, after = window_reach(window)
+    rank = torch.arange(length, device=lengths.device)
+    end = torch.minimum(rank + after + 1, lengths)
+    return torch.minimum((rank - before).clamp(min=0), end), end
+
+
+# ---- ops/context.py ----
+#
+# The data that all layers of a forward pass share, built once by the model and passed as one argument.
+
+
+class ForwardContext(NamedTuple):
+    """Padding mask, token counts, cache and options of a forward pass, the same in every layer.
+
+    A named tuple, because accelerate, FSDP and torch.compile traverse tuples. Every mask is boolean with True = keep.
+    """
+
+    keep: Tensor | None  # (b, n) padding mask; `None` if nothing is padded
+    ranks: Tensor  # (b or 1, n) long: index of a token among its row's real tokens, counting earlier passes
+    before: Tensor  # (b or 1, 1) long: number of real tokens of the row in earlier passes
+    lengths: Tensor  # (b or 1, 1) long: number of real tokens of the row, including this pass
+    rotation: Tensor | None = None  # (b or 1, n, 2, r / 2) of rotary positions, which rotate r entries of a head
+    cache: Cache | None = None  # decoders only: a `state.MemoryCache`
+    slot_keep: Tensor | None = None  # (b, l) mask of the slot states
+    masks: Any = None  # the family's masks, in the attention backend's form
+    window: int = 0  # number of tokens that a token reads besides the slots
+    whole: bool = False  # encoders: whether every token reads every token, so that no slot is needed
+    token_mask: KeyMask | None = None  # of all tokens, in the backend's form, where some or all of them are read
+    marked: ExactTokens | None = None  # tokens that the caller marks
+    selected: int = 0  # number of places for the tokens that each head selects
+    written: Tensor | None = None  # (b, 1 or h, n) tokens that the slots are written from; `None` for all
+    left: Tensor | None = None  # (b, 1 or h, n) the same tokens in order, if counted; `None` for all
+    outside: Tensor | None = None  # (b or 1, 1 or h, 1 or n) how many of them the query of each rank reads in slots
+    projected: tuple[Tensor, Tensor] | None = None  # the tokens' keys and values (b, h, n, c), if already computed
+    updates_slots: bool = True  # whether something reads the slot states after the last layer
+    slots: bool = True  # whether the slots are read
+    options: dict[str, Any] = {}  # keyword arguments for the attention backend
+    source: Any = None  # cross-attention only: the `ForwardContext` of the source, while it is written
+
+    def slot_tokens(self) -> Tensor | None:
+        """Return the mask (b, 1 or h, n) of the tokens to write to the slots; `None` for all."""
+        if self.written is None or self.keep is None:
+            return self.written if self.keep is None else self.keep[:, None]
+        return self.written & self.keep[:, None]
+
+    def split(self, length: int, size: int) -> list[tuple[slice, "ForwardContext"]]:
+        """Split the tokens into parts of at most `size`: where each is, and its context, without the family's masks."""
+        parts = [slice(first, first + size) for first in range(0, length, size)]
+        own = {name: getattr(self, name) for name in ("keep", "ranks", "rotation")}
+        own = {name: tensor for name, tensor in own.items() if tensor is not None}
+        return [
+            (part, self._replace(masks=None, **{name: tensor[:, part] for name, tensor in own.items()}))
+            for part in parts
+        ]
+
+    def layer_cache(self, layer_idx: int) -> CacheLayerMixin | None:
+        """Return a layer's cache, or `None` without a cache."""
+        return None if self.cache is None else self.cache.layers[layer_idx]
 
 
 def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
@@ -483,55 +607,479 @@ def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tenso
     return keep.sum(-1, keepdim=True)
 
 
-def move_to_ranks(states: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
-    """Move each row's real tokens to the front of (b, h, n, c), in order, with zeros behind them."""
-    if keep is None:
-        return states
-    # Padding, as zeros, to the places behind them: the older ONNX exporter loses states that share a place.
-    behind = keep.sum(-1, keepdim=True) + (~keep).long().cumsum(-1) - 1
-    return write_to_slots(states, torch.where(keep, ranks, behind)[:, None], states.shape[2], keep[:, None])
-
-
-def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor | None = None) -> Tensor:
-    """Add each kept state to its slot: `sum_i e_{slot(i)} (x) s_i`.
+def make_context(
+    keep: Tensor | None,
+    length: int,
+    device: torch.device,
+    cache: Cache | None = None,
+    options: dict[str, Any] | None = None,
+    window: int = 0,
+) -> ForwardContext:
+    """Build the context of a pass over (b, n) tokens from its padding mask and the cache.
 
     Args:
-        states: (b, h, n, c).
-        slots: long, broadcastable to (b, h, n).
-        num_slots: m.
-        keep: boolean mask, broadcastable to (b, h, n); masked tokens write nothing.
+        keep: (b, n) padding mask, or `None` if nothing is padded.
+        length: n.
+        device: device of the tokens.
+        cache: state of earlier passes; read, but not changed.
+        options: keyword arguments of `forward`: what to read, see `ForwardContext`, and for the attention backend.
+        window: the local window, if the options have none.
+    """
+    options = dict(options or {})
+    given, slots = options.pop("local_window", None), options.pop("read_slots", None)
+    reads = {"window": window if given is None else given, "slots": slots is not False}
+    seen = None if cache is None else cache.tokens
+    if seen is None:
+        ranks, lengths = token_ranks(keep, length, device), row_lengths(keep, length, device)
+        before = torch.zeros(1, 1, dtype=torch.long, device=device)
+    else:
+        before = seen.to(device).unsqueeze(1)
+        # Left padding gets the rank of the last token of an earlier pass, or 0 without one.
+        places = torch.arange(1, length + 1, device=device) if keep is None else keep.long().cumsum(-1)
+        ranks, lengths = (places + before - 1).clamp(min=0), places[..., -1:] + before
+    return ForwardContext(keep, ranks, before, lengths, cache=cache, options=options, **reads)
 
-    Returns:
-        (b, h, m, c).
+
+def drop_if_full(keep: Tensor) -> Tensor | None:
+    """Return `None` for a mask that keeps everything; while tracing, where the data is unknown, return it unchanged."""
+    if is_tracing(keep) or keep.device.type == "meta" or not keep.all():
+        return keep
+    return None
+
+
+# ---- ops/convolution.py ----
+#
+# Depthwise convolutions along the tokens.
+
+
+def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Convolve (b, n, d) states along the tokens; tokens beyond the ends and padding (`keep`, (b, n)) count as zero.
+
+    The weight (d, taps) has an odd number of taps; tap `taps // 2` is at the token itself.
     """
     if keep is not None:
         states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
-    batch, heads, length, size = states.shape
-    # One `index_add` of whole rows to a (b * h * m, c) table is many times faster on CPU than adding single entries.
-    # Tokens come before heads, as in the projections' output, so that flattening them is a view.
-    first = num_slots * torch.arange(batch * heads, device=slots.device).view(batch, 1, heads)
-    rows = slots.transpose(1, 2).expand(batch, length, heads) + first
-    added = states.transpose(1, 2).flatten(0, 2)
-    if torch.onnx.is_in_onnx_export():  # ONNX Runtime cannot add float16
-        added = added.to(torch.promote_types(added.dtype, torch.float32))
-    memory = added.new_zeros(batch * heads * num_slots, size).index_add(0, rows.flatten(), added)
-    return memory.view(batch, heads, num_slots, size).to(states.dtype)
+    return _convolve(states, weight, padding=weight.shape[-1] // 2)
 
 
-# ---- ops/window.py ----
+def causal_convolution(states: Tensor, weight: Tensor) -> Tensor:
+    """Convolve each token and the taps - 1 tokens before it: (b, taps - 1 + n, d) to (b, n, d).
+
+    The states begin with those before the first token. The last tap of the weight (d, taps) is at the token itself.
+    """
+    return _convolve(states, weight)
+
+
+def _convolve(states: Tensor, weight: Tensor, padding: int = 0) -> Tensor:
+    if is_tracing(states):  # Inductor lays a convolution out for one length, and would compile every other again
+        states = F.pad(states, (0, 0, padding, padding))
+        length, taps = states.shape[1] - weight.shape[-1] + 1, weight.unbind(-1)
+        return sum(states[:, start : start + length] * tap for start, tap in enumerate(taps))
+    # As the input of a conv2d, (b, d, 1, n) is a channels-last view: 3 to 5 times faster than conv1d on CPU.
+    image, filters = states.transpose(1, 2).unsqueeze(2), weight[:, None, None, :]
+    out = F.conv2d(image, filters, padding=(0, padding), groups=weight.shape[0])
+    return out.squeeze(2).transpose(1, 2)
+
+
+# ---- ops/recompute.py ----
 #
-# Sliding-window attention in blocks: pure functions that split tokens into blocks and join the results.
+# Memory of a training step: what is cheap to compute again is not kept for the backward pass.
 #
-# A block of s queries attends, under a mask, to all keys that their windows reach, so that one attention call processes
-# all blocks in time linear in n. A block is at least as long as the window.
-#
-# Shape letters: b batch, h heads, n tokens, w tokens of a window, s tokens of a block, c head size. Every mask is
-# boolean with True = keep.
+# Every tensor that an operation's gradient needs stays in memory until the backward pass. `save_inputs` keeps the
+# inputs of a function instead. The numbers stay the same, dropout included; the function runs again in the backward
+# pass, up to the last tensor that a gradient needs, so that a linear layer at its end is not applied again.
 
 
-def window_reach(window: int, causal: bool = False) -> tuple[int, int]:
-    """Return how many tokens before and after a token its window, which includes the token, reaches."""
-    return (window - 1, 0) if causal else (window // 2, (window - 1) // 2)
+# Number of entries from which a tensor is worth the bookkeeping, some hundred microseconds.
+LEAST_ENTRIES = 2**18
+
+
+def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
+    """Whether to compute what follows from `states`, by these modules, again in the backward pass.
+
+    Not in graphs, whose compiler decides by itself; not in transforms of `torch.func`, which know no saved tensors; and
+    not where hooks would see the second computation.
+    """
+    # In this order: comparing the size would specialise a graph to it.
+    if not torch.is_grad_enabled() or is_tracing(states) or torch._C._are_functorch_transforms_active():
+        return False
+    if states.numel() < LEAST_ENTRIES:
+        return False
+    return not any(_is_hooked(part) for module in modules for part in module.modules())
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> Any:
+    """Compute `function(states, *inputs)`, such that only the inputs are kept, if `may_recompute(states)`."""
+    if not torch.is_grad_enabled():
+        return function(states, *inputs)
+    return save_inputs(function, states, *inputs) if may_recompute(states) else function(states, *inputs)
+
+
+def save_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Compute `function(*inputs)`, and keep only the inputs for the backward pass.
+
+    Args:
+        function: must not hold tensors of the tokens itself: with gradient checkpointing, these would stay in memory.
+        inputs: tensors, tuples of them, or anything else.
+    """
+    leaves, structure = tree_flatten(inputs)
+
+    def apply(*leaves: Any) -> Any:
+        with float32_products(leaves[0]):  # in the backward pass, the layer's own has ended
+            return function(*tree_unflatten(leaves, structure))
+
+    return checkpoint(apply, *leaves, use_reentrant=False)
+
+
+# ---- ops/unpadding.py ----
+#
+# Variable-length texts without padding between them.
+#
+# An *unpadded batch* holds the tokens of all texts one after the other, (1, t, d): linear layers, norms and
+# feed-forward networks run on it as they are. What mixes the tokens of a text, attention and convolutions, needs rows:
+# the texts are sorted by length into a few *buckets*, rows (b, n, d) that are padded to the longest of their bucket. As
+# a bucket is an ordinary padded batch, no text can reach another, and every mechanism works as it does there.
+#
+# Shape letters: t tokens of an unpadded batch, p places of all buckets, b texts of a bucket, n places of a text, l
+# slot states.
+
+
+class Bucket(NamedTuple):
+    """Texts of like lengths, as the rows of a padded batch."""
+
+    rows: int  # b
+    length: int  # n, the length of the longest
+    keep: Tensor | None  # (b, n) padding mask; `None` if all have the same length
+
+
+class UnpaddedBatch(NamedTuple):
+    """Where the tokens of a batch are: in the input, without padding, and in the buckets."""
+
+    shape: tuple[int, int]  # of the input
+    tokens: Tensor | None  # (t,) places of the tokens in the flattened input; `None` for all in order
+    positions: Tensor  # (1, t) index of each token in its text
+    lengths: Tensor  # (texts, 1) numbers of tokens, in the order of the input
+    longest: int  # length to which padding would extend every text
+    buckets: tuple[Bucket, ...]
+    gather: Tensor  # (p,) token of each place; padding repeats the last token of its text
+    scatter: Tensor  # (t,) place of each token
+    by_input: Tensor  # (texts,) for the texts in the order of the input, their numbers by length
+    cost: float  # of its computation, in tokens
+
+    def in_buckets(self, states: Tensor) -> list[Tensor]:
+        """Split what belongs to the tokens, (t, ...), into the rows of every bucket; padding holds a token's."""
+        places, parts, first = states.index_select(0, self.gather), [], 0
+        for rows, length, _ in self.buckets:
+            parts.append(places[first : first + rows * length].view(rows, length, *states.shape[1:]))
+            first += rows * length
+        return parts
+
+
+class UnpaddedContext(NamedTuple):
+    """The counterpart of `ForwardContext` for an unpadded batch: a context for every bucket."""
+
+    batch: UnpaddedBatch
+    contexts: tuple[ForwardContext, ...]
+    slots: tuple[int, ...] | None  # number of slot states (l) for each text of a bucket; `None` if texts share them
+    lengths: Tensor  # (texts, 1) number of tokens
+
+    def split(self, states: Tensor, slot_states: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        """Split tokens (1, t, d) and slot states (texts, l, d), by length, into the rows of every bucket."""
+        owned, first = [], 0
+        for number, bucket in enumerate(self.batch.buckets):
+            own = slot_states
+            if self.slots is not None and slot_states is not None:
+                own = slot_states[first : first + bucket.rows, : self.slots[number]]
+            owned.append(own)
+            first += bucket.rows
+        return [*zip(self.batch.in_buckets(states.squeeze(0)), owned, strict=True)]
+
+    def in_rows(
+        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, slot_states: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Apply what needs whole texts, a function of (b, n, d) states, slot states and a context, bucket by bucket."""
+        outputs, after = [], []
+        for rows, context in zip(self.split(states, slot_states), self.contexts, strict=True):
+            output, own = function(*rows, context)[:2]
+            outputs.append(output.flatten(0, 1))
+            if self.slots is not None and own is not None:
+                own = F.pad(own, (0, 0, 0, slot_states.shape[1] - own.shape[1]))
+            after.append(own)
+        states = torch.cat(outputs).index_select(0, self.batch.scatter).unsqueeze(0)
+        return states, after[0] if self.slots is None or after[0] is None else torch.cat(after)
+
+
+# ---- ops/memories.py ----
+#
+# The memories that queries read: slots, which every query reads, and windows, which the tokens around them read.
+#
+# Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head
+# size. Every mask is boolean with True = keep.
+
+
+class BlockPart(NamedTuple):
+    """A memory as a table of keys and values, and which of them each block of queries reads."""
+
+    key: Tensor  # (rows, h, c)
+    value: Tensor  # (rows, h, c)
+    places: Tensor  # (blocks, k) rows that a block reads
+    terms: list[Tensor]  # of the mask, each (1 or blocks, 1 or h, 1 or s, 1 or k)
+
+    def gather(self, states: Tensor, part: slice = slice(None)) -> Tensor:
+        """Take the keys or values of some blocks, (blocks, h, k, c)."""
+        return key_blocks(states, self.places[part]).transpose(1, 2)
+
+
+class SlotMemory(NamedTuple):
+    """Keys and values of slots, or of single tokens, which every query may read."""
+
+    key: Tensor  # (b, h, m, c)
+    value: Tensor  # (b, h, m, c)
+    filled: KeyMask | Tensor | None = None  # slots that may be read; (b, 1 or h, m) if a tensor; `None` for all
+    bias: Tensor | None = None  # (b, h, m) added to the logits
+    # (b, 1 or h, 1 or q, 1 or m), also added, or a mask; beside a window, its queries are ordered as the window's.
+    query_bias: Tensor | None = None
+
+    def filled_slots(self) -> Tensor | None:
+        """Return the mask as (b, 1 or h, m), or `None` if all slots may be read."""
+        if isinstance(self.filled, KeyMask):
+            return self.filled.keep[:, None, : self.key.shape[2]]
+        return self.filled
+
+    def mask_terms(self) -> list[Tensor]:
+        """Return what the mask of a read is made of, each (b, 1 or h, 1 or q, 1 or m): masks, and what is added."""
+        of_slots = (self.filled_slots(), self.bias)
+        terms = [None if term is None else term.unsqueeze(2) for term in of_slots]
+        return [term for term in (*terms, self.query_bias) if term is not None]
+
+    def mask(self) -> Tensor | None:
+        """Return the mask of a read, (b, 1 or h, 1 or q, m): boolean, or with a bias additive; `None` for no mask."""
+        return join_masks([self.mask_terms()], [self.key.shape[2]], self.key)
+
+    def in_blocks(self, block: int, blocks: int) -> BlockPart:
+        """Let blocks of queries read the slots of their rows."""
+        batch, slots, device = self.key.shape[0], self.key.shape[2], self.key.device
+        # Not `repeat_interleave`, which would need one graph for a single block and another for several.
+        rows = torch.arange(blocks, device=device) // (blocks // batch)  # of the batch, for each block
+        terms = [
+            term.index_select(0, rows) if term.shape[2] == 1 else query_blocks(term, block)
+            for term in (term.expand(batch, -1, -1, -1) for term in self.mask_terms())
+        ]
+        places = rows[:, None] * slots + torch.arange(slots, device=device)
+        return BlockPart(_as_rows(self.key), _as_rows(self.value), places, terms)
+
+
+class WindowMemory(NamedTuple):
+    """A sliding window: keys and values of tokens, each read by the queries around it, real tokens before padding.
+
+    All windows of one read share the same order.
+    """
+
+    key: Tensor  # (b, h, earlier + n, c)
+    value: Tensor
+    real: Tensor | None  # (b, earlier + n) padding mask in this order; `None` if nothing is padded
+    window: int  # number of tokens that a query may read, including itself
+    earlier: int = 0  # number of tokens in front without a query, from an earlier pass
+    ranks: Tensor | None = None  # (b, n) ranks of the tokens; `None` if already in order
+    keep: Tensor | None = None  # (b, n) padding mask in the input's order
+    ordered: bool = False  # whether keys and values are already in order, even if the queries are not
+    causal: bool = False
+    is_step: bool = False  # whether one query reads all, the last one's
+    bias: Tensor | None = None  # (w,) added to the logits of a window's tokens, from the first to the last
+    elsewhere: Tensor | None = None  # (b, 1 or h, n) tokens that another part of the same read holds
+
+    @classmethod
+    def of_encoder(
+        cls, key: Tensor, value: Tensor, window: int, context: ForwardContext, elsewhere: Tensor | None = None
+    ) -> "WindowMemory":
+        """Keep an encoder's keys and values (b, h, n, c), to be read by the tokens on either side."""
+        if context.keep is None:
+            return cls(key, value, None, window, elsewhere=elsewhere)
+        real = torch.arange(key.shape[2], device=key.device) < context.lengths
+        return cls(key, value, real, window, ranks=context.ranks, keep=context.keep, elsewhere=elsewhere)
+
+    @classmethod
+    def of_decoder(
+        cls, key: Tensor, value: Tensor, window: int, context: ForwardContext, cache: Any, prefix: str = ""
+    ) -> "WindowMemory":
+        """Return what new tokens read, and push them to the queue in the cache (Peng et al. 2022, section 3.3).
+
+        Args:
+            key, value: (b, h, n, c) keys and values of the new tokens.
+            window: number of tokens that each token reads, including itself.
+            context: context of the forward pass.
+            cache: the layer's `MemoryCacheLayer`, or `None`.
+            prefix: of the names of the queue's tensors in the cache, beside other states.
+        """
+        (batch, heads, length, size), keep, device = key.shape, context.keep, key.device
+        names = (f"{prefix}key", f"{prefix}value")
+        if cache is not None:  # newest last; zeros where there were fewer tokens
+            zeros = key.new_zeros(batch, heads, window, size)
+            queue = [cache.states.get(name, zeros).to(key.dtype) for name in names]
+            if length == 1:
+                pushed = [torch.cat(pair, dim=2)[:, :, 1:] for pair in zip(queue, (key, value), strict=True)]
+                if keep is not None:  # padding is not pushed
+                    real = keep[:, None, :, None]
+                    pushed = [torch.where(real, new, old) for new, old in zip(pushed, queue, strict=True)]
+                cache.write(**dict(zip(names, pushed, strict=True)))
+                return cls(*pushed, _filled(window, context.ranks + 1), window, causal=True, is_step=True)
+        ranks = None if keep is None else token_ranks(keep, length, device)
+        # Real tokens move to the front, so that no padding lies between them.
+        key, value = (move_to_ranks(states, ranks, keep) for states in (key, value))
+        real = None if keep is None else torch.arange(length, device=device) < keep.sum(1, keepdim=True)
+        order = {"ranks": ranks, "keep": keep, "ordered": True, "causal": True}
+        if cache is None:
+            return cls(key, value, real, window, **order)
+        real = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
+        key, value = (torch.cat(pair, dim=2) for pair in zip(queue, (key, value), strict=True))
+        # The last real tokens, of the queue and the new ones, stay in the cache.
+        last = real.sum(1, keepdim=True) + torch.arange(window, device=device)
+        last = last[:, None, :, None].expand(-1, heads, -1, size)
+        cache.write(**{name: states.gather(2, last) for name, states in zip(names, (key, value), strict=True)})
+        real = torch.cat([_filled(window, context.before).expand(batch, -1), real], dim=1)
+        return cls(key, value, real, window, earlier=window, **order)
+
+    def logits(self, query: Tensor, window: int) -> Tensor:
+        """Compute the logits of a causal window alone, to be read beside something else; see `read`.
+
+        Args:
+            query: (b, h, n, c).
+            window: number of tokens to read, the latest of the w; the others get the lowest logit.
+
+        Returns:
+            (b, h, n, w), the query's own token last.
+        """
+        query = query * query.shape[-1] ** -0.5
+        if self.is_step:
+            logits = torch.matmul(query, self.key.transpose(-1, -2))
+            logits = logits.masked_fill(~self.real[:, None, None], torch.finfo(logits.dtype).min)
+        else:
+            states = self.put_in_order(query)
+            rows, places = states.shape[0], states.shape[2]
+            part = self.in_blocks(self.window)
+            logits = torch.matmul(query_blocks(states, self.window), part.gather(part.key).transpose(-1, -2))
+            mask = join_masks([part.terms], [logits.shape[-1]], logits)
+            logits = window_weights(logits.masked_fill(~mask, torch.finfo(logits.dtype).min), self.window)
+            logits = self.put_back(join_blocks(logits.transpose(1, 2), rows, places)).transpose(1, 2)
+        unread = torch.arange(logits.shape[-1], 0, -1, device=logits.device) > window
+        return logits.masked_fill(unread, torch.finfo(logits.dtype).min)
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Sum a causal window's values with weights (b, h, n, w) for the keys of `logits`: (b, h, n, c)."""
+        if self.is_step:
+            return torch.matmul(weights, self.value)
+        weights = self.put_in_order(weights)
+        rows, places = weights.shape[0], weights.shape[2]
+        part = self.in_blocks(self.window)
+        value = part.gather(part.value)
+        weights = band_weights(query_blocks(weights, self.window), value.shape[2])
+        states = join_blocks(torch.matmul(weights, value).transpose(1, 2), rows, places)
+        return self.put_back(states).transpose(1, 2)
+
+    def as_slots(self) -> SlotMemory:
+        """Let the query of a step read all tokens, or the ordered queries of a short row the whole row under a mask."""
+        if self.is_step:
+            bias = None if self.bias is None else self.bias.expand(1, 1, -1)
+            return SlotMemory(self.key, self.value, self.real[:, None], bias)
+        key, value, readable = self.ordered_tokens()
+        place, (before, after) = torch.arange(key.shape[2], device=key.device), window_reach(self.window)
+        offset = place - place[:, None]
+        return SlotMemory(key, value, readable, query_bias=((offset >= -before) & (offset <= after))[None, None])
+
+    def in_blocks(self, block: int) -> BlockPart:
+        """Let blocks of ordered queries read what their windows reach."""
+        key, value, readable = self.ordered_tokens()
+        rows, _, length, _ = key.shape
+        places, inside = key_places(rows, length, self.window, block, key.device, self.causal)
+        reached = inside.unsqueeze(1)
+        if readable is not None:
+            readable = readable.expand(rows, -1, -1)
+            reached = reached & key_blocks(_as_rows(readable), places).transpose(1, 2)
+        terms = [window_mask(torch.ones_like(inside[:1]).unsqueeze(1), block), reached.unsqueeze(2)]
+        if self.bias is not None:
+            terms.append(band_weights(self.bias.expand(1, 1, block, self.window), block + self.window - 1))
+        return BlockPart(_as_rows(key), _as_rows(value), places, terms)
+
+    def ordered_tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys, values and the mask (b, 1 or h, n) of the tokens to read, in the order of `put_in_order`."""
+        key, value, readable = self.key, self.value, None if self.real is None else self.real[:, None]
+        if not self.ordered:
+            key, value = (move_to_ranks(states, self.ranks, self.keep) for states in (key, value))
+        if self.elsewhere is not None:
+            left = ~in_order(self.elsewhere, self.ranks, self.keep)
+            readable = left if readable is None else readable & left
+        return key, value, readable
+
+    def put_in_order(self, query: Tensor) -> Tensor:
+        """Move queries (b, h, n, c) to the places of their tokens, (b, h, earlier + n, c).
+
+        Raises:
+            ValueError: The number of queries differs from the number of tokens.
+        """
+        tokens = self.key.shape[2] - self.earlier
+        if tokens != query.shape[2]:
+            raise ValueError(
+                f"A window can be read only by the {tokens} tokens it was written from, but there are {query.shape[2]} "
+                "queries; for cross-attention, use a memory with slots."
+            )
+        query = move_to_ranks(query, self.ranks, self.keep)
+        return F.pad(query, (0, 0, self.earlier, 0)) if self.earlier else query
+
+    def put_back(self, states: Tensor) -> Tensor:
+        """Undo `put_in_order`: (b, earlier + n, ...) to (b, n, ...)."""
+        states = states[:, self.earlier :] if self.earlier else states
+        if self.ranks is None:
+            return states
+        # Whole rows of a (b * places, ...) table: faster than `gather`, which takes single entries.
+        rows, places = states.shape[:2]
+        found = self.ranks + places * torch.arange(rows, device=states.device)[:, None]
+        return states.flatten(0, 1).index_select(0, found.flatten()).view(*found.shape, *states.shape[2:])
+
+
+Memories = Sequence[SlotMemory | WindowMemory]
+
+
+def _filled(window: int, tokens: Tensor) -> Tensor:
+    """Mask the filled end of a queue: number of tokens so far (b or 1, 1) to (b or 1, w)."""
+    return torch.arange(window, 0, -1, device=tokens.device) <= tokens
+
+
+def _as_rows(states: Tensor) -> Tensor:
+    """Flatten (b, h, n, ...) to (b * n, h, ...)."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def join_masks(terms: Sequence[list[Tensor]], sizes: Sequence[int], like: Tensor) -> Tensor | None:
+    """Join the mask's terms of several memories, and put the masks of their m keys (`sizes`) side by side.
+
+    The result is boolean, or additive if a term is; `None` if there are no terms.
+    """
+    if not any(terms):
+        return None
+    if is_additive(terms):
+        masks = [reduce(torch.add, added_terms(own, like)) for own in terms]
+    else:
+        every = like.new_ones(1, 1, 1, 1, dtype=torch.bool)
+        masks = [reduce(torch.logical_and, own or [every]) for own in terms]
+    shape = torch.broadcast_shapes(*(mask.shape[:-1] for mask in masks))
+    masks = [mask.expand(*shape, size) for mask, size in zip(masks, sizes, strict=True)]
+    return masks[0] if len(masks) == 1 else torch.cat(masks, dim=-1)
+
+
+def is_additive(terms: Sequence[list[Tensor]]) -> bool:
+    """Whether the masks of several memories are added to the logits."""
+    return any(term.is_floating_point() for own in terms for term in own)
+
+
+def added_terms(terms: list[Tensor], like: Tensor) -> list[Tensor]:
+    """Turn boolean terms into what is added to logits. Finite in sum, because a row of minus infinity would be NaN."""
+    zero, unread = like.new_zeros(()), torch.finfo(like.dtype).min / 2
+    added = [torch.where(term, zero, unread) if term.dtype == torch.bool else term for term in terms]
+    return added or [zero.view(1, 1, 1, 1)]
 
 
 def query_blocks(query: Tensor, block: int) -> Tensor:
@@ -608,383 +1156,13 @@ def band_weights(weights: Tensor, keys: int) -> Tensor:
     return F.pad(weights, (0, keys + 1 - window)).flatten(2)[..., : block * keys].unflatten(2, (block, keys))
 
 
-def interleave(states: Tensor) -> Tensor:
-    """Dilation (ABC, equation 9): split even and odd positions into rows, (b, n, ...) to (2 b, n / 2, ...), n even."""
-    return states.unflatten(1, (states.shape[1] // 2, 2)).transpose(1, 2).flatten(0, 1)
-
-
-def undo_interleave(states: Tensor) -> Tensor:
-    """Invert `interleave`: (2 b, n / 2, ...) to (b, n, ...)."""
-    return states.unflatten(0, (states.shape[0] // 2, 2)).transpose(1, 2).flatten(1, 2)
-
-
 def _number_of_blocks(length: int, block: int) -> int:
     return (length + block - 1) // block
 
 
-# ---- ops/exact_tokens.py ----
-#
-# Tokens that a query reads exactly although its window does not hold them: marked by the caller, or selected.
-#
-# *Marked* tokens are the same for all heads (Longformer's global attention; the local-to-global control of ABC,
-# appendix A.1, with tokens that the caller chooses). *Selected* tokens are those that the attention of a few spaced
-# queries asks for, in each layer and head. A softmax reads each token once: in the window, or as one of these; slots
-# stand for the tokens that a query reads nowhere else.
-#
-# Shape letters: b batch, h heads, n tokens, g exact tokens, r spaced queries, c head size. Every mask is boolean with
-# True = keep. `ranks` are indices among the real tokens of a row.
-
-
-class ExactTokens(NamedTuple):
-    """Some tokens of each row, at most g: where they are."""
-
-    places: Tensor  # (b, 1 or h, g) long
-    valid: Tensor  # (b, 1 or h, g) boolean, False where a row has fewer
-    mask: Tensor  # (b, 1 or h, n) boolean, True for these tokens
-
-
-def first_tokens(scores: Tensor, number: int, limits: Tensor | None = None) -> ExactTokens:
-    """Choose the tokens with the highest scores, the first ones among equals.
-
-    Args:
-        scores: (b, 1 or h, n), minus infinity for tokens that must not be chosen.
-        number: g. A graph always has so many places, other calls as many as there are tokens.
-        limits: (b or 1, 1) long, the number of tokens to choose in each row; `None` for g.
-    """
-    length = scores.shape[-1]
-    if is_tracing(scores):
-        scores = F.pad(scores, (0, number), value=-torch.inf)
-    # A stable sort, because `topk` leaves open which of equal scores it takes. ONNX knows no other.
-    order = {} if torch.onnx.is_in_onnx_export() else {"stable": True}
-    best, places = scores.sort(dim=-1, descending=True, **order)
-    valid = best[..., :number] > -torch.inf
-    if limits is not None:
-        valid = valid & (torch.arange(valid.shape[-1], device=scores.device) < limits.unsqueeze(1))
-    places = torch.where(valid, places[..., :number], 0)
-    chosen = torch.zeros_like(scores[..., :length], dtype=torch.long).scatter_add(-1, places, valid.long())
-    return ExactTokens(places, valid, chosen > 0)
-
-
-def spaced_places(ranks: Tensor, lengths: Tensor, keep: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
-    """Find evenly spaced tokens of every row: those of rank floor(k n / r), k = 0 ... r - 1.
-
-    Args:
-        ranks, lengths, keep: (b or 1, n), (b or 1, 1) and (b, n); see `ForwardContext`.
-        number: r.
-
-    Returns:
-        Ranks and places (b or 1, r).
-    """
-    spaced = torch.arange(number, device=ranks.device) * lengths // number
-    if keep is None:
-        return spaced, spaced
-    found = (ranks.unsqueeze(1) == spaced.unsqueeze(2)) & keep.unsqueeze(1)
-    return spaced, found.long().argmax(-1)
-
-
-@torch.no_grad()
-def attention_asked(
-    query: Tensor,
-    key: Tensor,
-    query_ranks: Tensor,
-    ranks: Tensor,
-    keep: Tensor | None = None,
-    window: int = 0,
-) -> Tensor:
-    """Average the attention that some queries pay to each token outside their own windows.
-
-    Args:
-        query: (b, h, r, c).
-        key: (b, h, n, c).
-        query_ranks, ranks: (b or 1, r) and (b or 1, n).
-        keep: (b, n) padding mask.
-        window: number of tokens of a window, 0 for none.
-
-    Returns:
-        (b, h, n) float32, of a softmax over all tokens of the row.
-    """
-    logits = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))
-    weights = masked_softmax(logits, None if keep is None else keep[:, None, None])
-    if window:
-        before, after = window_reach(window)
-        distance = ranks.unsqueeze(1) - query_ranks.unsqueeze(2)
-        outside = (distance < -before) | (distance > after)
-        weights = weights * outside.unsqueeze(1).to(weights.dtype)
-    return weights.mean(2).float()
-
-
-def gather_tokens(states: Tensor, places: Tensor) -> Tensor:
-    """Take tokens of every head: (b, h, n, c) at (b, 1 or h, g) to (b, h, g, c)."""
-    batch, heads, length, size = states.shape
-    # Whole rows of a (b * n * h, c) table, which projections lay out in this order.
-    row, head = (torch.arange(count, device=states.device) for count in (batch, heads))
-    rows = (row.view(-1, 1, 1) * length + places) * heads + head.view(1, -1, 1)
-    table = states.transpose(1, 2).flatten(0, 2)
-    return table.index_select(0, rows.flatten()).view(batch, heads, -1, size)
-
-
-def put_tokens(states: Tensor, tokens: Tensor, chosen: ExactTokens) -> Tensor:
-    """Replace the chosen tokens' states (b, n, ...) by others (b, g, ...); the choice is the same for all heads."""
-    mask = chosen.mask[:, 0]
-    batch, number = tokens.shape[:2]
-    # The chosen tokens are in the order of the row.
-    index = (mask.long().cumsum(-1) - 1).clamp(min=0) + number * torch.arange(batch, device=mask.device)[:, None]
-    spread = tokens.flatten(0, 1).index_select(0, index.flatten()).view(*mask.shape, *tokens.shape[2:])
-    return torch.where(mask.view(*mask.shape, *(1 for _ in tokens.shape[2:])), spread, states)
-
-
-def in_order(mask: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
-    """Order a mask (b, 1 or h, n) as the real tokens of each row, with False behind them."""
-    if keep is None:
-        return mask
-    return move_to_ranks(mask.unsqueeze(-1).float(), ranks, keep).squeeze(-1) > 0
-
-
-def tokens_outside(left: Tensor | None, lengths: Tensor, length: int, window: int) -> Tensor:
-    """Count the tokens that each query reads nowhere else: those left over that its window does not hold.
-
-    Args:
-        left: (b, 1 or h, n) tokens that are read in no part but the window, in order (`in_order`); `None` for all.
-        lengths: (b or 1, 1) number of tokens of each row.
-        length: n.
-        window: number of tokens of a window, 0 for none.
-
-    Returns:
-        (b or 1, 1 or h, n) float32 for the query of each rank, or (b, 1 or h, 1) without a window.
-    """
-    if not window:
-        total = lengths.unsqueeze(1) if left is None else left.sum(-1, keepdim=True)
-        return total.float()
-    first, end = window_edges(lengths, length, window)
-    if left is None:
-        return (lengths - (end - first)).clamp(min=0).unsqueeze(1).float()
-    sums = F.pad(left.long().cumsum(-1), (1, 0))
-    return (sums[..., -1:] - _at(sums, end) + _at(sums, first)).float()
-
-
-def _at(sums: Tensor, places: Tensor) -> Tensor:
-    """Look up (b, 1 or h, n) at (b or 1, p), the same for all heads: (b, 1 or h, p)."""
-    if places.shape[0] == 1:
-        return sums.index_select(-1, places[0])
-    return sums.gather(-1, places.unsqueeze(1).expand(-1, sums.shape[1], -1))
-
-
-def window_edges(lengths: Tensor, length: int, window: int) -> tuple[Tensor, Tensor]:
-    """Return the rank of the first token in the window of each rank, and of the first one behind it, (b or 1, n)."""
-    before, after = window_reach(window)
-    rank = torch.arange(length, device=lengths.device)
-    end = torch.minimum(rank + after + 1, lengths)
-    return torch.minimum((rank - before).clamp(min=0), end), end
-
-
-# ---- ops/context.py ----
-#
-# The data that all layers of a forward pass share, built once by the model and passed as one argument.
-
-
-class ForwardContext(NamedTuple):
-    """Padding mask, token counts, cache and options of a forward pass, the same in every layer.
-
-    A named tuple, because accelerate, FSDP and torch.compile traverse tuples. Every mask is boolean with True = keep.
-    """
-
-    keep: Tensor | None  # (b, n) padding mask; `None` if nothing is padded
-    ranks: Tensor  # (b or 1, n) long: index of a token among its row's real tokens, counting earlier passes
-    before: Tensor  # (b or 1, 1) long: number of real tokens of the row in earlier passes
-    lengths: Tensor  # (b or 1, 1) long: number of real tokens of the row, including this pass
-    rotation: Tensor | None = None  # (b or 1, n, 2, r / 2) of rotary positions, which rotate r entries of a head
-    cache: Cache | None = None  # decoders only: a `state.MemoryCache`
-    carried_keep: Tensor | None = None  # (b, l) mask of the states carried alongside the tokens
-    masks: Any = None  # the family's masks, in the attention backend's form
-    window: int = 0  # number of tokens that a token reads besides the slots
-    whole: bool = False  # encoders: whether every token reads every token, so that no slot is needed
-    token_mask: KeyMask | None = None  # of all tokens, in the backend's form, where some or all of them are read
-    marked: ExactTokens | None = None  # tokens that the caller marks
-    selected: int = 0  # number of places for the tokens that each head selects
-    written: Tensor | None = None  # (b, 1 or h, n) tokens that the slots are written from; `None` for all
-    left: Tensor | None = None  # (b, 1 or h, n) the same tokens in order, if counted; `None` for all
-    outside: Tensor | None = None  # (b or 1, 1 or h, 1 or n) how many of them the query of each rank reads in slots
-    projected: tuple[Tensor, Tensor] | None = None  # the tokens' keys and values (b, h, n, c), if already computed
-    carries: bool = True  # whether what is carried is of use after the last layer
-    slots: bool = True  # whether the slots are read
-    options: dict[str, Any] = {}  # keyword arguments for the attention backend
-    source: Any = None  # cross-attention only: the `ForwardContext` of the source, while it is written
-
-    def slot_tokens(self) -> Tensor | None:
-        """Return the mask (b, 1 or h, n) of the tokens to write to the slots; `None` for all."""
-        if self.written is None or self.keep is None:
-            return self.written if self.keep is None else self.keep[:, None]
-        return self.written & self.keep[:, None]
-
-    def in_rows(
-        self, function: Callable[..., tuple[Tensor, ...]], states: Tensor, carried: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Apply what needs whole texts, a function of (b, n, d) states, carried states and a context.
-
-        The context of an unpadded batch (`unpadding.UnpaddedContext`) does so in several calls.
-        """
-        return function(states, carried, self)[:2]
-
-    def split(self, length: int, size: int) -> list[tuple[slice, "ForwardContext"]]:
-        """Split the tokens into parts of at most `size`: where each is, and its context, without the family's masks."""
-        parts = [slice(first, first + size) for first in range(0, length, size)]
-        own = {name: getattr(self, name) for name in ("keep", "ranks", "rotation")}
-        own = {name: tensor for name, tensor in own.items() if tensor is not None}
-        return [
-            (part, self._replace(masks=None, **{name: tensor[:, part] for name, tensor in own.items()}))
-            for part in parts
-        ]
-
-    def layer_cache(self, layer_idx: int) -> CacheLayerMixin | None:
-        """Return a layer's cache, or `None` without a cache."""
-        return None if self.cache is None else self.cache.layers[layer_idx]
-
-
-def make_context(
-    keep: Tensor | None,
-    length: int,
-    device: torch.device,
-    cache: Cache | None = None,
-    options: dict[str, Any] | None = None,
-    window: int = 0,
-) -> ForwardContext:
-    """Build the context of a pass over (b, n) tokens from its padding mask and the cache.
-
-    Args:
-        keep: (b, n) padding mask, or `None` if nothing is padded.
-        length: n.
-        device: device of the tokens.
-        cache: state of earlier passes; read, but not changed.
-        options: keyword arguments of `forward`: what to read, see `ForwardContext`, and for the attention backend.
-        window: the local window, if the options have none.
-    """
-    options = dict(options or {})
-    given, slots = options.pop("local_window", None), options.pop("read_slots", None)
-    reads = {"window": window if given is None else given, "slots": slots is not False}
-    seen = None if cache is None else cache.tokens
-    if seen is None:
-        ranks, lengths = token_ranks(keep, length, device), row_lengths(keep, length, device)
-        before = torch.zeros(1, 1, dtype=torch.long, device=device)
-    else:
-        before = seen.to(device).unsqueeze(1)
-        # Left padding gets the rank of the last token of an earlier pass, or 0 without one.
-        places = torch.arange(1, length + 1, device=device) if keep is None else keep.long().cumsum(-1)
-        ranks, lengths = (places + before - 1).clamp(min=0), places[..., -1:] + before
-    return ForwardContext(keep, ranks, before, lengths, cache=cache, options=options, **reads)
-
-
-def drop_if_full(keep: Tensor) -> Tensor | None:
-    """Return `None` for a mask that keeps everything; while tracing, where the data is unknown, return it unchanged."""
-    if is_tracing(keep) or keep.device.type == "meta" or not keep.all():
-        return keep
-    return None
-
-
-# ---- ops/convolution.py ----
-#
-# Depthwise convolutions along the tokens.
-
-
-def depthwise_convolution(states: Tensor, weight: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Depthwise convolution along the tokens; tokens beyond the ends and padding count as zero.
-
-    Args:
-        states: (b, n, d).
-        weight: (d, taps) with an odd number of taps; tap `taps // 2` is at the token itself.
-        keep: (b, n) padding mask.
-
-    Returns:
-        (b, n, d).
-    """
-    if keep is not None:
-        states = states.masked_fill(~keep.unsqueeze(-1), 0.0)
-    return _convolve(states, weight, padding=weight.shape[-1] // 2)
-
-
-def causal_convolution(states: Tensor, weight: Tensor) -> Tensor:
-    """Causal depthwise convolution over each token and the taps - 1 tokens before it.
-
-    Args:
-        states: (b, taps - 1 + n, d), beginning with the taps - 1 states before the first token.
-        weight: (d, taps); the last tap is at the token itself.
-
-    Returns:
-        (b, n, d).
-    """
-    return _convolve(states, weight)
-
-
-def _convolve(states: Tensor, weight: Tensor, padding: int = 0) -> Tensor:
-    if is_tracing(states):  # Inductor lays a convolution out for one length, and would compile every other again
-        states = F.pad(states, (0, 0, padding, padding))
-        length, taps = states.shape[1] - weight.shape[-1] + 1, weight.unbind(-1)
-        return sum(states[:, start : start + length] * tap for start, tap in enumerate(taps))
-    # As the input of a conv2d, (b, d, 1, n) is a channels-last view: 3 to 5 times faster than conv1d on CPU.
-    image, filters = states.transpose(1, 2).unsqueeze(2), weight[:, None, None, :]
-    out = F.conv2d(image, filters, padding=(0, padding), groups=weight.shape[0])
-    return out.squeeze(2).transpose(1, 2)
-
-
-# ---- ops/recompute.py ----
-#
-# Memory of a training step: what is cheap to compute again is not kept for the backward pass.
-#
-# Every tensor that an operation's gradient needs stays in memory until the backward pass. `keep_inputs` keeps the
-# inputs of a function instead. The numbers stay the same, dropout included; the function runs again in the backward
-# pass, up to the last tensor that a gradient needs, so that a linear layer at its end is not applied again.
-
-
-# Number of entries from which a tensor is worth the bookkeeping, some hundred microseconds.
-LEAST_ENTRIES = 2**18
-
-
-def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
-    """Whether to compute what follows from `states`, by these modules, again in the backward pass.
-
-    Not in graphs, whose compiler decides by itself; not in transforms of `torch.func`, which know no saved tensors; and
-    not where hooks would see the second computation.
-    """
-    # In this order: comparing the size would specialise a graph to it.
-    if not torch.is_grad_enabled() or is_tracing(states) or torch._C._are_functorch_transforms_active():
-        return False
-    if states.numel() < LEAST_ENTRIES:
-        return False
-    return not any(_is_hooked(part) for module in modules for part in module.modules())
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-
-
-def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> Any:
-    """Compute `function(states, *inputs)`, such that only the inputs are kept, if `may_recompute(states)`."""
-    if not torch.is_grad_enabled():
-        return function(states, *inputs)
-    return keep_inputs(function, states, *inputs) if may_recompute(states) else function(states, *inputs)
-
-
-def keep_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute `function(*inputs)`, and keep only the inputs for the backward pass.
-
-    Args:
-        function: must not hold tensors of the tokens itself: with gradient checkpointing, these would stay in memory.
-        inputs: tensors, tuples of them, or anything else.
-    """
-    leaves, structure = tree_flatten(inputs)
-
-    def apply(*leaves: Any) -> Any:
-        with float32_products(leaves[0]):  # in the backward pass, the layer's own has ended
-            return function(*tree_unflatten(leaves, structure))
-
-    return checkpoint(apply, *leaves, use_reentrant=False)
-
-
 # ---- ops/memory_read.py ----
 #
-# The memories that queries read: slots, windows and single tokens, all in one softmax.
-#
-# Every query reads all slots; a window is read only by the tokens around it. A read takes a list of memories, so that a
-# layer may mix slots and windows.
+# Softmax attention through transformers' backends, to keys or to several memories, slots and windows, at once.
 #
 # Shape letters: b batch, h heads, n tokens, q queries, m slots, w tokens of a window, s queries of a block, c head
 # size. Every mask is boolean with True = keep.
@@ -999,176 +1177,125 @@ _PART_QUERIES, _PART_BLOCK = 512, 64
 _SHORT_ROW = 128
 
 
-class SlotMemory(NamedTuple):
-    """Keys and values of slots, or of single tokens, which every query may read."""
-
-    key: Tensor  # (b, h, m, c)
-    value: Tensor  # (b, h, m, c)
-    filled: KeyMask | Tensor | None = None  # slots that may be read; (b, 1 or h, m) if a tensor; `None` for all
-    bias: Tensor | None = None  # (b, h, m) added to the logits
-    # (b, 1 or h, 1 or q, 1 or m), also added, or a mask; beside a window, its queries are ordered as the window's.
-    query_bias: Tensor | None = None
-
-    def filled_slots(self) -> Tensor | None:
-        """Return the mask as (b, 1 or h, m), or `None` if all slots may be read."""
-        if isinstance(self.filled, KeyMask):
-            return self.filled.keep[:, None, : self.key.shape[2]]
-        return self.filled
-
-    def mask_terms(self) -> list[Tensor]:
-        """Return what the mask of a read is made of, each (b, 1 or h, 1 or q, 1 or m): masks, and what is added."""
-        of_slots = (self.filled_slots(), self.bias)
-        terms = [None if term is None else term.unsqueeze(2) for term in of_slots]
-        return [term for term in (*terms, self.query_bias) if term is not None]
-
-    def mask(self) -> Tensor | None:
-        """Return the mask of a read, (b, 1 or h, 1 or q, m): boolean, or with a bias additive; `None` for no mask."""
-        return _join_masks([self.mask_terms()], [self.key.shape[2]], self.key)
-
-
-class WindowMemory(NamedTuple):
-    """Keys and values of tokens, each read by the queries around it, ordered with real tokens before padding.
-
-    All windows of one read share the same order.
-    """
-
-    key: Tensor  # (b, h, earlier + n, c)
-    value: Tensor
-    real: Tensor | None  # (b, earlier + n) padding mask in this order; `None` if nothing is padded
-    window: int  # number of tokens that a query may read, including itself
-    earlier: int = 0  # number of tokens in front without a query, from an earlier pass
-    ranks: Tensor | None = None  # (b, n) ranks of the tokens; `None` if already in order
-    keep: Tensor | None = None  # (b, n) padding mask in the input's order
-    ordered: bool = False  # whether keys and values are already in order, even if the queries are not
-    causal: bool = False
-    dilated: bool = False  # whether to read only every other token
-    bias: Tensor | None = None  # (w,) added to the logits of a window's tokens, from the first to the last
-    elsewhere: Tensor | None = None  # (b, 1 or h, n) tokens that another part of the same read holds
-
-
-Memories = Sequence[SlotMemory | WindowMemory]
-
-
-def tokens_in_window(
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
     key: Tensor,
     value: Tensor,
-    window: int,
-    context: ForwardContext,
-    dilated: bool = False,
-    elsewhere: Tensor | None = None,
-) -> WindowMemory:
-    """Keep an encoder's keys and values (b, h, n, c), to be read within a window or a dilated window."""
-    own = {"dilated": dilated, "elsewhere": elsewhere}
-    if context.keep is None:
-        return WindowMemory(key, value, None, window, **own)
-    real = torch.arange(key.shape[2], device=key.device) < context.lengths
-    return WindowMemory(key, value, real, window, ranks=context.ranks, keep=context.keep, **own)
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Eager attention for transformers' interface: (b, h, q, c) queries to (b, q, h, c) outputs, and the weights."""
+    output, weights = softmax_attention(query, key, value, attention_mask, scaling, dropout)
+    return output.transpose(1, 2), weights
+
+
+def attend_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: KeyMask | Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Multi-head softmax attention with any numbers of queries and keys, through transformers' attention interface.
+
+    Args:
+        module: the calling module, with `config`, `is_causal = False` and `attention_dropout`.
+        query, key, value: (b, h, q, c) and (b, h, k, c); logits are scaled by c^-1/2.
+        mask: from `make_key_mask`, or `None`; or a tensor that broadcasts to (b, h, q, k), boolean (True = may be
+            attended to) or added to the logits. Only eager and sdpa accept a tensor; other backends fall back to sdpa.
+
+    Returns:
+        The concatenated heads (b, q, d), and the weights (b, h, q, k) if the backend returns them (eager does).
+    """
+    backend = module.config._attn_implementation
+    if isinstance(mask, Tensor):
+        mask, backend = KeyMask(mask, mask), "eager" if backend == "eager" else "sdpa"
+    elif mask is None and backend == "flex_attention":  # slots that may all be read, of any number
+        mask = flex_key_mask(None, *(states.transpose(1, 2) for states in (query, key)))
+    kwargs |= {
+        "scaling": query.shape[-1] ** -0.5,
+        "dropout": module.attention_dropout if module.training else 0.0,
+        "is_causal": False,
+    }
+    # The flash path would take position ids that restart for packed documents, in queries and keys alike.
+    kwargs.pop("position_ids", None)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
+    if backend == "sdpa" and query.dtype == torch.bfloat16 and prefers_products(query):
+        attention = eager_attention_forward
+    if mask is not None and mask.unpadded is not None:
+        output, weights = _attend_unpadded(attention, module, query, key, value, mask.unpadded, **kwargs)
+        return output.flatten(-2), weights
+    if mask is not None and mask.extra_keys:
+        key, value = (F.pad(states, (0, 0, 0, mask.extra_keys)) for states in (key, value))
+    backend_mask = None if mask is None else mask.for_queries(query.shape[2])
+    output, weights = attention(module, query, key, value, backend_mask, **kwargs)
+    if is_torchdynamo_exporting():
+        # Which layout the kernel returns depends on whether gradients are recorded, and the exporter to ONNX does not.
+        output = output.clone(memory_format=torch.contiguous_format)
+    return output.flatten(-2), weights
+
+
+def _attend_unpadded(
+    attention: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keys: UnpaddedKeys, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Call a variable-length kernel with all queries of every row, but only the kept keys.
+
+    Transformers' flash path assumes that queries and keys are the same tokens, so a key mask would drop queries too.
+    Passing explicit sequence boundaries and no mask avoids that.
+    """
+    batch, _, num_queries, _ = query.shape
+    rows = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (batch * length, heads, head_dim)
+    query, key, value = rows
+    key, value = key[keys.indices], value[keys.indices]
+    borders = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
+    output, _ = attention(
+        module,
+        *(states.unsqueeze(0).transpose(1, 2) for states in (query, key, value)),  # (1, heads, total, head_dim)
+        None,
+        cu_seq_lens_q=borders,
+        cu_seq_lens_k=keys.cu_seq_lens,
+        max_length_q=num_queries,
+        max_length_k=keys.max_length,
+        **kwargs,
+    )
+    return output.view(batch, num_queries, *output.shape[-2:]), None
 
 
 def read_memories(
     module: nn.Module, query: Tensor, memories: Memories, options: dict[str, Any] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Softmax attention to several memories at once, through transformers' attention interface.
+    """Softmax attention to several memories at once, for a module as in `attend_heads`.
 
-    Args:
-        module: the calling module, as for `attend_heads`.
-        query: (b, h, n, c); if a memory is a window, the queries of its tokens.
-        memories: the memories to read in one softmax.
-        options: keyword arguments for the attention backend.
-
-    Returns:
-        The concatenated heads (b, n, d), and with eager attention the weights (b, h, n, keys) over the slots or window
-        positions of each memory in turn.
+    Queries (b, h, n, c), those of its tokens if a memory is a window, give the concatenated heads (b, n, d), and with
+    eager attention the weights (b, h, n, keys) over the slots or window positions of each memory in turn.
 
     Raises:
         ValueError: The number of queries differs from the number of tokens in a window.
     """
     first, options = memories[0], options or {}
+    if isinstance(first, WindowMemory) and first.is_step:
+        memories = [first := first.as_slots()]
     if len(memories) == 1 and isinstance(first, SlotMemory):
         plain = isinstance(first.filled, KeyMask | None) and first.bias is None and first.query_bias is None
         return attend_heads(module, query, first.key, first.value, first.filled if plain else first.mask(), **options)
     windows = [memory for memory in memories if isinstance(memory, WindowMemory)]
     if not windows:
         return _read_slots(module, query, memories, options)
-    query, widest = _put_in_order(query, windows[0]), max(memory.window for memory in windows)
+    query, widest = windows[0].put_in_order(query), max(memory.window for memory in windows)
     # Eager attention returns weights by window.
     is_short = not is_tracing(query) and module.config._attn_implementation != "eager"
     is_short = is_short and query.shape[2] <= widest + _SHORT_ROW
-    if is_short and all(memory.bias is None and not (memory.causal or memory.dilated) for memory in windows):
-        memories = [_whole_row(memory) if isinstance(memory, WindowMemory) else memory for memory in memories]
+    if is_short and all(memory.bias is None and not memory.causal for memory in windows):
+        memories = [memory.as_slots() if isinstance(memory, WindowMemory) else memory for memory in memories]
         output, weights = _read_slots(module, query, memories, options)
     else:
         output, weights = _read_blocks(module, query, memories, widest, options)
-    weights = None if weights is None else _put_back(weights.transpose(1, 2), windows[0]).transpose(1, 2)
-    return _put_back(output, windows[0]), weights
-
-
-def window_logits(query: Tensor, memory: SlotMemory | WindowMemory, window: int) -> Tensor:
-    """Compute the logits of a causal window alone, to be read beside something else; see `read_window`.
-
-    Args:
-        query: (b, h, n, c).
-        memory: from `write_window`, of w tokens.
-        window: number of tokens to read, the latest of the w; the others get the lowest logit.
-
-    Returns:
-        (b, h, n, w), the query's own token last.
-    """
-    query = query * query.shape[-1] ** -0.5
-    if isinstance(memory, SlotMemory):
-        logits, keep = torch.matmul(query, memory.key.transpose(-1, -2)), memory.mask()
-        logits = logits.masked_fill(~keep, torch.finfo(logits.dtype).min)
-    else:
-        states = _put_in_order(query, memory)
-        rows, places = states.shape[0], states.shape[2]
-        part = _window_in_blocks(memory, memory.window)
-        logits = torch.matmul(query_blocks(states, memory.window), part.gather(part.key).transpose(-1, -2))
-        mask = _join_masks([part.terms], [logits.shape[-1]], logits)
-        logits = window_weights(logits.masked_fill(~mask, torch.finfo(logits.dtype).min), memory.window)
-        logits = _put_back(join_blocks(logits.transpose(1, 2), rows, places), memory).transpose(1, 2)
-    unread = torch.arange(logits.shape[-1], 0, -1, device=logits.device) > window
-    return logits.masked_fill(unread, torch.finfo(logits.dtype).min)
-
-
-def read_window(weights: Tensor, memory: SlotMemory | WindowMemory) -> Tensor:
-    """Sum a causal window's values with weights (b, h, n, w) for the keys of `window_logits`: (b, h, n, c)."""
-    if isinstance(memory, SlotMemory):
-        return torch.matmul(weights, memory.value)
-    weights = _put_in_order(weights, memory)
-    rows, places = weights.shape[0], weights.shape[2]
-    part = _window_in_blocks(memory, memory.window)
-    value = part.gather(part.value)
-    weights = band_weights(query_blocks(weights, memory.window), value.shape[2])
-    states = join_blocks(torch.matmul(weights, value).transpose(1, 2), rows, places)
-    return _put_back(states, memory).transpose(1, 2)
-
-
-def _join_masks(terms: Sequence[list[Tensor]], sizes: Sequence[int], like: Tensor) -> Tensor | None:
-    """Join the mask's terms of several memories, and put the masks of their m keys (`sizes`) side by side.
-
-    The result is boolean, or additive if a term is; `None` if there are no terms.
-    """
-    if not any(terms):
-        return None
-    if _is_additive(terms):
-        masks = [reduce(torch.add, _added(own, like)) for own in terms]
-    else:
-        every = like.new_ones(1, 1, 1, 1, dtype=torch.bool)
-        masks = [reduce(torch.logical_and, own or [every]) for own in terms]
-    shape = torch.broadcast_shapes(*(mask.shape[:-1] for mask in masks))
-    masks = [mask.expand(*shape, size) for mask, size in zip(masks, sizes, strict=True)]
-    return masks[0] if len(masks) == 1 else torch.cat(masks, dim=-1)
-
-
-def _is_additive(terms: Sequence[list[Tensor]]) -> bool:
-    return any(term.is_floating_point() for own in terms for term in own)
-
-
-def _added(terms: list[Tensor], like: Tensor) -> list[Tensor]:
-    """Turn boolean terms into what is added to logits. Finite in sum, because a row of minus infinity would be NaN."""
-    zero, unread = like.new_zeros(()), torch.finfo(like.dtype).min / 2
-    added = [torch.where(term, zero, unread) if term.dtype == torch.bool else term for term in terms]
-    return added or [zero.view(1, 1, 1, 1)]
+    weights = None if weights is None else windows[0].put_back(weights.transpose(1, 2)).transpose(1, 2)
+    return windows[0].put_back(output), weights
 
 
 def _read_slots(
@@ -1176,60 +1303,8 @@ def _read_slots(
 ) -> tuple[Tensor, Tensor | None]:
     key, value = (torch.cat([memory[side] for memory in memories], 2) for side in (0, 1))
     sizes = [memory.key.shape[2] for memory in memories]
-    mask = _join_masks([memory.mask_terms() for memory in memories], sizes, key)
+    mask = join_masks([memory.mask_terms() for memory in memories], sizes, key)
     return attend_heads(module, query, key, value, mask, **options)
-
-
-def _whole_row(memory: WindowMemory) -> SlotMemory:
-    """Let the ordered queries of a short row read the whole row, under the mask of their windows."""
-    key, value, readable = _ordered_tokens(memory)
-    place, (before, after) = torch.arange(key.shape[2], device=key.device), window_reach(memory.window)
-    offset = place - place[:, None]
-    return SlotMemory(key, value, readable, query_bias=((offset >= -before) & (offset <= after))[None, None])
-
-
-class _BlockPart(NamedTuple):
-    """A memory as a table of keys and values, and which of them each block of queries reads."""
-
-    key: Tensor  # (rows, h, c)
-    value: Tensor  # (rows, h, c)
-    places: Tensor  # (blocks, k) rows that a block reads
-    terms: list[Tensor]  # of the mask, each (1 or blocks, 1 or h, 1 or s, 1 or k)
-
-    def gather(self, states: Tensor, part: slice = slice(None)) -> Tensor:
-        """Take the keys or values of some blocks, (blocks, h, k, c)."""
-        return key_blocks(states, self.places[part]).transpose(1, 2)
-
-
-def _as_rows(states: Tensor) -> Tensor:
-    """Flatten (b, h, n, ...) to (b * n, h, ...)."""
-    return states.transpose(1, 2).flatten(0, 1)
-
-
-def _slots_in_blocks(memory: SlotMemory, block: int, blocks: int) -> _BlockPart:
-    batch, slots, device = memory.key.shape[0], memory.key.shape[2], memory.key.device
-    # Not `repeat_interleave`, which would need one graph for a single block and another for several.
-    rows = torch.arange(blocks, device=device) // (blocks // batch)  # of the batch, for each block
-    terms = [
-        term.index_select(0, rows) if term.shape[2] == 1 else query_blocks(term, block)
-        for term in (term.expand(batch, -1, -1, -1) for term in memory.mask_terms())
-    ]
-    places = rows[:, None] * slots + torch.arange(slots, device=device)
-    return _BlockPart(_as_rows(memory.key), _as_rows(memory.value), places, terms)
-
-
-def _window_in_blocks(memory: WindowMemory, block: int) -> _BlockPart:
-    key, value, readable = _ordered_tokens(memory)
-    rows, _, length, _ = key.shape
-    places, inside = key_places(rows, length, memory.window, block, key.device, memory.causal)
-    reached = inside.unsqueeze(1)
-    if readable is not None:
-        readable = readable.expand(rows, -1, -1)
-        reached = reached & key_blocks(_as_rows(readable), places).transpose(1, 2)
-    terms = [window_mask(torch.ones_like(inside[:1]).unsqueeze(1), block), reached.unsqueeze(2)]
-    if memory.bias is not None:
-        terms.append(band_weights(memory.bias.expand(1, 1, block, memory.window), block + memory.window - 1))
-    return _BlockPart(_as_rows(key), _as_rows(value), places, terms)
 
 
 def _read_blocks(
@@ -1242,24 +1317,22 @@ def _read_blocks(
     query = query_blocks(query, block)
     blocks = query.shape[0]
     parts = [
-        _window_in_blocks(memory, block)
-        if isinstance(memory, WindowMemory)
-        else _slots_in_blocks(memory, block, blocks)
+        memory.in_blocks(block) if isinstance(memory, WindowMemory) else memory.in_blocks(block, blocks)
         for memory in memories
     ]
     sizes, table = [part.places.shape[1] for part in parts], _join_parts(parts)
     terms = [part.terms for part in parts]
     step = max(_PART_QUERIES // block, 1) if in_parts else blocks
     buffer = None
-    if in_parts and _is_additive(terms):  # new memory for the mask of each part would be slow
-        terms = [_added(own, table.key) for own in terms]
+    if in_parts and is_additive(terms):  # new memory for the mask of each part would be slow
+        terms = [added_terms(own, table.key) for own in terms]
         buffer = table.key.new_empty(min(step, blocks), query.shape[1], block, sum(sizes))
     reads = []
     for first in range(0, blocks, step) if in_parts else (0,):
         part = slice(first, first + step) if in_parts else slice(None)
         own = [[term if term.shape[0] == 1 else term[part] for term in added] for added in terms]
         if buffer is None:
-            mask = _join_masks(own, sizes, table.key)
+            mask = join_masks(own, sizes, table.key)
         else:
             mask = buffer[: len(query[part])]
             for added, out in zip(own, mask.split(sizes, -1), strict=True):
@@ -1279,7 +1352,7 @@ def _read_blocks(
     return output, join_blocks(torch.cat(weights, -1).transpose(1, 2), rows, places).transpose(1, 2)
 
 
-def _join_parts(parts: list[_BlockPart]) -> _BlockPart:
+def _join_parts(parts: list[BlockPart]) -> BlockPart:
     """Join the tables of several memories, without their masks."""
     if len(parts) == 1:
         return parts[0]
@@ -1288,64 +1361,7 @@ def _join_parts(parts: list[_BlockPart]) -> _BlockPart:
         places.append(part.places + start)
         start += part.key.shape[0]
     key, value = (torch.cat([part[side] for part in parts]) for side in (0, 1))
-    return _BlockPart(key, value, torch.cat(places, 1), [])
-
-
-def _ordered_tokens(memory: WindowMemory) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return keys, values and the mask (b, 1 or h, n) of the tokens to read, in the order of `_put_in_order`."""
-    key, value, readable = memory.key, memory.value, None if memory.real is None else memory.real[:, None]
-    if not memory.ordered:
-        key, value = (move_to_ranks(states, memory.ranks, memory.keep) for states in (key, value))
-    if memory.elsewhere is not None:
-        left = ~in_order(memory.elsewhere, memory.ranks, memory.keep)
-        readable = left if readable is None else readable & left
-    if memory.dilated:
-        if readable is None and _places_to_add(key) is not None:  # the added positions must be masked
-            readable = torch.ones_like(key[:, :1, :, 0], dtype=torch.bool)
-        key, value = _dilate(key), _dilate(value)
-        readable = None if readable is None else _dilate(readable.unsqueeze(-1)).squeeze(-1)
-    return key, value, readable
-
-
-def _put_in_order(query: Tensor, order: WindowMemory) -> Tensor:
-    """Move queries (b, h, n, c) to the positions of their tokens in the window, (b or 2 b, h, places, c)."""
-    tokens = order.key.shape[2] - order.earlier
-    if tokens != query.shape[2]:
-        raise ValueError(
-            f"A window can be read only by the {tokens} tokens it was written from, but there are {query.shape[2]} "
-            "queries; for cross-attention, use a memory with slots."
-        )
-    query = move_to_ranks(query, order.ranks, order.keep)
-    query = F.pad(query, (0, 0, order.earlier, 0)) if order.earlier else query
-    return _dilate(query) if order.dilated else query
-
-
-def _put_back(states: Tensor, order: WindowMemory) -> Tensor:
-    """Undo `_put_in_order`: (b or 2 b, places, ...) to (b, n, ...)."""
-    if order.dilated:
-        states = first_places(undo_interleave(states), order.key.shape[2])
-    states = states[:, order.earlier :] if order.earlier else states
-    if order.ranks is None:
-        return states
-    # Whole rows of a (b * places, ...) table: faster than `gather`, which takes single entries.
-    rows, places = states.shape[:2]
-    found = order.ranks + places * torch.arange(rows, device=states.device)[:, None]
-    return states.flatten(0, 1).index_select(0, found.flatten()).view(*found.shape, *states.shape[2:])
-
-
-def _dilate(states: Tensor) -> Tensor:
-    """Split even and odd positions into separate rows, zero-padded if needed: (b, h, n, c) to (2 b, h, n / 2, c)."""
-    extra, states = _places_to_add(states), states.transpose(1, 2)
-    return interleave(states if extra is None else F.pad(states, (0, 0, 0, 0, 0, extra))).transpose(1, 2)
-
-
-def _places_to_add(states: Tensor) -> int | None:
-    """Number of positions to add to (b, h, n, c) to make n even; `None` for none."""
-    length = states.shape[2]
-    if not is_tracing(states):
-        return length % 2 or None
-    # A graph pads even and odd lengths alike, with at least two positions of each parity, so that it is not recompiled.
-    return 2 * ((length + 3) // 2) - length
+    return BlockPart(key, value, torch.cat(places, 1), [])
 
 
 # ---- layers/recorded.py ----
@@ -1394,7 +1410,7 @@ class Memory(NamedTuple):
     """The result of writing a context."""
 
     parts: Memories  # read together in one softmax
-    carried: Tensor | None = None  # passed to the next layer alongside the tokens (Luna's packed states)
+    slot_states: Tensor | None = None  # passed to the next layer alongside the tokens (Luna's packed states)
     marked: "MarkedReads | None" = None  # tokens of the context that read all of it
 
 
@@ -1416,6 +1432,7 @@ class MemoryAttention(Recorded):
     is_causal = False  # transformers' sdpa defaults to True without this attribute
     has_slots = True  # whether a window of `config.local_window` is read in one softmax with them
     memory_class: type = SlotMemory  # the part that cross-attention writes and reads
+    read_parts = read_memories
 
     def __init__(self, config: BoundedMemoryConfig, layer_idx: int = 0) -> None:
         super().__init__()
@@ -1427,15 +1444,6 @@ class MemoryAttention(Recorded):
         counts = config.local_window and config.slot_count_bias and self.has_slots
         self.slot_scale = nn.Parameter(torch.empty(self.num_heads)) if counts else None
         self.add_projections(config)
-
-    @classmethod
-    def across(cls, config: BoundedMemoryConfig, layer_idx: int) -> "MemoryAttention":
-        """Create a decoder layer's cross-attention, without what only self-attention needs."""
-        attention = cls(config.across(), layer_idx)
-        for module in attention.modules():
-            if hasattr(module, "config"):
-                module.config = config  # the decoder's own, whose attention backend may change
-        return attention
 
     def initialise(self, config: BoundedMemoryConfig) -> None:
         """Initialise the scales, such that a slot counts as many tokens as it stands for."""
@@ -1457,26 +1465,13 @@ class MemoryAttention(Recorded):
         """Return the number of entries of each head that rotary positions rotate."""
         return config.hidden_size // config.num_attention_heads
 
-    @staticmethod
-    def prepare(
-        config: BoundedMemoryConfig, states: Tensor, carried: Tensor | None, context: ForwardContext
-    ) -> ForwardContext:
-        """Return the context with the masks that the layers need, in the backend's form; called once per forward pass.
-
-        Args:
-            config: the model's configuration.
-            states: (b, n, d) input of the first layer.
-            carried: its other input, see `write`.
-            context: context of the forward pass.
-        """
-        return context
-
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Write a context to a memory.
 
         Args:
             states: (b, n, d), already normed in a pre-norm model.
-            carried: the state or parameter that the family's layers pass on alongside the tokens, if any.
+            slot_states: what the layers pass on alongside the tokens to write the slots with: Luna's packed states
+                (b, l, d), or the control matrix shared by the layers of an ABC model; `None` in other families.
             context: context of the tokens, with the family's masks (`prepare`).
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `write`.")
@@ -1487,69 +1482,13 @@ class MemoryAttention(Recorded):
             return [(slice(None), context)]
         return context.split(states.shape[2], _PART_TOKENS)
 
-    def slot_memory(
-        self,
-        key: Tensor,
-        value: Tensor,
-        context: ForwardContext,
-        filled: KeyMask | Tensor | None = None,
-        counts: Tensor | None = None,
-    ) -> SlotMemory:
-        """Make the memory of slots, with the logarithm of their counts as a bias if the config asks for it.
-
-        Softmax attention to s equal tokens equals attention to one slot, their mean, whose logit is larger by log s.
-
-        Args:
-            key, value, filled: see `SlotMemory`.
-            context: context of the tokens that were written.
-            counts: (b, 1 or h, m) number of tokens that each slot stands for; by default, the slots in use share a
-                row's tokens evenly.
-        """
-        slots = SlotMemory(key, value, filled)
-        if context.outside is not None:
-            return self.weigh_slots(slots, context.outside, counts)
-        if self.slot_scale is None:
-            return slots
-        if counts is None:
-            used = slots.filled_slots()
-            used = torch.ones_like(key[:, :1, :, 0], dtype=torch.bool) if used is None else used
-            lengths = context.lengths.unsqueeze(1).to(torch.promote_types(self.slot_scale.dtype, torch.float32))
-            counts = lengths / used.sum(-1, keepdim=True).clamp(min=1)  # (b, 1 or h, 1)
-        return slots._replace(bias=count_bias(counts, self.slot_scale).expand(-1, -1, key.shape[2]))
-
-    def weigh_slots(self, slots: SlotMemory, outside: Tensor, counts: Tensor | None) -> SlotMemory:
-        """Let the slots of each query stand for the tokens that it reads nowhere else, divided as `counts` are.
-
-        Args:
-            slots: without a bias.
-            outside: (b or 1, 1 or h, 1 or n) number of these tokens; a query that has none reads no slot. Or
-                (b or 1, 1 or h, 1 or n, m), the number of them in each slot.
-            counts: see `slot_memory`.
-        """
-        each = outside if outside.dim() == 4 else outside.unsqueeze(-1)
-        some, unread = each > 0, torch.finfo(slots.key.dtype).min / 2
-        if self.slot_scale is None:
-            weight = torch.zeros((), dtype=slots.key.dtype, device=outside.device)
-            return slots._replace(query_bias=torch.where(some, weight, unread))
-        each = each.to(torch.promote_types(self.slot_scale.dtype, torch.float32)).clamp(min=1.0)
-        slots = slots._replace(query_bias=torch.where(some, log_counts(each, self.slot_scale), unread))
-        if outside.dim() == 4:
-            return slots
-        if counts is None:
-            used = slots.filled_slots()
-            counts = torch.ones_like(slots.key[:, :1, :, 0]) if used is None else used
-        counts = counts.to(each.dtype)
-        least = torch.finfo(counts.dtype).tiny ** 0.5  # whose gradient is finite
-        shares = counts.clamp(min=least) / counts.sum(-1, keepdim=True).clamp(min=least)
-        return slots._replace(bias=log_counts(shares, self.slot_scale).expand(-1, self.num_heads, -1))
-
-    def write_own(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write_own(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Like `write`, with what the context's own tokens also read: the tokens around them, and the exact ones."""
         mixes = context.window or context.marked is not None or context.selected
         if not (self.has_slots and mixes):
-            return self.write(states, carried, context)
+            return self.write(states, slot_states, context)
         if context.whole:
-            return self.write_whole(states, carried, context)
+            return self.write_whole(states, slot_states, context)
         key, value = self.key_and_value(states)
         context, marked = context._replace(projected=(key, value)), context.marked
         selected = self.select_tokens(states, key, context) if context.selected else None
@@ -1561,27 +1500,27 @@ class MemoryAttention(Recorded):
             SlotMemory(gather_tokens(key, chosen.places), gather_tokens(value, chosen.places), chosen.valid)
             for chosen in exact
         ]
-        memory = self.write(states, carried, context)
+        memory = self.write(states, slot_states, context)
         written = [
             part._replace(elsewhere=elsewhere) if isinstance(part, WindowMemory) else part for part in memory.parts
         ]
         if not context.slots:
             written = []
         if context.window:
-            parts.append(tokens_in_window(key, value, context.window, context, elsewhere=elsewhere))
+            parts.append(WindowMemory.of_encoder(key, value, context.window, context, elsewhere))
         if marked is not None and self.config.global_tokens_read_all:
             memory = memory._replace(marked=MarkedReads(marked, key, value, context.token_mask))
         return memory._replace(parts=[*written, *parts])
 
-    def write_whole(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write_whole(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Keep every token, to be read by all: softmax attention."""
         key, value = self.key_and_value(states)
-        unused = self.unused_parameters(carried) if torch.is_grad_enabled() else []
+        unused = self.unused_parameters(slot_states) if torch.is_grad_enabled() else []
         if unused:
             key, *_ = join_gradients(key, *unused)
-        return Memory([SlotMemory(key, value, context.token_mask)], carried)
+        return Memory([SlotMemory(key, value, context.token_mask)], slot_states)
 
-    def unused_parameters(self, carried: Tensor | None) -> list[Tensor]:
+    def unused_parameters(self, slot_states: Tensor | None) -> list[Tensor]:
         """Return what has no effect where every token is read; it gets a gradient of zero, as DDP requires."""
         return [] if self.slot_scale is None else [self.slot_scale]
 
@@ -1619,7 +1558,7 @@ class MemoryAttention(Recorded):
         self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Read a memory with (b, n, d) states: (b, n, d) before the output projection, and the weights if eager."""
-        memory = memory._replace(carried=None)
+        memory = memory._replace(slot_states=None)
         if torch.is_grad_enabled() and self.config._attn_implementation != "eager":
             parts = memory.parts
             keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in parts)
@@ -1633,7 +1572,7 @@ class MemoryAttention(Recorded):
         shape = (*hidden_states.shape[:-1], self.num_heads, self.head_size)
         query = self.query(hidden_states).view(shape).transpose(1, 2)
         options = {} if context is None else context.options
-        output, weights = read_memories(self, query, memory.parts, options)
+        output, weights = self.read_parts(query, memory.parts, options)
         if memory.marked is None:
             return output, weights
         tokens, *sides = memory.marked
@@ -1642,22 +1581,22 @@ class MemoryAttention(Recorded):
         return put_tokens(output, whole, tokens), weights
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Self-attention: write the tokens to a memory and read it.
 
         Args:
             hidden_states: (b, n, d) token states, already normed in a pre-norm model.
-            carried: see `write`.
+            slot_states: see `write`.
             context: context of the forward pass.
 
         Returns:
-            The output (b, n, d) before the output projection, `carried` for the next layer, and with eager attention
-            the weights (b, h, n, keys).
+            The output (b, n, d) before the output projection, `slot_states` for the next layer, and with eager
+            attention the weights (b, h, n, keys).
         """
-        memory = self.write_own(hidden_states, carried, context)
+        memory = self.write_own(hidden_states, slot_states, context)
         output, weights = self.read(hidden_states, memory, context)
-        return output, memory.carried, weights
+        return output, memory.slot_states, weights
 
 
 class FullAttention(MemoryAttention):
@@ -1665,10 +1604,10 @@ class FullAttention(MemoryAttention):
 
     has_slots = False
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
-        """Keep one slot per token; `carried` passes by unchanged."""
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
+        """Keep one slot per token; `slot_states` passes by unchanged."""
         mask = make_key_mask(self.config, context.keep, queries=states, keys=states)
-        return Memory([SlotMemory(*self.key_and_value(states), mask)], carried)
+        return Memory([SlotMemory(*self.key_and_value(states), mask)], slot_states)
 
 
 # ---- layers/block.py ----
@@ -1676,8 +1615,8 @@ class FullAttention(MemoryAttention):
 # A layer of an encoder or decoder, and the stack of layers.
 #
 # Parameters have RoBERTa's names, so that a RoBERTa checkpoint loads wherever the architectures agree. A family plugs
-# in a `MemoryAttention`: `(hidden_states, carried, context) -> (output, carried, weights)`, where `carried` passes from
-# layer to layer alongside the tokens (Luna's packed sequence), or is `None`.
+# in a `MemoryAttention`. What it writes its slots with passes from layer to layer alongside the tokens: `slot_states`,
+# such as Luna's packed sequence, or `None`.
 
 
 # Number of tokens that the feed-forward network takes at a time: on a CPU, whose cache they fit, and elsewhere.
@@ -1746,20 +1685,31 @@ class AttentionBlock(nn.Module):
         self.convolution = convolution_class(config, layer_idx) if config.conv_kernel_size else None
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the update that the layer adds to the states, before dropout: (b, n, d), and `carried`."""
+        """Compute the update that the layer adds to the states, before dropout: (b, n, d), and `slot_states`."""
         states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
-        update, carried = self.attend(states, carried, context)
+        update, slot_states = self.attend(states, slot_states, context)
         if self.convolution is not None:
-            convolved, _ = context.in_rows(lambda rows, _, own: (self.convolution(rows, own), None), states, None)
+            convolved, _ = _in_rows(context, lambda rows, _, own: (self.convolution(rows, own), None), states, None)
             update = update + convolved
-        return update, carried
+        return update, slot_states
 
-    def attend(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, states: Tensor, slot_states: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
         """Apply attention and output projection to normed states (b, n, d)."""
-        read, carried = context.in_rows(self.self, states, carried)
-        return self.output.dense(read), carried
+        read, slot_states = _in_rows(context, self.self, states, slot_states)
+        return self.output.dense(read), slot_states
+
+
+def _in_rows(
+    context: ForwardContext | UnpaddedContext, function: Callable[..., Any], states: Tensor, slot_states: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Apply what needs whole texts, a function of (b, n, d) states, slot states and a context."""
+    if isinstance(context, ForwardContext):
+        return function(states, slot_states, context)[:2]
+    return context.in_rows(function, states, slot_states)
 
 
 class TransformerLayer(Recorded, GradientCheckpointingLayer):
@@ -1774,13 +1724,13 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
         self.output = SubLayerOutput(config, config.intermediate_size)
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply both sub-layers; returns token states (b, n, d) and `carried`."""
+        """Apply both sub-layers; returns token states (b, n, d) and `slot_states`."""
         with float32_products(hidden_states):
-            update, carried = self.attention(hidden_states, carried, context)
+            update, slot_states = self.attention(hidden_states, slot_states, context)
             hidden_states = hidden_states + self.attention.output.dropout(update)
-            return self.feed_forward(hidden_states, self.attention), carried
+            return self.feed_forward(hidden_states, self.attention), slot_states
 
     def feed_forward(self, hidden_states: Tensor, before: nn.Module) -> Tensor:
         """Apply the feed-forward sub-layer with its residual connection, in blocks of tokens if that saves memory.
@@ -1813,10 +1763,10 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
             states = states if self.norm_first else normed
             update = self.output.dense(self.intermediate(normed))
         elif self.gradient_checkpointing and self.training:  # memory counts more than time
-            states, update = keep_inputs(apply, states)
+            states, update = save_inputs(apply, states)
         else:  # the large products are kept; norms and activations are cheap
-            states, inner = keep_inputs(widen, states)
-            update = keep_inputs(narrow, inner)
+            states, inner = save_inputs(widen, states)
+            update = save_inputs(narrow, inner)
         states = states + self.output.dropout(update)
         return states if self.norm_first else self.output.LayerNorm(states)
 
@@ -1846,12 +1796,12 @@ class LayerStack(nn.Module):
         final = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.final_layer_norm = final if config.norm_first else nn.Identity()
 
-    def forward(self, hidden_states: Tensor, carried: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        """Apply all layers, with their other inputs; returns token states (b, n, d) and `carried`."""
+    def forward(self, hidden_states: Tensor, slot_states: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Apply all layers, with their other inputs; returns token states (b, n, d) and `slot_states`."""
         for layer in self.layer:
             # Positional arguments, because re-entrant checkpointing gives keyword arguments no gradient.
-            hidden_states, carried = layer(hidden_states, carried, *inputs)
-        return self.final_layer_norm(hidden_states), carried
+            hidden_states, slot_states = layer(hidden_states, slot_states, *inputs)
+        return self.final_layer_norm(hidden_states), slot_states
 
 
 # ---- ops/positions.py ----
@@ -1862,13 +1812,8 @@ class LayerStack(nn.Module):
 def rotation(positions: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute the cosines and sines of rotary positions (Su et al. 2021, RoFormer, equation 15).
 
-    Args:
-        positions: (b, n).
-        size: number of entries of a head that are rotated.
-        dtype: of the states to rotate; the result is float32 or wider.
-
-    Returns:
-        (b, n, 2, size / 2).
+    Positions (b, n) give (b, n, 2, size / 2), where `size` entries of a head are rotated, in `dtype` but at least
+    float32.
     """
     angles = position_angles(positions, size // 2, size // 2)
     waves = torch.stack([angles.cos(), angles.sin()], dim=-2)
@@ -1876,57 +1821,20 @@ def rotation(positions: Tensor, size: int, dtype: torch.dtype = torch.float32) -
 
 
 def rotate(states: Tensor, rotation: Tensor) -> Tensor:
-    """Apply rotary positions: rotate entries i and i + c / 2 of each head by the token's i-th angle.
+    """Apply rotary positions: rotate entries i and i + c / 2 of each head (b, h, n, c) by the token's i-th angle.
 
-    Args:
-        states: (b, h, n, c).
-        rotation: (b or 1, n, 2, c / 2) cosines and sines, from `rotation`.
-
-    Returns:
-        (b, h, n, c) in the dtype of `states`. The product of two rotated states depends on their relative position.
+    The product of two states rotated so, with the result (b or 1, n, 2, c / 2) of `rotation`, depends on their relative
+    position.
     """
     cos, sin = rotation.unsqueeze(1).to(states.dtype).unbind(-2)
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def token_positions(keep: Tensor, first: int) -> Tensor:
-    """RoBERTa's position ids: `first + t` for the t-th real token (from 0), and the row before for padding.
-
-    Args:
-        keep: (b, n) padding mask.
-        first: position of the first token.
-
-    Returns:
-        (b, n) long.
-    """
-    return keep.long().cumsum(-1) * keep + first - 1  # `long` because ONNX has no cumsum of booleans
-
-
-def repeated_positions(position_ids: Tensor, first: int, period: int) -> Tensor:
-    """Position ids whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
-
-    Args:
-        position_ids: (..., n) long, see `token_positions`.
-        first: the position id of position 0.
-        period: at least 2.
-
-    Returns:
-        (..., n) long.
-    """
-    beyond = position_ids - first - 1  # position 1 is 0 here
-    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + first + 1)
-
-
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
     """Sinusoidal position embeddings, sines in the first half and cosines in the second (fairseq's layout).
 
-    Args:
-        positions: (...) long.
-        dim: width; if odd, the last column is zero.
-
-    Returns:
-        (..., dim) float32.
+    Positions (...) give (..., dim) float32, with a last column of zeros if `dim` is odd.
     """
     half = dim // 2
     angles = position_angles(positions, half, max(half - 1, 1))
@@ -1966,11 +1874,33 @@ class SinusoidalPositions(nn.Module):
         return sinusoids(position_ids, self.dim)
 
 
+def token_positions(keep: Tensor, first: int) -> Tensor:
+    """RoBERTa's position ids of a padding mask (b, n): `first + t` for the t-th real token, `first - 1` for padding."""
+    return keep.long().cumsum(-1) * keep + first - 1  # `long` because ONNX has no cumsum of booleans
+
+
+def repeated_positions(position_ids: Tensor, first: int, period: int) -> Tensor:
+    """Position ids (..., n) whose rows repeat: positions 0 to `period - 1`, then 1 to `period - 1` again and again.
+
+    `first` is the id of position 0, as in `token_positions`; the period is at least 2.
+    """
+    beyond = position_ids - first - 1  # position 1 is 0 here
+    return torch.where(beyond < 0, position_ids, beyond % (period - 1) + first + 1)
+
+
 def padding_row(config: BoundedMemoryConfig) -> int | None:
     """Return the token that only pads, or `None` if padding is also another special token, such as the last one."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     others = (*ends, config.bos_token_id, config.sep_token_id, config.decoder_start_token_id)
     return None if config.pad_token_id in others else config.pad_token_id
+
+
+# Inputs that are rows of a table, and what helps if it lacks them.
+_TABLES = {
+    "Token ids": "Use the model's own tokenizer, or `resize_token_embeddings`.",
+    "Position ids": "Use fewer positions, or `resize_position_embeddings`.",
+    "`token_type_ids`": "Leave them out, or use a model with a larger `type_vocab_size`.",
+}
 
 
 class TokenEmbeddings(nn.Module):
@@ -2006,33 +1936,52 @@ class TokenEmbeddings(nn.Module):
         token_type_ids: Tensor | None,
         keep: Tensor | None,
     ) -> Tensor:
-        """Embed (b, n) ids, or complete (b, n, `embedding_size` or d) token embeddings, to (b, n, d) states."""
-        tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        length = tokens.shape[1]
-        if position_ids is None and self.position_embeddings is not None:
-            every = torch.ones(1, length, dtype=torch.bool, device=tokens.device) if keep is None else keep
-            position_ids = token_positions(every, self.first_position)
-        states = tokens * self.scale if self.scale != 1.0 else tokens
-        if self.period is not None:
-            position_ids = repeated_positions(position_ids, self.first_position, self.period)
-        if self.position_embeddings is not None:
-            states = states + self.position_embeddings(position_ids + self.offset).to(states.dtype)
-        if self.token_type_embeddings is not None:
-            if token_type_ids is None:
-                token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
-            states = states + self.token_type_embeddings(token_type_ids)
-        # All-zero ids, as many tokenizers return, are the same as none; traced, they cannot be read.
-        elif token_type_ids is not None and not is_tracing(token_type_ids) and token_type_ids.any():
-            raise ValueError(
-                f"`token_type_ids` contain {token_type_ids.max()}, but the model has no segment embeddings "
-                "(`type_vocab_size` is 0). Leave them out, or use a model with `type_vocab_size` above 0."
-            )
+        """Embed (b, n) ids, or complete (b, n, `embedding_size` or d) token embeddings, to (b, n, d) states.
+
+        Raises:
+            ValueError: A table has no row for an id (on a CPU; an accelerator reports it by itself, later), or segments
+                have no embeddings.
+        """
+        try:
+            tokens = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+            length = tokens.shape[1]
+            if position_ids is None and self.position_embeddings is not None:
+                every = torch.ones(1, length, dtype=torch.bool, device=tokens.device) if keep is None else keep
+                position_ids = token_positions(every, self.first_position)
+            states = tokens * self.scale if self.scale != 1.0 else tokens
+            if self.period is not None:
+                position_ids = repeated_positions(position_ids, self.first_position, self.period)
+            if self.position_embeddings is not None:
+                states = states + self.position_embeddings(position_ids + self.offset).to(states.dtype)
+            if self.token_type_embeddings is not None:
+                if token_type_ids is None:
+                    token_type_ids = torch.zeros(1, length, dtype=torch.long, device=tokens.device)
+                states = states + self.token_type_embeddings(token_type_ids)
+            # All-zero ids, as many tokenizers return, are the same as none; traced, they cannot be read.
+            elif token_type_ids is not None and not is_tracing(token_type_ids) and token_type_ids.any():
+                raise ValueError(
+                    f"`token_type_ids` contain {token_type_ids.max()}, but the model has no segment embeddings "
+                    "(`type_vocab_size` is 0). Leave them out, or use a model with `type_vocab_size` above 0."
+                )
+        except IndexError:
+            rows = None if position_ids is None else position_ids + self.offset
+            raise self.missing_row(input_ids, rows, token_type_ids) from None
         # Masked before the norm, too: padding may hold anything, even NaN, which must not reach a state or a gradient.
         padding = None if keep is None else ~keep.unsqueeze(-1)
         states = states if padding is None else states.masked_fill(padding, 0.0)
         states = self.dropout(self.LayerNorm(states))
         states = states if self.embeddings_project is None else linear(self.embeddings_project, states)
         return states if padding is None else states.masked_fill(padding, 0.0)
+
+    def missing_row(self, *given: Tensor | None) -> ValueError:
+        """Return the error for token, position and segment ids, of which some have no row in their table."""
+        tables = (self.word_embeddings, self.position_embeddings, self.token_type_embeddings)
+        said = []
+        for (name, advice), table, ids in zip(_TABLES.items(), tables, given, strict=True):
+            rows = len(getattr(table, "weight", ()))
+            if ids is not None and rows and (ids.min() < 0 or ids.max() >= rows):
+                said.append(f"{name} run from {ids.min()} to {ids.max()}, but the table has {rows} rows. {advice}")
+        return ValueError(" ".join(said))
 
 
 # ---- models/base.py ----
@@ -2114,11 +2063,18 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
     def __new__(cls, *args: Any, **keywords: Any) -> "BoundedMemoryPreTrainedModel":
-        """Refuse what `from_pretrained` passes on because the config has no such field.
+        """Refuse another architecture's config, and what `from_pretrained` passes on as the config has no such field.
 
         Raises:
-            ValueError: A keyword is neither a field nor a parameter of the class.
+            ValueError: The config is not the class's, or a keyword is neither a field nor a parameter of the class.
         """
+        config, own = keywords.get("config", args[0] if args else None), cls.config_class
+        # Not only `isinstance`: the code of a checkpoint has its own copy of the class.
+        if isinstance(config, PreTrainedConfig) and not isinstance(config, own) and config.model_type != own.model_type:
+            raise ValueError(
+                f"{cls.__name__} needs a {own.__name__}, but got a {type(config).__name__}. Use a model class of that "
+                "config, such as the Auto classes choose with `from_config`."
+            )
         known = inspect.signature(cls.__init__).parameters if keywords else {}
         if not any(own.kind is own.VAR_KEYWORD for own in known.values()):
             cls.config_class.refuse_unknown({name: keywords[name] for name in keywords.keys() - known.keys()})
@@ -2198,6 +2154,22 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             classes |= {auto_class: each for each in own for auto_class in getattr(each, "auto_classes", ())}
         return {auto: f"{saved_file(each)}.{each.__name__}" for auto, each in classes.items()}
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Like `PreTrainedModel.resize_token_embeddings`.
+
+        Raises:
+            ValueError: No row would be left for the padding token; the model stays as it is.
+        """
+        padding, size = self.config.pad_token_id, new_num_tokens
+        if size is not None and -(-size // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1) <= padding:
+            raise ValueError(
+                f"The vocabulary cannot be resized to {size} tokens, since padding is token {padding}. Set "
+                "`config.pad_token_id` to a smaller one first."
+            )
+        return super().resize_token_embeddings(size, pad_to_multiple_of, mean_resizing)
+
     def get_position_embeddings(self) -> nn.Module | None:
         """The position table; `None` if there is none."""
         return self.base_model.embeddings.position_embeddings
@@ -2269,8 +2241,8 @@ class BaseModelMixin:
         """Create the layers; a family overrides this to add modules beside them."""
         self.encoder = LayerStack(config, self.attention_class, self.convolution_class)
 
-    def first_carried(self) -> Tensor | None:
-        """Return the first layer's `carried` input, see `MemoryAttention.write`."""
+    def first_slot_states(self) -> Tensor | None:
+        """Return the first layer's `slot_states`, see `MemoryAttention.write`."""
         return None
 
     def get_input_embeddings(self) -> nn.Module:
@@ -2320,11 +2292,7 @@ class BaseModelMixin:
             )
 
     def check_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> None:
-        """Reject positions that fall from one real token to the next, as in packed texts; skipped while tracing.
-
-        Args:
-            position_ids: (b or 1, n), or `None`.
-            keep: (b, n) padding mask; `None` if nothing is padded.
+        """Reject positions (b or 1, n) that fall between real tokens, as in packed texts; not while tracing.
 
         Raises:
             ValueError: The positions of a row fall.
@@ -2344,19 +2312,32 @@ class BaseModelMixin:
         inputs_embeds: Tensor | None,
         attention_mask: Tensor | None,
         with_past: bool = False,
+        **by_token: Tensor | None,
     ) -> int:
         """Check the inputs' shapes and return their length; `with_past` also allows a mask over earlier tokens.
 
+        Args:
+            by_token: other inputs by name, (b, n) or broadcastable to it along the batch.
+
         Raises:
-            ValueError: Not exactly one kind of input is given, it is empty, or the mask's shape does not match.
+            ValueError: Not exactly one kind of input is given, it is empty or of the wrong type, or a shape does not
+                match.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
-        shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
-        if len(shape) != 2:
-            raise ValueError(f"`input_ids` must have shape (batch, length), but has shape {tuple(shape)}.")
-        if shape[1] == 0:
-            raise ValueError("The input has no tokens (length 0).")
+        shape = (input_ids if inputs_embeds is None else inputs_embeds).shape
+        if inputs_embeds is None and (len(shape) != 2 or input_ids.is_floating_point()):
+            found = f"are {input_ids.dtype} of shape {tuple(shape)}"
+            raise ValueError(f"`input_ids` must be integers of shape (batch, length), but {found}.")
+        if inputs_embeds is not None and (len(shape) != 3 or shape[2] != self.config.embedding_width()):
+            needed = f"(batch, length, {self.config.embedding_width()})"
+            raise ValueError(f"`inputs_embeds` must have shape {needed}, but have shape {tuple(shape)}.")
+        shape = shape[:2]
+        if shape[0] == 0 or shape[1] == 0:
+            raise ValueError(f"The input has no {'tokens (length 0)' if shape[0] else 'rows (batch size 0)'}.")
+        for name, given in by_token.items():
+            if given is not None and given.shape not in (shape, (1, shape[1]), shape[1:]):
+                raise ValueError(f"`{name}` must have shape {tuple(shape)}, but has shape {tuple(given.shape)}.")
         fits = attention_mask is None or attention_mask.shape == shape
         if with_past and not fits:
             fits = (
@@ -2736,8 +2717,10 @@ class GenerationHooks:
 
 
 def text_checksum(input_ids: Tensor, ranks: Tensor, keep: Tensor | None) -> Tensor:
-    """Sum each row's ids, weighted with their ranks, to tell texts apart: (b, n) to (b,); additive over parts."""
-    weighted = input_ids * (ranks + 1)
+    """Sum each row's ids, weighted by hashes of their ranks, to tell texts apart: (b, n) to (b,); parts add up."""
+    # Hashes of 20 bits (Knuth's multiplicative method): texts that differ in several tokens rarely share a sum, and
+    # ids of 24 bits do not overflow it before 2 ** 19 tokens.
+    weighted = input_ids * (((ranks + 1) * 2654435761 >> 12) % 2**20 + 1)
     return (weighted if keep is None else weighted.masked_fill(~keep, 0)).sum(1)
 
 
@@ -2765,12 +2748,7 @@ def check_prompt(
 
 
 def check_mask_of_past(attention_mask: Tensor, length: int, cache: MemoryCache | None) -> None:
-    """Check that a mask over earlier and new tokens agrees with the state; skipped while tracing.
-
-    Args:
-        attention_mask: (b, n) or (b, seen + n).
-        length: number of new tokens n.
-        cache: state after the earlier tokens.
+    """Check that a mask (b, n) or (b, seen + n) over n = `length` new tokens agrees with the state; not while tracing.
 
     Raises:
         ValueError: The mask's length, or its number of earlier real tokens, differs from the state's.
@@ -2870,7 +2848,8 @@ class DecoderModelMixin(BaseModelMixin):
         layer_inputs = {name: kwargs.pop(name, None) for name in self.layer_inputs}
         if kwargs:
             self.check_keywords(kwargs)
-        self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=cache is not None)
+        ids = {"position_ids": position_ids, "token_type_ids": token_type_ids}
+        self.check_shapes(input_ids, inputs_embeds, attention_mask, with_past=cache is not None, **ids)
         use_cache = use_cache and (cache is not None or not self.training)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         batch, length = inputs.shape[:2]
@@ -2895,7 +2874,7 @@ class DecoderModelMixin(BaseModelMixin):
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
         """Apply the layers to embedded tokens (b, n, d)."""
-        return self.encoder(hidden_states, self.first_carried(), context)[0]
+        return self.encoder(hidden_states, self.first_slot_states(), context)[0]
 
     def check_length(self, length: int, context: ForwardContext) -> None:
         """Reject n tokens that go beyond the learned positions; skipped while tracing.
@@ -3002,17 +2981,8 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
         """
         # Not a parameter, because the Trainer would take it for a label column.
         shift_labels = kwargs.pop("shift_labels", None)
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
-        )
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(*inputs, cache=cache, use_cache=use_cache, return_dict=True, **kwargs)
         logits = linear(self.lm_head, slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None or shift_labels is not None:
@@ -3023,13 +2993,7 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
                 num_items_in_batch=num_items_in_batch,
                 shift_labels=shift_labels,
             )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return self.make_output(outputs, loss=loss, logits=logits)
 
 
 # ---- ops/scan.py ----
@@ -3061,15 +3025,9 @@ def causal_scan(
     This is the operator behind linear attention, Luna's causal average (section 3.3) and the causal memory of ABC. It
     runs in float32 or wider whatever the input dtypes, because half-precision sums stop growing.
 
-    Args:
-        x, y: (b, h, n, p).
-        z: (b, h, n, r).
-        state: (b, h, p, r) sum over earlier tokens; zero by default.
-        keep: (b, n) padding mask. Padding adds nothing, but still reads the sum at its position.
-        chunk_size: number of tokens per chunk; the result does not depend on it.
-
-    Returns:
-        The outputs (b, h, n, r) in `x`'s dtype, and the state after the last token (b, h, p, r).
+    The factors x and y are (b, h, n, p), z is (b, h, n, r), the state (b, h, p, r). Padding, masked by `keep` (b, n),
+    adds nothing, but still reads the sum. No result depends on `chunk_size`. Returns the outputs (b, h, n, r) in `x`'s
+    dtype, and the state after the last token.
     """
     if keep is not None:
         padding = ~keep[:, None, :, None]
@@ -3202,7 +3160,7 @@ def scan_in_chunks(
     if may_recompute(tokens[0]):
         results, number = [], max(1, round(math.sqrt(len(sizes) / _GROUPS)))
         for first in range(0, len(sizes), number):
-            outputs, state = keep_inputs(scan_group, chunks[first : first + number], state)
+            outputs, state = save_inputs(scan_group, chunks[first : first + number], state)
             results += outputs
     else:
         results, state = scan_group(chunks, state)
@@ -3330,15 +3288,10 @@ def read_weights(
 
 
 def slot_bias(weights: Tensor, options: SlotOptions, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Compute the bias of the slots' logits by the number of tokens that they stand for.
+    """Compute the bias of the slots' logits by the number of tokens that they stand for: (b or 1, 1 or h, n, 1 or m).
 
-    Args:
-        weights: (b, h, n, m) write weights in float32 or wider; those of padding are zero, or minus infinity.
-        options: with a scale of the counts, or the number of tokens outside.
-        before: (b, h, 1, m) counts after earlier tokens; `None` for none.
-
-    Returns:
-        The bias (b or 1, 1 or h, n, 1 or m), and the counts to keep in the state.
+    Write weights (b, h, n, m) in float32 or wider are zero, or minus infinity, at padding; `before` are the counts
+    (b, h, 1, m) after earlier tokens. Also returns the counts to keep in the state.
     """
     scale, outside = options.count_scale, options.outside
     bias, count = weights.new_zeros(()), None
@@ -3358,17 +3311,11 @@ def slot_bias(weights: Tensor, options: SlotOptions, before: Tensor | None) -> t
 
 
 def slot_counts(weights: Tensor, options: SlotOptions, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Count the tokens that each slot stands for, at every token.
+    """Count the tokens that each slot stands for, at every token: (b, h, n, m), or (b or 1, 1, n, 1) if all are equal.
 
     Every token counts once, divided among the slots in proportion to its write weights (their absolute values). With
-    the divisor "steps", the slots share the tokens so far evenly.
-
-    Args:
-        weights, options, before: see `slot_bias`.
-
-    Returns:
-        Counts (b, h, n, m), or (b or 1, 1, n, 1) if all are the same; and the counts after the last token, if they are
-        to be kept in the state.
+    the divisor "steps", the slots share the tokens so far evenly. Also returns the counts after the last token, if they
+    are to be kept in the state. Arguments as for `slot_bias`.
     """
     used = options.used
     if options.normaliser.divisor == "steps":
@@ -3663,11 +3610,7 @@ def _attend_in_a_loop(
 def _split_at_rises(logits: Tensor, sizes: list[int], peak: Tensor, keep: Tensor | None) -> list[int]:
     """Halve chunks until no slot's running maximum rises too far within one; only extreme logits need it.
 
-    Args:
-        logits: (b, h, n, m), minus infinity at padding.
-        sizes: chunk sizes to start from.
-        peak: (b, h, m) the running maximum before the first token.
-        keep: (b, n) padding mask.
+    Logits (b, h, n, m) are minus infinity at padding; `peak` (b, h, m) is the maximum before the first token.
     """
     chunks = logits.split(sizes, 2)
     ends = torch.stack([peak, *(chunk.amax(2) for chunk in chunks)]).cummax(0).values  # (1 + chunks, b, h, m)
@@ -3695,60 +3638,6 @@ def _split_at_rises(logits: Tensor, sizes: list[int], peak: Tensor, keep: Tensor
 _FORMS = {"loop": _attend_in_a_loop, "at_once": _attend_at_once, "tree": attend_in_a_tree}
 
 
-# ---- layers/causal_window.py ----
-#
-# Sliding window of a decoder (Peng et al. 2022, section 3.3): a queue of the latest keys and values.
-
-
-def write_window(
-    key: Tensor, value: Tensor, window: int, context: ForwardContext, cache: MemoryCacheLayer | None, prefix: str = ""
-) -> SlotMemory | WindowMemory:
-    """Return the window that the new tokens read, and update the cache with their keys and values.
-
-    Args:
-        key, value: (b, h, n, c) keys and values of the new tokens.
-        window: number of tokens that each token reads, including itself.
-        context: context of the forward pass.
-        cache: the layer's cache, if there is one.
-        prefix: of the names of the queue's tensors in the cache, beside other states.
-
-    Returns:
-        A window; or, for a single token with a cache, the queue as slots with that token last.
-    """
-    (batch, heads, length, size), keep, device = key.shape, context.keep, key.device
-    names = (f"{prefix}key", f"{prefix}value")
-    if cache is not None:  # newest last; zeros where there were fewer tokens
-        zeros = key.new_zeros(batch, heads, window, size)
-        queue = [cache.states.get(name, zeros).to(key.dtype) for name in names]
-        if length == 1:
-            pushed = [torch.cat(pair, dim=2)[:, :, 1:] for pair in zip(queue, (key, value), strict=True)]
-            if keep is not None:  # padding is not pushed
-                real = keep[:, None, :, None]
-                pushed = [torch.where(real, new, old) for new, old in zip(pushed, queue, strict=True)]
-            cache.write(**dict(zip(names, pushed, strict=True)))
-            return SlotMemory(*pushed, _filled(window, context.ranks + 1)[:, None])
-    ranks = None if keep is None else token_ranks(keep, length, device)
-    # Real tokens move to the front, so that no padding lies between them.
-    key, value = (move_to_ranks(states, ranks, keep) for states in (key, value))
-    real = None if keep is None else torch.arange(length, device=device) < keep.sum(1, keepdim=True)
-    order = {"ranks": ranks, "keep": keep, "ordered": True, "causal": True}
-    if cache is None:
-        return WindowMemory(key, value, real, window, **order)
-    real = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
-    key, value = (torch.cat(pair, dim=2) for pair in zip(queue, (key, value), strict=True))
-    # The last real tokens, of the queue and the new ones, stay in the cache.
-    last = real.sum(1, keepdim=True) + torch.arange(window, device=device)
-    last = last[:, None, :, None].expand(-1, heads, -1, size)
-    cache.write(**{name: states.gather(2, last) for name, states in zip(names, (key, value), strict=True)})
-    real = torch.cat([_filled(window, context.before).expand(batch, -1), real], dim=1)
-    return WindowMemory(key, value, real, window, earlier=window, **order)
-
-
-def _filled(window: int, tokens: Tensor) -> Tensor:
-    """Mask the filled end of a queue: number of tokens so far (b or 1, 1) to (b or 1, w)."""
-    return torch.arange(window, 0, -1, device=tokens.device) <= tokens
-
-
 # ---- layers/causal_attention.py ----
 #
 # Causal attention: each token writes to the memory and then reads it, in one scan with a state of constant size.
@@ -3757,7 +3646,7 @@ def _filled(window: int, tokens: Tensor) -> Tensor:
 class CausalAttention(MemoryAttention):
     """Causal attention to any memory; `forward` writes and reads it."""
 
-    def write(self, states: Tensor, carried: Tensor | None, context: ForwardContext) -> Memory:
+    def write(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Not supported: a causal memory changes with every token.
 
         Raises:
@@ -3767,20 +3656,17 @@ class CausalAttention(MemoryAttention):
             "Causal attention writes and reads in one scan and has no memory to share; write it with an encoder."
         )
 
-    def write_source(self, carried: Tensor | None, context: ForwardContext) -> None:
-        """Put what self-attention needs of the source of an encoder-decoder into the cache; nothing by default."""
-
 
 class CausalMemoryAttention(CausalAttention):
     """Causal multi-head attention to a memory of slots; each family implements `write_weights`."""
 
     def write_weights(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:
         """Return the weight of each token in each slot, (b, h, n, m), and one of `causal_slots.NORMALISERS`."""
         raise NotImplementedError(f"{type(self).__name__} must implement `write_weights`.")
 
-    def used_slots(self, carried: Tensor | None, context: ForwardContext) -> Tensor | None:
+    def used_slots(self, slot_states: Tensor | None, context: ForwardContext) -> Tensor | None:
         """Return the mask (b, m) of the slots in use; all by default."""
         return None
 
@@ -3793,12 +3679,12 @@ class CausalMemoryAttention(CausalAttention):
         return query, key, value
 
     def forward(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Like `MemoryAttention.forward`; the weights run over slots and window, (b, h, n, m + w)."""
         query, key, value = self.project(hidden_states, context)
-        weights, normaliser = self.write_weights(hidden_states, carried, context)
-        used, memory = self.used_slots(carried, context), None
+        weights, normaliser = self.write_weights(hidden_states, slot_states, context)
+        used, memory = self.used_slots(slot_states, context), None
         cache = None if context.cache is None else context.cache.layers[self.layer_idx]
         if cache is not None and "value" in cache.states:
             memory = CausalMemory(*map(cache.states.get, CausalMemory._fields))
@@ -3807,18 +3693,18 @@ class CausalMemoryAttention(CausalAttention):
             options["slots"] = torch.zeros(len(query), weights.shape[-1], dtype=torch.bool, device=key.device)
         window = None
         if self.config.local_window:
-            window = write_window(key, value, self.config.local_window, context, cache, prefix="window_")
-            options |= {"beside": window_logits(query, window, context.window), "count_scale": self.slot_scale}
+            window = WindowMemory.of_decoder(key, value, self.config.local_window, context, cache, "window_")
+            options |= {"beside": window.logits(query, context.window), "count_scale": self.slot_scale}
             if self.config.slot_counts == "outside":
                 options["outside"] = (context.ranks + 1 - context.window).clamp(min=0)
         options["dropout"] = self.attention_dropout if self.training else 0.0
         options["need_weights"] = self.config._attn_implementation == "eager"
         output, read, state = attend_causal_memory(query, key, value, weights, normaliser, memory, **options)
         if window is not None:
-            output = output + read_window(read[..., weights.shape[-1] :], window)
+            output = output + window.read(read[..., weights.shape[-1] :])
         if cache is not None:
             cache.write(**state._asdict())
-        return output.transpose(1, 2).flatten(2), carried, read
+        return output.transpose(1, 2).flatten(2), slot_states, read
 
 
 # ---- families/luna/attention.py ----
@@ -3873,15 +3759,11 @@ _SOURCE_QUERY, _SOURCE_SLOTS = f"{SOURCE}pack_query", f"{SOURCE}pack_slots"
 
 
 def pack_weights(pack_query: Tensor, pack_key: Tensor, activation: str) -> Tensor:
-    """Compute A_pack = omega(pq . pc / sqrt(c)), in float32 or wider.
+    """Compute A_pack = omega(pq . pc / sqrt(c)), (b, h, n, l), in float32 or wider.
 
-    Args:
-        pack_query: (b or 1, h, l, c), P W_pq.
-        pack_key: (b, h, n, c), X W_pc.
-        activation: "softplus", log2(1 + 2^x) (the authors' beta = ln 2); "elu", elu(x) + 1; or "exp".
-
-    Returns:
-        (b, h, n, l), non-negative; for "exp" their logarithm, because the sums are normalised in log space.
+    Activations omega: "softplus", log2(1 + 2^x) (the authors' beta = ln 2); "elu", elu(x) + 1; or "exp", for which the
+    logarithm is returned, because the sums are normalised in log space. P W_pq is (b or 1, h, l, c), X W_pc
+    (b, h, n, c).
     """
     logits = product(pack_key, (pack_query * pack_query.shape[-1] ** -0.5).transpose(-1, -2))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -3908,6 +3790,10 @@ class LunaCausalPack(nn.Module):
         if self.slots is not None:
             init.normal_(self.slots, mean=0.0, std=1.0)
 
+    def forward(self) -> Tensor:
+        """Return P W_pq, (l, d). Calling the module, unlike reading `slots`, runs FSDP's and accelerate's hooks."""
+        return linear(self.query, self.slots)
+
 
 class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
     """Causal pack and unpack attention; the projections have the names of `LunaAttention`."""
@@ -3917,15 +3803,15 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         self.pack = LunaCausalPack(config)
 
     def write_weights(
-        self, hidden_states: Tensor, carried: Tensor | None, context: ForwardContext
+        self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, str]:
         """Return A_pack (b, h, n, l), or its logarithm with "exp", and how the sums are normalised."""
         pack_key = project_heads(self.pack.key, hidden_states, self.num_heads)
         cache = None if context.cache is None else context.cache.layers[self.layer_idx]
         if self.pack.slots is None:
-            pack_query = cache.states[_SOURCE_QUERY] if carried is None else self.source_query(carried)
+            pack_query = cache.states[_SOURCE_QUERY] if slot_states is None else self.source_query(slot_states)
         else:
-            pack_query = self.pack_query(cache)
+            pack_query = self.pack_query(cache, hidden_states.device.type)
         activation = self.config.pack_activation
         weights = recomputed(pack_weights, pack_query, pack_key, activation)
         if activation == "exp":
@@ -3933,36 +3819,35 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         dropout = self.attention_dropout if self.training else 0.0
         return F.dropout(weights, dropout) if dropout else weights, "steps"
 
-    def used_slots(self, carried: Tensor | None, context: ForwardContext) -> Tensor | None:
+    def used_slots(self, slot_states: Tensor | None, context: ForwardContext) -> Tensor | None:
         """Like `CausalMemoryAttention.used_slots`; in an encoder-decoder, the slots that the source uses."""
         if self.pack.slots is not None:
             return None
-        if carried is None:
+        if slot_states is None:
             return context.layer_cache(self.layer_idx).states.get(_SOURCE_SLOTS)
-        return context.source.carried_keep
+        return context.source.slot_keep
 
-    def source_query(self, carried: Tensor) -> Tensor:
+    def source_query(self, slot_states: Tensor) -> Tensor:
         """Return P W_pq, (b, h, l, c), with the packed states of the source (b, l, d)."""
-        return project_heads(self.pack.query, carried, self.num_heads)
+        return project_heads(self.pack.query, slot_states, self.num_heads)
 
-    def write_source(self, carried: Tensor, context: ForwardContext) -> None:
+    def write_source(self, slot_states: Tensor, context: ForwardContext) -> None:
         """Keep P W_pq, and which slots the source uses."""
-        kept = {_SOURCE_QUERY: self.source_query(carried), _SOURCE_SLOTS: context.source.carried_keep}
+        kept = {_SOURCE_QUERY: self.source_query(slot_states), _SOURCE_SLOTS: context.source.slot_keep}
         context.layer_cache(self.layer_idx).write(**kept)
 
-    def pack_query(self, cache: MemoryCacheLayer | None) -> Tensor:
+    def pack_query(self, cache: MemoryCacheLayer | None, device: str) -> Tensor:
         """Return P W_pq, (1, h, l, c); cached while decoding, where it would cost more than the rest of the layer."""
         if cache is None or torch.is_grad_enabled():
-            return split_heads(linear(self.pack.query, self.pack.slots).unsqueeze(0), self.num_heads)
+            return split_heads(self.pack().unsqueeze(0), self.num_heads)
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
             return cache.constants["pack_query"]
         # It changes with the parameters' identity, version, dtype and device, and with autocast.
-        device = self.pack.slots.device.type
         key: list[object] = [torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None]
         for own in (self.pack.slots, *self.pack.query.parameters()):
             key += [id(own), own.dtype, own.device, 0 if own.is_inference() else own._version]
         if cache.constant_keys.get("pack_query") != key:
-            cache.constants["pack_query"] = self.pack_query(None).contiguous()
+            cache.constants["pack_query"] = self.pack_query(None, device).contiguous()
             cache.constant_keys["pack_query"] = key
         return cache.constants["pack_query"]
 

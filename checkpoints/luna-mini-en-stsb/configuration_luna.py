@@ -182,6 +182,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         "classifier_pooling": ("cls", "mean"),
         "hidden_act": tuple(sorted(ACT2FN)),
         "classifier_activation": tuple(sorted(ACT2FN)),
+        "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
     }
     # `hub.write_code` while the package is imported; transformers copies the code that came with a checkpoint.
     write_code: ClassVar[Callable[..., None] | None] = None
@@ -395,7 +396,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
         encoders_own = {"full_attention_layers": None, "num_selected_tokens": 0, "softmax_length": 0}
         return self._with(is_decoder=True, scale_embedding=self.scales_embedding(), **sizes, **encoders_own)
 
-    def across(self) -> "BoundedMemoryConfig":
+    def for_cross_attention(self) -> "BoundedMemoryConfig":
         """Return the config with which a decoder creates its cross-attention, which reads no window."""
         return self._with(local_window=0, num_selected_tokens=0, softmax_length=0)
 
@@ -602,14 +603,6 @@ class LunaConfig(BoundedMemoryConfig):
     dynamic_projection: bool = True
     tokens_per_slot: int = 1
     pack_activation: str = "softplus"
-
-    def slots_for(self, tokens: Any) -> Any:
-        """Return how many slots a row of so many tokens uses with dynamic projection, if there are as many.
-
-        Args:
-            tokens: a number, or a tensor of integers.
-        """
-        return (tokens + self.tokens_per_slot - 1) // self.tokens_per_slot
 
     def validate_values(self) -> None:
         """Validate every field, at construction and again when the config is saved."""
