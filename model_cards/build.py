@@ -250,7 +250,16 @@ class Card:
     def _cosines(self) -> str:
         """How close a converted model is to its source."""
         lines = [[f"{int(length):,}", f"{value:.4f}"] for length, value in self.metrics.get("cosine", {}).items()]
-        return table(["tokens", "mean cosine to the source"], lines) if lines else ""
+        if not lines:
+            return ""
+        found = table(["tokens", "mean cosine to the source"], lines)
+        if recipe := self.checkpoint.stages[-1].recipe:
+            sizes = ", ".join(map(str, recipe["teacher_windows"]))
+            found += (
+                f"\n\nHeld-out texts. Up to {recipe['teacher_longest']} tokens, the source reads a text as it is; of a "
+                f"longer one, the mean of its windows of {sizes} tokens counts."
+            )
+        return found
 
     def _own_scores(self) -> str:
         """The scores of this very run."""
