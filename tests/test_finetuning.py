@@ -229,7 +229,8 @@ def test_a_checkpoint_whose_best_one_is_damaged_is_passed_over(cut_off):
 
 def test_the_best_checkpoint_of_a_moved_run_is_found(tmp_path):
     (tmp_path / "checkpoint-12").mkdir()
-    write_json(tmp_path / "checkpoint-12" / "trainer_state.json", {"best_model_checkpoint": "/elsewhere/checkpoint-6"})
+    written = {"global_step": 12, "log_history": [], "best_model_checkpoint": "/elsewhere/checkpoint-6"}
+    write_json(tmp_path / "checkpoint-12" / "trainer_state.json", written)
     state = TrainerState(global_step=12)  # from which the Trainer has removed it
     Sealing().on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None)
     assert state.best_model_checkpoint == str(tmp_path / "checkpoint-6")

@@ -261,9 +261,9 @@ def test_an_extended_model_is_saved_and_loaded_with_its_length(saved, tmp_path):
     model = new_model(saved[0])
     extend_positions(model, 50)
     model.save_pretrained(tmp_path)
-    loaded, notes = load_encoder(AutoModelForMaskedLM, str(tmp_path), length=50)
+    loaded, notes = load_encoder(AutoModelForMaskedLM, str(tmp_path), 50)
     assert notes == [] and longest_input(loaded.config) == 50
-    assert len(load_encoder(AutoModelForMaskedLM, str(tmp_path), length=51)[1]) == 1
+    assert len(load_encoder(AutoModelForMaskedLM, str(tmp_path), 51)[1]) == 1
     torch.testing.assert_close(logits(loaded.eval(), 50), logits(model, 50), rtol=0, atol=0)
 
 
