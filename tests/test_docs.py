@@ -81,7 +81,7 @@ def workplace(tmp_path_factory):
         texts, labels = topics(32, seed)
         write_rows(folder / f"{name}.csv", {"text": texts, "label": [["no", "yes"][label] for label in labels]})
     write_words(folder)
-    for name in ("training", "checkpoints"):
+    for name in ("training", "checkpoints", "docs"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 

@@ -193,7 +193,8 @@ def test_a_card_is_what_the_hub_reads(name, place, tmp_path, monkeypatch):
     data = card.data
     assert (data.license, data.language, data.model_name) == (entry.license, entry.language, name)
     assert data.pipeline_tag == golden.KINDS[checkpoint.golden["kind"]].pipeline
-    assert data.library_name == ("sentence-transformers" if "stsb" in name else "transformers")
+    is_sentences = checkpoint.golden["kind"] == "sentences"
+    assert data.library_name == ("sentence-transformers" if is_sentences else "transformers")
     assert data.base_model == (entry.base or None) and (data.datasets or []) == entry.datasets
     assert ("custom_code" in data.tags) == ("roberta" not in name)
     assert not re.search(r"\$\{?\w", card.content)
