@@ -28,7 +28,7 @@ from running import KEPT, RESULTS, read_json, run_alone
 
 # isort: split
 from minilm_contenders import Contender, Reader, in_one_pass, source_ways, without
-from minilm_late import Late
+from minilm_late import OWN_WAYS, SOURCE_WAYS, Late
 from minilm_report import plot, text
 from minilm_tasks import LONG, SHORT
 from transformers import AutoConfig, AutoModel, PreTrainedModel
@@ -73,12 +73,14 @@ class Models:
         """Find them; each is loaded when it is first needed.
 
         Raises:
-            UserError: A folder holds no conversion, or no recipe.
+            UserError: A folder holds no conversion or no recipe, or two have the same name.
         """
         tokenizer = load_tokenizer(options.teacher, required=True)
         self.teacher = Reader(partial(AutoModel.from_pretrained, options.teacher), tokenizer)
         self.readers: dict[str, dict[str, Reader]] = {}
         for folder in options.models:
+            if folder.name in self.readers:
+                raise UserError(f"Two folders are named {folder.name}. Rename one: the name stands in the results.")
             if not (folder / "config.json").is_file():
                 raise UserError(f"{folder} holds no conversion. Name a finished folder of training/convert.py.")
             config = AutoConfig.from_pretrained(folder)
@@ -138,8 +140,8 @@ def contenders(models: Models, step: str, task: str) -> dict[str, Contender | No
 
 
 def label(name: str, part: str) -> str:
-    """What the tables call a conversion without a part, or untrained."""
-    return f"{name}, {part}" if part == "untrained" else f"{name}, without {part}"
+    """What the tables call a conversion, as it is (""), untrained, or without a part."""
+    return f"{name}, {part}" if part == "untrained" else f"{name}, without {part}" if part else name
 
 
 def shared_contenders(models: Models, source: dict[str, Contender]) -> dict[str, Contender]:
@@ -161,6 +163,7 @@ def open_result(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     path = options.results / "minilm.json"
     before = read_json(path) if path.is_file() else {"commands": [], "scores": {}, "late": {}}
     result = {**options.header, **{name: value for name, value in before.items() if name not in options.header}}
+    result["versions"] = {**before.get("versions", {}), **options.header["versions"]}
     result["commands"] += [] if options.header["command"] in result["commands"] else [options.header["command"]]
     options.results.mkdir(parents=True, exist_ok=True)
     return path, result
@@ -211,11 +214,12 @@ def late(options: argparse.Namespace) -> None:
     models = Models(options)
     task, scores = Late(options.data, models.teacher), result["late"]
     result["late_counts"] = task.counts()
-    ways = task.ways(models.teacher, "teacher", one_pass=False)
+    ways = task.ways(models.teacher, "teacher", SOURCE_WAYS)
+    for way, titles in {"passage alone": False, "title and passage": True}.items():
+        ways[f"BM25, {way}"] = partial(task.count_words, titles)
     for name, readers in models.readers.items():
-        ways |= task.ways(readers[""], name, one_pass=True)
-        for part in list(readers)[1:]:
-            ways |= task.ways(readers[part], label(name, part), one_pass=True)
+        for part, reader in readers.items():
+            ways |= task.ways(reader, label(name, part), OWN_WAYS[:1] if part else OWN_WAYS)
     check_names(options, ways)
     for name, figures in ways.items():
         if name not in scores and name in (options.contenders or [name]):

@@ -24,6 +24,8 @@ from luna_hf.late_chunking import embed_spans
 
 FILES = ("squad/validation", "squadshifts_new_wiki/train", "squadshifts_new_wiki/validation")
 LONGEST, QUESTIONS = 4096, 2000
+SOURCE_WAYS = ("passage alone", "title and passage", "passage and mean of the article")
+OWN_WAYS = ("late chunking", "late chunking, with title", "passage alone")
 # By the tokens between the start of the pass and the passage.
 PLACES = {256: "0 to 255", 1024: "256 to 1,023", LONGEST: "1,024 to 4,095"}
 _COMMON = {"the", "and", "for", "with"}
@@ -131,26 +133,20 @@ class Late:
                 found.append(embed_spans(reader.model, reader.tokenizer, _SEPARATOR.join(pieces), spans[len(head) :]))
         return torch.cat(found)
 
-    def ways(self, reader: Reader, name: str, one_pass: bool) -> dict[str, Callable[[], dict[str, Any]]]:
-        """Functions that score the ways of a model, by name; those of the source have BM25 beside them."""
+    def ways(self, reader: Reader, name: str, wanted: Sequence[str]) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Functions that score the `wanted` ways of a model to embed passages, by name."""
+        embed: dict[str, Callable[[Reader], Tensor]] = {
+            "passage alone": self.alone,
+            "title and passage": partial(self.alone, titles=True),
+            "passage and mean of the article": self.with_mean,
+            "late chunking": self.in_context,
+            "late chunking, with title": partial(self.in_context, titles=True),
+        }
 
-        def score(embed: Callable[[Reader], Tensor]) -> dict[str, Any]:
-            return self.figures(reader.cut(512)(reader.ids(self.texts)) @ embed(reader).T)
+        def score(way: str) -> dict[str, Any]:
+            return self.figures(reader.cut(512)(reader.ids(self.texts)) @ embed[way](reader).T)
 
-        own: dict[str, Callable[[Reader], Tensor]] = {"passage alone": self.alone}
-        if one_pass:
-            own |= {
-                "late chunking": self.in_context,
-                "late chunking, with title": partial(self.in_context, titles=True),
-            }
-        else:
-            own |= {
-                "title and passage": partial(self.alone, titles=True),
-                "passage and mean of the article": self.with_mean,
-            }
-        ways = {f"{name}, {way}": partial(score, embed) for way, embed in own.items()}
-        bm25 = {"BM25, passage alone": False, "BM25, title and passage": True}
-        return ways if one_pass else ways | {way: partial(self.count_words, titles) for way, titles in bm25.items()}
+        return {f"{name}, {way}": partial(score, way) for way in wanted}
 
     def count_words(self, titles: bool) -> dict[str, Any]:
         """Figures of BM25."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mteb
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, disable_progress_bars
 from minilm_contenders import Bm25, Contender, similarity
 from minilm_tasks import FIRST, LONG, SHORT, Labels, Pairs, Parts, Search
 from mteb.abstasks import AbsTask, AbsTaskClassification, AbsTaskRetrieval, AbsTaskSTS
@@ -146,6 +146,7 @@ def score(model: VectorModel | WordModel, task: AbsTask) -> dict[str, Any]:
 
     For classes also its standard error over the samples of training rows that mteb draws.
     """
+    disable_progress_bars()
     result = mteb.evaluate(model, task, cache=None, co2_tracker=False, show_progress_bar=False).task_results[0]
     entries = {split: own[0] for split, own in result.scores.items()}
     places: dict[str, dict[str, float]] = {

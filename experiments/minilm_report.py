@@ -25,7 +25,7 @@ def text(result: dict[str, Any]) -> str:
             own, LONG
         ),
         "Needle and passkey by tokens, and by place of the answer": hidden(own),
-        "Questions whose passage does not name its subject, nDCG@10 x 100, by tokens before the passage": late(result),
+        late_title(result): late(result),
         "Queries of one model, documents of the other": shared(scores),
     }
     others = [task for task in scores if task not in TITLES]
@@ -78,6 +78,12 @@ def hidden(scores: dict[str, Any]) -> str:
     ]
     header = [f"{TITLES[task]}, {int(own):,}" if own.isdigit() else f"{TITLES[task]}, {own}" for task, own in columns]
     return markdown_table(["", *header], rows) if rows else ""
+
+
+def late_title(result: dict[str, Any]) -> str:
+    """What the table of late chunking shows."""
+    counts = ", ".join(f"{number:,} {name}" for name, number in result.get("late_counts", {}).items())
+    return f"Passages that do not name their subject ({counts}), nDCG@10 x 100, by the tokens before the passage"
 
 
 def late(result: dict[str, Any]) -> str:
