@@ -1,5 +1,6 @@
 """Tables and plot of `minilm.py`."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
     groups += (
         [("late chunking", {name: own["score"] for name, own in result["late"].items()})] if result["late"] else []
     )
-    height = 1.2 + 0.22 * max((len(values) for _, values in groups), default=1)
-    figure, axes = panels(1, max(1, len(groups)), (5.5 * max(1, len(groups)), height), squeeze=False)
-    for axis, (title, values) in zip(axes[0], groups, strict=False):
-        draw(axis, title, values)
+    rows, most = max(1, math.ceil(len(groups) / 2)), max((len(values) for _, values in groups), default=1)
+    figure, axes = panels(rows, 2, (12, rows * (0.8 + 0.2 * most)), squeeze=False)
+    for place, axis in enumerate(axes.flat):
+        if place < len(groups):
+            draw(axis, *groups[place])
+        else:
+            axis.set_visible(False)
     save(figure, path)
 
 
