@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from luna_hf.late_chunking import embed_spans
 FILES = ("squad/validation", "squadshifts_new_wiki/train", "squadshifts_new_wiki/validation")
 LONGEST, QUESTIONS = 4096, 2000
 SOURCE_WAYS = ("passage alone", "title and passage", "passage and mean of the article")
-OWN_WAYS = ("late chunking", "late chunking, with title", "passage alone")
+OWN_WAYS = ("late chunking", "late chunking and mean of the article", "late chunking, with title", "passage alone")
 # By the tokens between the start of the pass and the passage.
 PLACES = {256: "0 to 255", 1024: "256 to 1,023", LONGEST: "1,024 to 4,095"}
 _COMMON = {"the", "and", "for", "with"}
@@ -113,9 +113,9 @@ class Late:
         """Each passage read by itself, with or without the title before it."""
         return reader.windows(512)(reader.ids(self.passages(titles)))
 
-    def with_mean(self, reader: Reader) -> Tensor:
-        """Each passage read by itself, plus half of the mean of all passages of its article."""
-        parts = self.alone(reader).split([len(article.passages) for article in self.articles])
+    def with_mean(self, passages: Tensor) -> Tensor:
+        """Vectors of passages, plus half of the mean of those of their article."""
+        parts = passages.split([len(article.passages) for article in self.articles])
         return F.normalize(torch.cat([part + 0.5 * F.normalize(part.mean(0), dim=0) for part in parts]), dim=-1)
 
     def in_context(self, reader: Reader, titles: bool = False) -> Tensor:
@@ -135,16 +135,18 @@ class Late:
 
     def ways(self, reader: Reader, name: str, wanted: Sequence[str]) -> dict[str, Callable[[], dict[str, Any]]]:
         """Functions that score the `wanted` ways of a model to embed passages, by name."""
-        embed: dict[str, Callable[[Reader], Tensor]] = {
-            "passage alone": self.alone,
-            "title and passage": partial(self.alone, titles=True),
-            "passage and mean of the article": self.with_mean,
-            "late chunking": self.in_context,
-            "late chunking, with title": partial(self.in_context, titles=True),
+        alone, late = cache(partial(self.alone, reader)), cache(partial(self.in_context, reader))
+        embed: dict[str, Callable[[], Tensor]] = {
+            "passage alone": alone,
+            "title and passage": partial(self.alone, reader, titles=True),
+            "passage and mean of the article": lambda: self.with_mean(alone()),
+            "late chunking": late,
+            "late chunking and mean of the article": lambda: self.with_mean(late()),
+            "late chunking, with title": partial(self.in_context, reader, titles=True),
         }
 
         def score(way: str) -> dict[str, Any]:
-            return self.figures(reader.cut(512)(reader.ids(self.texts)) @ embed[way](reader).T)
+            return self.figures(reader.cut(512)(reader.ids(self.texts)) @ embed[way]().T)
 
         return {f"{name}, {way}": partial(score, way) for way in wanted}
 

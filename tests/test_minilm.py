@@ -166,8 +166,8 @@ def test_passages_in_context_are_spans_of_their_article(late, conversion):
     expected = embed_spans(conversion.model, conversion.tokenizer, text, [(6, 12), (14, 24)])
     torch.testing.assert_close(found[3:], expected)
     assert found.shape == late.alone(conversion).shape and not torch.allclose(found, late.in_context(conversion))
-    mean = late.with_mean(conversion)
     alone = late.alone(conversion)
+    mean = late.with_mean(alone)
     torch.testing.assert_close(mean[4], normalize(alone[4] + normalize(alone[3:].mean(0), dim=0) / 2, dim=0))
 
 
