@@ -294,6 +294,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         for name, result in {
             "guarantees": "guarantees-cpu-float32",
             "lra": "lra-short-cpu-bfloat16",
+            "minilm": "minilm",
             "multi30k": "translation-multi30k-cpu-float32",
             "perplexity": "perplexity-enwiki-cpu-float32",
             "teacher": "teacher",

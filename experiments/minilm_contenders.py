@@ -1,0 +1,171 @@
+"""Ways to turn texts into vectors: conversions in one pass, their source on windows, and what needs no encoder."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array
+from teacher_scores import Encoder
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Vectors (texts, d) of lists of ids without ends; or (parts, d) of each text, of which the best counts.
+Embed = Callable[[list[list[int]]], Tensor | list[Tensor]]
+# Tokens of the source's longest text, and of its positions.
+_SHORT, _QUERY = 256, 512
+
+
+class Reader:
+    """A model that embeds texts in one pass each, loaded when it is first needed.
+
+    It remembers vectors, which several ways share, until `forget`.
+    """
+
+    def __init__(self, load: Callable[[], PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
+        self.load, self.tokenizer = load, tokenizer
+        self.known: dict[tuple[int, ...], Tensor] = {}
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model, for inference."""
+        return self.load().eval()
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """What embeds batches of ids."""
+        return Encoder(self.model, self.tokenizer)
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts without ends."""
+        plain = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
+        return self.tokenizer(list(texts), **plain)["input_ids"]
+
+    def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Normalised vectors (texts, d); equal texts have exactly equal vectors."""
+        keys = [tuple(text) for text in texts]
+        new = [key for key in dict.fromkeys(keys) if key not in self.known]
+        if new:
+            self.known.update(zip(new, self.encoder.whole([list(key) for key in new]), strict=True))
+        return torch.stack([self.known[key] for key in keys])
+
+    def forget(self) -> None:
+        """Forget all vectors."""
+        self.known.clear()
+
+    def cut(self, size: int) -> Embed:
+        """Read the first `size` tokens of a text, ends included."""
+        return lambda texts: self.read([text[: size - 2] for text in texts])
+
+    def parts(self, texts: list[list[int]], size: int) -> list[Tensor]:
+        """Vectors (windows, d) of the successive windows of each text, of at most `size` tokens, ends included."""
+        room = size - 2
+        parts = [[text[at : at + room] for at in range(0, max(1, len(text)), room)] for text in texts]
+        return list(self.read([part for each in parts for part in each]).split([len(each) for each in parts]))
+
+    def windows(self, size: int) -> Embed:
+        """The normalised mean of a text's windows; for a text of up to `size` tokens, its one pass."""
+        return lambda texts: F.normalize(torch.stack([each.mean(0) for each in self.parts(texts, size)]), dim=-1)
+
+    def best_window(self, size: int) -> Embed:
+        """All windows of a text, of which the closest to the query counts."""
+        return lambda texts: self.parts(texts, size)
+
+    def bag(self, texts: list[list[int]]) -> Tensor:
+        """The normalised mean of the model's word vectors: no layer, no positions."""
+        table = self.model.get_input_embeddings().weight.detach()
+        return F.normalize(
+            torch.stack([table[text or [self.tokenizer.unk_token_id]].mean(0) for text in texts]), dim=-1
+        )
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to read queries and one to read documents; tasks without queries read all texts as documents.
+
+    `tokens` gives the ids of texts.
+    """
+
+    tokens: Callable[[Sequence[str]], list[list[int]]]
+    queries: Embed
+    documents: Embed
+
+    def embed(self, texts: Sequence[str], are_queries: bool) -> Tensor | list[Tensor]:
+        """Vectors of texts."""
+        return (self.queries if are_queries else self.documents)(self.tokens(texts))
+
+
+def similarity(queries: Tensor, documents: Tensor | list[Tensor]) -> Tensor:
+    """Cosines (queries, documents) of normalised vectors; of a list, those of each document's best part."""
+    if isinstance(documents, Tensor):
+        return queries @ documents.T
+    scores = (queries @ torch.cat(documents).T).split([len(each) for each in documents], dim=1)
+    return torch.stack([score.amax(1) for score in scores], 1)
+
+
+def source_ways(source: Reader) -> dict[str, Contender]:
+    """The unmodified encoder, cut and on windows, and its word vectors."""
+    documents = {"teacher, cut at 256": source.cut(_SHORT), "teacher, cut at 512": source.cut(512)}
+    for size in (128, 256):
+        documents[f"teacher, mean of windows of {size}"] = source.windows(size)
+        documents[f"teacher, best window of {size}"] = source.best_window(size)
+    ways = {name: Contender(source.ids, source.cut(_SHORT), way) for name, way in documents.items()}
+    return {**ways, "bag of word vectors": Contender(source.ids, source.bag, source.bag)}
+
+
+def in_one_pass(documents: Reader, queries: Reader) -> Contender:
+    """A conversion that reads a text in one pass; one longer than it takes in successive passes, averaged."""
+
+    def read(texts: list[list[int]]) -> Tensor:
+        return documents.windows(documents.model.config.max_position_embeddings)(texts)
+
+    return Contender(documents.ids, queries.cut(_QUERY), read)
+
+
+def without(model: PreTrainedModel, part: str) -> PreTrainedModel:
+    """The same model without its "slots" or "selected tokens"."""
+    if part == "slots":
+        model.register_forward_pre_hook(lambda _, words, own: (words, {**own, "read_slots": False}), with_kwargs=True)
+    else:
+        model.config.num_selected_tokens = model.config.softmax_length = 0
+    return model
+
+
+class Bm25:
+    """BM25 (Robertson et al. 1994), k1 1.5 and b 0.75, of words in lower case, with Lucene's weights of rare words."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.places: dict[str, int] = {}
+        counts = [Counter(words(text)) for text in texts]
+        lengths = np.array([sum(own.values()) for own in counts], dtype=float)
+        norms = 1.5 * (0.25 + 0.75 * lengths / lengths.mean())
+        rows, columns, values = self._matrix(counts, grow=True)
+        having = np.bincount(columns, minlength=len(self.places))
+        rare = np.log1p((len(texts) - having + 0.5) / (having + 0.5))
+        weights = rare[columns] * values / (values + norms[rows])
+        self.weights = csr_array((weights, (rows, columns)), shape=(len(texts), len(self.places)))
+
+    def scores(self, queries: Sequence[str]) -> Any:
+        """Scores (queries, texts)."""
+        rows, columns, values = self._matrix([Counter(words(query)) for query in queries], grow=False)
+        asked = csr_array((values, (rows, columns)), shape=(len(queries), len(self.places)))
+        return (asked @ self.weights.T).toarray()
+
+    def _matrix(self, counts: list[Counter[str]], grow: bool) -> tuple[Any, Any, Any]:
+        found = []
+        for row, own in enumerate(counts):
+            for word, count in own.items():
+                column = self.places.setdefault(word, len(self.places)) if grow else self.places.get(word)
+                found += [] if column is None else [(row, column, count)]
+        rows, columns, values = np.array(found, dtype=int).reshape(-1, 3).T
+        return rows, columns, values.astype(float)
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, in lower case."""
+    return re.findall(r"\w+", text.lower())
