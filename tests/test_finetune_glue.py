@@ -456,6 +456,7 @@ BAD = {
         for name, value in {"name_or_path": "x", "length": 3, "to_dict": 1, "return_dict": False}.items()
     },
     "another padding token": ({**SST2, "model_config": ["pad_token_id=5"]}, "`pad_token_id` follows"),
+    "a field twice": ({**SST2, "model_config": ["hidden_act=relu", "hidden_act=gelu"]}, "hidden_act twice"),
     "an infinite field": ({**SST2, "model_config": ["layer_norm_eps=1e400"]}, "`model.layer_norm_eps` is inf"),
     "unknown field": ({**SST2, "model_config": ["projection_lenght=3"]}, "`projection_length`"),
     "smoothing without classes": ({**STSB, "label_smoothing_factor": 0.1}, REGRESSION),

@@ -372,6 +372,7 @@ def with_values(**values):
         ("race", "train", without("options"), "train.*`options`"),
         ("csqa", "validation", with_values(answerKey=""), "`validation`.* no answers"),
         ("race", "validation", lambda rows: rows[:0], r"validation\.parquet"),
+        ("csqa", "train", with_values(choices={"label": "ABCDE", "text": "abcde"}), "row 0 .*must hold lists"),
         ("csqa", "train", None, "no split train; it has validation"),
     ],
 )

@@ -137,6 +137,7 @@ def test_values_are_adapted_before_they_are_merged(recipe):
         (["--prompts", "[one"], "--prompts"),
         (["--prompts", "[1]"], r"`prompts` is \[1\]"),
         (["steps", "3"], "'steps'"),
+        (["--prompts=one", "two"], "Unexpected argument 'two'"),
         (["--secret", "3"], "`secret`.*the reason"),
     ],
 )
@@ -152,6 +153,7 @@ def test_a_mistake_on_the_command_line_names_the_key(recipe, words, named):
         (RECIPE.replace("steps: 3", "").replace("name: tiny", ""), "`name`, `steps`"),
         (RECIPE.replace("tiny", "false"), "`name` is False"),
         (RECIPE + "steps: 4\n", "'steps' stands there twice"),
+        (RECIPE + "a-b: 4\na_b: 4\n", "`a_b` twice"),
         (RECIPE.replace("width: 8", "width: &m [*m]"), "recipe.yaml.*[Cc]ircular"),
         ("a: [1", "recipe.yaml"),
         ("- a", "recipe.yaml"),

@@ -255,7 +255,7 @@ def test_what_a_link_leads_to_is_not_written(tmp_path):
     assert victim.read_text() == "mine" and not unfinished.exists()
 
 
-@pytest.mark.parametrize("kind", ["file", "dangling", "folder", "in a folder"])
+@pytest.mark.parametrize("kind", ["file", "dangling", "folder", "in a folder", "checkpoint"])
 def test_links_that_lead_out_of_a_folder_are_refused(tmp_path, kind):
     out = tmp_path / "out"
     (out / "inner" / "wandb").mkdir(parents=True)
@@ -263,8 +263,8 @@ def test_links_that_lead_out_of_a_folder_are_refused(tmp_path, kind):
     (out / "near").symlink_to("inner")  # stays inside
     (out / "inner" / "wandb" / "log").symlink_to(tmp_path / "victim")
     refuse_links(out)
-    link = (out / "inner" if kind == "in a folder" else out) / "link"
-    link.symlink_to({"dangling": "../gone", "folder": tmp_path}.get(kind, tmp_path / "victim"))
+    link = (out / "inner" if kind == "in a folder" else out) / ("checkpoint-3" if kind == "checkpoint" else "link")
+    link.symlink_to({"checkpoint": "inner", "dangling": "../gone", "folder": tmp_path}.get(kind, tmp_path / "victim"))
     with refused(link, error=UserError):
         refuse_links(out)
 

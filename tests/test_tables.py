@@ -2,13 +2,14 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from common.tables import read_table, require_text
 from data.corpus import open_corpus
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features
 from helpers import refused
 from tasks.files import load_splits
 from tasks.labels import numbers_of_tables, read_labels
@@ -46,6 +47,7 @@ BAD = {
     "open.csv": (b'text,number\na,1\n"b,2\nc,3\n', ["line 3", "quotes"]),
     "behind.csv": (b'text,number\n"a"b,1\n', ["line 2", "quotes"]),
     "nameless.csv": (b"\ntext\na\n", ["names of the columns"]),
+    "old.tsv": (b"text\tnumber\ra\t1\rb\t2\r", ["CR alone", "tr "]),
     "keys.jsonl": (b'{"text": "a", "text": "b"}\n', ["line 1", "twice"]),
     "values.jsonl": (b'{"text": "a"}\n7\n', ["line 2 is 7", "object per line"]),
     "half.jsonl": (b'{"text": "\\ud83d"}\n', ["line 1", "surrogate"]),
@@ -119,7 +121,7 @@ def test_a_text_is_the_text_that_stands_in_the_file(kind, end, start, read, tmp_
         path.write_text(start + end.join(lines).replace("\t", "," if kind == "csv" else "\t") + end, newline="")
     else:
         rows = [json.dumps({"text": text}) for text in ODD]
-        text = f"[{', '.join(rows)}]" if kind == "json" else end.join([*rows, "", ""])
+        text = f"{end}[{', '.join(rows)}]" if kind == "json" else end.join([*rows, "", ""])
         path.write_text(start + text, newline="")
     assert read(path) == ODD
 
@@ -154,6 +156,7 @@ def test_other_columns_may_hold_anything(tmp_path):
         ("0 1", "1 high", [[0, 1], ["1", "high"]]),
         ("-1.5 +1e-3", ".5 7.", [[-1.5, 0.001], [0.5, 7.0]]),
         ("0 1", "1_0 1", [[0, 1], ["1_0", "1"]]),
+        ("12 1\u0662", "12 1", [["12", "1\u0662"], ["12", "1"]]),
     ],
 )
 def test_labels_of_tables_are_numbers_if_those_of_the_training_data_are(train, other, found, tmp_path):
@@ -161,6 +164,21 @@ def test_labels_of_tables_are_numbers_if_those_of_the_training_data_are(train, o
         (tmp_path / name).write_text("\n".join(["label", *texts.split()]) + "\n")
     splits = {name: read_table([tmp_path / name]) for name in ("train.csv", "other.tsv")}
     assert [list(rows["label"]) for rows in numbers_of_tables(splits, "label").values()] == found
+
+
+def test_texts_of_parquet_that_are_not_utf8_are_refused(tmp_path):
+    texts = pyarrow.array([b"a\xff", b"b"])
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, texts.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    with refused("a.parquet", "UTF8", error=UserError):
+        read_table([tmp_path / "a.parquet"])
+
+
+def test_classes_are_no_numbers(tmp_path):
+    for names, is_refused in ((["5", "4", "3"], True), (["0", "1", "2"], False)):
+        rows = Dataset.from_dict({"label": [0, 1, 2]}, Features({"label": ClassLabel(names=names)}))
+        with refused("`label` of train", names[0], error=UserError) if is_refused else nullcontext():
+            assert read_labels({"train": rows}, "label", ()).encode([2]) == [2.0]
 
 
 def test_inferred_labels_of_the_hub_stay_numbers():

@@ -177,6 +177,20 @@ def test_sentences_that_are_no_text_are_refused(row, named, tmp_path):
         read_pairs(train_translation.read_recipe(*_recipe(tmp_path, tmp_path)), "train")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("train.jsonl", '{"en": "a", "de": "b"}\n', ["both train.en and train.jsonl", "Remove"]),
+        ("train.en", "a\rb\r", ["train.en", "CR alone"]),
+    ],
+)
+def test_data_that_can_be_read_in_two_ways_are_refused(name, content, named, tmp_path):
+    for file, text in {"train.en": "a\n", "train.de": "b\n", name: content}.items():
+        (tmp_path / file).write_text(text, newline="")
+    with refused(*named, error=UserError):
+        read_pairs(train_translation.read_recipe(*_recipe(tmp_path, tmp_path)), "train")
+
+
 def test_missing_data_are_named(data, tmp_path):
     """A file of a language, a folder, a name on the Hub: each with what to pass."""
 

@@ -39,7 +39,7 @@ from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimil
 from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 from tasks.arguments import REFUSED, CheckedTraining, option
 from tasks.files import load_splits, require_columns
-from tasks.labels import numbers_of_tables
+from tasks.labels import numbers_of_tables, refuse_codes
 from tasks.plan import (
     SETTINGS_FILE,
     check_output,
@@ -136,6 +136,7 @@ def read_pairs(name: str) -> dict[str, Dataset]:
         require_columns(rows, COLUMNS, source)
         for column in COLUMNS[:2]:
             require_text(rows, column, source)
+        refuse_codes(rows, COLUMNS[2], source)
         for row, label in enumerate(rows["label"]):
             if not 0 <= _number(label) <= 5:
                 raise UserError(

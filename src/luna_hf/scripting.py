@@ -308,8 +308,10 @@ def refuse_links(folder: Path) -> None:
             except FileNotFoundError:  # removed by another process, whose lock is noticed later
                 continue
             if stat.S_ISLNK(found.st_mode):
-                problem = f"is a link to {os.readlink(path)}, outside the folder"
-                problem = "" if path.resolve().is_relative_to(inside) else problem
+                is_inside = path.resolve().is_relative_to(inside)
+                problem = f"is a link to {os.readlink(path)}" + ", outside the folder" * (not is_inside)
+                if is_inside and not re.match(r"(checkpoint|step)-\d", path.name):  # old checkpoints are removed
+                    problem = ""
             elif stat.S_ISREG(found.st_mode):
                 problem = "is the same file as another one (a hard link)" * (found.st_nlink > 1)
             elif stat.S_ISDIR(found.st_mode):

@@ -111,8 +111,10 @@ def parse(
     if recipe != "none" and bare:
         source = bare.pop(0)
         # `key:` without a value is the same as leaving the key out.
-        read = read_yaml(Path(source)).items()
-        values = {key.replace("-", "_"): value for key, value in read if value is not None}
+        read = [(key.replace("-", "_"), value) for key, value in read_yaml(Path(source)).items()]
+        values = {key: value for key, value in read if value is not None}
+        if twice := [key for key, _ in read if [other for other, _ in read].count(key) > 1]:
+            raise UserError(f"{source} sets `{twice[0]}` twice, once with hyphens.")
     elif recipe == "required":
         raise UserError(f"The first argument is a recipe, for example {', '.join(_recipes(command))}.")
     elif positional and bare:
@@ -291,8 +293,10 @@ def _overrides(words: list[str], kinds: dict[str, tuple[Any, ...]]) -> Values:
     overrides: Values = {}
     remaining = list(words)
     while remaining:
-        key, equals, text = remaining.pop(0)[2:].partition("=")
-        key, texts = key.replace("-", "_"), [text] if equals else []
+        key, equals, text = remaining.pop(0).partition("=")
+        if not key.startswith("--"):  # behind `--key=value`
+            raise UserError(f"Unexpected argument {key + equals + text!r}; options are written `--key value`.")
+        key, texts = key[2:].replace("-", "_"), [text] if equals else []
         while not equals and remaining and not remaining[0].startswith("--"):
             texts.append(remaining.pop(0))
         if key not in kinds and key.startswith("no_") and bool in kinds.get(key[3:], ()) and not texts:

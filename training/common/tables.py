@@ -98,7 +98,9 @@ def read_table(paths: list[Path]) -> Dataset:
 def _read_part(path: Path) -> Dataset:
     if KINDS[ending(path)] == "parquet":
         column_names(path)  # refuses a name that comes twice
-        return Dataset(parquet.read_table(path))
+        table = parquet.read_table(path)
+        table.validate(full=True)  # texts that are not UTF-8
+        return Dataset(table)
     is_json, rows = KINDS[ending(path)] == "json", list(_rows(path))
     names = list(dict.fromkeys(name for row in rows for name in row)) if rows else column_names(path)
     columns = {name: [row.get(name) for row in rows] for name in names}
@@ -190,6 +192,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _header(path: Path, names: list[str]) -> list[str]:
     """The names of columns; those without one, as pandas' index, are numbered."""
+    if not any(names) and KINDS[ending(path)] == "parquet":
+        raise UserError(f"{path} has no columns with a name.")
     if not any(names):
         raise UserError(f"{path} begins with an empty line. Its first line must hold the names of the columns.")
     names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
@@ -219,10 +223,12 @@ def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file with one per line, or with a list of them."""
     hint = "A JSON file holds an object per line, or one list of objects"
+    is_first = True
     with path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
+            is_list = is_first and line.lstrip().startswith("[")
+            is_first = is_first and not line.strip()
             try:
-                is_list = number == 1 and line.lstrip().startswith("[")
                 values = _parse(line + file.read()) if is_list else [_parse(line)] if line.strip() else []
             except ValueError as error:
                 raise UserError(f"{path} cannot be read as json: line {number}: {reason(error)}. {hint}.") from error
@@ -268,7 +274,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def check_file(path: Path, limit: int | None = None) -> None:
-    """Refuse a file that is empty or not UTF-8.
+    """Refuse a file that is empty, not UTF-8, or without a line: CR alone ends those of old systems.
 
     Args:
         path: of a text file, a table, or lines of JSON.
@@ -281,6 +287,11 @@ def check_file(path: Path, limit: int | None = None) -> None:
         raise UserError(f"{path} is empty: it holds no text.")
     if ending(path) != ".parquet":
         _check_encoding(path, limit)
+    if ending(path) not in (".csv", ".json", ".jsonl", ".parquet"):
+        with path.open("rb") as file:
+            head = file.read(_BLOCK)
+        if b"\r" in head[:-1] and b"\n" not in head:
+            raise UserError(f"{path} ends its lines with CR alone. Convert it: `tr '\\r' '\\n' < {path.name} > NEW`.")
 
 
 def why_unreadable(error: BaseException) -> str:

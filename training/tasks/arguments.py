@@ -100,6 +100,8 @@ class FinetuneArguments:
             if word.partition("=")[0] in ("num_labels", "id2label", "label2id", "problem_type"):
                 raise UserError(f"--model_config {word!r}: remove it, since the labels of the data decide.")
         words = [(word, *word.split("=", 1)) for word in self.model_config]
+        if twice := [key for _, key, _ in words if [other for _, other, _ in words].count(key) > 1]:
+            raise UserError(f"--model_config sets {twice[0]} twice.")
         return {key: parse_yaml(value, f"--model_config {word}") for word, key, value in words}
 
 

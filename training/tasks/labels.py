@@ -23,8 +23,8 @@ _MANY = 20  # classes that even a small data set may have
 _MISSING = {"nan", "na", "n/a", "null", "none", "inf", "infinity"}
 # What ends a line or a field of a table of predictions, or what a terminal would obey.
 _BREAKS = re.compile(r"[\0-\x1f\x7f-\x9f\u2028\u2029]")
-_INTEGER = re.compile(r"0|-?[1-9]\d{0,17}")
-_NUMBER = re.compile(r"[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # ASCII: other digits are other names
+_NUMBER = re.compile(r"[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,8 @@ def _labels(values: set[Any], rows: Dataset, column: str, source: str, names: Se
     if isinstance(inner, ClassLabel) and names != ():
         classes = ClassLabel(names=list(names)) if names else inner
         return Labels(classes, several, len(classes.names))
+    if names == ():
+        refuse_codes(rows, column, source)
     if kinds <= {int, float} and (names == () or (float in kinds and not names)):
         return Labels(Value("float64"), several, len(rows[0][column]) if several else 1)
     if names == () or not kinds or not (kinds <= {str} or kinds <= {int, bool}):
@@ -205,6 +207,19 @@ def _labels(values: set[Any], rows: Dataset, column: str, source: str, names: Se
             "look like classes. For a regression set --regression true; for classes name another --label_column."
         )
     return Labels(classes, several, len(classes.names), by_name=str in kinds or not names)
+
+
+def refuse_codes(rows: Dataset, column: str, source: str) -> None:
+    """Refuse classes where numbers are meant: their indices would be taken for the numbers.
+
+    Raises:
+        UserError: The column names classes, and not by their indices.
+    """
+    named = _inner(rows.features[column])
+    if isinstance(named, ClassLabel) and not _only_numbers(named.names):
+        raise UserError(
+            f"`{column}` of {source} holds the classes {listed(named.names)}, but must hold a number per row."
+        )
 
 
 def _check_alike(names: Iterable[str], where: str) -> None:

@@ -97,6 +97,8 @@ def race_row(row: dict[str, Any]) -> dict[str, Any]:
 def csqa_row(row: dict[str, Any]) -> dict[str, Any]:
     """A row of CommonsenseQA in the form of `QUESTION`; a value that does not fit raises an error."""
     letters = row["choices"]["label"]
+    if not all(isinstance(row["choices"][name], list) for name in ("label", "text")):
+        raise TypeError("choices must hold lists")
     if len(set(letters)) != len(letters):
         raise ValueError("two choices have one letter")
     return {

@@ -59,13 +59,16 @@ def read_pairs(recipe: TranslationRecipe, split: str) -> Pairs:
     """
     folder, languages = Path(recipe.data), (recipe.source_language, recipe.target_language)
     files = [folder / f"{split}.{language}" for language in languages]
+    tables = _tables(folder, split) if folder.is_dir() else []
+    if tables and (texts := [file for file in files if file.is_file()]):
+        raise UserError(f"{folder} has both {texts[0].name} and {tables[0].name} for the split {split}. Remove one.")
     if all(file.is_file() for file in files):
         sides = [_lines(file) for file in files]
         if len(sides[0]) != len(sides[1]):
             raise UserError(f"{files[0]} has {len(sides[0]):,} lines, but {files[1]} has {len(sides[1]):,}.")
     else:
         missing = [file.name for file in files if not file.is_file()]
-        table = _table(folder, split, missing) if folder.is_dir() else _hub_table(recipe.data, split, languages)
+        table = _table(folder, split, tables, missing) if folder.is_dir() else _hub_table(recipe.data, split, languages)
         sides = _columns(table, languages, f"{recipe.data} ({split})")
     kept = [(a.strip(), b.strip()) for a, b in zip(*sides, strict=True) if a and b and a.strip() and b.strip()]
     if not kept:
@@ -81,11 +84,13 @@ def _lines(path: Path) -> list[str]:
     return list(read_lines(path))
 
 
-def _table(folder: Path, split: str, missing: list[str]) -> datasets.Dataset:
-    """The table of a split; errors name the text files that are `missing`."""
-    files = sorted(folder.iterdir())
-    refuse_packed(file for file in files if file.name.startswith(f"{split}."))
-    found = [file for file in files if file.stem == split and ending(file) in KINDS]
+def _tables(folder: Path, split: str) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.stem == split and ending(file) in KINDS)
+
+
+def _table(folder: Path, split: str, found: list[Path], missing: list[str]) -> datasets.Dataset:
+    """The table of a split, the one in `found`; errors name the text files that are `missing`."""
+    refuse_packed(file for file in sorted(folder.iterdir()) if file.name.startswith(f"{split}."))
     if len(found) != 1:
         raise UserError(
             f"{folder} has {len(found) or 'no'} tables for the split {split}, and no {' or '.join(missing)}. It needs "
@@ -120,9 +125,10 @@ def _columns(table: datasets.Dataset, languages: tuple[str, str], name: str) -> 
         rows = [row or {} for row in columns["translation"]]
         if odd := [row for row in rows if not isinstance(row, dict)]:
             raise UserError(f"`translation` of {name} holds {shorten(repr(odd[0]))} instead of a text per language.")
-        columns = {language: [row.get(language) for row in rows] for row in rows[:1] for language in row}
+        first = next(filter(None, rows), {})
+        columns = {language: [row.get(language) for row in rows] for language in first}
     if missing := [language for language in languages if language not in columns]:
-        raise UserError(f"{name} has the columns {', '.join(columns)}, but not {', '.join(missing)}.")
+        raise UserError(f"{name} has the columns {', '.join(columns) or 'none'}, but not {', '.join(missing)}.")
     sides = [list(columns[language]) for language in languages]
     for language, texts in zip(languages, sides, strict=True):
         check_texts(texts, language, name, missing=True)
