@@ -74,7 +74,7 @@ def read_articles(data: Path) -> tuple[list[Article], list[Question]]:
 
 
 def split_passages(sizes: Sequence[int], room: int) -> list[range]:
-    """Successive runs of passages that have at most `room` tokens together; a longer passage is a run of its own."""
+    """Group successive passages into runs of at most `room` tokens; a longer passage forms its own run."""
     starts, used = [0], 0
     for number, size in enumerate(sizes):
         if used and used + size > room:

@@ -83,7 +83,7 @@ def absorbed_read(
     """Softmax attention of (b, n, d) tokens to slots, given the layers of the queries and of the output: (b, n, d).
 
     Keys and values of the slots are (b, h, m, c). The mask is broadcastable to (b, h, 1, m), boolean or added to the
-    logits; without any slot, what is read is zero. Dropout drops weights.
+    logits; without slots, attention yields zero. Dropout drops weights.
     """
     batch, heads, slots, size = key.shape
     key = key * size**-0.5
