@@ -196,6 +196,20 @@ def test_continued_pretraining_extends_positions(corpus, base, tmp_path, capsys)
     assert "from `base`" in card and "from 64 to 128" in card
 
 
+@pytest.mark.parametrize("model_type", ["luna", "roberta"])
+def test_continued_pretraining_drops_out(model_type, corpus, tmp_path):
+    """`from_pretrained` returns a model for inference; a run continues in training mode."""
+    kind = {} if model_type == "luna" else {"model__model_type": model_type}
+    run(tmp_path / "base", data=corpus, **kind)
+    losses = []
+    for rate in ("0.0", "0.5"):
+        words = continued(tmp_path / rate, tmp_path / "base", corpus)
+        assert start(pretrain_mlm, [*words, "--model.hidden_dropout_prob", rate, "--log_steps", "1"]) == 0
+        entries = log.read_log(tmp_path / rate / "log.jsonl")
+        losses.append(next(entry["loss"] for entry in entries if entry["kind"] == "train"))
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
 # ---- the Hub ----
 
 

@@ -139,6 +139,7 @@ class Pretraining(Run):
             if kind is MASKED and hasattr(load_config(start), "sparse_prediction"):
                 fields.setdefault("sparse_prediction", True)
             self.model, notes = load_encoder(kind.auto_class, start, recipe.block_size, **fields)
+            self.model.train()  # `from_pretrained` returns it without dropout, and its head would run everywhere
             self.notes += notes
             if not recipe.validation:
                 self.notes.append(

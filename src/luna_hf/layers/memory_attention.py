@@ -229,12 +229,12 @@ class MemoryAttention(Recorded):
     def write_whole(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Keep every token, to be read by all: softmax attention."""
         key, value = self.key_and_value(states)
-        unused = self.unused_parameters(slot_states) if torch.is_grad_enabled() else []
+        unused = self.unused_parameters(slot_states, context) if torch.is_grad_enabled() else []
         if unused:
             key, *_ = join_gradients(key, *unused)
         return Memory([SlotMemory(key, value, context.token_mask)], slot_states)
 
-    def unused_parameters(self, slot_states: Tensor | None) -> list[Tensor]:
+    def unused_parameters(self, slot_states: Tensor | None, context: ForwardContext) -> list[Tensor]:
         """Return what has no effect where every token is read; it gets a gradient of zero, as DDP requires."""
         return [] if self.slot_scale is None else [self.slot_scale]
 

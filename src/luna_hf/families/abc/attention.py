@@ -149,10 +149,10 @@ class AbcAttention(AbcControlled):
         """
         return [product(phi, source) for source in sources]
 
-    def unused_parameters(self, slot_states: Tensor | None) -> list[Tensor]:
+    def unused_parameters(self, slot_states: Tensor | None, context: ForwardContext) -> list[Tensor]:
         """Like `MemoryAttention.unused_parameters`."""
         weight = self.control_weight(slot_states)
-        return super().unused_parameters(slot_states) + ([] if weight is None else [weight])
+        return super().unused_parameters(slot_states, context) + ([] if weight is None else [weight])
 
     def write_mlp(self, states: Tensor, sources: Sources, weight: Tensor, context: ForwardContext) -> SlotMemory:
         """Write with a learned attention over the tokens (equation 7)."""

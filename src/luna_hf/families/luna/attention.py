@@ -153,6 +153,13 @@ class LunaAttention(LunaProjections, MemoryAttention):
             return memory
         return memory._replace(slot_states=self.update_packed(states, slot_states, context)[1])
 
+    def unused_parameters(self, slot_states: Tensor | None, context: ForwardContext) -> list[Tensor]:
+        """Like `MemoryAttention.unused_parameters`."""
+        unused = super().unused_parameters(slot_states, context)
+        if context.updates_slots:
+            return unused
+        return [*unused, *self.pack.parameters(), *self.packed_layer_norm.parameters()]
+
     def update_packed(self, states: Tensor, slot_states: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Return the packed context Y_P and the packed states for the next layer, (b, l, d) each."""
         queries = self.packed_layer_norm(slot_states) if self.config.norm_first else slot_states

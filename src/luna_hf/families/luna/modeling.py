@@ -263,13 +263,13 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     def make_context(
         self, states: Tensor, keep: Tensor | None, marked: Tensor | None, options: dict[str, Any]
     ) -> ForwardContext:
-        """Like `EncoderModelMixin.make_context`; packed states that nothing reads need not be updated in inference."""
+        """Like `EncoderModelMixin.make_context`; packed states that nothing reads need not be updated."""
         options = dict(options)
         asked = options.pop("reads_packed_states", self.reads_packed_states)
         for name in ("output_packed_hidden_states", "output_pack_attentions"):
             asked = asked or options.get(name, getattr(self.config, name, False))
         context = make_encoder_context(self.config, states, keep, options, marked)
-        return context._replace(updates_slots=asked or torch.is_grad_enabled())
+        return context._replace(updates_slots=asked)
 
     def text_slot_states(self, unpadded: UnpaddedBatch) -> tuple[Tensor, tuple[int, ...]]:
         """Return P_0 for every text, in as many slots as padded rows would have, and the slots of each bucket."""
