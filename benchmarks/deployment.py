@@ -3,8 +3,8 @@
     python benchmarks/deployment.py --data data
 
 DATA has `enwiki/validation.parquet` (column `text`) and `glue/sst2/validation.parquet` (`sentence`, `label`), which
-score masked-LM models and classifiers. Every exported program is made once, for all batch sizes and lengths. A way
-whose package is missing is left out.
+score masked-LM models and classifiers; encoders without a head have no score. Every exported program is made once, for
+all batch sizes and lengths. A way whose package is missing is left out.
 """
 
 import argparse
@@ -25,18 +25,21 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-import luna_hf
+from luna_hf import FAMILIES
 from luna_hf.scripting import UserError, markdown_table, progress, reason
 
 PROTOCOL = (
-    "Whole models with their heads, float32 unless the way says int8. Speed: one text of random ids without padding, "
-    "all ways in turn, in an order that rotates; ratios are taken within a round, medians over rounds. Error: root "
-    "mean square of the difference from PyTorch's logits at the real tokens, relative to theirs, at the worst of three "
-    "padded batches, none of the shape that was exported. Score: accuracy, or cross-entropy at 15% masked "
-    "tokens, over the first rows of the data, cut to 128 tokens. Size: of the saved weights, or of the exported file."
+    "Whole models with their heads, if they have one, float32 unless the way says int8. Speed: one text of random ids "
+    "without padding, all ways in turn, in an order that rotates; ratios are taken within a round, medians over "
+    "rounds. Error: root mean square of the difference from PyTorch's outputs at the real tokens, relative to theirs, "
+    "at the worst of three padded batches, none of the shape that was exported. Score: accuracy, or cross-entropy at "
+    "15% masked tokens, over the first rows of the data, cut to 128 tokens. Size: of the saved weights, or of the "
+    "exported file."
 )
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
-MODELS = ("luna-mini-en-sst2", "luna-mini-en", "abc-mini-en", "leapformer-mini-en", "lavo-mini-en")
+MODELS = ("luna-minilm-en-4096", "abc-mini-en", "leapformer-mini-en", "lavo-mini-en")
+HEADS = ("ForMaskedLM", "ForSequenceClassification")
+CLASSES = {own.__name__: own for family in FAMILIES.values() for own in map(family.model, ("Model", *HEADS))}
 # Rows and tokens.
 EXPORTED, CHECKED = (2, 200), ((3, 45), (1, 7), (4, 100))
 SCORED_LENGTH, SCORED_ROWS = 128, 16
@@ -44,7 +47,7 @@ FIRST_TOKEN = 4  # the ids before it are special
 PEER = "pytorch"
 
 Batch = dict[str, Tensor]
-Run = Callable[[Batch], Tensor]  # returns the logits
+Run = Callable[[Batch], Tensor]  # returns the logits, or the states of an encoder without a head
 
 
 # ---- ways: from a model, a folder and threads to the call and the bytes of the program ----
@@ -54,7 +57,7 @@ def use_pytorch(model: PreTrainedModel, folder: Path, threads: int) -> tuple[Run
     """The model as it is."""
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
-    return lambda batch: model(**batch).logits, file.tell()
+    return lambda batch: model(**batch)[0], file.tell()
 
 
 def use_int8(model: PreTrainedModel, folder: Path, threads: int) -> tuple[Run, int]:
@@ -90,7 +93,7 @@ def export_onnx(model: PreTrainedModel, folder: Path) -> Path:
             kwargs=make_example(model),
             dynamo=True,
             dynamic_shapes=dynamic_shapes(model),
-            output_names=["logits"],
+            output_names=["output"],
             external_data=False,
             verbose=False,
         )
@@ -106,7 +109,7 @@ def run_onnx(path: Path, threads: int) -> tuple[Run, int]:
     session = onnxruntime.InferenceSession(path, options)
 
     def run(batch: Batch) -> Tensor:
-        return torch.from_numpy(session.run(["logits"], {name: t.numpy() for name, t in batch.items()})[0])
+        return torch.from_numpy(session.run(["output"], {name: t.numpy() for name, t in batch.items()})[0])
 
     return run, path.stat().st_size
 
@@ -142,7 +145,7 @@ def use_aot_inductor(model: PreTrainedModel, folder: Path, threads: int) -> tupl
     program = torch.export.export(model, (), example, dynamic_shapes=dynamic_shapes(model), strict=False)
     torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     compiled = torch._inductor.aoti_load_package(str(path))
-    return lambda batch: compiled(**batch).logits, path.stat().st_size
+    return lambda batch: compiled(**batch)[0], path.stat().st_size
 
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -162,16 +165,16 @@ WAYS: dict[str, tuple[Callable[[PreTrainedModel, Path, int], tuple[Run, int]], t
 
 
 def load(name: str) -> PreTrainedModel:
-    """A checkpoint of this repository, or a folder, with its head.
+    """A checkpoint of this repository, or a folder, with its head if it has one.
 
     Raises:
-        UserError: There is no such folder, or its model is no masked LM or sequence classifier of luna_hf.
+        UserError: There is no such folder, or its model is none of `CLASSES`.
     """
     folder = find(name)
     kind = (AutoConfig.from_pretrained(folder).architectures or [""])[0]
-    if not kind.endswith(("ForMaskedLM", "ForSequenceClassification")) or not hasattr(luna_hf, kind):
-        raise UserError(f"{folder} holds {kind or 'no head'}; give a masked LM or sequence classifier of luna_hf.")
-    return getattr(luna_hf, kind).from_pretrained(folder, dtype=torch.float32).eval()
+    if kind not in CLASSES:
+        raise UserError(f"{folder} holds {kind or 'no model'}; give one of {', '.join(CLASSES)}.")
+    return CLASSES[kind].from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def find(name: str) -> Path:
@@ -252,12 +255,12 @@ def score(run: Run, batches: Sequence[tuple[Batch, Tensor]]) -> float:
 
 
 def error(run: Run, model: PreTrainedModel) -> float:
-    """Relative error of the logits, at the worst of the checked shapes."""
+    """Relative error of the outputs, at the worst of the checked shapes."""
 
     def of_shape(shape: tuple[int, int]) -> float:
         batch = make_batch(model, *shape)
         real = ... if is_classifier(model) else batch["attention_mask"].bool()
-        expected, actual = model(**batch).logits[real], run(batch)[real]
+        expected, actual = model(**batch)[0][real], run(batch)[real]
         return ((actual - expected).square().mean() / expected.square().mean()).sqrt().item()
 
     return max(map(of_shape, CHECKED))
@@ -268,7 +271,8 @@ def measure_model(name: str, options: argparse.Namespace) -> tuple[dict[str, Any
     """Prepare a model in every way and time them: what is known of every way, and an entry for each length."""
     torch.compiler.reset()  # past its limit of compilations, which all models share, PyTorch runs them uncompiled
     model = load(name)
-    batches = list(scored_batches(model, name, options)) if options.data else None
+    scored = options.data and type(model).__name__.endswith(HEADS)
+    batches = list(scored_batches(model, name, options)) if scored else None
     runs: dict[str, Run] = {}
     ways: dict[str, Any] = {}
     failures: dict[str, str] = {}

@@ -2,10 +2,10 @@
 
     python examples/finetune_with_trainer.py [MODEL]
 
-MODEL is a pretrained folder, by default `checkpoints/luna-mini-en`. The model learns whether a sentence is favourable.
-The words of praise and blame are the same in training and test, the sentences around them are not. It takes about two
-minutes on two CPU cores, and needs `pip install -e ".[train]"`. `training/finetune_glue.py` finetunes on real tasks,
-with tuned settings.
+MODEL is a pretrained folder, by default `checkpoints/luna-minilm-en-4096`. The model learns whether a sentence is
+favourable. The words of praise and blame are the same in training and test, the sentences around them are not. It takes
+about half a minute on a CPU core, and needs `pip install -e ".[train]"`. `training/finetune_glue.py` finetunes on real
+tasks, with tuned settings.
 """
 
 import argparse
@@ -40,9 +40,9 @@ TEST = ["Everyone said that the {thing} had been {word}.", "What a {word} {thing
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="checkpoints/luna-mini-en")
-    parser.add_argument("--epochs", type=float, default=2.0, help="default: %(default)s")
-    parser.add_argument("--learning-rate", type=float, default=5e-4, help="default: %(default)s")
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="checkpoints/luna-minilm-en-4096")
+    parser.add_argument("--epochs", type=float, default=1.0, help="default: %(default)s")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="default: %(default)s")
     return parser.parse_args(words)
 
 

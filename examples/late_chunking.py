@@ -1,9 +1,9 @@
 """Search the passages of a document, each embedded alone and within one pass over the document (late chunking).
 
-    python examples/late_chunking.py MODEL [--document FILE] [--question QUESTION]
+    python examples/late_chunking.py [MODEL] [--document FILE] [--question QUESTION]
 
-MODEL is a conversion of a sentence encoder by `python -m luna_hf convert` or `training/convert.py`. A passage is a line
-of the document. It takes seconds.
+MODEL is a sentence encoder converted by `python -m luna_hf convert` or `training/convert.py`, by default
+`checkpoints/luna-minilm-en-4096`. A passage is a line of the document. It takes seconds.
 """
 
 import argparse
@@ -32,7 +32,8 @@ QUESTION = "How many people live in Lisbon?"
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hub")
+    own = "checkpoints/luna-minilm-en-4096"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=own, help="a folder, or a name on the Hub")
     parser.add_argument("--document", type=Path, help="a UTF-8 text with a passage in each line")
     parser.add_argument("--question", default=QUESTION, help="default: %(default)s")
     return parser.parse_args(words)

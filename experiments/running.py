@@ -15,7 +15,7 @@ import yaml
 
 from luna_hf.scripting import Parser, UserError, describe_run, read_json, run_script, write_json
 
-# Results are written and plotted as those of the benchmarks; `mini.py` trains a tokenizer.
+# Results are written and plotted as those of the benchmarks; studies import packages of `training`.
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("benchmarks", "training"))
 
 from measuring import write_result

@@ -1,4 +1,4 @@
-"""Publish a checkpoint on the Hub: `make publish NAME=luna-mini-en REPO=USER/luna-mini-en`.
+"""Publish a checkpoint on the Hub: `make publish NAME=lavo-mini-en REPO=USER/lavo-mini-en`.
 
     python model_cards/publish.py NAME REPO
 

@@ -304,7 +304,7 @@ def test_a_mistake_is_one_line(script, words, named, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", ["benchmarks/encoder", "benchmarks/lra/run", "experiments/mini", "conversion/roberta_to_abc"]
+    "script", ["benchmarks/encoder", "benchmarks/lra/run", "experiments/multi30k", "conversion/roberta_to_abc"]
 )
 def test_commands_start_in_any_folder(script, tmp_path):
     """Each command finds its modules from another working directory, without the path of the tests."""

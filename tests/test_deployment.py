@@ -1,11 +1,12 @@
 """The benchmark of ways to run a model: it scores, sizes and times them, and refuses what it cannot measure."""
 
 import json
+import re
 
 import deployment
 import pytest
 import torch
-from helpers import refused
+from helpers import refused, tiny_model
 from test_benchmarks import check_header
 from tiny_finetuning import WORDS, checkpoint, write_split
 
@@ -75,6 +76,15 @@ def test_a_score_is_an_accuracy_or_a_loss():
 def test_a_way_without_its_package_is_left_out(monkeypatch):
     monkeypatch.setattr(deployment, "find_spec", lambda name: None if name == "openvino" else name)
     assert deployment.installed_ways(["openvino", "onnx", "pytorch"]) == ["pytorch", "onnx"]
+
+
+def test_an_encoder_without_a_head_has_no_score(tmp_path, capsys):
+    tiny_model(max_position_embeddings=128).save_pretrained(tmp_path / "bare")
+    words = [*TINY, "--models", str(tmp_path / "bare"), "--ways", "int8", "--data", str(tmp_path)]
+    assert deployment.main([*words, "--output", str(tmp_path / "out")]) == 0
+    (row,) = re.findall(r"^\| bare \| int8 \|.*", capsys.readouterr().out, re.MULTILINE)
+    _, _, _, _, error, score, *_ = row.split("|")
+    assert 0 < float(error) < 0.1 and score.strip() == "-"
 
 
 def test_mistakes_are_named(model, tmp_path, capsys):

@@ -49,7 +49,7 @@ DAMAGED += [("recipe.yaml", kind) for kind in ("empty", "cut", "a list")]
 
 @pytest.mark.parametrize(("file", "kind"), DAMAGED)
 def test_a_damaged_file_is_named(tmp_path, file, kind):
-    name = "luna-mini-en"
+    name = "lavo-mini-en"
     for part in ("model_cards", "experiments/results", f"checkpoints/{name}"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.safetensors", "*.png", "*.py"))
     path, content = tmp_path / "checkpoints" / name / file, CONTENTS[kind]
@@ -59,7 +59,7 @@ def test_a_damaged_file_is_named(tmp_path, file, kind):
 
 
 def _changed(part, **values):
-    return lambda root: (path := root / "checkpoints/luna-mini-en" / part).write_text(
+    return lambda root: (path := root / "checkpoints/lavo-mini-en" / part).write_text(
         json.dumps({**json.loads(path.read_text()), **values})
     )
 
@@ -74,13 +74,13 @@ def _catalogue(change):
 
 
 def _entry(**values):
-    return _catalogue(lambda content: content["checkpoints"]["luna-mini-en"].update(values))
+    return _catalogue(lambda content: content["checkpoints"]["lavo-mini-en"].update(values))
 
 
 ODD = {
     "no section of checkpoints": _catalogue(lambda content: content.pop("checkpoints")),
     "no section of data": _entry(data="nowhere"),
-    "an empty entry": _catalogue(lambda content: content["checkpoints"].update({"luna-mini-en": None})),
+    "an empty entry": _catalogue(lambda content: content["checkpoints"].update({"lavo-mini-en": None})),
     "an unknown key": _entry(sumary="x"),
     "a loss that is a text": _changed("metrics.json", held_out_loss="x"),
     "a loss that is not finite": _changed("metrics.json", held_out_loss=float("nan")),
@@ -92,21 +92,21 @@ ODD = {
     "code of a stranger": _changed("config.json", model_type="other", auto_map={"AutoConfig": "code.Config"}),
     "a field of another type": _changed("config.json", hidden_size="x"),
     "a stage without a number": lambda root: shutil.copytree(
-        root / "checkpoints/luna-mini-en/stages/1", root / "checkpoints/luna-mini-en/stages/one"
+        root / "checkpoints/lavo-mini-en/stages/1", root / "checkpoints/lavo-mini-en/stages/one"
     ),
     "a row that is none": lambda root: (root / "experiments/results/mini-z.json").write_text('{"rows": ["x"]}'),
-    "a link": lambda root: (root / "checkpoints/luna-mini-en/modeling_luna.py").symlink_to(root / "victim"),
+    "a link": lambda root: (root / "checkpoints/lavo-mini-en/modeling_lavo.py").symlink_to(root / "victim"),
 }
 
 
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_files_of_a_checkpoint_take_one_line(tmp_path, monkeypatch, capsys, kind):
-    for part in ("model_cards", "experiments/results", "checkpoints/luna-mini-en"):
+    for part in ("model_cards", "experiments/results", "checkpoints/lavo-mini-en"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.safetensors", "*.png", "*.py"))
     (tmp_path / "victim").write_text("mine")
     ODD[kind](tmp_path)
     monkeypatch.setattr(catalogue.Zoo.__init__, "__defaults__", (tmp_path,))
-    assert build.main(["luna-mini-en"]) == 2
+    assert build.main(["lavo-mini-en"]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and not printed.out
     assert (tmp_path / "victim").read_text() == "mine"
@@ -258,7 +258,7 @@ def test_every_entry_of_the_catalogue_is_complete():
     zoo = Zoo()
     for name, entry in zoo.entries.items():
         assert zoo.data(entry) and entry.limits, name
-        assert entry.twin in ("", *zoo.entries)
+        assert not entry.twin or zoo.figures(entry.twin), name
 
 
 # ---- publishing ----

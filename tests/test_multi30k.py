@@ -2,11 +2,14 @@
 
 import json
 import re
+import signal
 
 import multi30k
 import pytest
 import running
 from tiny_translation import RECIPES, SETTINGS, write_parallel
+
+from luna_hf.scripting import UserError
 
 SOFTMAX = {
     **{"model.d_model": 16, "model.encoder_layers": 1, "model.decoder_layers": 1, "model.encoder_ffn_dim": 24},
@@ -93,6 +96,26 @@ def test_published_runs_stay_unless_repeated_or_made_with_another_recipe(tmp_pat
 def test_mistakes_are_named(words, named, tmp_path, capsys):
     assert multi30k.main([*words, "--runs", str(tmp_path)]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_commands_run_in_processes_that_may_save_when_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "ROOT", tmp_path)
+    (tmp_path / "fails.py").write_text("import sys; sys.exit(len(sys.argv))")
+    with pytest.raises(UserError, match=r"fails\.py.*3"):
+        running.launch("fails.py", ["--key", "value"], threads=1)
+    (tmp_path / "stops.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).touch(), sys.exit()))\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            running.launch("stops.py", [str(tmp_path / "saved")], threads=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "saved").exists()
 
 
 def test_committed_results():

@@ -1,7 +1,7 @@
 r"""Finetune an encoder on STS-B (Cer et al. 2017), into a sentence-transformers folder that embeds texts.
 
-    python training/finetune_embeddings.py --model_name_or_path checkpoints/luna-mini-en-4096 \
-        --output_dir outputs/luna-mini-en-stsb
+    python training/finetune_embeddings.py --model_name_or_path checkpoints/luna-minilm-en-4096 \
+        --output_dir outputs/luna-minilm-en-stsb
 
 An embedding is the mean of a text's token states. The cosine of two embeddings learns to order pairs of sentences as
 people score them (CoSENT's loss). `--dataset_name` is a name on the Hub, or a folder with a file for each split:
