@@ -42,7 +42,7 @@ FOLDERS = {
     "training": set(),
     "conversion": set(),
     "benchmarks": {"training"},
-    "experiments": {"benchmarks", "training"},
+    "experiments": {"benchmarks"},
     "model_cards": {"training"},
     "examples": set(),
 }
