@@ -431,6 +431,20 @@ def test_texts_up_to_the_softmax_length_are_read_by_softmax_attention(write, pat
                 torch.testing.assert_close(mixed(**alone)[0][0], states[row, :length], rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("unpad", [False, True])
+def test_packed_states_of_short_texts_are_made_on_request(unpad):
+    """Nothing reads them there: an embedding should not pay for them."""
+    model = float64("luna", local_window=8, num_selected_tokens=3, softmax_length=24)
+    batch = padded_batch([40, 24, 2]) | {"unpad_inputs": unpad}
+    plain, asked = model(**batch), model(**batch, output_packed_states=True)
+    assert list(plain) == ["last_hidden_state"] and asked.packed_states is asked.packed_last_hidden_state
+    assert torch.equal(plain.last_hidden_state, asked.last_hidden_state)
+    alone = model(input_ids=batch["input_ids"][1:2, :24], output_packed_states=True).packed_states
+    torch.testing.assert_close(alone[0], asked.packed_states[1, : alone.shape[1]], rtol=0, atol=1e-11)
+    plain.last_hidden_state.sum().backward()  # distributed training stops where a parameter has no gradient
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_equal_scores_are_taken_in_order():
     scores = torch.tensor([[[0.5, 0.1, 0.5, -torch.inf, 0.5, 0.1]]])
     chosen = first_tokens(scores, 4)

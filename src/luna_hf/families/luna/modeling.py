@@ -83,7 +83,8 @@ class LunaModelOutput(ModelOutput):
     Args:
         last_hidden_state: token states (b, n, d).
         packed_last_hidden_state: packed states (b, l, d), where l is `projection_length`, or with dynamic projection
-            at most n / `tokens_per_slot`, rounded up, except in a traced, compiled or exported model.
+            at most n / `tokens_per_slot`, rounded up, except in a traced, compiled or exported model. `None` with
+            `softmax_length`, unless packed states are asked for (`output_packed_states`): short texts do not need them.
         packed_attention_mask: (b, l) long, 1 for slots in use: with dynamic projection, a row of t tokens uses only its
             first t / `tokens_per_slot` slots, rounded up, and the others are never read. `None` without dynamic
             projection.
@@ -177,7 +178,6 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
     """The Luna encoder without a head; returns token states and packed states."""
 
     attention_class = LunaAttention
-    reads_packed_states = True  # whether a head, or the caller without one, reads the packed states
     own_keywords = (*EncoderModelMixin.own_keywords, "packed_states", "reads_packed_states")
 
     def add_layers(self, config: LunaConfig) -> None:
@@ -186,6 +186,8 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         super().add_layers(config)
         packed_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.packed_layer_norm = packed_norm if config.norm_first else nn.Identity()
+        # Whether a head, or the caller without one, reads the packed states.
+        self.reads_packed_states = not config.softmax_length
 
     @can_return_tuple
     def forward(
@@ -293,6 +295,9 @@ class LunaModel(EncoderModelMixin, LunaPreTrainedModel):
         slots = None
         if self.config.dynamic_projection:
             slots = valid_slots(self.config, context.lengths, packed.shape[1]).long().expand(packed.shape[0], -1)
+        own = context.contexts[0] if isinstance(context, UnpaddedContext) else context
+        if self.config.softmax_length and not own.updates_slots:
+            packed = slots = None
         return LunaModelOutput(
             last_hidden_state=hidden_states, packed_last_hidden_state=packed, packed_attention_mask=slots
         )
