@@ -51,7 +51,7 @@ def take(options: argparse.Namespace) -> None:
             shots.append(Image.open(io.BytesIO(page.screenshot(full_page=True))))
     options.output.mkdir(parents=True, exist_ok=True)
     for name, picture in {"space.png": shots[0], "space-tabs.png": side_by_side(shots[1:])}.items():
-        picture.save(options.output / name, optimize=True)
+        picture.convert("RGB").quantize(256).save(options.output / name, optimize=True)
     print(f"Written to {options.output}")
 
 

@@ -99,8 +99,8 @@ def _search_tab(loaded: Loaded, page: gr.Blocks) -> None:
         upload = gr.UploadButton("Upload a .txt or .md file", file_types=[".txt", ".md"])
     said = gr.Markdown(elem_id="reading")
     with gr.Row():
-        best = gr.HTML(css_template=PASSAGES_CSS, elem_id="best", scale=2, **FRAME)
-        lit = gr.HTML(css_template=PASSAGES_CSS, js_on_load=SCROLL, elem_id="lit", scale=3, **FRAME)
+        best = gr.HTML(css_template=PASSAGES_CSS, elem_id="best", **FRAME)
+        lit = gr.HTML(css_template=PASSAGES_CSS, js_on_load=SCROLL, elem_id="lit", **FRAME)
 
     def run(text: str, question: str) -> tuple[str, str, str]:
         with errors_on_the_page():
