@@ -1,8 +1,8 @@
-"""Take the screenshot of docs/try.md: all tabs of the page, after a run of each.
+"""Take the screenshots of docs/try.md: the first tab of the page, and the others, after a run of each.
 
     python tests/space_screenshot.py [CHECKPOINTS]
 
-It needs Chromium (`apt-get install chromium`) and writes docs/images/space.png.
+It needs Chromium (`apt-get install chromium`) and writes space.png and space-tabs.png in docs/images.
 """
 
 import argparse
@@ -24,33 +24,34 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", metavar="CHECKPOINTS", type=Path, nargs="?", default=ROOT / "checkpoints")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "space.png", help="the picture")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images", help="the folder of the pictures")
     return parser.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the picture. Returns the exit status."""
+    """Write the pictures. Returns the exit status."""
     return run_script(lambda: take(parse(sys.argv[1:] if words is None else words)))
 
 
 def take(options: argparse.Namespace) -> None:
-    """Write the picture.
+    """Write the pictures.
 
     Raises:
-        UserError: Chromium or a causal model is missing, or there is nothing to show.
+        UserError: Chromium, or a model for one of the tabs, is missing.
     """
     if CHROMIUM is None:
         raise UserError("Chromium is not installed. Install it: apt-get install chromium")
     shots = []
     with opened(options.checkpoints) as page:
-        if not page.get_by_role("tab", name="Generate").count():
-            raise UserError(f"{options.checkpoints} holds no causal Luna, so a tab would be missing. Add one.")
+        if missing := [tab for tab in BUTTONS if not page.get_by_role("tab", name=tab).count()]:
+            raise UserError(f"{options.checkpoints} has no model for {' and '.join(missing)}. Add one.")
         for tab in BUTTONS:
             run_tab(page, tab)
             page.wait_for_timeout(500)  # bars and pictures fade in
             shots.append(Image.open(io.BytesIO(page.screenshot(full_page=True))))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    side_by_side(shots).save(options.output, optimize=True)
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name, picture in {"space.png": shots[0], "space-tabs.png": side_by_side(shots[1:])}.items():
+        picture.convert("RGB").quantize(256).save(options.output / name, optimize=True)
     print(f"Written to {options.output}")
 
 

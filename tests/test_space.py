@@ -1,23 +1,29 @@
 """The functions behind the page of `examples/space`, and its files for a Space."""
 
+import copy
+import json
 import re
+from types import SimpleNamespace
 
+import answering
 import app
-import filling
 import pytest
-import slot_maps
+import searching
 import speed
 import tomllib
 import torch
 import writing
 import yaml
 from helpers import ROOT, refused
-from loading import load_checkpoints
-from tiny_finetuning import checkpoint, tokenizer
-from tiny_space import tiny_space
+from loading import Loaded, load_checkpoints
+from safetensors.torch import load_file, save_file
+from tiny_finetuning import WORDS, checkpoint, tokenizer
+from tiny_space import TOPICS, adapter, classifier, sentence_encoder, tiny_space
 from tiny_training import truncated
+from transformers import BertTokenizer
 
 from luna_hf import LunaConfig
+from luna_hf.late_chunking import embed_spans
 from luna_hf.scripting import UserError
 
 SPACE = ROOT / "examples" / "space"
@@ -33,15 +39,59 @@ def found(tmp_path_factory):
 
 
 def test_every_kind_has_its_place(found):
-    assert [loaded.name for loaded in found.masked] == ["luna-mini-en", "abc-mini-en", "roberta-mini-en"]
-    assert [loaded.name for loaded in found.lunas] == ["luna-mini-en"]
-    assert [loaded.name for loaded in found.causal] == ["luna-mini-en-clm"]
+    names = [[loaded.name for loaded in kind] for kind in found]
+    masked = ["luna-mini-en", "abc-mini-en", "roberta-mini-en"]  # by size
+    assert names == [["luna-minilm"], masked, ["luna-mini-en-sst2", "luna-minilm-topics"], ["luna-mini-en-clm"]]
+    assert [loaded.name for loaded in found.memories] == ["luna-minilm", *masked[:2]]
     assert [loaded.longest for loaded in (*found.masked, *found.causal)] == [40, 40, 40, None]
 
 
-def test_a_folder_without_a_luna_is_refused(tmp_path):
-    checkpoint(tmp_path / "some-roberta", "roberta")
+def test_the_encoder_for_the_longest_texts_comes_first_and_needs_the_mean(tmp_path):
+    for name, longest in (("a-short", 40), ("b-long", 80), ("c-cls", 80)):
+        sentence_encoder(tmp_path / name, longest)
+    (tmp_path / "a-short" / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (tmp_path / "c-cls" / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
+    assert [loaded.name for loaded in load_checkpoints(tmp_path).encoders] == ["b-long", "a-short"]
+
+
+def test_a_folder_without_a_model_for_the_page_is_refused(tmp_path):
+    checkpoint(tmp_path / "score")
+    classifier(tmp_path / "score", num_labels=1).save_pretrained(tmp_path / "score")
     with refused(tmp_path, "make demo", error=UserError):
+        load_checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize(("file", "field"), [("config.json", "architectures"), ("adapter_config.json", "task_type")])
+def test_an_adapter_is_found_with_the_base_beside_it(tmp_path, file, field):
+    sentence_encoder(tmp_path / "base")
+    adapted = adapter(tmp_path / "topics", tmp_path / "base")
+    path = tmp_path / "topics" / file  # the other file names the task, too
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: None}))
+    (loaded,) = load_checkpoints(tmp_path).classifiers
+    with torch.no_grad():
+        logits = adapted(loaded.encode(SENTENCE)).logits[0]
+        with adapted.disable_adapter():
+            assert (adapted(loaded.encode(SENTENCE)).logits[0] - logits).abs().max() > 1e-3
+    answers = answering.classify(loaded, SENTENCE)
+    assert [*answers] == [*TOPICS.values()]
+    torch.testing.assert_close(torch.tensor([*answers.values()]), logits.softmax(-1))
+
+
+def test_an_adapter_finds_its_base_from_the_current_folder(tmp_path, monkeypatch):
+    sentence_encoder(tmp_path / "checkpoints" / "base")
+    adapter(tmp_path / "mine" / "topics", tmp_path / "checkpoints" / "base")
+    with refused("topics", "checkpoints/base", error=UserError):
+        load_checkpoints(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert load_checkpoints(tmp_path / "mine").classifiers
+
+
+def test_an_adapter_without_its_head_is_refused(tmp_path):
+    sentence_encoder(tmp_path / "base")
+    adapter(tmp_path / "topics", tmp_path / "base")
+    path = tmp_path / "topics" / "adapter_model.safetensors"
+    save_file({key: value for key, value in load_file(path).items() if "classifier" not in key}, path)
+    with refused(tmp_path / "topics", "classifier", error=UserError):
         load_checkpoints(tmp_path)
 
 
@@ -64,7 +114,7 @@ def test_a_mistake_on_the_command_line_is_one_line(tmp_path, capsys):
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_mask_is_filled_by_every_model(found, place):
     loaded = found.masked[place]
-    words = filling.fill(loaded, "the quick <mask> fox", top_k=3)
+    words = answering.fill(loaded, "the quick <mask> fox", top_k=3)
     ids = loaded.tokenizer("the quick <mask> fox", return_tensors="pt").input_ids
     with torch.no_grad():
         best = loaded.model(ids).logits.softmax(-1)[ids == loaded.tokenizer.mask_token_id][0].topk(3)
@@ -76,8 +126,18 @@ def test_a_mask_is_filled_by_every_model(found, place):
         assert word.startswith("…") != written.startswith(" ")
 
 
+@pytest.mark.parametrize("written", ["<mask>", "[MASK]"])
+def test_pieces_of_words_continue_the_word_before(written):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "play", "##ing", "house"]
+    logits = torch.tensor([0.0, 0, 0, 0, 0, 0, 3, 2]).log_softmax(-1).expand(1, 4, 8)
+    config = SimpleNamespace(max_position_embeddings=9, model_type="bert")
+    model = type("Model", (), {"config": config, "__call__": lambda self, ids: SimpleNamespace(logits=logits)})()
+    loaded = Loaded("fake", model, BertTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}))
+    assert [*answering.fill(loaded, f"play {written}", top_k=2)] == ["…ing", "house"]
+
+
 def test_a_mask_at_the_start_continues_nothing(found):
-    assert not any(word.startswith("…") for word in filling.fill(found.masked[0], " <mask> reads"))
+    assert not any(word.startswith("…") for word in answering.fill(found.masked[0], " <mask> reads"))
 
 
 @pytest.mark.parametrize(
@@ -86,79 +146,108 @@ def test_a_mask_at_the_start_continues_nothing(found):
 )
 def test_a_text_without_one_mask_is_refused(found, text, named):
     with refused(named, error=UserError):
-        filling.fill(found.masked[0], text)
+        answering.fill(found.masked[0], text)
 
 
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_long_text_is_refused(found, place):
     loaded = found.masked[place]
     text = "<mask>" + " fox" * 37
-    assert loaded.encode(text).shape == (1, 40) and filling.fill(loaded, text)
+    assert loaded.encode(text).shape == (1, 40) and answering.fill(loaded, text)
     with refused(41, 40, loaded.name, error=UserError):
-        filling.fill(loaded, text + " fox")
+        answering.fill(loaded, text + " fox")
 
 
-# ---- what the slots read ----
+# ---- search a document ----
 
 
-def test_maps_have_the_words_of_the_text(found):
-    loaded = found.lunas[0]
-    text = "  the unknownword,  reads\tevery   fox. "
-    words, places = slot_maps.words_of_tokens(loaded, text)
-    assert words == [slot_maps.START, "the", "unknownword,", "reads", "every", "fox.", slot_maps.END]
-    tokens = loaded.tokenizer(text).input_ids
-    assert len(places) == len(tokens) and places == sorted(places) and set(places) == set(range(len(words)))
-    for place, word in enumerate(words[1:-1], 1):
-        mine = [token for token, its in zip(tokens, places, strict=True) if its == place]
-        assert loaded.tokenizer.decode(mine).strip() == word
+def document(paragraphs):
+    """Paragraphs of three sentences and about 250 characters."""
+    words = [WORDS[place % len(WORDS)] for place in range(paragraphs)]
+    return "\n\n".join(f"{place}:" + f" {SENTENCE} and {word} in turn." * 4 for place, word in enumerate(words))
 
 
-@pytest.mark.parametrize("layer", [None, 1, 2])
-def test_maps_are_those_of_the_model(found, layer):
-    loaded = found.lunas[0]
-    maps = slot_maps.read_slots(loaded, SENTENCE, layer)
-    outputs = loaded.model(loaded.encode(SENTENCE), output_attentions=True, output_pack_attentions=True)
-    layers = [0, 1] if layer is None else [layer - 1]
-    pack = sum(outputs.pack_attentions[i][0].mean(0) for i in layers) / len(layers)  # (slots, tokens)
-    read = sum(outputs.attentions[i][0].mean(0) for i in layers)[:, : len(pack)]
-    _, places = slot_maps.words_of_tokens(loaded, SENTENCE)
-    slots = [slot - 1 for slot in maps.slots]
-    for word in range(len(maps.words)):
-        mine = [token for token, place in enumerate(places) if place == word]
-        torch.testing.assert_close(maps.pack[word], pack[slots][:, mine].sum(1))
-        torch.testing.assert_close(maps.unpack[word], (read[mine].sum(0) / read[mine].sum())[slots])
-    torch.testing.assert_close(maps.pack.sum(0), torch.ones(len(slots)))
-    assert 0 < maps.slot_share < 1  # the rest is the window
+def test_passages_are_paragraphs_or_parts_of_them():
+    paragraph = "Ten words are in this sentence about passages of it. " * 5
+    longer = "This one is too long to stay whole. " * 40
+    text = f"  A heading\n\n{paragraph}\n\n{paragraph}\n\n{longer}\n\n{'x' * 1700}\n"
+    passages = searching.PASSAGE.findall(text)
+    assert passages[:2] == [f"A heading\n\n{paragraph}".strip(), paragraph.strip()]
+    assert "".join("".join(passages).split()) == "".join(text.split())
+    assert len(passages) == 7 and max(map(len, passages)) <= 803
+    assert all(passage.endswith(".") for passage in passages[:4])
+    lines = searching.PASSAGE.findall("\n".join([paragraph.strip()] * 3))
+    assert lines == [paragraph.strip()] * 3
 
 
-def test_the_slots_that_are_read_most_come_first(found, monkeypatch):
-    every = slot_maps.read_slots(found.lunas[0], SENTENCE)
-    read = every.unpack.mean(0)
-    assert sorted(every.slots) == list(range(1, 9)) and torch.equal(read, read.sort(descending=True).values)
-    monkeypatch.setattr(slot_maps, "SHOWN_SLOTS", 3)
-    few = slot_maps.read_slots(found.lunas[0], SENTENCE)
-    assert few.slots == every.slots[:3] and torch.equal(few.pack, every.pack[:, :3])
+def test_a_document_is_read_in_one_pass(found):
+    (reader,), text = found.encoders, document(5)
+    read = searching.read(reader, text)
+    assert read.passes == 1 and read.passages == text.split("\n\n") and read.seconds > 0
+    assert read.tokens == len(reader.tokenizer(text, add_special_tokens=False).input_ids)
+    spans = [(text.index(passage), text.index(passage) + len(passage)) for passage in read.passages]
+    torch.testing.assert_close(read.vectors, embed_spans(reader.model, reader.tokenizer, text, spans))
 
 
-def test_the_picture_and_its_explanation(found):
-    maps = slot_maps.read_slots(found.lunas[0], "a price of $5 or $6 for averyveryveryverylongword")
-    left, right = slot_maps.draw(maps).axes
-    labels = [label.get_text() for label in left.get_yticklabels()]
-    assert labels[4] == r"\$5" and labels[-2].endswith("…") and len(labels) == len(maps.words)
-    assert [label.get_text() for label in right.get_xticklabels()] == [f"slot {slot}" for slot in maps.slots]
-    shown = [round(100 * value) for value in maps.pack.flatten().tolist() if value >= 0.005]
-    assert [int(text.get_text()) for text in left.texts] == shown
-    share, place = maps.pack[:, 0].max(0)
-    assert f"Slot {maps.slots[0]} takes {share:.0%}" in slot_maps.explain(maps)
-    assert maps.words[place] in slot_maps.explain(maps) and f"{maps.slot_share:.0%}" in slot_maps.explain(maps)
+def test_a_longer_document_is_read_in_few_passes(found, monkeypatch):
+    parts, embed = [], searching.embed
+    monkeypatch.setattr(searching, "embed", lambda *given: parts.append(given[1]) or embed(*given))
+    (reader,), text = found.encoders, document(40)
+    read = searching.read(reader, text)
+    assert "\n\n".join(parts) == text and read.passes == len(parts) > 1 and len(read.passages) == 40
+    sizes = [len(reader.tokenizer(part).input_ids) for part in parts]
+    assert all(reader.longest - 100 < size <= reader.longest for size in sizes[:-1])
+    assert read.vectors.shape == (40, 32)
+    assert f"{len(parts)} passes" in searching.explain(reader, searching.search(reader, text, "fox"))
 
 
-def test_a_text_with_too_many_words_is_refused(found, monkeypatch):
-    monkeypatch.setattr(slot_maps, "MOST_WORDS", 4)
-    with refused(5, 4, error=UserError):
-        slot_maps.read_slots(found.lunas[0], "one two three four five")
-    with refused("empty", error=UserError):
-        slot_maps.read_slots(found.lunas[0], "  ")
+def test_a_question_is_compared_with_every_passage(found, monkeypatch):
+    (reader,), text = found.encoders, document(6)
+    answer = searching.search(reader, text, "a brown dog")
+    (vector,) = embed_spans(reader.model, reader.tokenizer, "a brown dog", [(0, 11)])
+    assert answer.similarities == pytest.approx((searching.read(reader, text).vectors @ vector).tolist())
+    assert searching.search(reader, text, "a cat").document is answer.document  # read once
+    said = searching.explain(reader, answer)
+    assert "one pass" in said and "(6 passages)" in said and reader.name in said
+
+
+def test_the_best_passages_light_up():
+    passages = ["low", "<b>best</b> & {{so}}", "lower", "good", "mean", "bad", "worst"]
+    read = searching.Document(passages, torch.empty(7, 0), 10, 1, 0.1)
+    answer = searching.Found(read, [0.1, 0.9, 0.0, 0.5, 0.3, 0.2, 0.1], 0.01)
+    listed = re.findall(r'href="#passage-(\d)">([\d.]+)<', searching.list_best(answer))
+    assert listed == [("1", "0.90"), ("3", "0.50"), ("4", "0.30"), ("5", "0.20"), ("0", "0.10")]
+    shown = searching.light_up(answer)
+    alphas = [float(alpha) for alpha in re.findall(r"170, 0, ([\d.]+)\)", shown)]
+    assert alphas == [0, 0.6, 0, 0.07, 0, 0, 0]  # the share of 0.6 above the mean, squared
+    assert shown.count('class="best"') == 1 and "&lt;b&gt;best&lt;/b&gt; &amp; {{so}}" in shown
+    alike = searching.light_up(searching.Found(read, [0.3] * 7, 0.01))
+    assert alike.count("170, 0, 0.00)") == 7
+
+
+def test_the_example_ends_with_a_sentence():
+    assert len(searching.EXAMPLE.split()) > 2500 and searching.EXAMPLE.endswith((".", '"'))
+
+
+@pytest.mark.parametrize(
+    ("text", "question", "named"), [(" ", "a", "document"), ("a", "", "empty"), ("a" * 20, "a", 20)]
+)
+def test_a_search_for_or_in_nothing_is_refused(found, monkeypatch, text, question, named):
+    monkeypatch.setattr(searching, "MOST_CHARACTERS", 19)
+    with refused(named, error=UserError):
+        searching.search(found.encoders[0], text, question)
+
+
+# ---- classify ----
+
+
+def test_classes_have_the_names_of_the_config(found, monkeypatch):
+    loaded = found.classifiers[0]
+    answers = answering.classify(loaded, SENTENCE)
+    assert [*answers] == ["negative", "positive"] and sum(answers.values()) == pytest.approx(1)
+    monkeypatch.setattr(loaded.model.config, "problem_type", "multi_label_classification")
+    logits = loaded.model(loaded.encode(SENTENCE)).logits[0]
+    assert [*answering.classify(loaded, SENTENCE).values()] == pytest.approx(logits.sigmoid().tolist())
 
 
 # ---- speed ----
@@ -167,7 +256,7 @@ def test_a_text_with_too_many_words_is_refused(found, monkeypatch):
 def test_the_twins_have_the_same_sizes():
     config = LunaConfig(num_hidden_layers=1, hidden_size=24, num_attention_heads=2, local_window=4, vocab_size=50)
     models = speed.make_models(config, 70)
-    luna, twin = models[speed.LUNA], models[speed.TWIN]
+    luna, twin = models[speed.OURS], models[speed.TWIN]
     assert luna.config.local_window == 4 and config.max_position_embeddings == 512
     assert luna.embeddings.word_embeddings.weight.shape == twin.embeddings.word_embeddings.weight.shape
     assert len(luna.encoder.layer) == len(twin.encoder.layer) == 1
@@ -177,28 +266,18 @@ def test_the_twins_have_the_same_sizes():
 
 def test_both_models_are_measured_at_every_length(found):
     threads = torch.get_num_threads()
-    rows = list(speed.measure(found.lunas[0].model.config, [64, 32]))
+    rows = list(speed.measure(found.memories[0].model.config, [64, 32]))
     assert [row.length for row in rows] == [32, 64] and torch.get_num_threads() == threads
     for row in rows:
-        assert all(row.seconds[name] > 0 for name in (speed.LUNA, speed.TWIN))
-    assert all(rows[0].memory[name] < rows[1].memory[name] for name in (speed.LUNA, speed.TWIN))
+        assert all(row.seconds[name] > 0 for name in (speed.OURS, speed.TWIN))
     assert all(len(line) == len(speed.HEADER) for line in speed.table(rows))
-    for axes in speed.draw_speed(rows).axes:
-        assert [list(line.get_xdata()) for line in axes.lines] == [[32, 64], [32, 64]]
-
-
-def test_the_peak_counts_what_is_held_at_once():
-    def call():
-        first, second = torch.empty(1000), torch.empty(500)  # float32
-        del first
-        return second, torch.empty(700)
-
-    assert speed.peak_bytes(call) == 6000
+    (axes,) = speed.draw_speed(rows).axes
+    assert [list(line.get_xdata()) for line in axes.lines] == [[32, 64], [32, 64]]
 
 
 def test_a_length_must_be_chosen(found):
     with refused("length", error=UserError):
-        next(speed.measure(found.lunas[0].model.config, []))
+        next(speed.measure(found.memories[0].model.config, []))
 
 
 # ---- generate ----
@@ -224,15 +303,14 @@ def test_parts_continue_each_other(found, monkeypatch):
     assert list(writing.write(found.causal[0], "the fox", 40, 0))[-1] == whole
 
 
-def test_the_end_token_ends_the_text(found, monkeypatch):
-    loaded = found.causal[0]
-    first = loaded.model.generate
-    monkeypatch.setattr(
-        type(loaded.model),
-        "generate",
-        lambda self, ids, **options: torch.cat([first(ids, **options), torch.tensor([[2]])], dim=1),
-    )
-    assert len(list(writing.write(loaded, "the fox", 100, 0))) == 1
+def test_the_text_does_not_end_early(found, monkeypatch):
+    loaded = found.causal[0]._replace(tokenizer=copy.deepcopy(tokenizer()))
+    ids = loaded.tokenizer("the fox", return_tensors="pt").input_ids[:, :-1]
+    end = loaded.model(ids).logits[0, -1].argmax().item()  # what would end the text at once
+    loaded.tokenizer.eos_token = loaded.tokenizer.convert_ids_to_tokens(end)
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", end)
+    *_, last = writing.write(loaded, "the fox", 30, 0)
+    assert last.tokens == ids.shape[1] + 30
 
 
 def test_sampling_differs_from_the_best_token(found):
@@ -258,8 +336,10 @@ def test_a_tab_without_a_model_is_left_out(found):
         parts = page.build(checkpoints).config["components"]
         return [part["props"]["label"] for part in parts if part["type"] == "tabitem"]
 
-    every = ["Fill a mask", "What the slots read", "Speed", "Generate"]
-    assert tabs(found) == every and tabs(found._replace(causal=[])) == every[:3]
+    names = ["Search a document", "Fill a mask", "Classify", "Speed", "Generate"]
+    assert tabs(found) == names
+    assert tabs(found._replace(encoders=[], causal=[])) == names[1:4]
+    assert tabs(found._replace(encoders=[], masked=[])) == [names[2], names[4]]
 
 
 def test_the_files_of_a_space_agree_with_the_package():

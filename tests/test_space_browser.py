@@ -2,7 +2,7 @@
 
 import pytest
 from space_browser import CHROMIUM, open_tab, opened, press, run_tab
-from tiny_space import tiny_space
+from tiny_space import TOPICS, tiny_space
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,8 +29,13 @@ def wait_for_another_picture(page, name, before):
 def mistake(page, tab, box, text):
     """What the page says about a text."""
     open_tab(page, tab)
-    page.locator(f"{box} textarea, {box} input").first.fill(text)
+    page.locator(f"{box} textarea, {box} input").locator("visible=true").first.fill(text)
     press(page, tab)
+    return message(page)
+
+
+def message(page):
+    """The text of the error on the page, which is then closed."""
     toast = page.locator(".toast-body")
     toast.wait_for()
     shown = toast.inner_text()
@@ -39,24 +44,59 @@ def mistake(page, tab, box, text):
     return shown
 
 
+def search(page, question):
+    """Ask, and wait for the passages: the best, and the whole document."""
+    before = page.locator("#reading").inner_text()
+    page.locator("#question textarea, #question input").first.fill(question)
+    press(page, "Search a document")
+    page.wait_for_function("before => document.querySelector('#reading').innerText !== before", arg=before)
+    return page.locator("#best").inner_text(), page.locator("#lit").inner_text()
+
+
+def test_the_example_is_lit_up_from_the_start(page):
+    page.locator("#lit p.best").wait_for()
+    assert page.locator("#best li").count() == 5
+    assert "passes" in page.locator("#reading").inner_text()  # the tiny encoder has 1,024 positions
+    before = page.locator("#best").inner_text()
+    page.get_by_role("button", name="breakfast").click()  # an example searches at once
+    page.wait_for_function("before => document.querySelector('#best').innerText !== before", arg=before)
+    page.locator("#best a").last.click()
+    assert page.locator("#lit p:target").count() == 1
+
+
+def test_another_document_is_shown_as_it_is(page, tmp_path):
+    open_tab(page, "Search a document")
+    page.get_by_text("Search another document").click()
+    page.locator("#document textarea").fill("A <b>bold</b> claim & {{value}} or ${value}.")
+    best, lit = search(page, "Who is bold?")
+    assert "<b>bold</b> claim & {{value}} or ${value}." in lit and "{{value}}" in best
+    (tmp_path / "notes.md").write_text("# Notes\n\nA fox reads.", encoding="utf-8")
+    page.locator("input[type=file]").set_input_files(tmp_path / "notes.md")
+    page.locator("#lit p", has_text="A fox reads.").wait_for()
+    assert page.locator("#document textarea").input_value() == "# Notes\n\nA fox reads."
+    (tmp_path / "notes.txt").write_bytes(b"caf\xe9")
+    page.locator("input[type=file]").set_input_files(tmp_path / "notes.txt")
+    assert "UTF-8" in message(page)
+    assert "empty" in mistake(page, "Search a document", "#question", " ")
+
+
 def test_every_model_fills_the_mask(page):
     run_tab(page, "Fill a mask")
-    answers = page.locator(".answer").all_inner_texts()
+    answers = page.locator(".answer >> visible=true").all_inner_texts()
     assert [text.split()[0] for text in answers] == ["luna-mini-en", "abc-mini-en", "roberta-mini-en"]
     assert all(text.count("%") == 5 for text in answers)
 
 
 @pytest.mark.parametrize(("text", "named"), [("no mask", "no masks"), ("<mask> <mask>", "2 masks"), ("", "empty")])
 def test_a_wrong_mask_shows_a_message(page, text, named):
-    assert named in mistake(page, "Fill a mask", "#masked-text", text)
+    assert named in mistake(page, "Fill a mask", ".asked", text)
 
 
-def test_the_picture_of_the_slots_changes_with_the_layer(page):
-    run_tab(page, "What the slots read")
-    before = picture(page, "slots")
-    page.get_by_label("Layer").click()
-    page.get_by_role("option", name="layer 2").click()
-    wait_for_another_picture(page, "slots", before)
+def test_every_classifier_names_its_classes(page):
+    run_tab(page, "Classify")
+    whole, adapter = page.locator(".answer >> visible=true").all_inner_texts()
+    assert "positive" in whole and "negative" in whole and whole.count("%") == 2
+    assert all(topic in adapter for topic in TOPICS.values())
 
 
 def test_speed_is_drawn_length_by_length(page):

@@ -2,8 +2,9 @@
 
     python examples/space/app.py [CHECKPOINTS]
 
-Every subfolder of CHECKPOINTS with a masked or causal language model is used; at least one must be a masked Luna. The
-default is `checkpoints` beside this file, as in a Hugging Face Space, or in the root of the repository.
+Every subfolder of CHECKPOINTS with a sentence encoder, a masked language model, a classifier (whole, or a PEFT adapter)
+or a causal Luna is used. The default is `checkpoints` beside this file, as in a Hugging Face Space, or in the root of
+the repository.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def serve(options: argparse.Namespace) -> None:
     Raises:
         UserError: Packages, checkpoints or the port are missing.
     """
-    if missing := [name for name in ("gradio", "matplotlib") if find_spec(name) is None]:
+    if missing := [name for name in ("gradio", "matplotlib", "peft") if find_spec(name) is None]:
         raise UserError(f'{" and ".join(missing)} not installed. Install the demo extra: pip install -e ".[demo]"')
     checkpoints = load_checkpoints(options.checkpoints)
     from page import THEME, build

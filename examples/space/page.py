@@ -1,33 +1,59 @@
-"""The page: four tabs over the functions beside this file."""
+"""The page: tabs over the functions beside this file."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from filling import fill
+from answering import classify, fill
 from loading import Checkpoints, Loaded
 from matplotlib.figure import Figure
-from slot_maps import draw, explain, read_slots
-from speed import HEADER, LENGTHS, ROUNDS, draw_speed, measure, peak_bytes, table
+from searching import EXAMPLE, explain, light_up, list_best, search
+from speed import HEADER, LENGTHS, ROUNDS, draw_speed, measure, table
 from writing import draw_state, explain_state, write
 
 from luna_hf.scripting import UserError
 
 # Fonts of the browser: the theme's own would be downloaded.
 THEME = gr.themes.Soft(font=["system-ui", "sans-serif"], font_mono=["monospace"])
-INTRODUCTION = """# luna_hf: attention with bounded memory
-Each token reads a fixed number of *slots* that summarise the text, and its neighbours, instead of all other tokens. The
-models here are small and know little of the world.
+INTRODUCTION = """# luna_hf: long texts in linear time
+Each token reads its neighbours and a memory of fixed size instead of all other tokens, so that time grows linearly with
+the length of the text.
 """
 # One event at a time: others would disturb a measurement.
 QUEUE = {"concurrency_id": "models", "concurrency_limit": 1}
+FRAME = {"container": True, "padding": True, "max_height": 600}
+QUESTIONS = [
+    "a hidden garden that nobody may enter",
+    "How does Dickon get along with animals?",
+    "What did she have for breakfast?",
+    "things to do outdoors for children",
+]
 SENTENCES = [
     "She opened the <mask> and looked out at the rain.",
     "The capital of France is <mask>.",
     "The river flows into the <mask> near the city.",
 ]
-SLOTS_SENTENCE = "The old captain sold his ship and bought a small house by the sea."
+REVIEWS = [
+    "A warm and funny film that I would gladly see again.",
+    "The plot makes no sense, and two hours felt like four.",
+    "Great actors cannot save a script as lazy as this one.",
+]
+Answer = Callable[[Loaded, str], dict[str, float]]
+PASSAGES_CSS = """
+p { white-space: pre-line; margin: 0 0 0.6em; padding: 0.2em 0.5em; border-radius: 4px; }
+p:target { outline: 2px solid darkorange; }
+ol { padding-left: 1.5em; list-style: decimal; }
+li { margin-bottom: 0.8em; }
+li a { font-weight: bold; }
+li span { display: -webkit-box; -webkit-line-clamp: 5; -webkit-box-orient: vertical; overflow: hidden; }
+"""
+# Moves the document to its best passage, but not the page.
+SCROLL = """watch("value", () => {
+    const best = element.querySelector(".best"), box = element.closest(".html-container")
+    if (best) box.scrollTop += best.getBoundingClientRect().top - box.getBoundingClientRect().top - 40
+})"""
 
 
 @contextmanager
@@ -40,64 +66,87 @@ def errors_on_the_page() -> Iterator[None]:
 
 
 def build(checkpoints: Checkpoints) -> gr.Blocks:
-    """The page for these models; `Generate` needs a causal one."""
+    """The page for these models; a tab without a model is left out."""
     with gr.Blocks(title="luna_hf", analytics_enabled=False) as page:
         gr.Markdown(INTRODUCTION)
-        with gr.Tab("Fill a mask"):
-            _fill_tab(checkpoints.masked)
-        with gr.Tab("What the slots read"):
-            _slots_tab(checkpoints.lunas)
-        with gr.Tab("Speed"):
-            _speed_tab(checkpoints.lunas[0])
+        if checkpoints.encoders:
+            with gr.Tab("Search a document"):
+                _search_tab(checkpoints.encoders[0], page)
+        if checkpoints.masked:
+            with gr.Tab("Fill a mask"):
+                how = "Write `<mask>` for one word. Each model guesses it, with a probability for each guess."
+                _answers_tab(checkpoints.masked, fill, how, "Fill the mask", SENTENCES)
+        if checkpoints.classifiers:
+            with gr.Tab("Classify"):
+                how = "Each model chooses between the classes for which it was finetuned."
+                _answers_tab(checkpoints.classifiers, classify, how, "Classify the text", REVIEWS)
+        if checkpoints.memories:
+            with gr.Tab("Speed"):
+                _speed_tab(checkpoints.memories[0])
         if checkpoints.causal:
             with gr.Tab("Generate"):
                 _generate_tab(checkpoints.causal[0])
     return page
 
 
-def _fill_tab(models: list[Loaded]) -> None:
-    gr.Markdown("Write `<mask>` for one word. Every model guesses it, with a probability for each guess.")
-    text = gr.Textbox(SENTENCES[0], label="Text with one mask", elem_id="masked-text")
-    gr.Examples(SENTENCES, text)
-    button = gr.Button("Fill the mask", variant="primary")
+def _search_tab(loaded: Loaded, page: gr.Blocks) -> None:
+    with gr.Row(equal_height=True):
+        question = gr.Textbox(QUESTIONS[0], label="What are you looking for?", elem_id="question", scale=5)
+        button = gr.Button("Search", variant="primary", scale=1)
+    examples = gr.Examples(QUESTIONS, question, label="Questions on the example")
+    with gr.Accordion("Search another document", open=False):
+        text = gr.Textbox(EXAMPLE, label="Text", lines=6, max_lines=12, elem_id="document")
+        upload = gr.UploadButton("Upload a .txt or .md file", file_types=[".txt", ".md"])
+    said = gr.Markdown(elem_id="reading")
     with gr.Row():
-        answers = [gr.Label(label=loaded.name, elem_classes="answer") for loaded in models]
+        best = gr.HTML(css_template=PASSAGES_CSS, elem_id="best", **FRAME)
+        lit = gr.HTML(css_template=PASSAGES_CSS, js_on_load=SCROLL, elem_id="lit", **FRAME)
 
-    def guess(text: str) -> list[dict[str, float]]:
+    def run(text: str, question: str) -> tuple[str, str, str]:
         with errors_on_the_page():
-            return [fill(loaded, text) for loaded in models]
+            found = search(loaded, text, question)
+        return explain(loaded, found), list_best(found), light_up(found)
 
-    gr.on([button.click, text.submit], guess, text, answers, **QUEUE)
+    def read_file(path: str) -> str:
+        with errors_on_the_page():
+            try:
+                return Path(path).read_text(encoding="utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{Path(path).name} is not UTF-8 text. Save it as such.") from error
+
+    event = {"fn": run, "inputs": [text, question], "outputs": [said, best, lit], **QUEUE}
+    gr.on([page.load, button.click, question.submit], **event)
+    examples.load_input_event.success(**event)
+    upload.upload(read_file, upload, text, **QUEUE).success(**event)
 
 
-def _slots_tab(models: list[Loaded]) -> None:
-    gr.Markdown("In each layer, the slots first take in the words (*pack*); then the words read the slots (*unpack*).")
+def _answers_tab(models: list[Loaded], answer: Answer, explanation: str, action: str, texts: list[str]) -> None:
+    sizes = ", ".join(f"{loaded.name} ({loaded.size / 1e6:.1f} million parameters)" for loaded in models)
+    gr.Markdown(f"{explanation} Here: {sizes}.")
+    text = gr.Textbox(texts[0], label="Text", elem_classes="asked")
+    examples = gr.Examples(texts, text)
+    button = gr.Button(action, variant="primary")
     with gr.Row():
-        text = gr.Textbox(SLOTS_SENTENCE, label="Text", scale=3)
-        name = gr.Dropdown([loaded.name for loaded in models], label="Model", interactive=True)
-        most = max(loaded.model.config.num_hidden_layers for loaded in models)
-        choices = [("mean of all layers", 0), *((f"layer {layer}", layer) for layer in range(1, most + 1))]
-        layer = gr.Dropdown(choices, value=0, label="Layer", interactive=True)
-    button = gr.Button("Look into the slots", variant="primary")
-    words, plot = gr.Markdown(), gr.Plot(show_label=False, elem_id="slots-plot")
+        look = {"show_heading": False, "num_top_classes": 5, "elem_classes": "answer"}
+        answers = [gr.Label(label=loaded.name, **look) for loaded in models]
 
-    def look(text: str, name: str, layer: int) -> tuple[str, Figure]:
-        (loaded,) = (loaded for loaded in models if loaded.name == name)
+    def run(text: str) -> dict[gr.Label, dict[str, float]]:
         with errors_on_the_page():
-            maps = read_slots(loaded, text, layer or None)
-        return explain(maps), draw(maps)
+            return {label: answer(loaded, text) for label, loaded in zip(answers, models, strict=True)}
 
-    gr.on([button.click, text.submit, layer.input, name.input], look, [text, name, layer], [words, plot], **QUEUE)
+    event = {"fn": run, "inputs": text, "outputs": answers, **QUEUE}
+    gr.on([button.click, text.submit], **event)
+    examples.load_input_event.success(**event)
 
 
-def _speed_tab(luna: Loaded) -> None:
-    config = luna.model.config
-    peak_bytes(lambda: None)  # the profiler logs an error if it first starts outside the main thread
+def _speed_tab(loaded: Loaded) -> None:
+    config = loaded.model.config
+    exact = getattr(config, "softmax_length", None)
     gr.Markdown(
-        f"An encoder of the size of {luna.name} ({config.num_hidden_layers} layers of width {config.hidden_size}, "
-        f"{config.projection_length} slots) and a RoBERTa of the same size read one text, on one core of the machine "
-        f"that serves this page. Times are processor times, medians of {ROUNDS} rounds in which the models take turns; "
-        "memory is the most that tensors take at once beyond the weights. The weights are random."
+        f"An encoder of the shape of {loaded.name} ({config.num_hidden_layers} layers of width {config.hidden_size}) "
+        "and a BERT of the same size, which has softmax attention, read one text, on one core of the machine that "
+        f"serves this page. {f'Up to {exact} tokens, both have softmax attention. ' if exact else ''}Times are "
+        f"processor times, medians of {ROUNDS} rounds in which the models take turns. The weights are random."
     )
     lengths = gr.CheckboxGroup(LENGTHS, value=[n for n in LENGTHS if n <= 4096], label="Lengths in tokens")
     button = gr.Button("Measure", variant="primary")

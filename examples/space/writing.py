@@ -34,7 +34,7 @@ def write(loaded: Loaded, prompt: str, new_tokens: int, temperature: float) -> I
     Args:
         loaded: a causal Luna.
         prompt: the beginning of the text.
-        new_tokens: number of tokens to add at most; the model may end the text before.
+        new_tokens: number of tokens to add.
         temperature: 0 takes the most probable token each time; higher values take more risks.
 
     Raises:
@@ -47,14 +47,14 @@ def write(loaded: Loaded, prompt: str, new_tokens: int, temperature: float) -> I
     ids = tokenizer(prompt.rstrip(), return_tensors="pt", add_special_tokens=False).input_ids
     ids = torch.cat([torch.tensor([[tokenizer.bos_token_id]]), ids], dim=1)
     state, longest = MemoryCache(model.config), ids.shape[1] + new_tokens
+    # Without an end, the text reaches the length at which the sizes of state and cache differ.
+    goes_on = {"suppress_tokens": [tokenizer.eos_token_id]}
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 40} if temperature else {"do_sample": False}
     while ids.shape[1] < longest:
-        options = {"max_new_tokens": min(PART, longest - ids.shape[1]), **sampling}
+        options = {"max_new_tokens": min(PART, longest - ids.shape[1]), **goes_on, **sampling}
         ids = model.generate(ids, attention_mask=torch.ones_like(ids), cache=state, **options)
         text = tokenizer.decode(ids[0], skip_special_tokens=True)
         yield Written(text, ids.shape[1], state.nbytes, cache_bytes(model.config, ids.shape[1]))
-        if ids[0, -1] == tokenizer.eos_token_id:
-            return
 
 
 def explain_state(written: Written) -> str:
