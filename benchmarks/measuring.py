@@ -120,16 +120,17 @@ def write_result(folder: Path, subject: str, device: str, dtype: str, result: di
     name = "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
     path = folder / f"{subject}-{name}-{dtype}-torch{torch.__version__.split('+')[0]}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(_rounded(result), indent=1) + "\n")
+    write_text(path, json.dumps(rounded(result), indent=1) + "\n")
     return path, json.loads(path.read_text(encoding="utf-8"))
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """A result with floats of six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {str(key): _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def slots_of(family: str, number: int) -> dict[str, int]:
@@ -147,13 +148,13 @@ def synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
-def seconds(action: Callable[[], Any], device: str) -> float:
-    """Wall-clock time of one call."""
+def seconds(action: Callable[[], Any], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Time of one call by a clock, by default that on the wall."""
     synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     action()
     synchronize(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def rotated(names: Sequence[Any], turn: int) -> list[Any]:
@@ -163,16 +164,20 @@ def rotated(names: Sequence[Any], turn: int) -> list[Any]:
 
 
 def interleave(
-    actions: dict[Hashable, Callable[[], Any]], rounds: int, device: str, warm_up: bool = True
+    actions: dict[Hashable, Callable[[], Any]],
+    rounds: int,
+    device: str,
+    warm_up: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Any, list[float]]:
-    """Seconds of every action of every round; each round starts with another action.
+    """Seconds of every action of every round, by a clock; each round starts with another action.
 
     Both numbers of a ratio are then measured near each other, so that a machine that slows down for a minute slows all.
     """
     times: dict[Any, list[float]] = {key: [] for key in actions}
     for turn in range(-1 if warm_up else 0, rounds):
         for key in rotated(list(actions), max(turn, 0)):
-            taken = seconds(actions[key], device)
+            taken = seconds(actions[key], device, clock)
             if turn >= 0:
                 times[key].append(taken)
         progress(f"round {turn + 1} of {rounds}" if turn >= 0 else "warmed up")
