@@ -54,7 +54,6 @@ PROTOCOL = (
     "document. Cosine: to the float32 vectors of four texts of 512 tokens."
 )
 LENGTHS = [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
-UNPACKED, UNPACKED_LENGTH = "packed states left out", 512
 SHORT, ROWS = (16, 128), 8  # lengths that are also read in batches of so many texts
 FORMAT_LENGTHS = (128, 512, 2048)
 WARM_UP_LENGTH, REPEATED_TOKENS = 16, 512  # a single pass over a short text is too short for the clock
@@ -96,14 +95,12 @@ class Plan(NamedTuple):
         size: tokens of its longest pass.
         lengths: of the texts that it reads so.
         together: whether the passes of a text are one batch.
-        packed: whether a Luna returns packed states, which no vector needs.
     """
 
     folder: str
     size: int
     lengths: range
     together: bool
-    packed: bool = True
 
 
 def plans(options: argparse.Namespace) -> dict[str, Plan]:
@@ -121,24 +118,19 @@ def plans(options: argparse.Namespace) -> dict[str, Plan]:
             raise UserError(f"Two folders are named {folder.name}. Rename one: the name stands in the results.")
         if not (folder / "config.json").is_file():
             raise UserError(f"{folder} holds no model. Name a folder of a conversion.")
-        config = AutoConfig.from_pretrained(folder)
-        size = config.max_position_embeddings
+        size = AutoConfig.from_pretrained(folder).max_position_embeddings
         found[folder.name] = Plan(str(folder), size, range(sys.maxsize), False)
-        if config.model_type == "luna":  # only for short texts do they cost a notable share
-            found[f"{folder.name}, {UNPACKED}"] = Plan(str(folder), size, range(UNPACKED_LENGTH + 1), False, False)
     return found
 
 
 class Embedder(nn.Module):
     """A sentence encoder with mean pooling, as the ways of `deployment.py` take a model: its logits are the vectors."""
 
-    def __init__(self, folder: str, packed: bool = True) -> None:
+    def __init__(self, folder: str) -> None:
         super().__init__()
         with quiet():
             self.model = AutoModel.from_pretrained(folder, dtype=torch.float32)
         self.config = self.model.config
-        if not packed:
-            self.model.reads_packed_states = False
         self.eval()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SequenceClassifierOutput:
@@ -165,15 +157,15 @@ class Programs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.made: dict[tuple[str, bool, str], tuple[Run, int]] = {}
+        self.made: dict[tuple[str, str], tuple[Run, int]] = {}
 
     def get(self, plan: Plan, way: str) -> tuple[Run, int]:
         """The call of a contender's model in a format, and the bytes of its program."""
-        key = (plan.folder, plan.packed, way)
+        key = (plan.folder, way)
         if key not in self.made:
             own = self.folder / Path(plan.folder).name
             own.mkdir(parents=True, exist_ok=True)
-            self.made[key] = WAYS[way][0](Embedder(plan.folder, plan.packed), own, 1)
+            self.made[key] = WAYS[way][0](Embedder(plan.folder), own, 1)
         return self.made[key]
 
 
@@ -324,7 +316,7 @@ def measure(options: argparse.Namespace) -> None:
         options.programs = options.programs or Path(folder)
         programs = Programs(options.programs)
         for job in jobs(options, {(one["length"], one["rows"], one["call"]) for one in result["lengths"]}):
-            for name, way in (case for case in cases(options, job) if options.plans[case[0]].packed):
+            for name, way in cases(options, job):
                 known = result["models"].setdefault(TEACHER if name.startswith(TEACHER) else name, {})
                 if way not in known:
                     plan = options.plans[name]._replace(together=True)
