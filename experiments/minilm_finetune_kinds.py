@@ -74,15 +74,16 @@ class Kind(ABC):
         features = [self.encode(row) for row in rows]
         found: list[Any] = [None] * len(rows)
         for batch in batches([self.size(one) for one in features]):
-            inputs = self.collate([{name: features[index][name] for name in self.inputs(features)} for index in batch])
-            inputs.pop("labels", None)
-            for index, output in zip(batch, self.split(model(**inputs)), strict=True):
+            inputs = self.collate([{name: features[index][name] for name in self.columns} for index in batch])
+            outputs = model(**{name: value for name, value in inputs.items() if name not in self.targets})
+            for index, output in zip(batch, self.split(outputs), strict=True):
                 found[index] = output
         return self.scores(rows, features, found)
 
-    def inputs(self, features: Sequence[Features]) -> list[str]:
-        """The names of the model's inputs."""
-        return [name for name in features[0] if name in self.tokenizer.model_input_names]
+    @property
+    def columns(self) -> list[str]:
+        """The names of the model's inputs and of its targets."""
+        return [*self.tokenizer.model_input_names, *self.targets]
 
     def split(self, outputs: Any) -> list[Any]:
         """A batch of outputs, row by row."""

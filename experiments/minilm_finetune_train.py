@@ -46,7 +46,6 @@ class Settings:
     seed: int
     trained: Sequence[str]
     rank: int = 16
-    dropout: float = 0.05
     save_steps: int = 250
 
 
@@ -80,7 +79,6 @@ def adapt(model: PreTrainedModel, settings: Settings) -> PeftModel:
     lora = LoraConfig(
         r=settings.rank,
         lora_alpha=2 * settings.rank,
-        lora_dropout=settings.dropout,
         target_modules=LINEAR,
         modules_to_save=list(settings.trained) or None,
     )

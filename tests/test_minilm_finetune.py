@@ -12,11 +12,12 @@ import minilm_finetune_train as training
 import numpy as np
 import pytest
 import torch
+import yaml
 from pyarrow import Table, parquet
 from test_convert_command import WORDS, write_model
 from transformers import AutoTokenizer, set_seed
 
-from luna_hf import AbcForMaskedLM, AbcForSequenceClassification
+from luna_hf import AbcForMaskedLM, AbcModel
 
 FIELDS = {"memory_control": "compressive", "local_window": 4, "num_selected_tokens": 4, "memory_size": 2}
 TEXTS = [" ".join((WORDS * 3)[start : start + size]) for start, size in ((0, 3), (1, 9), (2, 20), (3, 6))]
@@ -77,3 +78,56 @@ def test_a_killed_run_continues_exactly(source, tokenizer, tmp_path):
     assert moved and torch.equal(
         fresh["abc.embeddings.word_embeddings.weight"], whole["base_model.model.lm_head.decoder.weight"]
     )
+
+
+# ---- the command ----
+
+
+def write_tasks(data):
+    """A few rows of a task of each kind, and of two long ones."""
+    labels = [0, 1] * 3
+    for split in ("train", "validation"):
+        rows = [{"sentence": TEXTS[label], "label": label} for label in labels]
+        write(data / f"glue/sst2/{split}.parquet", rows)
+        pairs = [{"sentence1": TEXTS[0], "sentence2": TEXTS[2 - label], "label": 2.5 * label} for label in labels]
+        write(data / f"glue/stsb/{split}.parquet", pairs)
+        choices = {"label": ["A", "B"], "text": WORDS[:2]}
+        questions = [{"id": "", "question": TEXTS[0], "choices": choices, "answerKey": "AB"[label]} for label in labels]
+        write(data / f"commonsense_qa/{split}.parquet", questions)
+        write(data / f"wnut17/{split}.parquet", [{"tokens": WORDS[:4], "ner_tags": [0, 1, 2, 9]}] * 6)
+        answers = [{"text": ["the packed"], "answer_start": [text.index("the packed")]} for text in TEXTS[1:3]]
+        known = [
+            {"id": str(number), "title": "a", "question": "reads", "context": text, "answers": answer}
+            for number, (text, answer) in enumerate(zip(TEXTS[1:3], answers, strict=True))
+        ]
+        write(data / f"squad/{split}.parquet", known)
+        write(data / f"squadshifts_new_wiki/{split}.parquet", known)
+        contracts = [{"text": " ".join(WORDS * 60), "label": label, "label_text": "xy"[label]} for label in labels]
+        write(data / f"cuad_contract_type/{split}.parquet", contracts)
+        texts = [{"text": " ".join(WORDS * 40)}] * 3
+        write(data / f"enwiki/{split}.parquet", texts)
+        write(data / f"novels/{split}.parquet", texts)
+
+
+@pytest.fixture(scope="module")
+def conversion(source, tokenizer, tmp_path_factory):
+    """A folder of a conversion that reads 60 tokens, with the recipe in its card."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    AbcModel.from_pretrained_encoder(source, max_length=60, position_period=38, **FIELDS).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    recipe = {"model_name": "tiny", "model": {"model_type": "abc_memory", "max_length": 60, **FIELDS}}
+    (folder / "README.md").write_text(f"```yaml\n{yaml.safe_dump(recipe, sort_keys=False)}```\n")
+    return folder
+
+
+def run(source, conversion, folder, *options):
+    words = ["run", "--teacher", str(source), "--models", str(conversion), "--data", str(folder / "data")]
+    return minilm_finetune.main([*words, "--runs", str(folder / "runs"), *map(str, options)])
+
+
+def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_path, capsys):
+    write_tasks(tmp_path / "data")
+    names = ["sst2", "stsb", "csqa", "wnut17", "squad", "squad_long", "contracts", "mlm"]
+    assert run(source, conversion, tmp_path, "--tasks", *names) == 0
+    runs = {path.parent.relative_to(tmp_path / "runs"): json.loads(path.read_text()) for path in tmp_path.glob("runs/*/*/*/run.json")}
+    assert len(runs) == 1
