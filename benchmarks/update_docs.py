@@ -295,6 +295,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
             "guarantees": "guarantees-cpu-float32",
             "lra": "lra-short-cpu-bfloat16",
             "minilm": "minilm",
+            "minilm-finetune": "minilm_finetune",
             "multi30k": "translation-multi30k-cpu-float32",
             "perplexity": "perplexity-enwiki-cpu-float32",
             "teacher": "teacher",

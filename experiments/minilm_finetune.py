@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from running import KEPT, RESULTS, read_json, run_alone
+from running import KEPT, RESULTS, joined_versions, read_json, run_alone
 
 # isort: split
 import minilm_finetune_mlm as mlm
@@ -198,6 +198,7 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     cost = train(adapted, features, lengths, kind.collate, settings, run.folder)
     scores = kind.evaluate(adapted, test)
     adapted.save_pretrained(run.folder)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(run.folder)
     return {
         "scores": scores,
@@ -245,7 +246,14 @@ def report(options: argparse.Namespace) -> None:
     runs = {(run["task"], run["contender"], run["seed"]): dict(run) for run in [*before, *found]}
     if not runs:
         raise UserError(f"There are no runs in {options.runs[0]}. Run `python {SCRIPT} run` first.")
-    result = {"command": f"python {SCRIPT} report", "runs": [runs[key] for key in sorted(runs)]}
+    kept = [runs[key] for key in sorted(runs)]
+    result = {
+        "command": f"python {SCRIPT} report",
+        "commands": sorted({run["command"] for run in kept}),
+        **{name: kept[-1][name] for name in ("date", "machine")},
+        "versions": joined_versions(kept),
+        "runs": kept,
+    }
     write_json(path, result)
     write_text(path.with_suffix(".md"), text(result) + "\n")
 

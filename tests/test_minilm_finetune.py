@@ -125,9 +125,35 @@ def run(source, conversion, folder, *options):
     return minilm_finetune.main([*words, "--runs", str(folder / "runs"), *map(str, options)])
 
 
-def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_path, capsys):
+def finished(folder):
+    """Every run by task, contender and seed."""
+    runs = [json.loads(path.read_text()) for path in folder.glob("runs/*/*/*/run.json")]
+    return {(one["task"], one["contender"], one["seed"]): one for one in runs}
+
+
+def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(mlm, "LENGTH", 32)
+    monkeypatch.setattr(mlm, "SHORT", 16)
     write_tasks(tmp_path / "data")
-    names = ["sst2", "stsb", "csqa", "wnut17", "squad", "squad_long", "contracts", "mlm"]
-    assert run(source, conversion, tmp_path, "--tasks", *names) == 0
-    runs = {path.parent.relative_to(tmp_path / "runs"): json.loads(path.read_text()) for path in tmp_path.glob("runs/*/*/*/run.json")}
-    assert len(runs) == 1
+    kinds = ["sst2", "stsb", "csqa", "wnut17", "squad", "mlm"]
+    assert run(source, conversion, tmp_path, "--contenders", "tiny", "--tasks", *kinds) == 0
+    assert run(source, conversion, tmp_path, "--tasks", "contracts", "--seeds", 1) == 0
+    found = finished(tmp_path)
+    parts = ["tiny", "tiny, untrained", "tiny, without slots", "tiny, without selected tokens"]
+    assert found.keys() == {(name, "tiny", 0) for name in kinds} | {
+        ("contracts", name, 1) for name in ["teacher", *parts]
+    }
+    # The teacher has 40 positions, the conversion 60.
+    assert [found["contracts", name, 1]["longest"] for name in ("teacher", "tiny")] == [40, 60]
+    assert not [*tmp_path.glob("runs/*/*/*/checkpoint-*")]
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*/*/run.json")}
+    assert run(source, conversion, tmp_path, "--contenders", "tiny", "--tasks", *kinds) == 0
+    assert times == {path: path.stat().st_mtime_ns for path in times}
+    results = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    assert minilm_finetune.main(["report", *results]) == 0
+    table = (tmp_path / "minilm_finetune.md").read_text()
+    score = found["sst2", "tiny", 0]["scores"]["accuracy"]
+    assert f"| SST-2 | accuracy | 6 x 2 | 50.0 | {score:.1f} |" in table and "unigram baseline" in table
+    shutil.rmtree(tmp_path / "runs")
+    assert minilm_finetune.main(["report", *results]) == 0
+    assert (tmp_path / "minilm_finetune.md").read_text() == table
