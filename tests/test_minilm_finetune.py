@@ -1,8 +1,8 @@
 """The finetuning of converted sentence encoders: its tasks, its scores, and runs that continue exactly."""
 
+import dataclasses
 import json
 import shutil
-from functools import partial
 
 import minilm_finetune
 import minilm_finetune_kinds as kinds
@@ -36,6 +36,56 @@ def tokenizer(source):
 def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(Table.from_pylist(rows), path)
+
+
+# ---- tasks and scores ----
+
+
+def test_entities_are_those_of_conll():
+    labels = ["B-a", "I-a", "I-b", "O", "I-a", "B-a", "O", "B-b"]
+    assert kinds.entities(labels) == {("a", 0, 2), ("b", 2, 3), ("a", 4, 5), ("a", 5, 6), ("b", 7, 8)}
+    assert kinds.entities([]) == kinds.entities(["O"]) == set()
+
+
+def test_words_without_a_token_count_as_missed(tokenizer):
+    task = dataclasses.replace(tasks.TASKS["wnut17"], labels=("O", "B-a", "I-a"))
+    own = kinds.Words(task, tokenizer, 5)  # room for three words
+    row = {"words": [*WORDS[:3], "\u200b", *WORDS[3:5]], "label": [1, 2, 0, 0, 0, 1]}
+    features = own.encode(row)
+    logits = np.eye(3)[[0, 1, 2, 2, 0]]  # right, and an entity too long by a word
+    assert own.scores([row], [features], [logits])["f1"] == 0
+    logits[3] = [1, 0, 0]
+    assert own.scores([row], [features], [logits]) == pytest.approx({"precision": 100, "recall": 50, "f1": 200 / 3})
+
+
+def test_answers_are_scored_as_in_squad(tokenizer):
+    assert kinds.overlap("The cat, a dog", "cat dog bird") == pytest.approx(0.8)
+    assert kinds.overlap("", "the") == 1 and kinds.overlap("a dog", "cat") == 0
+    own, context = kinds.Answers(tasks.TASKS["squad"], tokenizer, 12), "every token reads the packed sequence in turn"
+    row = {"question": "token", "context": context, "answers": {"text": ["packed sequence"], "answer_start": [22]}}
+    features = own.encode(row)
+    places = [features["input_ids"].index(tokenizer.convert_tokens_to_ids(word)) for word in ("packed", "sequence")]
+    assert [features[name] for name in own.targets] == places
+    starts, ends = torch.zeros(14), torch.zeros(14)
+    starts[1], starts[places[0]], ends[places[1]], ends[places[0] - 1] = 9, 5, 5, 6  # the question is no answer
+    assert kinds.best_answer(context, features["places"], starts, ends) == "packed sequence"
+    assert own.scores([row], [features], [(starts, ends)]) == {"f1": 100, "exact_match": 100}
+    short = kinds.Answers(tasks.TASKS["squad"], tokenizer, 10)
+    assert short.encode({**row, "answers": {"text": ["turn"], "answer_start": [41]}})["end_positions"] == 10
+
+
+def test_a_paragraph_is_hidden_in_its_article(monkeypatch):
+    monkeypatch.setattr(tasks, "HIDDEN", 9)
+    row = {"id": "1", "context": "the packed", "answers": {"text": ["packed"], "answer_start": [4]}}
+    paragraphs = {"the packed": 2, "every token": 2, "reads": 1, "in turn": 20, "sequence": 4}
+    for seed in range(5):
+        found = tasks.hide(row, paragraphs, tasks.random.Random(seed))
+        assert sorted(found["context"].split("\n")) == ["every token", "reads", "sequence", "the packed"]
+        start = found["answers"]["answer_start"][0]
+        assert found["context"][start : start + 6] == "packed"
+
+
+# ---- training ----
 
 
 class Killed(Exception):
