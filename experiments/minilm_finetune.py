@@ -13,6 +13,7 @@ finished runs are kept, and an interrupted one continues from its last checkpoin
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,17 @@ from minilm_finetune_train import Settings, adapt, tidy, train
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from luna_hf import FAMILIES, AbcConfig
-from luna_hf.scripting import Parser, UserError, load_tokenizer, locked, progress, quiet, write_json, write_text
+from luna_hf.scripting import (
+    TOKENIZER_FILES,
+    Parser,
+    UserError,
+    load_tokenizer,
+    locked,
+    progress,
+    quiet,
+    write_json,
+    write_text,
+)
 from luna_hf.warm_start import warm_start
 
 SCRIPT = "experiments/minilm_finetune.py"
@@ -211,6 +222,8 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     adapted.save_pretrained(run.folder)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(run.folder)
+    for file in filter(Path.is_file, (options.models[0] / name for name in TOKENIZER_FILES)):
+        shutil.copyfile(file, run.folder / file.name)
     return {
         "scores": scores,
         "baseline": kind.baseline(test),
