@@ -225,6 +225,7 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     for file in filter(Path.is_file, (options.models[0] / name for name in TOKENIZER_FILES)):
         shutil.copyfile(file, run.folder / file.name)
     return {
+        "split": task.split,
         "scores": scores,
         "baseline": kind.baseline(test),
         "rows": [len(rows), len(test)],

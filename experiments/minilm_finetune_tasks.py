@@ -43,6 +43,7 @@ class Task:
         labels: names of the classes; empty: those of the rows' `name`.
         is_long: whether texts are beyond the source's 512 positions, so that the parts of a conversion matter.
         batch: rows of an update.
+        split: what is scored, by its name in the data set.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Task:
     labels: tuple[str, ...] = ()
     is_long: bool = False
     batch: int = 32
+    split: str = "validation"
 
 
 def sampled(rows: list[Row], most: int | None) -> list[Row]:
@@ -158,7 +160,16 @@ def hide(row: Row, paragraphs: dict[str, int], draw: random.Random) -> Row:
 
 _PAIR, _REVIEW = ("sentence1", "sentence2"), ("negative", "positive")
 _IMDB = Task(
-    "IMDB, reviews of over 400 tokens, at 512", "classes", long_reviews, 1500, 1000, 1, 512, labels=_REVIEW, batch=8
+    "IMDB, reviews of over 400 tokens, at 512",
+    "classes",
+    long_reviews,
+    1500,
+    1000,
+    1,
+    512,
+    labels=_REVIEW,
+    batch=8,
+    split="test",
 )
 _SQUAD = Task("SQuAD and SquadShifts", "answers", questions, 6000, 2000, 1, 384, "f1")
 
@@ -186,10 +197,10 @@ TASKS = {
         labels=("unacceptable", "acceptable"),
     ),
     "stsb": Task("STS-B", "numbers", glue("stsb", *_PAIR), None, None, 3, metric="spearmanr"),
-    "banking77": Task("Banking77", "classes", intents("banking77", "test"), None, 2000, 4),
+    "banking77": Task("Banking77", "classes", intents("banking77", "test"), None, 2000, 4, split="test"),
     "clinc150": Task("CLINC150", "classes", intents("clinc150", "validation"), None, 2000, 3),
     "csqa": Task("CommonsenseQA", "choices", common_sense, None, None, 2, batch=16),
-    "race": Task("RACE", "choices", race, 1500, 1000, 1, 448, batch=8),
+    "race": Task("RACE", "choices", race, 1500, 1000, 1, 448, batch=8, split="test"),
     "wnut17": Task("WNUT17", "words", entities, None, None, 5, metric="f1", labels=WNUT),
     "squad": replace(_SQUAD, batch=16),
     "squad_long": replace(
