@@ -51,7 +51,7 @@ from luna_hf.warm_start import warm_start
 SCRIPT = "experiments/minilm_finetune.py"
 RATE, MLM_RATE, MLM_RANK, MLM_BATCH = 1e-3, 1e-3, 32, 16
 # Tokens of training between checkpoints.
-SAVED = 200_000
+SAVED = 50_000
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -277,10 +277,27 @@ def report(options: argparse.Namespace) -> None:
         "commands": sorted({run["command"] for run in kept}),
         **{name: kept[-1][name] for name in ("date", "machine")},
         "versions": joined_versions(kept),
+        "rows": rows_of_cards(kept),
         "runs": kept,
     }
+    options.results.mkdir(parents=True, exist_ok=True)
     write_json(path, result)
     write_text(path.with_suffix(".md"), text(result) + "\n")
+
+
+def rows_of_cards(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the cards of checkpoints show: a task's metric for every seed of the teacher and of each conversion."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        if run["task"] in TASKS and ", " not in run["contender"]:
+            found.setdefault((run["contender"], run["task"]), []).append(run)
+    rows = []
+    for (name, task), own in found.items():
+        metric = TASKS[task].metric
+        values = [run["scores"][metric] / 100 for run in own]
+        row = {"model": name, "task": task, "metric": metric, "split": TASKS[task].split, "values": values}
+        rows.append({**row, "baseline": name == "teacher"})
+    return rows
 
 
 COMMANDS = {"run": run_all, "report": report}

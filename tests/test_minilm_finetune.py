@@ -3,21 +3,33 @@
 import dataclasses
 import json
 import shutil
+import statistics
+from pathlib import Path
 
+import build
+import golden
 import minilm_finetune
 import minilm_finetune_kinds as kinds
 import minilm_finetune_mlm as mlm
 import minilm_finetune_tasks as tasks
 import minilm_finetune_train as training
 import numpy as np
+import publish
 import pytest
+import ship
 import torch
 import yaml
+from catalogue import Zoo
+from common.hub import push_folder, reserve_repository
+from helpers import refused, run_python
+from hub_stub import HubStub
 from pyarrow import Table, parquet
+from safetensors.torch import load_file
 from test_convert_command import WORDS, write_model
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline, set_seed
 
-from luna_hf import AbcForMaskedLM, AbcModel
+from luna_hf import AbcForMaskedLM, AbcForTokenClassification, AbcModel
+from luna_hf.models import base as models_base
 
 FIELDS = {"memory_control": "compressive", "local_window": 4, "num_selected_tokens": 4, "memory_size": 2}
 TEXTS = [" ".join((WORDS * 3)[start : start + size]) for start, size in ((0, 3), (1, 9), (2, 20), (3, 6))]
@@ -161,11 +173,11 @@ def write_tasks(data):
 
 @pytest.fixture(scope="module")
 def conversion(source, tokenizer, tmp_path_factory):
-    """A folder of a conversion that reads 60 tokens, with the recipe in its card."""
+    """A folder of a conversion that reads 120 tokens, with the recipe in its card."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    AbcModel.from_pretrained_encoder(source, max_length=60, position_period=38, **FIELDS).save_pretrained(folder)
+    AbcModel.from_pretrained_encoder(source, max_length=120, position_period=38, **FIELDS).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    recipe = {"model_name": "tiny", "model": {"model_type": "abc_memory", "max_length": 60, **FIELDS}}
+    recipe = {"model_name": "tiny", "model": {"model_type": "abc_memory", "max_length": 120, **FIELDS}}
     (folder / "README.md").write_text(f"```yaml\n{yaml.safe_dump(recipe, sort_keys=False)}```\n")
     return folder
 
@@ -193,8 +205,8 @@ def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_p
     assert found.keys() == {(name, "tiny", 0) for name in kinds} | {
         ("contracts", name, 1) for name in ["teacher", *parts]
     }
-    # The teacher has 40 positions, the conversion 60.
-    assert [found["contracts", name, 1]["longest"] for name in ("teacher", "tiny")] == [40, 60]
+    # The teacher has 40 positions, the conversion 120.
+    assert [found["contracts", name, 1]["longest"] for name in ("teacher", "tiny")] == [40, 120]
     assert not [*tmp_path.glob("runs/*/*/*/checkpoint-*")]
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*/*/run.json")}
     assert run(source, conversion, tmp_path, "--contenders", "tiny", "--tasks", *kinds) == 0
@@ -207,3 +219,106 @@ def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_p
     shutil.rmtree(tmp_path / "runs")
     assert minilm_finetune.main(["report", *results]) == 0
     assert (tmp_path / "minilm_finetune.md").read_text() == table
+
+
+# ---- adapters ----
+
+# Runs without luna_hf, and with the repositories of the stub alone.
+LOAD = """
+import json, sys
+from transformers import pipeline
+classify = pipeline("text-classification", "tester/tiny-sst2", trust_remote_code=True, device="cpu", top_k=None)
+json.dump(classify(sys.argv[1]), open(sys.argv[2], "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def clone(source, conversion, tmp_path_factory):
+    """A clone with a base and with an adapter on it for each head."""
+    folder = tmp_path_factory.mktemp("clone")
+    shutil.copytree(conversion, folder / "checkpoints" / "tiny")
+    write_tasks(folder / "data")
+    entry = {"summary": "An adapter.", "data": "words", "base": "tiny", "limits": ["It is tiny."]}
+    entries = {f"tiny-{task}": {**entry, "task": task} for task in ("sst2", "csqa", "wnut17", "squad")}
+    catalogue = {"defaults": {"language": "en", "license": "mit"}, "data": {"words": "W."}}
+    catalogue["checkpoints"] = {"tiny": {**entry, "base": ""}, **entries}
+    (folder / "model_cards").mkdir()
+    (folder / "model_cards" / "zoo.yaml").write_text(yaml.safe_dump(catalogue))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(folder)
+        models = Path("checkpoints/tiny")
+        heads = [values["task"] for values in entries.values()]
+        assert run(source, models, folder, "--contenders", "tiny", "teacher", "--tasks", *heads) == 0
+        results = folder / "experiments" / "results"
+        assert minilm_finetune.main(["report", "--runs", "runs", "--results", str(results)]) == 0
+        zoo = Zoo(folder)
+        for name, values in entries.items():
+            ship.ship(zoo, name, [folder / "runs" / values["task"] / "tiny" / "seed-0"])
+            build.write(zoo, name)
+        yield zoo
+
+
+NAMES = ["tiny-sst2", "tiny-csqa", "tiny-wnut17", "tiny-squad"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_adapter_is_a_checkpoint_like_others(clone, name, monkeypatch, capsys):
+    monkeypatch.chdir(clone.root)
+    own, task = clone.checkpoint(name), name.removeprefix("tiny-")
+    files = {path.name for path in own.folder.iterdir()}
+    assert {
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "modeling_abc.py",
+    } <= files and "model.safetensors" not in files
+    weights = load_file(own.folder / "adapter_model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    model, tokenizer = golden.load(own.folder)
+    assert model.config.max_position_embeddings == 120 and model.config.architectures == [type(model).__name__]
+    trained = load_file(clone.root / "runs" / task / "tiny" / "seed-0" / "adapter_model.safetensors")
+    state = {name: value for name, value in model.state_dict().items() if "lora_A" in name}
+    for place, value in state.items():
+        rounded = trained["base_model.model." + place.replace(".default", "")].bfloat16().float()
+        torch.testing.assert_close(value, rounded)
+    for case in own.golden["cases"]:
+        found = golden.values(own.golden["kind"], model, tokenizer, case)
+        torch.testing.assert_close(found, torch.tensor(case["values"]), atol=1e-4, rtol=1e-4)
+    card = (own.folder / "README.md").read_text()
+    score = statistics.median(row["values"][0] for row in clone.rows if (row["model"], row["task"]) == ("tiny", task))
+    assert f"| {score:.3f} |" in card and "library_name: peft" in card
+    exec(build.Card(clone, name).usage(), {})
+    assert not build.is_stale(clone, name)
+
+
+def test_labels_are_the_adapters_wherever_it_is_loaded_from(clone, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # not the clone
+    folder = clone.checkpoint("tiny-wnut17").folder
+    for model in (
+        AutoModelForTokenClassification.from_pretrained(folder),
+        AbcForTokenClassification.from_pretrained(folder),
+    ):
+        assert model.config.id2label == dict(enumerate(tasks.WNUT)) and not model.training
+    changed = AbcForTokenClassification.from_pretrained(folder, classifier_dropout=0.5)
+    assert changed.config.classifier_dropout == 0.5 and changed.num_labels == len(tasks.WNUT)
+    base = clone.root / "checkpoints" / "tiny"
+    assert AutoModelForTokenClassification.from_pretrained(base).num_labels == 2
+    monkeypatch.setattr(models_base, "is_peft_available", lambda: False)
+    with refused("pip install peft", error=ImportError):
+        AbcForTokenClassification.from_pretrained(folder)
+
+
+def test_a_published_adapter_loads_from_the_hub_alone(clone, monkeypatch, tmp_path):
+    monkeypatch.chdir(clone.root)
+    text = clone.checkpoint("tiny-sst2").golden["cases"][0]["texts"][0]
+    expected = pipeline("text-classification", str(clone.checkpoint("tiny-sst2").folder), top_k=None)(text)[0]
+    with HubStub() as hub:
+        hub.patch(monkeypatch, tmp_path)
+        push_folder(clone.root / "checkpoints" / "tiny", reserve_repository("tester/tiny"), "Base")
+        publish.publish(clone, "tiny-sst2", "tester/tiny-sst2")
+        files = hub.repositories["tester/tiny-sst2"]
+        assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "tester/tiny"
+        assert b"base_model: tester/tiny" in files["README.md"]
+        run_python(LOAD, text, tmp_path / "found.json", env=hub.environment(tmp_path / "loading"), blocked=True)
+    (found,) = json.loads((tmp_path / "found.json").read_text())
+    assert {row["label"] for row in found} == {"negative", "positive"}
+    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], rel=1e-4)
