@@ -296,6 +296,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
             "lra": "lra-short-cpu-bfloat16",
             "minilm": "minilm",
             "minilm-cost": "minilm_cost",
+            "minilm-finetune": "minilm_finetune",
             "multi30k": "translation-multi30k-cpu-float32",
             "perplexity": "perplexity-enwiki-cpu-float32",
             "teacher": "teacher",

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import adapters
 from catalogue import Zoo, named
 from common import cards
 from common.models import longest_input
@@ -65,6 +66,21 @@ USAGE = {
         "{example}\nwith torch.no_grad():\n"
         "    logits = model(**{{key: value.unsqueeze(0) for key, value in inputs.items()}}).logits[0]\n"
         "print(options[logits.argmax()])",
+    ),
+    "tokens": (
+        "from transformers import pipeline",
+        'tag = pipeline("token-classification", {model}, aggregation_strategy="first")',
+        "tag({text})",
+    ),
+    "answers": (
+        "import torch\nfrom transformers import AutoModelForQuestionAnswering, AutoTokenizer",
+        "tokenizer = AutoTokenizer.from_pretrained({model})\n"
+        "model = AutoModelForQuestionAnswering.from_pretrained({model})",
+        'inputs = tokenizer("Where is Mary?", "Mary is in London.", return_tensors="pt")\n'
+        "with torch.no_grad():\n"
+        "    outputs = model(**inputs)\n"
+        "first, last = outputs.start_logits.argmax(), outputs.end_logits.argmax()\n"
+        'print(tokenizer.decode(inputs["input_ids"][0, first : last + 1]))',
     ),
     "sentences": (
         "from sentence_transformers import SentenceTransformer",
@@ -112,7 +128,7 @@ class Card:
         self.checkpoint, self.entry = zoo.checkpoint(name), zoo.entry(name)
         self.metrics, self.kind = self.checkpoint.metrics, self.checkpoint.golden["kind"]
         self.model_type = self.checkpoint.config["model_type"]
-        self.custom = self.model_type in FAMILIES
+        self.custom, self.is_adapter = self.model_type in FAMILIES, adapters.is_adapter(self.checkpoint.folder)
         self.shown = {
             name: (key, format_)
             for name, (key, format_, kinds) in FIGURES.items()
@@ -132,8 +148,7 @@ class Card:
             metadata=self.metadata(),
             name=self.name,
             summary=Markdown(self.entry.summary.strip()),
-            facts=f"Type `{self.model_type}`, {self.metrics['parameters']:,} parameters (stored in bfloat16, loaded in "
-            f"float32), inputs of {self.longest()}.",
+            facts=self.facts(),
             usage=code_block(self.usage(), "python"),
             usage_note=self.usage_note(),
             results=Markdown(self.results()),
@@ -145,6 +160,15 @@ class Card:
             machine=f"Machine: {self.metrics['hardware']}. Versions: {self.metrics['versions']}.",
             repeat=code_block(self.repeat(), "sh"),
         )
+
+    def facts(self) -> str:
+        """What it is, in numbers."""
+        form = "stored in bfloat16, loaded in float32"
+        count = f"{self.metrics['parameters']:,} parameters"
+        if self.is_adapter:
+            text = f"A PEFT adapter with its head, {count} ({form}), for `{self.base_model()}`, of type"
+            return f"{text} `{self.model_type}`; trained on inputs of at most {self.metrics['longest']:,} tokens."
+        return f"Type `{self.model_type}`, {count} ({form}), inputs of {self.longest()}."
 
     def longest(self) -> str:
         """The longest input in words."""
@@ -165,7 +189,7 @@ class Card:
         for row, value in self.published():
             more = {"dataset_config": row.get("config"), "dataset_split": row["split"]}
             results.append(EvalResult(row["type"], row["dataset"], row["task"], row["metric"], round(value, 4), **more))
-        library = "sentence-transformers" if self.kind == "sentences" else "transformers"
+        library = "sentence-transformers" if self.kind == "sentences" else "peft" if self.is_adapter else "transformers"
         return cards.metadata(
             name=self.name,
             model_type=self.model_type,
@@ -190,7 +214,7 @@ class Card:
         """The scores of this model on data of the Hub: its own for a finetuned model, else medians over the seeds."""
         if not self.entry.task:
             rows = [{"type": "text-classification", **row} for row in self.zoo.rows if row["model"] == self.name]
-            return [(row, statistics.median(row["values"])) for row in rows]
+            return [(row, statistics.median(row["values"])) for row in rows if "dataset" in row]
         dataset = (self.entry.datasets or [self.entry.task])[0]
         shared = {"task": self.entry.task, "dataset": dataset, "type": KINDS[self.kind].pipeline}
         return [({**shared, "split": split, "metric": metric}, value) for split, metric, value in self.own_scores]
@@ -203,7 +227,10 @@ class Card:
         text = json.dumps(self.checkpoint.golden["cases"][0]["texts"][0], ensure_ascii=False)
         example = ""
         if self.kind == "multiple choice":
-            example = importlib.import_module(Path(self.checkpoint.stages[-1].script).stem).COMMAND.make_task.example
+            command = (
+                f"finetune_{self.metrics['task']}" if self.is_adapter else Path(self.checkpoint.stages[-1].script).stem
+            )
+            example = importlib.import_module(command).COMMAND.make_task.example
         if self.custom and not self.repository:
             imports = f"import luna_hf  # registers the model type\n{imports}"
         loaded = load.format(model=self._model(self.repository))
@@ -215,6 +242,7 @@ class Card:
             return "With the package `luna_hf` imported, `trust_remote_code` is not needed." if self.custom else ""
         load = USAGE[self.kind][1].format(model=self._model(f"USER/{self.name}")).replace("\n", "`, `")
         without = " luna_hf is not needed then." if self.custom else ""
+        without += " The package `peft` is." if self.is_adapter else ""
         return f"The path is the one in a clone of luna_hf. From the Hub: `{load}`.{without}"
 
     def _model(self, repository: str) -> str:
@@ -324,6 +352,11 @@ class Card:
     def repeat(self) -> str:
         """The commands that train and ship the model again."""
         folder, commands = f"checkpoints/{self.name}", []
+        if self.is_adapter:
+            task, seed, base = self.metrics["task"], self.metrics["seed"], self.entry.base
+            words = f"--data data --models checkpoints/{base} --contenders {base} --tasks {task} --seeds {seed}"
+            run = f"outputs/minilm-finetune/{task}/{base}/seed-{seed}"
+            return f"python experiments/minilm_finetune.py run {words}\npython model_cards/ship.py {self.name} {run}"
         count = len(self.checkpoint.stages)
         for number, stage in enumerate(self.checkpoint.stages, 1):
             if stage.recipe:

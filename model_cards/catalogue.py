@@ -1,7 +1,8 @@
 """What the commands of this folder work on: the catalogue `zoo.yaml`, and the folders in `checkpoints/`.
 
 checkpoints/NAME/
-    config.json, model.safetensors, tokenizer*.json    the model in bfloat16, without code
+    config.json, model.safetensors, tokenizer*.json    the model in bfloat16, without code; or, in place of the weights,
+    adapter_config.json, adapter_model.safetensors     those of an adapter on another checkpoint
     recipe.yaml, metrics.json, log.jsonl               the run that made it, and
     stages/1/, stages/2/ ...                           the same of the runs before it
     loss.png, golden.json                              the plot of all stages; inputs and outputs
@@ -89,10 +90,11 @@ class Entry:
 class Zoo:
     """The catalogue, the checkpoints and the scores below a folder; by default of this repository.
 
-    The scores lie in `experiments/results/mini-*.json`, each `{"rows": [ROW, ...]}`. A row has the keys `model` (a
-    checkpoint, or the name of a baseline), `task`, `metric`, `dataset` (on the Hub), `split` and `values` (one a seed);
-    `config` (of the data set), `type` (the Hub's tag of the task) and `baseline` (true for a baseline) are optional. A
-    file may also have `models`, the held-out figures of models by name, for those that are not shipped.
+    The scores lie in `experiments/results/mini-*.json` and `minilm_finetune.json`, each `{"rows": [ROW, ...]}`. A row
+    has the keys `model` (a checkpoint, or the name of a baseline), `task`, `metric`, `split` and `values` (one a seed);
+    `dataset` (on the Hub, for scores that are shown there), `config` (of the data set), `type` (the Hub's tag of the
+    task) and `baseline` (true for a baseline) are optional. A file may also have `models`, the held-out figures of
+    models by name, for those that are not shipped.
     """
 
     root: Path = ROOT
@@ -149,7 +151,10 @@ class Zoo:
 
     @cached_property
     def _results(self) -> list[dict[str, Any]]:
-        return [read_figures(path) for path in sorted((self.root / "experiments" / "results").glob("mini-*.json"))]
+        folder = self.root / "experiments" / "results"
+        return [
+            read_figures(path) for path in sorted([*folder.glob("mini-*.json"), *folder.glob("minilm_finetune.json")])
+        ]
 
 
 def _find(found: dict[str, T], name: str, kind: str) -> T:

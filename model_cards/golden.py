@@ -7,6 +7,8 @@ where the figures belong to tokens, and `values` as nested lists:
     causal LM        the greedy continuation, `tokens`, and their log-probabilities
     classification   logits
     multiple choice  logits; `texts` holds the options of each question
+    tokens           logits of the first token of each text
+    answers          the largest logits of a start and of an end in each text
     sentences        the first eight numbers of each embedding
 """
 
@@ -206,6 +208,17 @@ def _read_choices(model: Any, tokenizer: Any, texts: list[list[str]], tokens: No
     return model(**{name: tensor.view(shape) for name, tensor in batch.items()}).logits
 
 
+def _read_first(model: Any, tokenizer: Any, texts: list[str], tokens: None) -> torch.Tensor:
+    return model(**_encode(model, tokenizer, texts)).logits[:, 1]
+
+
+def _read_ends(model: Any, tokenizer: Any, texts: list[str], tokens: None) -> torch.Tensor:
+    batch = _encode(model, tokenizer, texts)
+    outputs, padding = model(**batch), batch["attention_mask"] == 0
+    logits = (outputs.start_logits, outputs.end_logits)
+    return torch.stack([own.masked_fill(padding, -torch.inf).amax(1) for own in logits], 1)
+
+
 def _read_embeddings(model: Any, tokenizer: Any, texts: list[str], tokens: None) -> torch.Tensor:
     return model.encode(texts, convert_to_tensor=True)[:, :8]
 
@@ -216,6 +229,12 @@ _QUESTIONS = (
     [f"Q: Where do boats bring their fish?[SEP]A: to {place}" for place in _BOATS],
     [f"Q: What rings every hour?[SEP]A: a {thing}" for thing in ("bell", "boat", "wall", "fish", "street")],
     [f"Q: Where do boats bring their fish?[SEP]A: to {place}" for place in _BOATS],
+)
+_NAMED = ("Anna Brandt works for Siemens in Munich.", "New York wins again", "")
+_ANSWERED = (
+    "Where do boats bring their fish?[SEP]In the morning, boats bring fish and coal to the town.",
+    "What rings every hour?[SEP]The bells of the church ring every hour.",
+    "[SEP]What rings every hour?",
 )
 _MASKED = (
     *("The capital of France is [MASK].", "She opened the [MASK] and looked [MASK] at the rain."),
@@ -231,5 +250,7 @@ KINDS = {
         "AutoModelForSequenceClassification", *["text-classification"] * 2, _REVIEWS, None, _read_logits
     ),
     "multiple choice": Kind("AutoModelForMultipleChoice", *["multiple-choice"] * 2, _QUESTIONS, None, _read_choices),
+    "tokens": Kind("AutoModelForTokenClassification", *["token-classification"] * 2, _NAMED, None, _read_first),
+    "answers": Kind("AutoModelForQuestionAnswering", *["question-answering"] * 2, _ANSWERED, None, _read_ends),
     "sentences": Kind("AutoModel", "sentence-similarity", "sentence-transformers", _REVIEWS, None, _read_embeddings),
 }

@@ -50,7 +50,7 @@ def publish(zoo: Zoo, name: str, repository: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / name
         shutil.copytree(folder, copy)
-        save(folder, copy)
+        save(folder, copy, f"{repository.partition('/')[0]}/{zoo.entry(name).base}")
         write_text(copy / "README.md", card)
         try:
             push_folder(copy, repository, f"Publish {name}")

@@ -3,7 +3,8 @@
 A run is the output folder of
 
 - a pretraining command or `convert.py`, whose card holds the recipe;
-- `finetune_embeddings.py`, or
+- `finetune_embeddings.py`,
+- `minilm_finetune.py`: an adapter, or
 - another finetuning command; of several models, `OUTPUT_DIR/best/MODEL`.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import adapters
 from catalogue import Stage
 from common.machine import plural
 from common.options import parse_yaml
@@ -37,6 +39,8 @@ def read_stages(run: Path) -> tuple[Path, list[Stage]]:
     Raises:
         UserError: It is no finished run, or one with several models.
     """
+    if adapters.is_adapter(run) and (run / RUN_FILE).is_file():
+        return run, [_adapter(run, read_json(run / RUN_FILE))]
     if (run / "metrics.json").is_file():
         figures = read_json(run / "metrics.json")
         return run, [_embeddings(run, figures) if "machine" in figures else _pretrained(run, figures)]
@@ -69,9 +73,7 @@ def _portable(value: Any) -> Any:
 
 def _embeddings(folder: Path, figures: dict[str, Any]) -> Stage:
     """The record of `finetune_embeddings.py`, in the words of the other commands."""
-    machine, training, history = figures["machine"], figures.pop("training"), figures.pop("log")
-    device = machine.get("accelerator") or machine["cpu"]
-    threads = f"{plural(machine['threads'], 'thread')}, {plural(machine['cores'], 'core')}"
+    training, history = figures.pop("training"), figures.pop("log")
     with safe_open(folder / "model.safetensors", "pt") as file:
         parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     values = {"dataset_name": figures["dataset"], "max_length": figures["max_length"], **training}
@@ -86,11 +88,36 @@ def _embeddings(folder: Path, figures: dict[str, Any]) -> Stage:
         "scores": {"validation": figures["scores"]},
         "parameters": parameters,
         "training_seconds": figures["seconds"],
-        "hardware": f"{device}, {threads}, {machine['system']} {machine['architecture']}",
-        "versions": ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),
+        **_made_on(figures),
     }
     log = [{"kind": "train", **row} for row in history]
     return Stage(recipe, metrics, log)
+
+
+def _adapter(folder: Path, figures: dict[str, Any]) -> Stage:
+    """The record of `minilm_finetune.py`, in the words of the other commands."""
+    left_out = ("machine", "versions", "scores", "baseline", "rows", "tokens", "seconds", "loss", "split")
+    metrics = {
+        **{name: value for name, value in figures.items() if name not in left_out},
+        "scores": {figures["split"]: {name: value / 100 for name, value in figures["scores"].items()}},
+        "parameters": adapters.parameters(folder),
+        "train_rows": figures["rows"][0],
+        "seen_tokens": figures["tokens"],
+        "training_seconds": figures["seconds"],
+        **_made_on(figures),
+    }
+    return Stage({}, metrics, [])
+
+
+def _made_on(figures: dict[str, Any]) -> dict[str, str]:
+    """Hardware and versions in words, from the head of a result."""
+    machine = figures["machine"]
+    device = machine.get("accelerator") or machine["cpu"]
+    threads = f"{plural(machine['threads'], 'thread')}, {plural(machine['cores'], 'core')}"
+    return {
+        "hardware": f"{device}, {threads}, {machine['system']} {machine['architecture']}",
+        "versions": ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),
+    }
 
 
 def _finetuned(run: Path, root: Path) -> tuple[Path, list[Stage]]:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import adapters
 import golden
 import torch
 import yaml
@@ -60,7 +61,7 @@ def ship(zoo: Zoo, name: str, runs: Sequence[Path]) -> Path:
     stages = repeatable([stage for _, stages in read for stage in stages], name, entry, zoo)
     kind = golden.kind_of(source)
     with writing(target) as folder:
-        save(source, folder)
+        save(source, folder, f"checkpoints/{entry.base}")
         for number, stage in enumerate(stages[:-1], 1):
             write_stage(stage, folder / "stages" / str(number), f"stage {number} of {name}")
         write_stage(stages[-1], folder, name)
@@ -73,11 +74,15 @@ def ship(zoo: Zoo, name: str, runs: Sequence[Path]) -> Path:
 # ---- the model ----
 
 
-def save(source: Path, target: Path) -> None:
-    """Write a folder's model in bfloat16, with its code, and its tokenizer.
+def save(source: Path, target: Path, base: str) -> None:
+    """Write a folder's model in bfloat16, with its code, and its tokenizer; an adapter is one on `base`.
 
     The config asks for float32: weights are small on disk, and suit CPUs and finetuning once they are loaded.
     """
+    if adapters.is_adapter(source):
+        adapters.save(source, target, base)
+        renew_code(target)
+        return
     model, _ = golden.load(source, dtype=torch.bfloat16)
     if golden.kind_of(source) == "sentences":
         model.save_pretrained(str(target), create_model_card=False)

@@ -1,0 +1,316 @@
+"""Finetune conversions of all-MiniLM-L6-v2 with LoRA, beside their source finetuned alike.
+
+    python experiments/minilm_finetune.py run --data DATA --models checkpoints/luna-minilm-en-4096 --tasks sst2 qnli
+    python experiments/minilm_finetune.py run --data DATA --models checkpoints/luna-minilm-en-4096 --tasks mlm
+    python experiments/minilm_finetune.py report
+
+`run` finetunes each contender for each task with each seed, and scores it. Contenders are the source with its own
+softmax attention ("teacher", which reads at most 512 tokens), the folders of `--models`, and for long tasks each of
+them "untrained" and without its "slots" and "selected tokens": they read short texts as the source does. `mlm` trains a
+masked-LM head for the folders. A run has a folder in `--runs` with its scores (`run.json`) and its PEFT adapter;
+finished runs are kept, and an interrupted one continues from its last checkpoint. `report` collects the runs in
+`--runs` and writes the tables; runs that it has collected before may be gone.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from running import KEPT, RESULTS, joined_versions, read_json, run_alone
+
+# isort: split
+import minilm_finetune_mlm as mlm
+from common.options import read_yaml
+from minilm import TEACHER, label, recipe_model
+from minilm_contenders import without
+from minilm_finetune_kinds import KINDS
+from minilm_finetune_report import text
+from minilm_finetune_tasks import TASKS, sampled
+from minilm_finetune_train import Settings, adapt, tidy, train
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from luna_hf import FAMILIES, AbcConfig
+from luna_hf.scripting import (
+    TOKENIZER_FILES,
+    Parser,
+    UserError,
+    load_tokenizer,
+    locked,
+    progress,
+    quiet,
+    write_json,
+    write_text,
+)
+from luna_hf.warm_start import warm_start
+
+SCRIPT = "experiments/minilm_finetune.py"
+RATE, MLM_RATE, MLM_RANK, MLM_BATCH = 1e-3, 1e-3, 32, 16
+# Tokens of training between checkpoints.
+SAVED = 50_000
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("what", choices=COMMANDS, help="step of the study")
+    add("--teacher", default=TEACHER, help="folder of the source, or its name on the Hub (default: %(default)s)")
+    add("--models", nargs="*", type=Path, default=[], help="folders of conversions; the first one's tokenizer is used")
+    add("--data", type=Path, help="folder with the tasks")
+    add("--tasks", nargs="+", choices=[*TASKS, "mlm"], default=list(TASKS), help="tasks (default: all but mlm)")
+    add("--contenders", nargs="+", help="names of contenders (default: all)")
+    add("--seeds", nargs="+", type=int, default=[0], help="seeds of the new head and of the order (default: 0)")
+    add("--rate", type=float, help=f"learning rate (default: {RATE:g})")
+    add("--rows", type=int, help="training rows of each task instead of the table's, for trials")
+    add("--runs", nargs="+", type=Path, default=[Path("outputs/minilm-finetune")], help="folder of the runs")
+    add("--results", type=Path, default=RESULTS, help="folder for the results")
+    options = parser.parse_args(arguments)
+    if options.what == "run" and options.data is None:
+        raise UserError("`run` needs --data, the folder with the tasks.")
+    if options.what == "run" and not options.models:
+        raise UserError("`run` needs --models, the folders of conversions.")
+    if options.what == "run" and len(options.runs) > 1:
+        raise UserError("`run` writes to one folder. Name one in --runs.")
+    return options
+
+
+# ---- contenders ----
+
+# A model with a head, given the end of its class's name and fields of its config.
+Load = Callable[[str, dict[str, Any]], PreTrainedModel]
+
+
+def contenders(options: argparse.Namespace, task: str) -> dict[str, Load]:
+    """What a task compares, by name.
+
+    Raises:
+        UserError: A folder holds no conversion or no recipe, or two have the same name.
+    """
+    found: dict[str, Load] = {} if task == "mlm" else {"teacher": partial(teacher, options.teacher)}
+    is_long = task in TASKS and TASKS[task].is_long
+    for folder in options.models:
+        if folder.name in found:
+            raise UserError(f"Two folders are named {folder.name}. Rename one: the name stands in the results.")
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{folder} holds no conversion. Name a finished folder of training/convert.py.")
+        config = AutoConfig.from_pretrained(folder)
+        found[folder.name] = partial(conversion, folder)
+        if is_long:
+            found[label(folder.name, "untrained")] = partial(untrained, recipe(folder), options.teacher)
+        switches = {"slots": config.mixed_window() > 0, "selected tokens": config.num_selected_tokens > 0}
+        for part in (name for name, has in switches.items() if has and is_long):
+            found[label(folder.name, part)] = partial(switched_off, folder, part)
+    return found
+
+
+def recipe(folder: Path) -> dict[str, Any]:
+    """The fields `model` of the recipe that made a conversion, shipped or not.
+
+    Raises:
+        UserError: There is none.
+    """
+    path = folder / "recipe.yaml"
+    return read_yaml(path)["model"] if path.is_file() else recipe_model(folder)
+
+
+def teacher(source: str, head: str, fields: dict[str, Any]) -> PreTrainedModel:
+    """The source with its own softmax attention, and the same head as the conversions."""
+    own = FAMILIES[AbcConfig.model_type].model(head)
+    return warm_start(own, source, memory_control="full", **fields)[0]
+
+
+def conversion(folder: Path, head: str, fields: dict[str, Any]) -> PreTrainedModel:
+    """A conversion with a new head."""
+    model_type = AutoConfig.from_pretrained(folder).model_type
+    return FAMILIES[model_type].model(head).from_pretrained(folder, **fields)
+
+
+def untrained(start: dict[str, Any], source: str, head: str, fields: dict[str, Any]) -> PreTrainedModel:
+    """The conversion that a run of training/convert.py started from, with a new head."""
+    own = dict(start)
+    return warm_start(FAMILIES[own.pop("model_type")].model(head), source, **own, **fields)[0]
+
+
+def switched_off(folder: Path, part: str, head: str, fields: dict[str, Any]) -> PreTrainedModel:
+    """A conversion without a part, with a new head."""
+    model = conversion(folder, head, fields)
+    without(model.base_model, part)
+    return model
+
+
+# ---- steps ----
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finetuning and its folder."""
+
+    task: str
+    contender: str
+    seed: int
+    load: Load
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.task}, {self.contender}, seed {self.seed}"
+
+
+def planned(options: argparse.Namespace) -> Iterator[Run]:
+    """The runs, in the order of seeds, contenders and tasks as they are named.
+
+    Raises:
+        UserError: A contender has none.
+    """
+    found = {task: contenders(options, task) for task in options.tasks}
+    known = list(dict.fromkeys(name for loads in found.values() for name in loads))
+    for name in options.contenders or ():
+        if name not in known:
+            raise UserError(f"There is no contender {name!r} in these tasks. There are: {'; '.join(known)}.")
+    for seed in options.seeds:
+        for name in options.contenders or known:
+            for task in (task for task in options.tasks if name in found[task]):
+                folder = options.runs[0] / task / name.replace(", ", "-").replace(" ", "-") / f"seed-{seed}"
+                yield Run(task, name, seed, found[task][name], folder)
+
+
+def run_all(options: argparse.Namespace) -> None:
+    """Train and score what is not finished."""
+    tokenizer = load_tokenizer(options.models[0], required=True)
+    for run in list(planned(options)):
+        if (run.folder / "run.json").is_file():
+            continue
+        run.folder.mkdir(parents=True, exist_ok=True)
+        with locked(run.folder / ".lock"):
+            progress(f"{run.name} ...")
+            result = (masked_lm if run.task == "mlm" else finetune)(run, options, tokenizer)
+            head = {name: getattr(run, name) for name in ("task", "contender", "seed")}
+            write_json(run.folder / "run.json", {**options.header, **head, **result})
+            tidy(run.folder)
+            progress(f"{run.name}: {result['scores']}")
+
+
+def fresh(run: Run, head: str, fields: dict[str, Any]) -> PreTrainedModel:
+    """The model before its training: the seed decides on its head."""
+    set_seed(run.seed)
+    with quiet():
+        # LoRA has no dropout either: on a CPU, drawing both takes a third of the time. That of the states is left.
+        return run.load(head, {"attention_probs_dropout_prob": 0.0, **fields})
+
+
+def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Finetune for a task; writes the adapter. Returns scores, cost and settings."""
+    task, kind_class = TASKS[run.task], KINDS[TASKS[run.task].kind]
+    most = {"train": options.rows or task.train, "test": task.test}
+    rows, test = (sampled(task.read(options.data, split, tokenizer), count) for split, count in most.items())
+    model = fresh(run, kind_class.head, kind_class(task, tokenizer, task.length).fields(rows))
+    kind = kind_class(task, tokenizer, min(task.length, model.config.max_position_embeddings))
+    features = [kind.encode(row) for row in rows]
+    lengths = [kind.size(one) for one in features]
+    features = [{name: one[name] for name in kind.columns} for one in features]
+    steps = max(10, round(SAVED / (task.batch * sum(lengths) / len(lengths))))
+    settings = Settings(options.rate or RATE, task.batch, task.epochs, run.seed, kind.trained, save_steps=steps)
+    adapted = adapt(model, settings)
+    cost = train(adapted, features, lengths, kind.collate, settings, run.folder)
+    scores = kind.evaluate(adapted, test)
+    adapted.save_pretrained(run.folder)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(run.folder)
+    for file in filter(Path.is_file, (options.models[0] / name for name in TOKENIZER_FILES)):
+        shutil.copyfile(file, run.folder / file.name)
+    return {
+        "split": task.split,
+        "scores": scores,
+        "baseline": kind.baseline(test),
+        "rows": [len(rows), len(test)],
+        **cost,
+        "rate": settings.rate,
+        "epochs": settings.epochs,
+        "longest": max(lengths),
+    }
+
+
+def masked_lm(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Train a masked-LM head and LoRA; writes the merged model. Returns scores, cost and settings."""
+    blocks = mlm.training_blocks(options.data, tokenizer, run.seed, run.folder / "blocks.npz")
+    test = mlm.test_blocks(options.data, tokenizer)
+    model = fresh(run, "ForMaskedLM", {"sparse_prediction": True, "hidden_dropout_prob": 0.0})
+    settings = Settings(options.rate or MLM_RATE, MLM_BATCH, 1, run.seed, (), rank=MLM_RANK, save_steps=100)
+    adapted = adapt(model, settings)
+    for name, parameter in model.lm_head.named_parameters():
+        parameter.requires_grad = name != "decoder.weight"  # tied to the token embedding
+    cost = train(adapted, blocks, blocks.lengths, mlm.pad, settings, run.folder)
+    scores = mlm.score(adapted, test)
+    merged = adapted.merge_and_unload()
+    merged.config.sparse_prediction = False
+    merged.save_pretrained(run.folder)
+    return {
+        "scores": scores,
+        "unigram": mlm.unigram(blocks, test, model.config.vocab_size),
+        "rows": [len(blocks), len(test)],
+        **cost,
+        "rate": settings.rate,
+    }
+
+
+def report(options: argparse.Namespace) -> None:
+    """Collect the runs and write the table.
+
+    Raises:
+        UserError: There are no runs.
+    """
+    path = options.results / "minilm_finetune.json"
+    before = read_json(path)["runs"] if path.is_file() else []
+    found = [read_json(one) for folder in options.runs for one in sorted(folder.glob("*/*/*/run.json"))]
+    runs = {(run["task"], run["contender"], run["seed"]): dict(run) for run in [*before, *found]}
+    if not runs:
+        raise UserError(f"There are no runs in {options.runs[0]}. Run `python {SCRIPT} run` first.")
+    kept = [runs[key] for key in sorted(runs)]
+    result = {
+        "command": f"python {SCRIPT} report",
+        "commands": sorted({run["command"] for run in kept}),
+        **{name: kept[-1][name] for name in ("date", "machine")},
+        "versions": joined_versions(kept),
+        "rows": rows_of_cards(kept),
+        "runs": kept,
+    }
+    options.results.mkdir(parents=True, exist_ok=True)
+    write_json(path, result)
+    write_text(path.with_suffix(".md"), text(result) + "\n")
+
+
+def rows_of_cards(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the cards of checkpoints show: a task's metric for every seed of the teacher and of each conversion."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        if run["task"] in TASKS and ", " not in run["contender"]:
+            found.setdefault((run["contender"], run["task"]), []).append(run)
+    rows = []
+    for (name, task), own in found.items():
+        metric = TASKS[task].metric
+        values = [run["scores"][metric] / 100 for run in own]
+        row = {"model": name, "task": task, "metric": metric, "split": TASKS[task].split, "values": values}
+        rows.append({**row, "baseline": name == "teacher"})
+    return rows
+
+
+COMMANDS = {"run": run_all, "report": report}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a step and return its exit status."""
+
+    def study(options: argparse.Namespace) -> None:
+        COMMANDS[options.what](options)
+
+    return run_alone(SCRIPT, parse, study, arguments, stopped=KEPT)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,324 @@
+"""The finetuning of converted sentence encoders: its tasks, its scores, and runs that continue exactly."""
+
+import dataclasses
+import json
+import shutil
+import statistics
+from pathlib import Path
+
+import build
+import golden
+import minilm_finetune
+import minilm_finetune_kinds as kinds
+import minilm_finetune_mlm as mlm
+import minilm_finetune_tasks as tasks
+import minilm_finetune_train as training
+import numpy as np
+import publish
+import pytest
+import ship
+import torch
+import yaml
+from catalogue import Zoo
+from common.hub import push_folder, reserve_repository
+from helpers import refused, run_python
+from hub_stub import HubStub
+from pyarrow import Table, parquet
+from safetensors.torch import load_file
+from test_convert_command import WORDS, write_model
+from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline, set_seed
+
+from luna_hf import AbcForMaskedLM, AbcForTokenClassification, AbcModel
+from luna_hf.models import base as models_base
+
+FIELDS = {"memory_control": "compressive", "local_window": 4, "num_selected_tokens": 4, "memory_size": 2}
+TEXTS = [" ".join((WORDS * 3)[start : start + size]) for start, size in ((0, 3), (1, 9), (2, 20), (3, 6))]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(source):
+    return AutoTokenizer.from_pretrained(source)
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(Table.from_pylist(rows), path)
+
+
+# ---- tasks and scores ----
+
+
+def test_entities_are_those_of_conll():
+    labels = ["B-a", "I-a", "I-b", "O", "I-a", "B-a", "O", "B-b"]
+    assert kinds.entities(labels) == {("a", 0, 2), ("b", 2, 3), ("a", 4, 5), ("a", 5, 6), ("b", 7, 8)}
+    assert kinds.entities([]) == kinds.entities(["O"]) == set()
+
+
+def test_words_without_a_token_count_as_missed(tokenizer):
+    task = dataclasses.replace(tasks.TASKS["wnut17"], labels=("O", "B-a", "I-a"))
+    own = kinds.Words(task, tokenizer, 5)  # room for three words
+    row = {"words": [*WORDS[:3], "\u200b", *WORDS[3:5]], "label": [1, 2, 0, 0, 0, 1]}
+    features = own.encode(row)
+    logits = np.eye(3)[[0, 1, 2, 2, 0]]  # right, and an entity too long by a word
+    assert own.scores([row], [features], [logits])["f1"] == 0
+    logits[3] = [1, 0, 0]
+    assert own.scores([row], [features], [logits]) == pytest.approx({"precision": 100, "recall": 50, "f1": 200 / 3})
+
+
+def test_answers_are_scored_as_in_squad(tokenizer):
+    assert kinds.overlap("The cat, a dog", "cat dog bird") == pytest.approx(0.8)
+    assert kinds.overlap("", "the") == 1 and kinds.overlap("a dog", "cat") == 0
+    own, context = kinds.Answers(tasks.TASKS["squad"], tokenizer, 12), "every token reads the packed sequence in turn"
+    row = {"question": "token", "context": context, "answers": {"text": ["packed sequence"], "answer_start": [22]}}
+    features = own.encode(row)
+    places = [features["input_ids"].index(tokenizer.convert_tokens_to_ids(word)) for word in ("packed", "sequence")]
+    assert [features[name] for name in own.targets] == places
+    starts, ends = torch.zeros(14), torch.zeros(14)
+    starts[1], starts[places[0]], ends[places[1]], ends[places[0] - 1] = 9, 5, 5, 6  # the question is no answer
+    assert kinds.best_answer(context, features["places"], starts, ends) == "packed sequence"
+    assert own.scores([row], [features], [(starts, ends)]) == {"f1": 100, "exact_match": 100}
+    short = kinds.Answers(tasks.TASKS["squad"], tokenizer, 10)
+    assert short.encode({**row, "answers": {"text": ["turn"], "answer_start": [41]}})["end_positions"] == 10
+
+
+def test_a_paragraph_is_hidden_in_its_article(monkeypatch):
+    monkeypatch.setattr(tasks, "HIDDEN", 9)
+    row = {"id": "1", "context": "the packed", "answers": {"text": ["packed"], "answer_start": [4]}}
+    paragraphs = {"the packed": 2, "every token": 2, "reads": 1, "in turn": 20, "sequence": 4}
+    for seed in range(5):
+        found = tasks.hide(row, paragraphs, tasks.random.Random(seed))
+        assert sorted(found["context"].split("\n")) == ["every token", "reads", "sequence", "the packed"]
+        start = found["answers"]["answer_start"][0]
+        assert found["context"][start : start + 6] == "packed"
+
+
+# ---- training ----
+
+
+class Killed(Exception):
+    pass
+
+
+def train_mlm(source, tokenizer, folder, stop=None):
+    """LoRA and a masked-LM head for six updates, of which the run is killed after `stop`; returns its weights."""
+    ends = np.arange(1, 25) * 12
+    blocks = mlm.Blocks(np.random.default_rng(0).integers(5, 13, 24 * 12), ends, tokenizer, 0.3, 0)
+    set_seed(0)
+    model = AbcForMaskedLM.from_pretrained_encoder(source, sparse_prediction=True, max_length=40, **FIELDS)
+    settings = training.Settings(1e-2, 4, 1, 0, (), rank=2, save_steps=2)
+    adapted = training.adapt(model, settings)
+    for name, parameter in model.lm_head.named_parameters():
+        parameter.requires_grad = name != "decoder.weight"
+
+    def collate(rows):
+        if stop is not None:
+            collate.calls += 1
+            if collate.calls > stop:
+                raise Killed
+        return mlm.pad(rows)
+
+    collate.calls = 0
+    training.train(adapted, blocks, blocks.lengths, collate, settings, folder)
+    return {name: value.clone() for name, value in adapted.state_dict().items()}
+
+
+def test_a_killed_run_continues_exactly(source, tokenizer, tmp_path):
+    whole = train_mlm(source, tokenizer, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train_mlm(source, tokenizer, tmp_path / "killed", stop=5)
+    assert not (tmp_path / "killed" / "checkpoint-6").exists()
+    continued = train_mlm(source, tokenizer, tmp_path / "killed")
+    fresh = AbcForMaskedLM.from_pretrained_encoder(source, max_length=40, **FIELDS).state_dict()
+    assert whole.keys() == continued.keys()
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
+    moved = [name for name, value in whole.items() if "lora_B" in name and value.abs().sum() > 0]
+    assert moved and torch.equal(
+        fresh["abc.embeddings.word_embeddings.weight"], whole["base_model.model.lm_head.decoder.weight"]
+    )
+
+
+# ---- the command ----
+
+
+def write_tasks(data):
+    """A few rows of a task of each kind, and of two long ones."""
+    labels = [0, 1] * 3
+    for split in ("train", "validation"):
+        rows = [{"sentence": TEXTS[label], "label": label} for label in labels]
+        write(data / f"glue/sst2/{split}.parquet", rows)
+        pairs = [{"sentence1": TEXTS[0], "sentence2": TEXTS[2 - label], "label": 2.5 * label} for label in labels]
+        write(data / f"glue/stsb/{split}.parquet", pairs)
+        choices = {"label": ["A", "B"], "text": WORDS[:2]}
+        questions = [{"id": "", "question": TEXTS[0], "choices": choices, "answerKey": "AB"[label]} for label in labels]
+        write(data / f"commonsense_qa/{split}.parquet", questions)
+        write(data / f"wnut17/{split}.parquet", [{"tokens": WORDS[:4], "ner_tags": [0, 1, 2, 9]}] * 6)
+        answers = [{"text": ["the packed"], "answer_start": [text.index("the packed")]} for text in TEXTS[1:3]]
+        known = [
+            {"id": str(number), "title": "a", "question": "reads", "context": text, "answers": answer}
+            for number, (text, answer) in enumerate(zip(TEXTS[1:3], answers, strict=True))
+        ]
+        write(data / f"squad/{split}.parquet", known)
+        write(data / f"squadshifts_new_wiki/{split}.parquet", known)
+        contracts = [{"text": " ".join(WORDS * 60), "label": label, "label_text": "xy"[label]} for label in labels]
+        write(data / f"cuad_contract_type/{split}.parquet", contracts)
+        texts = [{"text": " ".join(WORDS * 40)}] * 3
+        write(data / f"enwiki/{split}.parquet", texts)
+        write(data / f"novels/{split}.parquet", texts)
+
+
+@pytest.fixture(scope="module")
+def conversion(source, tokenizer, tmp_path_factory):
+    """A folder of a conversion that reads 120 tokens, with the recipe in its card."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    AbcModel.from_pretrained_encoder(source, max_length=120, position_period=38, **FIELDS).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    recipe = {"model_name": "tiny", "model": {"model_type": "abc_memory", "max_length": 120, **FIELDS}}
+    (folder / "README.md").write_text(f"```yaml\n{yaml.safe_dump(recipe, sort_keys=False)}```\n")
+    return folder
+
+
+def run(source, conversion, folder, *options):
+    words = ["run", "--teacher", str(source), "--models", str(conversion), "--data", str(folder / "data")]
+    return minilm_finetune.main([*words, "--runs", str(folder / "runs"), *map(str, options)])
+
+
+def finished(folder):
+    """Every run by task, contender and seed."""
+    runs = [json.loads(path.read_text()) for path in folder.glob("runs/*/*/*/run.json")]
+    return {(one["task"], one["contender"], one["seed"]): one for one in runs}
+
+
+def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(mlm, "LENGTH", 32)
+    monkeypatch.setattr(mlm, "SHORT", 16)
+    write_tasks(tmp_path / "data")
+    kinds = ["sst2", "stsb", "csqa", "wnut17", "squad", "mlm"]
+    assert run(source, conversion, tmp_path, "--contenders", "tiny", "--tasks", *kinds) == 0
+    assert run(source, conversion, tmp_path, "--tasks", "contracts", "--seeds", 1) == 0
+    found = finished(tmp_path)
+    parts = ["tiny", "tiny, untrained", "tiny, without slots", "tiny, without selected tokens"]
+    assert found.keys() == {(name, "tiny", 0) for name in kinds} | {
+        ("contracts", name, 1) for name in ["teacher", *parts]
+    }
+    # The teacher has 40 positions, the conversion 120.
+    assert [found["contracts", name, 1]["longest"] for name in ("teacher", "tiny")] == [40, 120]
+    assert not [*tmp_path.glob("runs/*/*/*/checkpoint-*")]
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*/*/run.json")}
+    assert run(source, conversion, tmp_path, "--contenders", "tiny", "--tasks", *kinds) == 0
+    assert times == {path: path.stat().st_mtime_ns for path in times}
+    results = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    assert minilm_finetune.main(["report", *results]) == 0
+    table = (tmp_path / "minilm_finetune.md").read_text()
+    score = found["sst2", "tiny", 0]["scores"]["accuracy"]
+    assert f"| SST-2 | accuracy | 6 x 2 | 50.0 | {score:.1f} |" in table and "unigram baseline" in table
+    shutil.rmtree(tmp_path / "runs")
+    assert minilm_finetune.main(["report", *results]) == 0
+    assert (tmp_path / "minilm_finetune.md").read_text() == table
+
+
+# ---- adapters ----
+
+# Runs without luna_hf, and with the repositories of the stub alone.
+LOAD = """
+import json, sys
+from transformers import pipeline
+classify = pipeline("text-classification", "tester/tiny-sst2", trust_remote_code=True, device="cpu", top_k=None)
+json.dump(classify(sys.argv[1]), open(sys.argv[2], "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def clone(source, conversion, tmp_path_factory):
+    """A clone with a base and with an adapter on it for each head."""
+    folder = tmp_path_factory.mktemp("clone")
+    shutil.copytree(conversion, folder / "checkpoints" / "tiny")
+    write_tasks(folder / "data")
+    entry = {"summary": "An adapter.", "data": "words", "base": "tiny", "limits": ["It is tiny."]}
+    entries = {f"tiny-{task}": {**entry, "task": task} for task in ("sst2", "csqa", "wnut17", "squad")}
+    catalogue = {"defaults": {"language": "en", "license": "mit"}, "data": {"words": "W."}}
+    catalogue["checkpoints"] = {"tiny": {**entry, "base": ""}, **entries}
+    (folder / "model_cards").mkdir()
+    (folder / "model_cards" / "zoo.yaml").write_text(yaml.safe_dump(catalogue))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(folder)
+        models = Path("checkpoints/tiny")
+        heads = [values["task"] for values in entries.values()]
+        assert run(source, models, folder, "--contenders", "tiny", "teacher", "--tasks", *heads) == 0
+        results = folder / "experiments" / "results"
+        assert minilm_finetune.main(["report", "--runs", "runs", "--results", str(results)]) == 0
+        zoo = Zoo(folder)
+        for name, values in entries.items():
+            ship.ship(zoo, name, [folder / "runs" / values["task"] / "tiny" / "seed-0"])
+            build.write(zoo, name)
+        yield zoo
+
+
+NAMES = ["tiny-sst2", "tiny-csqa", "tiny-wnut17", "tiny-squad"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_adapter_is_a_checkpoint_like_others(clone, name, monkeypatch, capsys):
+    monkeypatch.chdir(clone.root)
+    own, task = clone.checkpoint(name), name.removeprefix("tiny-")
+    files = {path.name for path in own.folder.iterdir()}
+    assert {
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "modeling_abc.py",
+    } <= files and "model.safetensors" not in files
+    weights = load_file(own.folder / "adapter_model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    model, tokenizer = golden.load(own.folder)
+    assert model.config.max_position_embeddings == 120 and model.config.architectures == [type(model).__name__]
+    trained = load_file(clone.root / "runs" / task / "tiny" / "seed-0" / "adapter_model.safetensors")
+    state = {name: value for name, value in model.state_dict().items() if "lora_A" in name}
+    for place, value in state.items():
+        rounded = trained["base_model.model." + place.replace(".default", "")].bfloat16().float()
+        torch.testing.assert_close(value, rounded)
+    for case in own.golden["cases"]:
+        found = golden.values(own.golden["kind"], model, tokenizer, case)
+        torch.testing.assert_close(found, torch.tensor(case["values"]), atol=1e-4, rtol=1e-4)
+    card = (own.folder / "README.md").read_text()
+    score = statistics.median(row["values"][0] for row in clone.rows if (row["model"], row["task"]) == ("tiny", task))
+    assert f"| {score:.3f} |" in card and "library_name: peft" in card
+    exec(build.Card(clone, name).usage(), {})
+    assert not build.is_stale(clone, name)
+
+
+def test_labels_are_the_adapters_wherever_it_is_loaded_from(clone, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # not the clone
+    folder = clone.checkpoint("tiny-wnut17").folder
+    for model in (
+        AutoModelForTokenClassification.from_pretrained(folder),
+        AbcForTokenClassification.from_pretrained(folder),
+    ):
+        assert model.config.id2label == dict(enumerate(tasks.WNUT)) and not model.training
+    changed = AbcForTokenClassification.from_pretrained(folder, classifier_dropout=0.5)
+    assert changed.config.classifier_dropout == 0.5 and changed.num_labels == len(tasks.WNUT)
+    base = clone.root / "checkpoints" / "tiny"
+    assert AutoModelForTokenClassification.from_pretrained(base).num_labels == 2
+    monkeypatch.setattr(models_base, "is_peft_available", lambda: False)
+    with refused("pip install peft", error=ImportError):
+        AbcForTokenClassification.from_pretrained(folder)
+
+
+def test_a_published_adapter_loads_from_the_hub_alone(clone, monkeypatch, tmp_path):
+    monkeypatch.chdir(clone.root)
+    text = clone.checkpoint("tiny-sst2").golden["cases"][0]["texts"][0]
+    expected = pipeline("text-classification", str(clone.checkpoint("tiny-sst2").folder), top_k=None)(text)[0]
+    with HubStub() as hub:
+        hub.patch(monkeypatch, tmp_path)
+        push_folder(clone.root / "checkpoints" / "tiny", reserve_repository("tester/tiny"), "Base")
+        publish.publish(clone, "tiny-sst2", "tester/tiny-sst2")
+        files = hub.repositories["tester/tiny-sst2"]
+        assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "tester/tiny"
+        assert b"base_model: tester/tiny" in files["README.md"]
+        run_python(LOAD, text, tmp_path / "found.json", env=hub.environment(tmp_path / "loading"), blocked=True)
+    (found,) = json.loads((tmp_path / "found.json").read_text())
+    assert {row["label"] for row in found} == {"negative", "positive"}
+    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], rel=1e-4)
