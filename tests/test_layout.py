@@ -42,7 +42,7 @@ FOLDERS = {
     "training": set(),
     "conversion": set(),
     "benchmarks": {"training"},
-    "experiments": {"benchmarks"},
+    "experiments": {"benchmarks", "training"},
     "model_cards": {"training"},
     "examples": set(),
 }
