@@ -13,6 +13,7 @@ layer. They do not depend on the target.
 
 import difflib
 import inspect
+import json
 import math
 import os
 import sys
@@ -58,10 +59,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
+from transformers.utils import CONFIG_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import TransformersKwargs
+from transformers.utils import cached_file
+from transformers.utils import find_adapter_config_file
+from transformers.utils import is_peft_available
 from transformers.utils import is_torchdynamo_compiling
 from transformers.utils import is_torchdynamo_exporting
 from transformers.utils import is_tracing
+from transformers.utils import logging
 from transformers.utils import output_capturing
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
@@ -1515,12 +1522,12 @@ class MemoryAttention(Recorded):
     def write_whole(self, states: Tensor, slot_states: Tensor | None, context: ForwardContext) -> Memory:
         """Keep every token, to be read by all: softmax attention."""
         key, value = self.key_and_value(states)
-        unused = self.unused_parameters(slot_states) if torch.is_grad_enabled() else []
+        unused = self.unused_parameters(slot_states, context) if torch.is_grad_enabled() else []
         if unused:
             key, *_ = join_gradients(key, *unused)
         return Memory([SlotMemory(key, value, context.token_mask)], slot_states)
 
-    def unused_parameters(self, slot_states: Tensor | None) -> list[Tensor]:
+    def unused_parameters(self, slot_states: Tensor | None, context: ForwardContext) -> list[Tensor]:
         """Return what has no effect where every token is read; it gets a gradient of zero, as DDP requires."""
         return [] if self.slot_scale is None else [self.slot_scale]
 
@@ -2098,15 +2105,59 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
     ) -> Any:
         """Like `PreTrainedModel.from_pretrained`, but refuse a checkpoint whose weights are not the model's.
 
+        A PEFT adapter with a `config.json` of its own is loaded with that config, which names its labels, on its base.
+
         Raises:
+            ImportError: The source is an adapter, and peft is not installed.
             ValueError: None of the base model's weights are in the checkpoint, none of the head's although it names
                 this class, or a keyword is no field of the config.
         """
-        source = pretrained_model_name_or_path
-        model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
+        source, kwargs = cls.base_of_adapter(pretrained_model_name_or_path, kwargs)
+        verbosity = logging.get_verbosity()
+        if source is not pretrained_model_name_or_path:
+            logging.set_verbosity_error()  # transformers would call the head new, which the adapter holds
+        try:
+            model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
+        finally:
+            logging.set_verbosity(verbosity)
         if source is not None:
             model.refuse_random(source, set(info["missing_keys"]))
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def base_of_adapter(
+        cls, source: str | os.PathLike | None, options: dict[str, Any]
+    ) -> tuple[str | os.PathLike | None, dict[str, Any]]:
+        """The base of an adapter, and options of `from_pretrained` that put the adapter on it, with its own config.
+
+        Transformers would take the config from the base, whose head has other labels, or look for the base's weights
+        beside the adapter's config. What is no adapter, or has no config or all weights, stays as it is.
+
+        Raises:
+            ImportError: peft is not installed.
+        """
+        auto = options.get("adapter_kwargs") or {}  # of the Auto classes, which may have replaced the source
+        adapter = auto.get("_adapter_model_path", source)
+        place = {name: options[name] for name in ("cache_dir", "local_files_only", "token") if options.get(name)}
+        place["revision"] = auto.get("revision")
+        found = None if adapter is None else find_adapter_config_file(adapter, **place)
+        if found is None or os.path.isfile(os.path.join(adapter, SAFE_WEIGHTS_NAME)):
+            return source, options
+        if cached_file(adapter, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **place) is None:
+            return source, options
+        if not is_peft_available():
+            raise ImportError(f"{adapter} is an adapter, which needs the package peft: `pip install peft`.")
+        config = options.get("config")
+        if config is None:
+            config, options = cls.config_class.from_pretrained(adapter, return_unused_kwargs=True, **options)
+        elif isinstance(config, PreTrainedConfig) and cls.__name__ not in (config.architectures or ()):
+            config = cls.config_class.from_pretrained(adapter, **place)
+        with open(found, encoding="utf-8") as file:
+            base = json.load(file)["base_model_name_or_path"]
+        # A collection of folders may be anywhere.
+        beside = os.path.join(os.path.dirname(os.path.abspath(adapter)), os.path.basename(base))
+        base = beside if os.path.isdir(adapter) and os.path.isdir(beside) and not os.path.isdir(base) else base
+        return base, {**options, "config": config, "adapter_kwargs": {**auto, "_adapter_model_path": adapter}}
 
     def refuse_random(self, source: str | os.PathLike, missing: set[str]) -> None:
         """Refuse a model whose base, or whose head as the checkpoint names it, lacks all weights.
