@@ -25,6 +25,7 @@ from running import KEPT, RESULTS, joined_versions, read_json, run_alone
 
 # isort: split
 import minilm_finetune_mlm as mlm
+import peft
 from common.options import read_yaml
 from minilm import TEACHER, label, recipe_model
 from minilm_contenders import without
@@ -182,6 +183,7 @@ def planned(options: argparse.Namespace) -> Iterator[Run]:
 
 def run_all(options: argparse.Namespace) -> None:
     """Train and score what is not finished."""
+    options.header["versions"]["peft"] = peft.__version__
     tokenizer = load_tokenizer(options.models[0], required=True)
     for run in list(planned(options)):
         if (run.folder / "run.json").is_file():
