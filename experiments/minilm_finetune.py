@@ -25,13 +25,14 @@ from running import KEPT, RESULTS, joined_versions, read_json, run_alone
 
 # isort: split
 import minilm_finetune_mlm as mlm
+import peft
 from common.options import read_yaml
 from minilm import TEACHER, label, recipe_model
 from minilm_contenders import without
 from minilm_finetune_kinds import KINDS
 from minilm_finetune_report import text
 from minilm_finetune_tasks import TASKS, sampled
-from minilm_finetune_train import Settings, adapt, tidy, train
+from minilm_finetune_train import LoraSettings, adapt, tidy, train
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from luna_hf import FAMILIES, AbcConfig
@@ -182,6 +183,7 @@ def planned(options: argparse.Namespace) -> Iterator[Run]:
 
 def run_all(options: argparse.Namespace) -> None:
     """Train and score what is not finished."""
+    options.header["versions"]["peft"] = peft.__version__
     tokenizer = load_tokenizer(options.models[0], required=True)
     for run in list(planned(options)):
         if (run.folder / "run.json").is_file():
@@ -215,7 +217,7 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     lengths = [kind.size(one) for one in features]
     features = [{name: one[name] for name in kind.columns} for one in features]
     steps = max(10, round(SAVED / (task.batch * sum(lengths) / len(lengths))))
-    settings = Settings(options.rate or RATE, task.batch, task.epochs, run.seed, kind.trained, save_steps=steps)
+    settings = LoraSettings(options.rate or RATE, task.batch, task.epochs, run.seed, kind.trained, save_steps=steps)
     adapted = adapt(model, settings)
     cost = train(adapted, features, lengths, kind.collate, settings, run.folder)
     scores = kind.evaluate(adapted, test)
@@ -241,7 +243,7 @@ def masked_lm(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeni
     blocks = mlm.training_blocks(options.data, tokenizer, run.seed, run.folder / "blocks.npz")
     test = mlm.test_blocks(options.data, tokenizer)
     model = fresh(run, "ForMaskedLM", {"sparse_prediction": True, "hidden_dropout_prob": 0.0})
-    settings = Settings(options.rate or MLM_RATE, MLM_BATCH, 1, run.seed, (), rank=MLM_RANK, save_steps=100)
+    settings = LoraSettings(options.rate or MLM_RATE, MLM_BATCH, 1, run.seed, (), rank=MLM_RANK, save_steps=100)
     adapted = adapt(model, settings)
     for name, parameter in model.lm_head.named_parameters():
         parameter.requires_grad = name != "decoder.weight"  # tied to the token embedding

@@ -30,7 +30,7 @@ LINEAR = r".*\.encoder\.layer\.\d+\..*\.(query|key|value|key_value|dense)"
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoraSettings:
     """How all contenders of a task are trained.
 
     Args:
@@ -74,7 +74,7 @@ class Lines(TrainerCallback):
             progress(f"  {now}  update {state.global_step:,} of {state.max_steps:,}: loss {float(logs['loss']):.4f}")
 
 
-def adapt(model: PreTrainedModel, settings: Settings) -> PeftModel:
+def adapt(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     """The model with LoRA on the linear layers of its body; its body is frozen, and the head's modules are trained."""
     lora = LoraConfig(
         r=settings.rank,
@@ -90,7 +90,7 @@ def train(
     rows: Dataset,
     lengths: list[int],
     collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
-    settings: Settings,
+    settings: LoraSettings,
     folder: Path,
 ) -> dict[str, float]:
     """Train to the end, from the newest checkpoint in `folder` if there is one.

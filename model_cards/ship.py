@@ -118,9 +118,10 @@ def repeatable(stages: list[Stage], name: str, entry: Entry, zoo: Zoo) -> list[S
     """The stages with recipes that can be run one after the other in the root of the repository.
 
     A stage starts from the output of the one before it, and the first one from the entry's base, if it has one. The
-    tokenizer is that of the checkpoint. An entry with a command of its own keeps the recipes that were run.
+    tokenizer is that of the checkpoint. An entry with a command of its own keeps the recipes that were run. An
+    adapter's run has none.
     """
-    if entry.command:
+    if entry.command or not any(stage.recipe for stage in stages):
         return stages
     before = f"checkpoints/{entry.base}" if entry.base in zoo.entries else entry.base
     outputs = [*(f"outputs/{name}-{number}" for number in range(1, len(stages))), f"outputs/{name}"]

@@ -110,7 +110,7 @@ def train_mlm(source, tokenizer, folder, stop=None):
     blocks = mlm.Blocks(np.random.default_rng(0).integers(5, 13, 24 * 12), ends, tokenizer, 0.3, 0)
     set_seed(0)
     model = AbcForMaskedLM.from_pretrained_encoder(source, sparse_prediction=True, max_length=40, **FIELDS)
-    settings = training.Settings(1e-2, 4, 1, 0, (), rank=2, save_steps=2)
+    settings = training.LoraSettings(1e-2, 4, 1, 0, (), rank=2, save_steps=2)
     adapted = training.adapt(model, settings)
     for name, parameter in model.lm_head.named_parameters():
         parameter.requires_grad = name != "decoder.weight"
