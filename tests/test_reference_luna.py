@@ -53,7 +53,7 @@ def check(model, rows, side="right"):
     mask = inputs["attention_mask"] == 1
     inputs["input_ids"][mask] = torch.cat(rows)
     inputs["input_ids"][~mask] = 7
-    outputs = model(**inputs)
+    outputs = model(**inputs, output_packed_states=True)
     weights, config = reference(model)
     loss = loss_ref = 0.0
     for i, row in enumerate(rows):
