@@ -98,11 +98,13 @@ class Models:
 
 
 def recipe_model(folder: Path) -> dict[str, Any]:
-    """The fields `model` of the recipe in a run's card.
+    """The fields `model` of the recipe that made a conversion: `recipe.yaml` where it is shipped, else in a run's card.
 
     Raises:
         UserError: There is none.
     """
+    if (folder / "recipe.yaml").is_file():
+        return yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))["model"]
     card = (folder / "README.md").read_text(encoding="utf-8") if (folder / "README.md").is_file() else ""
     if not (found := re.search(r"```yaml\n(model_name:.*?)```", card, re.DOTALL)):
         raise UserError(f"{folder} has no card with a recipe. Name a finished folder of training/convert.py.")

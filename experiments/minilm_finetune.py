@@ -26,7 +26,6 @@ from running import KEPT, RESULTS, joined_versions, read_json, run_alone
 # isort: split
 import minilm_finetune_mlm as mlm
 import peft
-from common.options import read_yaml
 from minilm import TEACHER, label, recipe_model
 from minilm_contenders import without
 from minilm_finetune_kinds import KINDS
@@ -102,21 +101,11 @@ def contenders(options: argparse.Namespace, task: str) -> dict[str, Load]:
         config = AutoConfig.from_pretrained(folder)
         found[folder.name] = partial(conversion, folder)
         if is_long:
-            found[label(folder.name, "untrained")] = partial(untrained, recipe(folder), options.teacher)
+            found[label(folder.name, "untrained")] = partial(untrained, recipe_model(folder), options.teacher)
         switches = {"slots": config.mixed_window() > 0, "selected tokens": config.num_selected_tokens > 0}
         for part in (name for name, has in switches.items() if has and is_long):
             found[label(folder.name, part)] = partial(switched_off, folder, part)
     return found
-
-
-def recipe(folder: Path) -> dict[str, Any]:
-    """The fields `model` of the recipe that made a conversion, shipped or not.
-
-    Raises:
-        UserError: There is none.
-    """
-    path = folder / "recipe.yaml"
-    return read_yaml(path)["model"] if path.is_file() else recipe_model(folder)
 
 
 def teacher(source: str, head: str, fields: dict[str, Any]) -> PreTrainedModel:

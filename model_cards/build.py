@@ -152,7 +152,7 @@ class Card:
             usage=code_block(self.usage(), "python"),
             usage_note=self.usage_note(),
             results=Markdown(self.results()),
-            scores=Markdown("minilm_finetune.json" if self.is_adapter else "mini-*.json"),
+            scores=Markdown("minilm_finetune.json" if "minilm" in self.name else "mini-*.json"),
             rounding=f"{self.checkpoint.golden['rounding']:.2g}",
             plot=Markdown(f"![Training]({PLOT})\n\n" if (self.checkpoint.folder / PLOT).is_file() else ""),
             limits=bullets(map(Markdown, self.entry.limits)),

@@ -21,8 +21,9 @@ import torch
 import yaml
 from catalogue import Zoo
 from common.hub import push_folder, reserve_repository
-from helpers import refused, run_python
+from helpers import ROOT, refused, run_python
 from hub_stub import HubStub
+from minilm import recipe_model
 from pyarrow import Table, parquet
 from safetensors.torch import load_file
 from test_convert_command import WORDS, write_model
@@ -322,3 +323,7 @@ def test_a_published_adapter_loads_from_the_hub_alone(clone, monkeypatch, tmp_pa
     (found,) = json.loads((tmp_path / "found.json").read_text())
     assert {row["label"] for row in found} == {"negative", "positive"}
     assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], rel=1e-4)
+
+
+def test_a_shipped_conversion_says_how_it_was_made():
+    assert recipe_model(ROOT / "checkpoints" / "luna-minilm-en-4096")["model_type"] == "luna"
