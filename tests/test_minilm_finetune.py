@@ -308,6 +308,14 @@ def test_labels_are_the_adapters_wherever_it_is_loaded_from(clone, monkeypatch, 
         AbcForTokenClassification.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("loader", [AutoModelForTokenClassification, AbcForTokenClassification])
+def test_an_adapter_without_its_base_is_refused(clone, loader, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(clone.checkpoint("tiny-wnut17").folder, "alone")
+    with refused("alone is an adapter for checkpoints/tiny", "Put that model's folder beside", error=OSError):
+        loader.from_pretrained("alone")
+
+
 def test_a_published_adapter_loads_from_the_hub_alone(clone, monkeypatch, tmp_path):
     monkeypatch.chdir(clone.root)
     text = clone.checkpoint("tiny-sst2").golden["cases"][0]["texts"][0]
