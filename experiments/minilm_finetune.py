@@ -32,6 +32,7 @@ from minilm_finetune_kinds import KINDS
 from minilm_finetune_report import text
 from minilm_finetune_tasks import TASKS, sampled
 from minilm_finetune_train import LoraSettings, adapt, tidy, train
+from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from luna_hf import FAMILIES, AbcConfig
@@ -210,11 +211,7 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     adapted = adapt(model, settings)
     cost = train(adapted, features, lengths, kind.collate, settings, run.folder)
     scores = kind.evaluate(adapted, test)
-    adapted.save_pretrained(run.folder)
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(run.folder)
-    for file in filter(Path.is_file, (options.models[0] / name for name in TOKENIZER_FILES)):
-        shutil.copyfile(file, run.folder / file.name)
+    save(adapted, run.folder, options.models[0])
     return {
         "split": task.split,
         "scores": scores,
@@ -228,26 +225,38 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
 
 
 def masked_lm(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Train a masked-LM head and LoRA; writes the merged model. Returns scores, cost and settings."""
+    """Train a masked-LM head and LoRA; writes the adapter. Returns scores, cost and settings."""
     blocks = mlm.training_blocks(options.data, tokenizer, run.seed, run.folder / "blocks.npz")
     test = mlm.test_blocks(options.data, tokenizer)
     model = fresh(run, "ForMaskedLM", {"sparse_prediction": True, "hidden_dropout_prob": 0.0})
-    settings = LoraSettings(options.rate or MLM_RATE, MLM_BATCH, 1, run.seed, (), rank=MLM_RANK, save_steps=100)
+    rate, trained = options.rate or MLM_RATE, ("lm_head.dense", "lm_head.layer_norm")
+    settings = LoraSettings(rate, MLM_BATCH, 1, run.seed, trained, rank=MLM_RANK, bias="all", save_steps=100)
     adapted = adapt(model, settings)
-    for name, parameter in model.lm_head.named_parameters():
-        parameter.requires_grad = name != "decoder.weight"  # tied to the token embedding
+    for name, parameter in model.base_model.named_parameters():
+        parameter.requires_grad &= not name.endswith("bias")  # of all biases, only that of the output is trained
     cost = train(adapted, blocks, blocks.lengths, mlm.pad, settings, run.folder)
     scores = mlm.score(adapted, test)
-    merged = adapted.merge_and_unload()
-    merged.config.sparse_prediction = False
-    merged.save_pretrained(run.folder)
+    model.config.sparse_prediction = False
+    save(adapted, run.folder, options.models[0])
     return {
         "scores": scores,
         "unigram": mlm.unigram(blocks, test, model.config.vocab_size),
         "rows": [len(blocks), len(test)],
         **cost,
         "rate": settings.rate,
+        "epochs": settings.epochs,
+        "longest": max(blocks.lengths),
     }
+
+
+def save(adapted: PeftModel, folder: Path, tokenizer: Path) -> None:
+    """Write the adapter, the config of its model, and the tokenizer of a folder."""
+    model = adapted.get_base_model()
+    adapted.save_pretrained(folder)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    for file in filter(Path.is_file, (tokenizer / name for name in TOKENIZER_FILES)):
+        shutil.copyfile(file, folder / file.name)
 
 
 def report(options: argparse.Namespace) -> None:

@@ -35,6 +35,7 @@ class LoraSettings:
 
     Args:
         rank: of LoRA; `alpha` is twice the rank.
+        bias: which biases are trained and saved, as of `LoraConfig`.
         trained: modules outside of LoRA, those of the head, by name; they are trained whole.
         batch: rows of an update.
         save_steps: updates between checkpoints.
@@ -46,6 +47,7 @@ class LoraSettings:
     seed: int
     trained: Sequence[str]
     rank: int = 16
+    bias: str = "none"
     save_steps: int = 250
 
 
@@ -80,6 +82,7 @@ def adapt(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
         r=settings.rank,
         lora_alpha=2 * settings.rank,
         target_modules=LINEAR,
+        bias=settings.bias,
         modules_to_save=list(settings.trained) or None,
     )
     return get_peft_model(model, lora)

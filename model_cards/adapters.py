@@ -28,7 +28,12 @@ def save(source: Path, target: Path, base: str) -> None:
         target: folder of the copy.
         base: where the model is that it belongs to: a folder in the clone, or a repository on the Hub.
     """
-    weights = {name: weight.to(torch.bfloat16) for name, weight in load_file(source / WEIGHTS).items()}
+    # With `bias="all"`, PEFT writes the biases of whole trained modules thrice, twice by the names of its wrapper.
+    weights = {
+        name: weight.to(torch.bfloat16)
+        for name, weight in load_file(source / WEIGHTS).items()
+        if not {"modules_to_save", "original_module"} & set(name.split("."))
+    }
     save_file(weights, target / WEIGHTS, {"format": "pt"})
     config, settings = read_json(source / "config.json"), read_json(source / SETTINGS)
     write_json(target / "config.json", {**config, "dtype": "float32"})

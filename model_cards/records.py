@@ -96,10 +96,10 @@ def _embeddings(folder: Path, figures: dict[str, Any]) -> Stage:
 
 def _adapter(folder: Path, figures: dict[str, Any]) -> Stage:
     """The record of `minilm_finetune.py`, in the words of the other commands."""
-    left_out = ("machine", "versions", "scores", "baseline", "rows", "tokens", "seconds", "loss", "split")
+    left_out = ("machine", "versions", "scores", "baseline", "unigram", "rows", "tokens", "seconds", "loss", "split")
     metrics = {
         **{name: value for name, value in figures.items() if name not in left_out},
-        "scores": {figures["split"]: {name: value / 100 for name, value in figures["scores"].items()}},
+        **(_held_out(figures) if "unigram" in figures else _scored(figures)),
         "parameters": adapters.parameters(folder),
         "train_rows": figures["rows"][0],
         "seen_tokens": figures["tokens"],
@@ -107,6 +107,18 @@ def _adapter(folder: Path, figures: dict[str, Any]) -> Stage:
         **_made_on(figures),
     }
     return Stage({}, metrics, [])
+
+
+def _scored(figures: dict[str, Any]) -> dict[str, Any]:
+    return {"scores": {figures["split"]: {name: value / 100 for name, value in figures["scores"].items()}}}
+
+
+def _held_out(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a masked LM."""
+    found = {"held_out_targets": figures["scores"]["masked"]}
+    for name, own in {"held_out": figures["scores"], "unigram": figures["unigram"]}.items():
+        found |= {f"{name}_loss": own["loss"], f"{name}_accuracy": own["score"] / 100}
+    return found
 
 
 def _made_on(figures: dict[str, Any]) -> dict[str, str]:
