@@ -60,4 +60,9 @@ def run_tab(page: Page, tab: str) -> None:
     open_tab(page, tab)
     press(page, tab)
     page.locator(f"{BUTTONS[tab][1]} >> visible=true").first.wait_for()
+    wait_until_written(page)
+
+
+def wait_until_written(page: Page) -> None:
+    """Wait until no part of the page waits for its result."""
     page.wait_for_function("() => !document.querySelector('.generating, .pending, .progress-text')")

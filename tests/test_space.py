@@ -69,9 +69,9 @@ def test_an_adapter_is_found_with_the_base_beside_it(tmp_path, file, field):
     path.write_text(json.dumps({**json.loads(path.read_text()), field: None}))
     (loaded,) = load_checkpoints(tmp_path).classifiers
     with torch.no_grad():
-        logits = adapted(loaded.encode(SENTENCE)).logits[0]
+        logits = adapted(**loaded.encode(SENTENCE)).logits[0]
         with adapted.disable_adapter():
-            assert (adapted(loaded.encode(SENTENCE)).logits[0] - logits).abs().max() > 1e-3
+            assert (adapted(**loaded.encode(SENTENCE)).logits[0] - logits).abs().max() > 1e-3
     answers = answering.classify(loaded, SENTENCE)
     assert [*answers] == [*TOPICS.values()]
     torch.testing.assert_close(torch.tensor([*answers.values()]), logits.softmax(-1))
@@ -153,7 +153,7 @@ def test_a_text_without_one_mask_is_refused(found, text, named):
 def test_a_long_text_is_refused(found, place):
     loaded = found.masked[place]
     text = "<mask>" + " fox" * 37
-    assert loaded.encode(text).shape == (1, 40) and answering.fill(loaded, text)
+    assert loaded.encode(text).input_ids.shape == (1, 40) and answering.fill(loaded, text)
     with refused(41, 40, loaded.name, error=UserError):
         answering.fill(loaded, text + " fox")
 
@@ -246,8 +246,18 @@ def test_classes_have_the_names_of_the_config(found, monkeypatch):
     answers = answering.classify(loaded, SENTENCE)
     assert [*answers] == ["negative", "positive"] and sum(answers.values()) == pytest.approx(1)
     monkeypatch.setattr(loaded.model.config, "problem_type", "multi_label_classification")
-    logits = loaded.model(loaded.encode(SENTENCE)).logits[0]
+    logits = loaded.model(**loaded.encode(SENTENCE)).logits[0]
     assert [*answering.classify(loaded, SENTENCE).values()] == pytest.approx(logits.sigmoid().tolist())
+
+
+def test_a_pair_is_read_as_one(found):
+    loaded = found.classifiers[0]
+    pair = loaded.tokenizer(SENTENCE, WORDS[0], return_tensors="pt")
+    expected = loaded.model(**pair).logits[0].softmax(-1)
+    assert [*answering.classify(loaded, SENTENCE, WORDS[0]).values()] == pytest.approx(expected.tolist())
+    assert answering.classify(loaded, SENTENCE, " ") == answering.classify(loaded, SENTENCE)
+    with refused("at most 40", error=UserError):
+        answering.classify(loaded, SENTENCE, "the " * 40)
 
 
 # ---- speed ----

@@ -22,7 +22,7 @@ def fill(loaded: Loaded, text: str, top_k: int = 5) -> dict[str, float]:
         text = text.replace(written, mask)
     if text.strip() and (count := text.count(mask)) != 1:
         raise UserError(f"The text has {count or 'no'} masks. Write {MASKS[0]} exactly once, for the word to guess.")
-    ids = loaded.encode(text)[0]
+    ids = loaded.encode(text).input_ids[0]
     (place,) = (ids == loaded.tokenizer.mask_token_id).nonzero()[0].tolist()
     best = loaded.model(ids[None]).logits[0, place].softmax(-1).topk(top_k)
     before = [ids[place - 1].item()] if text.partition(mask)[0].strip() else []
@@ -39,13 +39,13 @@ def fill(loaded: Loaded, text: str, top_k: int = 5) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def classify(loaded: Loaded, text: str) -> dict[str, float]:
-    """The probability of each class of a classifier; if a text can have several, they do not add up to 1.
+def classify(loaded: Loaded, text: str, second: str = "") -> dict[str, float]:
+    """The probability of each class of a text or of a pair; if it can have several, they do not add up to 1.
 
     Raises:
         UserError: The text is empty or too long.
     """
-    config, logits = loaded.model.config, loaded.model(loaded.encode(text)).logits[0]
+    config, logits = loaded.model.config, loaded.model(**loaded.encode(text, second)).logits[0]
     several = config.problem_type == "multi_label_classification"
     probabilities = (logits.sigmoid() if several else logits.softmax(-1)).tolist()
     return {config.id2label[label]: probability for label, probability in enumerate(probabilities)}

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    BatchEncoding,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -42,20 +43,21 @@ class Loaded(NamedTuple):
         """The number of parameters."""
         return self.model.num_parameters()
 
-    def encode(self, text: str) -> torch.Tensor:
-        """Tokenize a text with its special tokens: (1, n) ids.
+    def encode(self, text: str, second: str = "") -> BatchEncoding:
+        """Tokenize a text, or two as a pair, with special tokens: inputs of the model, each (1, n).
 
         Raises:
             UserError: The text is empty, or longer than the model accepts.
         """
         if not text.strip():
             raise UserError("The text is empty. Write a sentence.")
-        ids = self.tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids
-        if self.longest is not None and ids.shape[1] > self.longest:
+        texts = [text, second] if second.strip() else [text]
+        inputs = self.tokenizer(*texts, return_tensors="pt", truncation=False, verbose=False)
+        if self.longest is not None and (count := inputs.input_ids.shape[1]) > self.longest:
             raise UserError(
-                f"The text has {ids.shape[1]:,} tokens, but {self.name} reads at most {self.longest:,}. Shorten it."
+                f"The text has {count:,} tokens, but {self.name} reads at most {self.longest:,}. Shorten it."
             )
-        return ids
+        return inputs
 
 
 class Checkpoints(NamedTuple):

@@ -1,6 +1,6 @@
 """The page: tabs over the functions beside this file."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,13 @@ SENTENCES = [
     "The capital of France is <mask>.",
     "The river flows into the <mask> near the city.",
 ]
-REVIEWS = [
+TEXTS = [
     "A warm and funny film that I would gladly see again.",
-    "The plot makes no sense, and two hours felt like four.",
     "Great actors cannot save a script as lazy as this one.",
+    "My new card has not arrived yet.",
+    "Wake me up at seven tomorrow.",
 ]
-Answer = Callable[[Loaded, str], dict[str, float]]
+ANSWER = {"show_heading": False, "num_top_classes": 5, "elem_classes": "answer"}
 PASSAGES_CSS = """
 p { white-space: pre-line; margin: 0 0 0.6em; padding: 0.2em 0.5em; border-radius: 4px; }
 p:target { outline: 2px solid darkorange; }
@@ -74,12 +75,10 @@ def build(checkpoints: Checkpoints) -> gr.Blocks:
                 _search_tab(checkpoints.encoders[0], page)
         if checkpoints.masked:
             with gr.Tab("Fill a mask"):
-                how = "Write `<mask>` for one word. Each model guesses it, with a probability for each guess."
-                _answers_tab(checkpoints.masked, fill, how, "Fill the mask", SENTENCES)
+                _fill_tab(checkpoints.masked)
         if checkpoints.classifiers:
             with gr.Tab("Classify"):
-                how = "Each model chooses between the classes for which it was finetuned."
-                _answers_tab(checkpoints.classifiers, classify, how, "Classify the text", REVIEWS)
+                _classify_tab(checkpoints.classifiers)
         if checkpoints.memories:
             with gr.Tab("Speed"):
                 _speed_tab(checkpoints.memories[0])
@@ -120,22 +119,39 @@ def _search_tab(loaded: Loaded, page: gr.Blocks) -> None:
     upload.upload(read_file, upload, text, **QUEUE).success(**event)
 
 
-def _answers_tab(models: list[Loaded], answer: Answer, explanation: str, action: str, texts: list[str]) -> None:
-    sizes = ", ".join(f"{loaded.name} ({loaded.size / 1e6:.1f} million parameters)" for loaded in models)
-    gr.Markdown(f"{explanation} Here: {sizes}.")
-    text = gr.Textbox(texts[0], label="Text", elem_classes="asked")
-    examples = gr.Examples(texts, text)
-    button = gr.Button(action, variant="primary")
+def _fill_tab(models: list[Loaded]) -> None:
+    gr.Markdown("Write `<mask>` for one word. Each model guesses it, with a probability for each guess.")
+    text = gr.Textbox(SENTENCES[0], label="Text", elem_classes="asked")
+    examples = gr.Examples(SENTENCES, text)
+    button = gr.Button("Fill the mask", variant="primary")
     with gr.Row():
-        look = {"show_heading": False, "num_top_classes": 5, "elem_classes": "answer"}
-        answers = [gr.Label(label=loaded.name, **look) for loaded in models]
+        answers = [gr.Label(label=loaded.name, **ANSWER) for loaded in models]
 
     def run(text: str) -> dict[gr.Label, dict[str, float]]:
         with errors_on_the_page():
-            return {label: answer(loaded, text) for label, loaded in zip(answers, models, strict=True)}
+            return {label: fill(loaded, text) for label, loaded in zip(answers, models, strict=True)}
 
     event = {"fn": run, "inputs": text, "outputs": answers, **QUEUE}
     gr.on([button.click, text.submit], **event)
+    examples.load_input_event.success(**event)
+
+
+def _classify_tab(models: list[Loaded]) -> None:
+    gr.Markdown("Each model chooses between the classes for which it was finetuned.")
+    named = {loaded.name: loaded for loaded in models}
+    name = gr.Radio([*named], value=models[-1].name, label="Model")
+    text = gr.Textbox(TEXTS[0], label="Text", elem_classes="asked")
+    second = gr.Textbox(label="Second text, only for models that compare two")
+    examples = gr.Examples(TEXTS, text)
+    button = gr.Button("Classify the text", variant="primary")
+    answer = gr.Label(**ANSWER)
+
+    def run(name: str, text: str, second: str) -> dict[str, float]:
+        with errors_on_the_page():
+            return classify(named[name], text, second)
+
+    event = {"fn": run, "inputs": [name, text, second], "outputs": answer, **QUEUE}
+    gr.on([button.click, name.select, text.submit, second.submit], **event)
     examples.load_input_event.success(**event)
 
 
