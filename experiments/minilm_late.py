@@ -25,7 +25,10 @@ from luna_hf.late_chunking import embed_spans
 FILES = ("squad/validation", "squadshifts_new_wiki/train", "squadshifts_new_wiki/validation")
 LONGEST, QUESTIONS = 4096, 2000
 SOURCE_WAYS = ("passage alone", "title and passage", "passage and mean of the article")
-OWN_WAYS = ("late chunking", "late chunking and mean of the article", "late chunking, with title", "passage alone")
+OWN_WAYS = (
+    *("late chunking", "late chunking and mean of the article", "late chunking, with title", "passage alone"),
+    *("late chunking and passage alone", "late chunking, passage alone and mean of the article"),
+)
 # By the tokens between the start of the pass and the passage.
 PLACES = {256: "0 to 255", 1024: "256 to 1,023", LONGEST: "1,024 to 4,095"}
 _COMMON = {"the", "and", "for", "with"}
@@ -143,7 +146,12 @@ class Late:
             "late chunking": late,
             "late chunking and mean of the article": lambda: self.with_mean(late()),
             "late chunking, with title": partial(self.in_context, reader, titles=True),
+            "late chunking and passage alone": lambda: both(),
+            "late chunking, passage alone and mean of the article": lambda: self.with_mean(both()),
         }
+
+        def both() -> Tensor:
+            return F.normalize(late() + alone(), dim=-1)
 
         def score(way: str) -> dict[str, Any]:
             return self.figures(reader.cut(512)(reader.ids(self.texts)) @ embed[way]().T)
