@@ -50,7 +50,7 @@ from luna_hf.scripting import (
 from luna_hf.warm_start import warm_start
 
 SCRIPT = "experiments/minilm_finetune.py"
-RATE, MLM_RATE, MLM_RANK, MLM_BATCH = 1e-3, 1e-3, 32, 16
+MLM_RATE, MLM_RANK, MLM_BATCH = 1e-3, 32, 16
 # Tokens of training between checkpoints.
 SAVED = 50_000
 
@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tasks", nargs="+", choices=[*TASKS, "mlm"], default=list(TASKS), help="tasks (default: all but mlm)")
     add("--contenders", nargs="+", help="names of contenders (default: all)")
     add("--seeds", nargs="+", type=int, default=[0], help="seeds of the new head and of the order (default: 0)")
-    add("--rate", type=float, help=f"learning rate (default: {RATE:g})")
+    add("--rate", type=float, help="learning rate (default: that of the kind of task)")
     add("--rows", type=int, help="training rows of each task instead of the table's, for trials")
     add("--runs", nargs="+", type=Path, default=[Path("outputs/minilm-finetune")], help="folder of the runs")
     add("--results", type=Path, default=RESULTS, help="folder for the results")
@@ -207,7 +207,8 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     lengths = [kind.size(one) for one in features]
     features = [{name: one[name] for name in kind.columns} for one in features]
     steps = max(10, round(SAVED / (task.batch * sum(lengths) / len(lengths))))
-    settings = LoraSettings(options.rate or RATE, task.batch, task.epochs, run.seed, kind.trained, save_steps=steps)
+    rate = options.rate or kind.rate
+    settings = LoraSettings(rate, task.batch, task.epochs, run.seed, kind.trained, save_steps=steps)
     adapted = adapt(model, settings)
     cost = train(adapted, features, lengths, kind.collate, settings, run.folder)
     scores = kind.evaluate(adapted, test)

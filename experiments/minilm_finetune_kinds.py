@@ -38,6 +38,7 @@ class Kind(ABC):
     head: str  # the end of the class's name
     trained: tuple[str, ...] = ("classifier",)  # the head's modules
     targets = ["labels"]
+    rate = 1e-3  # peak learning rate
     collator = DataCollatorWithPadding
 
     def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
@@ -187,6 +188,7 @@ class Words(Kind):
     """A label for each word."""
 
     head = "ForTokenClassification"
+    rate = 3e-4  # with 1e-3, every word stays "O"
     collator = DataCollatorForTokenClassification
 
     def fields(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -227,6 +229,7 @@ class Answers(Kind):
     """An answer that is a part of a text. The question comes first, so its tokens are marked."""
 
     head = "ForQuestionAnswering"
+    rate = 3e-4  # states of tokens, as for words
     trained = ("qa_outputs",)
     targets = ["start_positions", "end_positions"]
 

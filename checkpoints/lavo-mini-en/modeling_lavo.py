@@ -2289,10 +2289,11 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
     ) -> Any:
         """Like `PreTrainedModel.from_pretrained`, but refuse a checkpoint whose weights are not the model's.
 
-        A PEFT adapter with a `config.json` of its own is loaded with that config, which names its labels, on its base.
+        A PEFT adapter with a `config.json` of its own is loaded into its base model, with the labels of that config.
 
         Raises:
             ImportError: The source is an adapter, and peft is not installed.
+            OSError: The source, or the base model of an adapter, cannot be found.
             ValueError: None of the base model's weights are in the checkpoint, none of the head's although it names
                 this class, or a keyword is no field of the config.
         """
@@ -2302,6 +2303,14 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             logging.set_verbosity_error()  # transformers would call the head new, which the adapter holds
         try:
             model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
+        except OSError as error:
+            adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
+            if adapter is None:
+                raise
+            raise OSError(
+                f"{adapter} is an adapter for {source}, which cannot be loaded. Put that model's folder beside the "
+                "adapter's, or correct `base_model_name_or_path` in its adapter_config.json."
+            ) from error
         finally:
             logging.set_verbosity(verbosity)
         if source is not None:
