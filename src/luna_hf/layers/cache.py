@@ -126,6 +126,9 @@ class MemoryCache(Cache):
         self.made_for = config
         # Input columns and real tokens so far, and a checksum of their ids, per row; they belong to no layer.
         self.rows = MemoryCacheLayer()
+        # Where the source is causal: the states of its encoder, and of the cross-attentions that its tokens write to.
+        self.source: MemoryCache | None = None
+        self.written: MemoryCache | None = None
 
     @property
     def is_compileable(self) -> bool:
@@ -139,21 +142,27 @@ class MemoryCache(Cache):
 
     @property
     def has_source(self) -> bool:
-        """Whether the state of an encoder-decoder contains the memory of the source."""
-        return any(name.startswith(SOURCE) for name in self.layers[0].states)
+        """Whether the state of an encoder-decoder contains the memory of the source, or of its first tokens."""
+        return self.written is not None or any(name.startswith(SOURCE) for name in self.layers[0].states)
+
+    @property
+    def parts(self) -> list["MemoryCache"]:
+        """The states of the source, where it is causal."""
+        return [part for part in (self.source, self.written) if part is not None]
 
     @property
     def nbytes(self) -> int:
         """Total size of all tensors in bytes."""
-        layers = (*self.layers, self.rows)
-        return sum(tensor.nbytes for layer in layers for tensor in (*layer.states.values(), *layer.constants.values()))
+        layers, parts = (*self.layers, self.rows), sum(part.nbytes for part in self.parts)
+        own = (tensor for layer in layers for tensor in (*layer.states.values(), *layer.constants.values()))
+        return parts + sum(tensor.nbytes for tensor in own)
 
     @property
     def batch_size(self) -> int:
         """Number of rows; -1 before the first token or source."""
         for state in (self.rows.states or self.layers[0].states).values():
             return state.shape[0]
-        return -1
+        return max((part.batch_size for part in self.parts), default=-1)
 
     @property
     def tokens(self) -> Tensor | None:
@@ -182,6 +191,7 @@ class MemoryCache(Cache):
         """Discard the state."""
         super().reset()
         self.rows.reset()
+        self.source = self.written = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Not supported, unless there is nothing to remove.
@@ -196,21 +206,26 @@ class MemoryCache(Cache):
         """Cut the state off from the graph of gradients, for truncated back-propagation through a long text."""
         for layer in self.layers:
             layer.detach()
+        for part in self.parts:
+            part.detach()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, for beam search."""
         super().reorder_cache(beam_idx)
-        self.rows.reorder_cache(beam_idx)
+        for part in (self.rows, *self.parts):
+            part.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
         super().batch_repeat_interleave(repeats)
-        self.rows.batch_repeat_interleave(repeats)
+        for part in (self.rows, *self.parts):
+            part.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select rows by index."""
         super().batch_select_indices(indices)
-        self.rows.batch_select_indices(indices)
+        for part in (self.rows, *self.parts):
+            part.batch_select_indices(indices)
 
 
 def state_fields(config: PreTrainedConfig) -> dict[str, object]:

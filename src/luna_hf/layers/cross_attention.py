@@ -58,8 +58,37 @@ class CrossAttentionBlock(Recorded):
         return memory.slot_states
 
 
+class StreamedAttentionBlock(CrossAttentionBlock):
+    """Cross-attention to a source that is written token by token, with the family's causal attention.
+
+    Source and target are merged in the order in which a policy reads and writes them. One scan runs over all tokens, to
+    which source tokens alone write, and of which the outputs at target tokens are kept.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, slot_states: Tensor | None, source: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Like `CrossAttentionBlock.forward`; `context.source` is an `Interleaving`.
+
+        The weights (b, h, n, m + w) run over slots and window, if the family's causal attention returns any.
+        """
+        states = self.output.LayerNorm(hidden_states) if self.norm_first else hidden_states
+        merged = context.source
+        read, _, weights = self.self(merged.merge(source, states), None, merged.context)
+        read, weights = merged.at_targets(read, 1), None if weights is None else merged.at_targets(weights, 2)
+        return hidden_states + self.output.dropout(self.output.dense(read)), slot_states, weights
+
+    def write_source(self, slot_states: Tensor | None, source: Tensor, context: ForwardContext) -> Tensor | None:
+        """Write more of the source (b, s, d) to the memory in the cache."""
+        with float32_products(source):
+            self.self(source, None, context.source.context)
+        return slot_states
+
+
 class CrossLayer(TransformerLayer):
     """One layer of the decoder: causal attention, cross-attention and feed-forward network."""
+
+    cross_class = CrossAttentionBlock
 
     def __init__(
         self,
@@ -70,7 +99,7 @@ class CrossLayer(TransformerLayer):
         cross_attention_class: type[MemoryAttention],
     ) -> None:
         super().__init__(config, layer_idx, attention_class, convolution_class)
-        self.crossattention = CrossAttentionBlock(config, layer_idx, cross_attention_class)
+        self.crossattention = self.cross_class(config, layer_idx, cross_attention_class)
 
     def forward(
         self, hidden_states: Tensor, slot_states: Tensor | None, source: Tensor | None, context: ForwardContext
@@ -87,4 +116,14 @@ class CrossLayer(TransformerLayer):
     def write_source(self, slot_states: Tensor | None, source: Tensor, context: ForwardContext) -> Tensor | None:
         """Write the source (b, s, d) to the cache; returns `slot_states` for the next layer."""
         self.attention.self.write_source(slot_states, context)
+        return self.crossattention.write_source(slot_states, source, context)
+
+
+class StreamedLayer(CrossLayer):
+    """A decoder layer whose source is written token by token."""
+
+    cross_class = StreamedAttentionBlock
+
+    def write_source(self, slot_states: Tensor | None, source: Tensor, context: ForwardContext) -> Tensor | None:
+        """Write more of the source (b, s, d) to the cache."""
         return self.crossattention.write_source(slot_states, source, context)

@@ -138,6 +138,18 @@ class CrossDecoderMixin(DecoderModelMixin):
         """
         if isinstance(outputs, tuple | list):
             outputs = self.name_outputs(outputs)
+        states, keep = self.check_source(outputs, attention_mask, rows)
+        slot_states, slot_keep = self.source_slot_states(outputs)
+        keep = None if keep is None else drop_if_full(keep)
+        written = make_context(keep, states.shape[1], states.device, options=context.options)
+        written = written._replace(slot_keep=slot_keep)
+        written = self.cross_attention_class.prepare(self.config, states, slot_states, written)
+        return states, slot_states, context._replace(source=written)
+
+    def check_source(
+        self, outputs: ModelOutput | None, attention_mask: Tensor | None, rows: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the source's states (b, s, d) and padding mask (b, s); arguments and errors as of `begin_source`."""
         states = None if outputs is None else outputs.get("last_hidden_state")
         if states is None:
             raise ValueError(
@@ -154,12 +166,7 @@ class CrossDecoderMixin(DecoderModelMixin):
                 f"The source has {states.shape[0]} rows, but the target has {rows}. Repeat the source's rows "
                 "(`repeat_interleave`), or select them."
             )
-        slot_states, slot_keep = self.source_slot_states(outputs)
-        keep = None if attention_mask is None else drop_if_full(attention_mask != 0)
-        written = make_context(keep, states.shape[1], states.device, options=context.options)
-        written = written._replace(slot_keep=slot_keep)
-        written = self.cross_attention_class.prepare(self.config, states, slot_states, written)
-        return states, slot_states, context._replace(source=written)
+        return states, None if attention_mask is None else attention_mask != 0
 
 
 class Seq2SeqPreTrainedModel(EncoderPreTrainedModel):
@@ -252,13 +259,15 @@ class Seq2SeqModelMixin:
     _tied_weights_keys = {_TARGET_WORDS: _SOURCE_WORDS}
     encoder_class: type[nn.Module]
     decoder_class: type[nn.Module]
+    streaming_classes: tuple[type[nn.Module], type[nn.Module]]  # encoder and decoder of a causal source
 
     def __init__(self, config: BoundedMemoryConfig) -> None:
         config = config.as_encoder_decoder()
         super().__init__(config)
-        self.encoder = self.encoder_class(config.encoder_part())
+        classes = self.streaming_classes if config.source_is_causal else (self.encoder_class, self.decoder_class)
+        self.encoder = classes[0](config.encoder_part())
         self.encoder.one_text_per_row = True  # the decoder reads one memory per row
-        self.decoder = self.decoder_class(config.decoder_part())
+        self.decoder = classes[1](config.decoder_part())
         self.post_init()
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -276,6 +285,7 @@ class Seq2SeqModelMixin:
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         decoder_position_ids: torch.LongTensor | None = None,
+        visible_source: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
@@ -286,6 +296,9 @@ class Seq2SeqModelMixin:
             decoder_input_ids, decoder_attention_mask, decoder_position_ids, decoder_inputs_embeds, cache,
                 use_cache: (b, n) the target, see `CrossDecoderMixin.forward`.
             encoder_outputs: output of the encoder (`model.get_encoder()`), instead of a source.
+            visible_source: (b, n) long, with `source_is_causal` only: how many source tokens each target token may
+                read, those in the state included; all by default. A source that is given with a state continues that
+                of the state.
 
         Raises:
             ValueError: The target is missing, or given twice; see `CrossDecoderMixin.forward` for the rest.
@@ -298,10 +311,20 @@ class Seq2SeqModelMixin:
         use_cache = self.config.use_cache if use_cache is None else use_cache
         for name in ("output_attentions", "output_hidden_states"):
             kwargs.setdefault(name, getattr(self.config, name, None))
-        written = cache is not None and getattr(cache, "has_source", False)
+        streams, own = self.config.source_is_causal, {}
+        if streams:
+            own["visible_source"] = visible_source
+        elif visible_source is not None:
+            raise ValueError(
+                "`visible_source` is only for models with `source_is_causal=True`; this one reads its source whole."
+            )
+        written = not streams and cache is not None and getattr(cache, "has_source", False)
         if encoder_outputs is None and not written and (input_ids is not None or inputs_embeds is not None):
+            past = {"cache": self.open_source(cache)} if streams and cache is not None else {}
+            if streams:  # a causal model takes no id for padding
+                attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
             source = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-            encoder_outputs = self.encoder(*source, return_dict=True, **kwargs)
+            encoder_outputs = self.encoder(*source, return_dict=True, **past, **kwargs)
             attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
         if "attentions" not in self.decoder._can_record_outputs:  # LeaPformer's decoder has no weights to return
             kwargs.pop("output_attentions", None)
@@ -315,6 +338,7 @@ class Seq2SeqModelMixin:
             encoder_outputs=None if written else encoder_outputs,
             encoder_attention_mask=attention_mask,
             return_dict=True,
+            **own,
             **kwargs,
         )
         given = encoder_outputs
@@ -330,6 +354,12 @@ class Seq2SeqModelMixin:
             encoder_hidden_states=given.get("hidden_states"),
             encoder_attentions=given.get("attentions"),
         )
+
+    def open_source(self, cache: MemoryCache) -> MemoryCache:
+        """Return the state of a causal encoder within a decoder's state."""
+        if cache.source is None:
+            cache.source = MemoryCache(self.encoder.config)
+        return cache.source
 
 
 class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
@@ -362,6 +392,7 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         decoder_position_ids: torch.LongTensor | None = None,
+        visible_source: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: torch.Tensor | int | None = None,
@@ -395,6 +426,7 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             decoder_position_ids=decoder_position_ids,
+            visible_source=visible_source,
             use_cache=use_cache,
             return_dict=True,
             **kwargs,

@@ -105,8 +105,8 @@ class AbcConfig(BoundedMemoryConfig):
             self._require("memory_control", self.memory_control in CAUSAL_CONTROLS, causal)
         has_slots = self.memory_control not in WITHOUT_SLOTS
         if self.is_decoder and self.is_encoder_decoder:
-            slots = "a control with slots in an encoder-decoder, whose cross-attention reads no window"
-            self._require("memory_control", has_slots, slots)
+            slots = "a control with slots in an encoder-decoder that reads its source whole (`source_is_causal=False`)"
+            self._require("memory_control", has_slots or self.source_is_causal, slots)
         without = f"0 with memory_control={self.memory_control!r}"
         self._require("local_window", has_slots or not self.local_window, without)
 

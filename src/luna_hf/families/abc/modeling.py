@@ -23,6 +23,7 @@ from ...models.encoder_heads import (
     SequenceClassificationMixin,
     TokenClassificationMixin,
 )
+from ...models.streaming import StreamingDecoderMixin
 from .attention import AbcAttention, AbcCausalAttention, SharedControl
 from .configuration import AbcConfig
 
@@ -98,6 +99,15 @@ class AbcCrossDecoder(SharedControl, CrossDecoderMixin, BoundedMemoryPreTrainedM
     cross_attention_class = AbcAttention
 
 
+class AbcStreamingDecoder(SharedControl, StreamingDecoderMixin, BoundedMemoryPreTrainedModel):
+    """The decoder of the ABC encoder-decoder with a causal source."""
+
+    config: AbcConfig
+    base_model_prefix = "abc"
+    _no_split_modules = [*StreamingDecoderMixin._no_split_modules, "AbcControl"]
+    attention_class = AbcCausalAttention
+
+
 class AbcSeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):
     """The ABC encoder-decoder without a head."""
 
@@ -105,6 +115,7 @@ class AbcSeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):
     base_model_prefix = "abc"
     encoder_class = AbcModel
     decoder_class = AbcCrossDecoder
+    streaming_classes = (AbcCausalModel, AbcStreamingDecoder)
 
 
 class AbcForConditionalGeneration(ConditionalGenerationMixin, Seq2SeqPreTrainedModel, GenerationMixin):

@@ -23,6 +23,7 @@ from ...models.encoder_heads import (
     SequenceClassificationMixin,
     TokenClassificationMixin,
 )
+from ...models.streaming import StreamingDecoderMixin
 from .attention import LavoAttention, LavoCausalAttention
 from .configuration import LavoConfig
 
@@ -95,6 +96,14 @@ class LavoCrossDecoder(CrossDecoderMixin, BoundedMemoryPreTrainedModel):
     cross_attention_class = LavoAttention
 
 
+class LavoStreamingDecoder(StreamingDecoderMixin, BoundedMemoryPreTrainedModel):
+    """The decoder of the LAVO encoder-decoder with a causal source."""
+
+    config: LavoConfig
+    base_model_prefix = "lavo"
+    attention_class = LavoCausalAttention
+
+
 class LavoSeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):
     """The LAVO encoder-decoder without a head."""
 
@@ -102,6 +111,7 @@ class LavoSeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):
     base_model_prefix = "lavo"
     encoder_class = LavoModel
     decoder_class = LavoCrossDecoder
+    streaming_classes = (LavoCausalModel, LavoStreamingDecoder)
 
 
 class LavoForConditionalGeneration(ConditionalGenerationMixin, Seq2SeqPreTrainedModel, GenerationMixin):

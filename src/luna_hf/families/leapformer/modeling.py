@@ -24,6 +24,7 @@ from ...models.encoder_heads import (
     SequenceClassificationMixin,
     TokenClassificationMixin,
 )
+from ...models.streaming import StreamingDecoderMixin
 from .attention import LeapformerAttention, LeapformerCausalAttention
 from .configuration import LeapformerConfig
 
@@ -103,6 +104,15 @@ class LeapformerCrossDecoder(CrossDecoderMixin, BoundedMemoryPreTrainedModel):
     cross_attention_class = LeapformerAttention
 
 
+class LeapformerStreamingDecoder(StreamingDecoderMixin, BoundedMemoryPreTrainedModel):
+    """The decoder of the LeaPformer encoder-decoder with a causal source."""
+
+    config: LeapformerConfig
+    base_model_prefix = "leapformer"
+    _can_record_outputs = {"hidden_states": TransformerLayer}  # no attentions, as in the causal model
+    attention_class = LeapformerCausalAttention
+
+
 class LeapformerSeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):
     """The LeaPformer encoder-decoder without a head."""
 
@@ -110,6 +120,7 @@ class LeapformerSeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):
     base_model_prefix = "leapformer"
     encoder_class = LeapformerModel
     decoder_class = LeapformerCrossDecoder
+    streaming_classes = (LeapformerCausalModel, LeapformerStreamingDecoder)
 
 
 class LeapformerForConditionalGeneration(ConditionalGenerationMixin, Seq2SeqPreTrainedModel, GenerationMixin):

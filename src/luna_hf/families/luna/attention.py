@@ -195,7 +195,7 @@ class LunaCausalPack(nn.Module):
     def __init__(self, config: LunaConfig) -> None:
         super().__init__()
         width = config.hidden_size
-        own = not config.is_encoder_decoder
+        own = not config.is_encoder_decoder or config.source_is_causal
         self.slots = nn.Parameter(torch.empty(config.projection_length, width)) if own else None
         self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
 

@@ -50,6 +50,7 @@ from ...models.encoder_heads import (
     TokenClassificationMixin,
     TokenPooling,
 )
+from ...models.streaming import StreamingDecoderMixin
 from ...ops.attention import make_key_mask, split_heads
 from ...ops.context import ForwardContext, drop_if_full, make_encoder_context
 from ...ops.memory_read import attend_heads
@@ -442,6 +443,14 @@ class LunaCrossDecoder(CrossDecoderMixin, BoundedMemoryPreTrainedModel):
         return join_gradients(hidden_states, slot_states)[0] if torch.is_grad_enabled() else hidden_states
 
 
+class LunaStreamingDecoder(StreamingDecoderMixin, BoundedMemoryPreTrainedModel):
+    """The decoder of the Luna encoder-decoder with a causal source."""
+
+    config: LunaConfig
+    base_model_prefix = "luna"
+    attention_class = LunaCausalAttention
+
+
 class LunaSeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):
     """The Luna encoder-decoder without a head."""
 
@@ -449,6 +458,7 @@ class LunaSeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):
     base_model_prefix = "luna"
     encoder_class = LunaModel
     decoder_class = LunaCrossDecoder
+    streaming_classes = (LunaCausalModel, LunaStreamingDecoder)
 
 
 class LunaForConditionalGeneration(ConditionalGenerationMixin, Seq2SeqPreTrainedModel, GenerationMixin):
