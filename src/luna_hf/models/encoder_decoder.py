@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -41,6 +41,7 @@ from .decoder import DecoderModelMixin
 from .encoder import EncoderPreTrainedModel, resize_table
 from .encoder_heads import cross_entropy
 from .generation import GenerationHooks
+from .policy import EndAfterSource, next_source
 
 _SOURCE_WORDS = "encoder.embeddings.word_embeddings.weight"
 
@@ -355,6 +356,26 @@ class Seq2SeqModelMixin:
             encoder_attentions=given.get("attentions"),
         )
 
+    def write_source(
+        self,
+        cache: MemoryCache,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+    ) -> None:
+        """Encode a source (b, s), and write it to a state; where it is causal, it continues that of the state.
+
+        Raises:
+            ValueError: The state has a whole source already; see `forward` for the rest.
+        """
+        streams = self.config.source_is_causal
+        if cache.has_source and not streams:
+            raise ValueError("The state has a source, which cannot go on. Create another state.")
+        keep = self.encoder.tokens_to_keep(input_ids, attention_mask)
+        past = {"cache": self.open_source(cache)} if streams else {}
+        outputs = self.encoder(input_ids, keep, inputs_embeds=inputs_embeds, return_dict=True, **past)
+        self.decoder.write_source(cache, outputs, keep, len(outputs.last_hidden_state))
+
     def open_source(self, cache: MemoryCache) -> MemoryCache:
         """Return the state of a causal encoder within a decoder's state."""
         if cache.source is None:
@@ -448,7 +469,8 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         """Like transformers', with the mask that the encoder would derive from the ids, and without the target."""
         if model_kwargs.get("attention_mask") is None and not inputs_tensor.is_floating_point():
             model_kwargs["attention_mask"] = (inputs_tensor != self.config.pad_token_id).long()
-        given = {name: value for name, value in model_kwargs.items() if name not in ("labels", "logits_to_keep")}
+        others = ("labels", "logits_to_keep", "policy")
+        given = {name: value for name, value in model_kwargs.items() if name not in others}
         given = super()._prepare_text_encoder_decoder_kwargs_for_generation(inputs_tensor, given, *args, **kwargs)
         return model_kwargs | {"encoder_outputs": given["encoder_outputs"]}
 
@@ -459,9 +481,17 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         generation_mode: GenerationMode,
         *args: Any,
     ) -> None:
-        """Write the source to the state, and drop the encoder's states, which would grow with its length."""
+        """Write the source to the state, and drop the encoder's states, which would grow with its length.
+
+        Raises:
+            ValueError: The state has a source already, or a policy cannot be followed.
+        """
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args)
         cache, outputs = model_kwargs.get("cache"), model_kwargs["encoder_outputs"]
+        if model_kwargs.get("policy") is not None:
+            if cache is None or not self.config.source_is_causal:
+                raise ValueError("`policy` needs a model with `source_is_causal=True`, and `use_cache`.")
+            return
         if cache is None:
             return
         decoder = self.get_decoder()
@@ -470,11 +500,24 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         maps = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
         model_kwargs["encoder_outputs"] = BaseModelOutput(**maps)
 
+    def _get_logits_processor(
+        self, generation_config: GenerationConfig, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any
+    ) -> LogitsProcessorList:
+        """Like transformers'; with a policy, a translation does not end before its source."""
+        processors = super()._get_logits_processor(generation_config, *args, model_kwargs=model_kwargs, **kwargs)
+        if (policy := model_kwargs.get("policy")) is not None:
+            mask, ends = model_kwargs["attention_mask"], generation_config._eos_token_tensor
+            processors.append(EndAfterSource(policy, mask.sum(1), [] if ends is None else ends.tolist()))
+        return processors
+
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *args: Any, cache: MemoryCache | None = None, **kwargs: Any
+        self, input_ids: Tensor, *args: Any, cache: MemoryCache | None = None, policy: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Like transformers', without a source if the state contains it."""
+        """Like transformers', without a source if the state contains it, or with what a policy reads of it next."""
         inputs = super().prepare_inputs_for_generation(input_ids, *args, cache=cache, **kwargs)
+        if policy is not None:
+            source = kwargs["encoder_outputs"], kwargs["attention_mask"]
+            return inputs | next_source(policy, *source, input_ids.shape[1], cache)
         if cache is not None and cache.has_source:
             for name in ("encoder_outputs", "attention_mask"):
                 inputs.pop(name, None)

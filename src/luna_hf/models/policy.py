@@ -1,0 +1,60 @@
+"""`generate(policy=...)`: a source that is known from the start, read as far as a policy has read it at each token."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput
+
+from ..layers.cache import MemoryCache
+
+
+class EndAfterSource(LogitsProcessor):
+    """Forbids the end of a translation before its policy has read the whole source.
+
+    Args:
+        policy: a policy, see `luna_hf.simultaneous.Policy`.
+        lengths: (b,) number of source tokens of each row.
+        ends: ids that end a translation.
+    """
+
+    def __init__(self, policy: Any, lengths: Tensor, ends: list[int]) -> None:
+        self.policy, self.lengths, self.ends = policy, lengths, ends
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Mask the end in the scores (b, vocabulary) after the target tokens (b, n)."""
+        rows = len(scores) // len(self.lengths)  # of beams
+        lengths = self.lengths.repeat_interleave(rows)
+        reading = visible(self.policy, lengths, input_ids.shape[1])[:, -1] < lengths
+        scores = scores.clone()
+        scores[:, self.ends] = scores[:, self.ends].masked_fill(reading[:, None], -torch.inf)
+        return scores
+
+
+def visible(policy: Any, lengths: Tensor, length: int) -> Tensor:
+    """Return how many source tokens a policy has read before each target token: (b,) lengths to (b, length)."""
+    needed = policy.needed(torch.arange(length, device=lengths.device))
+    return torch.minimum(needed.expand(len(lengths), -1), lengths[:, None]).clamp(min=1)
+
+
+def next_source(policy: Any, outputs: ModelOutput, mask: Tensor, length: int, cache: MemoryCache) -> dict[str, Any]:
+    """Return what a step reads: the source tokens that are not yet in the state, and how far each target token reads.
+
+    Args:
+        policy: see `EndAfterSource`.
+        outputs: of the encoder, for the whole source (b, s).
+        mask: (b, s) padding mask of the source.
+        length: number of target tokens, those in the state included.
+        cache: the state.
+    """
+    counts, written = mask.long().cumsum(1), cache.written
+    read = 0 if written is None or written.tokens is None else written.tokens[:, None]
+    shown = visible(policy, counts[:, -1], length)[:, cache.get_seq_length() :]
+    new = (mask != 0) & (counts > read) & (counts <= shown[:, -1:])
+    columns = new.any(0).nonzero().flatten()
+    if not len(columns):
+        return {"visible_source": shown, "encoder_outputs": None, "attention_mask": None}
+    part = slice(int(columns[0]), int(columns[-1]) + 1)
+    states = BaseModelOutput(outputs.last_hidden_state[:, part])
+    return {"visible_source": shown, "encoder_outputs": states, "attention_mask": new[:, part]}

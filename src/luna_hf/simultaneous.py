@@ -1,0 +1,210 @@
+"""Simultaneous translation: write a translation while its source is still being read.
+
+    translator = SimultaneousTranslator(model, tokenizer, WaitK(3))
+    for piece in translator.stream(chunks_of_text):
+        print(piece, end="", flush=True)
+
+The model is an encoder-decoder with `source_is_causal=True`. Its state has constant size, whatever the length of the
+source and of the translation. A *policy* decides when a token is written (Ma et al. 2019, "STACL", arXiv 1810.08398).
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .layers.cache import MemoryCache
+from .models.policy import visible
+
+_WORD = re.compile(r"\s*\S+(?=\s)")
+
+
+class Policy:
+    """When to write. Derive from it and define `needed` for another policy."""
+
+    def needed(self, written: Tensor) -> Tensor:
+        """Return how many source tokens must be read before a target token is written, unless the source has ended.
+
+        Args:
+            written: long, of any shape: number of target tokens written before it. More tokens may not need fewer.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement `needed`.")
+
+    def visible(self, source_lengths: Tensor, length: int) -> Tensor:
+        """Return `visible_source` (b, length) of a model's forward pass, for sources of these lengths (b,)."""
+        return visible(self, source_lengths, length)
+
+
+@dataclass(frozen=True)
+class WaitK(Policy):
+    """Read `k` tokens, then write and read in turn (Ma et al. 2019, section 3.1).
+
+    Raises:
+        ValueError: `k` is below 1.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"`k` is {self.k}, but a policy must read at least 1 token before it writes.")
+
+    def needed(self, written: Tensor) -> Tensor:
+        """Like `Policy.needed`."""
+        return written + self.k
+
+
+@dataclass(frozen=True)
+class ReadAll(Policy):
+    """Read the whole source before writing."""
+
+    def needed(self, written: Tensor) -> Tensor:
+        """Like `Policy.needed`."""
+        return torch.full_like(written, torch.iinfo(torch.long).max)
+
+
+class TranslationStream:
+    """Translations of a batch of sources that arrive token by token; the tokens with the highest scores are written.
+
+    Args:
+        model: an encoder-decoder with `source_is_causal=True`, in evaluation mode.
+        policy: when to write.
+        rows: number of sources.
+        max_new_tokens: number of tokens that are written at most after a source has ended. Defaults to that of the
+            model's `generation_config`, or 200.
+
+    Raises:
+        ValueError: The model reads its source whole.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, policy: Policy, rows: int = 1, max_new_tokens: int | None = None
+    ) -> None:
+        if not getattr(model.config, "source_is_causal", False):
+            raise ValueError(
+                "A stream needs an encoder-decoder with `source_is_causal=True`; this model reads its source whole."
+            )
+        self.model, self.policy, self.cache = model, policy, MemoryCache(model.config)
+        config, ends = model.config, model.generation_config.eos_token_id
+        self.ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        self.most = max_new_tokens or model.generation_config.max_new_tokens or 200
+        start, new = config.decoder_start_token_id, {"device": model.device}
+        self.last = torch.full((rows, 1), start, **new)  # the newest target token
+        # Source tokens, target tokens, and the latter since the end of the source.
+        self.read_tokens, self.written, self.late = torch.zeros(3, rows, dtype=torch.long, **new)
+        self.ended, self.done = torch.zeros(2, rows, dtype=torch.bool, **new)
+
+    @torch.no_grad()
+    def read(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Read more source tokens (b, s); 0 in the mask marks rows that wait.
+
+        Raises:
+            ValueError: A shape is wrong, or a source goes on after its end.
+        """
+        keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if ((keep != 0).any(1) & self.ended).any():
+            raise ValueError("A source has ended and cannot go on. Start another stream.")
+        self.model.base_model.write_source(self.cache, input_ids, keep)
+        self.read_tokens = self.read_tokens + (keep != 0).sum(1)
+
+    def end(self, rows: Tensor | None = None) -> None:
+        """Mark the end of all sources, or of those of a mask (b,), which are then translated to the end."""
+        self.ended = torch.ones_like(self.ended) if rows is None else self.ended | rows
+
+    def ready(self) -> Tensor:
+        """Return which rows may write a token, (b,)."""
+        may = self.ended | (self.read_tokens >= self.policy.needed(self.written))
+        return may & ~self.done & (self.read_tokens > 0)
+
+    @torch.no_grad()
+    def write(self) -> Tensor:
+        """Write as many tokens as the policy allows: (b, n), padded where a row writes fewer."""
+        columns, padding = [], self.model.config.pad_token_id
+        while (ready := self.ready()).any():
+            target = {"decoder_input_ids": self.last, "decoder_attention_mask": ready[:, None].long()}
+            logits = self.model(**target, cache=self.cache).logits[:, -1]
+            logits[:, self.ends] = logits[:, self.ends].masked_fill(~self.ended[:, None], -torch.inf)
+            token = logits.argmax(-1)
+            is_end = torch.isin(token, torch.tensor(self.ends, device=token.device)) & ready
+            self.last = torch.where(ready, token, self.last[:, 0])[:, None]
+            self.written, self.late = self.written + ready, self.late + (ready & self.ended)
+            self.done = self.done | is_end | (self.late >= self.most)
+            columns.append(torch.where(ready & ~is_end, token, padding))
+        return torch.stack(columns, 1) if columns else self.last[:, :0]
+
+
+class SimultaneousTranslator:
+    """Translates a text that arrives in chunks.
+
+    Args:
+        model: see `TranslationStream`.
+        tokenizer: its tokenizer, which splits texts at spaces before anything else, as byte-level BPE does.
+        policy: when to write.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: Policy) -> None:
+        self.model, self.tokenizer, self.policy = model, tokenizer, policy
+
+    def stream(self, chunks: Iterable[str | Sequence[int]], max_new_tokens: int | None = None) -> Iterator[str]:
+        """Yield the translation of a source word by word, as soon as the policy allows.
+
+        Args:
+            chunks: the source in pieces of any size, which may split words; or lists of its token ids, without special
+                tokens.
+            max_new_tokens: see `TranslationStream`.
+
+        Raises:
+            ValueError: The source is empty.
+        """
+        stream = TranslationStream(self.model, self.policy, 1, max_new_tokens)
+        first, last = self.special_tokens()
+        text, word = "", list[int]()
+        yield from self.translate(stream, first, word)
+        for chunk in chunks:
+            ids = chunk
+            if isinstance(chunk, str):
+                text += chunk
+                whole = "".join(_WORD.findall(text))  # what follows may still change the last word's tokens
+                text, ids = text[len(whole) :], self.encode(whole)
+            yield from self.translate(stream, ids, word)
+        ids = [*self.encode(text.rstrip()), *last]
+        if not ids and not stream.read_tokens.any():
+            raise ValueError("The source is empty.")
+        yield from self.translate(stream, ids, word, ends=True)
+        if word:
+            yield self.decode(word)
+
+    def translate(
+        self, stream: TranslationStream, ids: Sequence[int], word: list[int], ends: bool = False
+    ) -> Iterator[str]:
+        """Read tokens one by one, and yield finished words; `word` keeps the tokens of the one that is not."""
+        steps = [[token] for token in ids] or [[]] * ends
+        for number, step in enumerate(steps, 1):
+            if step:
+                stream.read(torch.tensor([step], device=self.model.device))
+            if ends and number == len(steps):
+                stream.end()
+            for token in stream.write()[0].tolist():
+                if word and self.decode([token]).startswith(" "):
+                    yield self.decode(word)
+                    word.clear()
+                word.append(token)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+        options = {"add_special_tokens": False, "split_special_tokens": True, "truncation": False, "verbose": False}
+        return self.tokenizer(text, **options)["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of target tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def special_tokens(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the tokenizer puts before and after a text."""
+        ids = self.tokenizer("a", return_special_tokens_mask=True)
+        special, found = ids["special_tokens_mask"], ids["input_ids"]
+        first = special.index(0)
+        return found[:first], found[len(special) - special[::-1].index(0) :]
