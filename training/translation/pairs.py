@@ -1,7 +1,8 @@
 """Parallel text from files or the Hub, its tokens, and batches of about equally many tokens."""
 
 import hashlib
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError, progress, reason
+from luna_hf.simultaneous import ReadAll, WaitK
 from translation.recipe import TranslationRecipe
 
 IGNORED = -100
@@ -153,20 +155,27 @@ class EncodedPairs:
         """The longer side of each pair: int64 [pairs]."""
         return np.array([max(len(a), len(b)) for a, b in zip(self.source, self.target, strict=True)])
 
-    def batch(self, rows: np.ndarray, pad: int, start: int, width: int | None = None) -> dict[str, Tensor]:
+    def batch(
+        self, rows: np.ndarray, pad: int, start: int, width: int | None = None, wait: int | None = None
+    ) -> dict[str, Tensor]:
         """A padded batch of rows, `width` or as long as the longest row.
 
         Returns:
-            `input_ids`, `attention_mask`, `decoder_input_ids` (the labels behind `start`) and `labels`, int64 each.
+            `input_ids`, `attention_mask`, `decoder_input_ids` (the labels behind `start`) and `labels`, int64 each; and
+            `visible_source` of wait-k, or of reading all with k = 0, unless `wait` is `None`.
         """
         source, target = [self.source[row] for row in rows], [self.target[row] for row in rows]
         shifted = [np.concatenate([[start], ids[:-1]]) for ids in target]
-        return {
+        batch = {
             "input_ids": _pad(source, pad, width),
             "attention_mask": _pad([np.ones_like(ids) for ids in source], 0, width),
             "decoder_input_ids": _pad(shifted, pad, width),
             "labels": _pad(target, IGNORED, width),
         }
+        if wait is not None:
+            policy, lengths = WaitK(wait) if wait else ReadAll(), batch["attention_mask"].sum(1)
+            batch["visible_source"] = policy.visible(lengths, batch["labels"].shape[1])
+        return batch
 
 
 def _pad(rows: list[np.ndarray], value: int, width: int | None) -> Tensor:
@@ -247,9 +256,13 @@ class Order:
 
 
 def updates(
-    pairs: EncodedPairs, order: Order, pad: int, start: int, first_update: int = 0
+    pairs: EncodedPairs, order: Order, pad: int, start: int, first_update: int = 0, waits: Sequence[int] = ()
 ) -> Iterator[list[dict[str, Tensor]]]:
-    """The batches of this process for every update from `first_update` on, without an end; resuming needs no state."""
+    """The batches of this process for every update from `first_update` on, without an end; resuming needs no state.
+
+    Args:
+        waits: each batch draws one of them, see `EncodedPairs.batch`.
+    """
     lengths = pairs.lengths
 
     def rows() -> Iterator[np.ndarray]:
@@ -260,4 +273,5 @@ def updates(
     for update in count():
         mine: list[Any] = [next(batches) for _ in range(group)][order.index :: order.processes]
         if update >= first_update:
-            yield [pairs.batch(part, pad, start) for part in mine]
+            drawn = random.Random(f"{order.seed} {update} {order.index}")
+            yield [pairs.batch(part, pad, start, wait=drawn.choice(waits) if waits else None) for part in mine]

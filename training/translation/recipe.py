@@ -25,11 +25,14 @@ class TranslationRecipe(Recipe):
     tokenizer: str
     vocab_size: int
     max_length: int
+    # model
+    model_name_or_path: str
     # optimisation
     batch_tokens: int
     accumulation: int
     warmup_steps: int
     label_smoothing: float
+    wait_k: list[int]
     # translating
     average_checkpoints: int
     num_beams: int
@@ -52,6 +55,9 @@ class TranslationRecipe(Recipe):
         splits = [split for split in (self.train_split, self.validation_split, self.test_split) if split]
         self.require(("train_split",), lambda _: len({*splits}) == len(splits), "another split than the others")
         self.require(("target_language",), lambda value: value != self.source_language, "another language")
+        simultaneous = self.model.get("source_is_causal", False)
+        self.require(("wait_k",), lambda value: simultaneous or not value, "[] unless `model.source_is_causal` is true")
+        self.require(("wait_k",), lambda value: all(k >= 0 for k in value), "numbers of at least 0")
         least = self.max_length
         self.require(("batch_tokens",), lambda value: value >= least, f"at least `max_length` ({least})")
         if not self.tokenizer:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 from common.machine import plural
-from common.models import SEQ2SEQ, load_tokenizer, make_config, sketch
+from common.models import DAMAGED, SEQ2SEQ, load_tokenizer, make_config, sketch
 from data.tokenizer import ending
 from datasets import disable_progress_bars
 from engine.checkpoint import intact_until
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_hf.scripting import TOKENIZER_FILES, UserError
+from luna_hf.scripting import TOKENIZER_FILES, UserError, reason
 from translation.card import make_card
 from translation.pairs import (
     IGNORED,
@@ -35,7 +35,7 @@ from translation.pairs import (
     updates,
 )
 from translation.recipe import TranslationRecipe
-from translation.scores import average, evaluate_split, search
+from translation.scores import average, evaluate_split, evaluate_wait, search
 
 
 class SmoothedLoss(nn.Module):
@@ -84,7 +84,8 @@ class Translation(Run):
         """Load the tokenizer, and check the model."""
         recipe = self.recipe
         self.accelerator.gradient_accumulation_steps = recipe.accumulation
-        self.tokenizer = ending(load_tokenizer(recipe.tokenizer)) if recipe.tokenizer else None
+        named = recipe.tokenizer or recipe.model_name_or_path
+        self.tokenizer = ending(load_tokenizer(named)) if named else None
         vocabulary = len(self.tokenizer) if self.tokenizer else recipe.vocab_size
         config = make_config(recipe.model, self.tokenizer, vocabulary, SEQ2SEQ)
         sketch(config, SEQ2SEQ)
@@ -127,9 +128,11 @@ class Translation(Run):
         )
         set_seed(recipe.seed)
         model = AutoModelForSeq2SeqLM.from_config(make_config(recipe.model, tokenizer, len(tokenizer), SEQ2SEQ))
+        if recipe.model_name_or_path:
+            self.notes += start_from(model, recipe.model_name_or_path)
         self.training, self.parameters = training, model.num_parameters()
         self.ends = tokenizer.pad_token_id, model.config.decoder_start_token_id
-        self.held_out = _rows(held_out, *self.ends)
+        self.held_out = _rows(held_out, *self.ends, wait=recipe.wait_k[0] if recipe.wait_k else None)
         targets = torch.from_numpy(np.concatenate(training.target))
         counts = torch.bincount(targets, minlength=len(tokenizer))
         self.unigram_loss = unigram_loss(self.held_out, counts)
@@ -150,7 +153,7 @@ class Translation(Run):
         recipe, accelerator = self.recipe, self.accelerator
         processes = accelerator.num_processes, accelerator.process_index
         order = Order(recipe.batch_tokens, recipe.accumulation, *processes, recipe.seed)
-        self.updates = updates(self.training, order, *self.ends, self.counters.step)
+        self.updates = updates(self.training, order, *self.ends, self.counters.step, recipe.wait_k)
 
     def announce(self) -> None:
         """Print what is about to run."""
@@ -195,7 +198,10 @@ class Translation(Run):
         recipe, scores = self.recipe, {}
         names = {"validation": recipe.validation_split, **({"test": "test"} if recipe.test_split else {})}
         for name, split in names.items():
-            scores[name] = evaluate_split(self.model, self.tokenizer, self.splits[split], recipe.eval_batch_size)
+            own = self.model, self.tokenizer, self.splits[split], recipe.eval_batch_size
+            scores[name] = evaluate_split(*own)
+            if waits := [k for k in recipe.wait_k if k]:
+                scores[name]["simultaneous"] = {str(k): evaluate_wait(*own, k) for k in waits}
         return scores
 
     def card(self, figures: dict[str, Any]) -> str:
@@ -219,10 +225,25 @@ class Translation(Run):
         return f"BLEU is below the recipe's `min_bleu` of {recipe.min_bleu}. Train longer (`max_steps`)."
 
 
-def _rows(pairs: EncodedPairs, pad: int, start: int) -> list[dict[str, Tensor]]:
+def start_from(model: PreTrainedModel, source: str) -> list[str]:
+    """Load the weights of another encoder-decoder, and return what the two do not share.
+
+    Raises:
+        UserError: It cannot be loaded, or a weight has another shape.
+    """
+    try:
+        weights = AutoModelForSeq2SeqLM.from_pretrained(source, dtype=torch.float32).state_dict()
+        missing, unused = model.load_state_dict(weights, strict=False)
+    except DAMAGED as error:
+        raise UserError(f"The model cannot start from {source} ({reason(error)}).") from error
+    found = {"new": set(missing) - set(model.all_tied_weights_keys), "not used": unused}
+    return [f"Of `{source}`, {', '.join(sorted(names))} were {kind}." for kind, names in found.items() if names]
+
+
+def _rows(pairs: EncodedPairs, pad: int, start: int, wait: int | None) -> list[dict[str, Tensor]]:
     """Held-out pairs as rows of one width."""
     width = int(pairs.lengths.max())
-    batches = (pairs.batch([row], pad, start, width) for row in range(len(pairs.source)))
+    batches = (pairs.batch([row], pad, start, width, wait) for row in range(len(pairs.source)))
     return [{name: tensor[0] for name, tensor in batch.items()} for batch in batches]
 
 

@@ -12,6 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_hf.scripting import UserError
+from luna_hf.simultaneous import WaitK
+from translation.latency import mean_latencies
 from translation.pairs import Pairs, encode
 from translation.recipe import TranslationRecipe
 
@@ -26,9 +28,9 @@ def search(recipe: TranslationRecipe) -> dict[str, Any]:
 
 @torch.no_grad()
 def translate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], batch_size: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], batch_size: int, **options: Any
 ) -> list[str]:
-    """Translate texts as the model's `generation_config` says, in batches of similar length."""
+    """Translate texts as the model's `generation_config` and `options` say, in batches of similar length."""
     rows = encode(texts, tokenizer)
     order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
     found: dict[int, str] = {}
@@ -37,7 +39,7 @@ def translate(
         ids = [torch.from_numpy(rows[place]) for place in places]
         mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
         padded = pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
-        made = model.generate(padded.to(model.device), attention_mask=mask.to(model.device))
+        made = model.generate(padded.to(model.device), attention_mask=mask.to(model.device), **options)
         texts_of = tokenizer.batch_decode(made, skip_special_tokens=True)
         found |= {place: text.strip() for place, text in zip(places, texts_of, strict=True)}
     return [found[place] for place in range(len(rows))]
@@ -62,6 +64,15 @@ def evaluate_split(
         for source, text, reference in list(zip(pairs.source, made, pairs.target, strict=True))[:5]
     ]
     return {"pairs": len(pairs), **score(made, pairs.target), "samples": samples}
+
+
+def evaluate_wait(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Pairs, batch_size: int, k: int
+) -> dict[str, Any]:
+    """Scores of a split in simultaneous translation by wait-k with greedy search, and mean latencies in tokens."""
+    made = translate(model, tokenizer, pairs.source, batch_size, policy=WaitK(k), num_beams=1)
+    sides = [[len(ids) for ids in encode(texts, tokenizer)] for texts in (pairs.source, made, pairs.target)]
+    return {**score(made, pairs.target), **mean_latencies(WaitK(k), *sides)}
 
 
 def average(folders: Sequence[Path]) -> dict[str, Tensor]:

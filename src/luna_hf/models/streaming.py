@@ -74,7 +74,7 @@ class StreamingDecoderMixin(CrossDecoderMixin):
             visible = check_visible(visible_source, (batch, length))
         order, targets, writes = interleave(keep, (visible - before).clamp(min=0))
         merged = make_context(writes, writes.shape[1], writes.device, written, context.options, context.window)
-        merged = merged._replace(slots=context.slots)
+        merged = merged._replace(slots=context.slots, readers=targets)
         context = context._replace(source=Interleaving(order, targets, merged))
         hidden_states, _ = self.encoder(hidden_states, self.first_slot_states(), states, context)
         if written is not None:

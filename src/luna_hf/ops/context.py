@@ -39,6 +39,7 @@ class ForwardContext(NamedTuple):
     updates_slots: bool = True  # whether something reads the slot states after the last layer
     slots: bool = True  # whether the slots are read
     options: dict[str, Any] = {}  # keyword arguments for the attention backend
+    readers: Tensor | None = None  # (b, q) places of the tokens that write nothing, but whose outputs are of use
     source: Any = None  # cross-attention only: the `ForwardContext` of the source, while it is written
 
     def slot_tokens(self) -> Tensor | None:

@@ -71,6 +71,29 @@ class SlotMemory(NamedTuple):
         return BlockPart(_as_rows(self.key), _as_rows(self.value), places, terms)
 
 
+class Readers(NamedTuple):
+    """Tokens of a pass that write nothing and read the latest tokens before them, each with its own keys."""
+
+    places: Tensor  # (b, q) where they are among the n tokens of the pass
+    key: Tensor  # (b, h, q, w, c)
+    value: Tensor
+    real: Tensor  # (b, q, w) whether a window holds a token there
+
+    def take(self, states: Tensor) -> Tensor:
+        """Select their states: (b, h, n, ...) to (b, h, q, ...)."""
+        return states.gather(2, self.places[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[-1]))
+
+    def put(self, states: Tensor, own: Tensor, dim: int = 2) -> Tensor:
+        """Put their results (b, h, q, x) into those of all tokens (b, h, n, x); or at dimension 1, without heads."""
+        shape = (-1, *[1] * (dim - 1), self.places.shape[1], 1)
+        return states.scatter(dim, self.places.view(shape).expand_as(own), own.to(states.dtype))
+
+    def narrowed(self, window: int) -> "Readers":
+        """Return the last tokens of the windows."""
+        key, value = (states[..., -window:, :] for states in (self.key, self.value))
+        return Readers(self.places, key, value, self.real[..., -window:])
+
+
 class WindowMemory(NamedTuple):
     """A sliding window: keys and values of tokens, each read by the queries around it, real tokens before padding.
 
@@ -89,6 +112,7 @@ class WindowMemory(NamedTuple):
     is_step: bool = False  # whether one query reads all, the last one's
     bias: Tensor | None = None  # (w,) added to the logits of a window's tokens, from the first to the last
     elsewhere: Tensor | None = None  # (b, 1 or h, n) tokens that another part of the same read holds
+    readers: Readers | None = None  # tokens that write nothing, whose places in the order are those of others
 
     @classmethod
     def of_encoder(
@@ -131,7 +155,7 @@ class WindowMemory(NamedTuple):
         real = None if keep is None else torch.arange(length, device=device) < keep.sum(1, keepdim=True)
         order = {"ranks": ranks, "keep": keep, "ordered": True, "causal": True}
         if cache is None:
-            return cls(key, value, real, window, **order)
+            return cls(key, value, real, window, **order).for_readers(context.readers)
         real = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
         key, value = (torch.cat(pair, dim=2) for pair in zip(queue, (key, value), strict=True))
         # The last real tokens, of the queue and the new ones, stay in the cache.
@@ -139,12 +163,25 @@ class WindowMemory(NamedTuple):
         last = last[:, None, :, None].expand(-1, heads, -1, size)
         cache.write(**{name: states.gather(2, last) for name, states in zip(names, (key, value), strict=True)})
         real = torch.cat([_filled(window, context.before).expand(batch, -1), real], dim=1)
-        return cls(key, value, real, window, earlier=window, **order)
+        return cls(key, value, real, window, earlier=window, **order).for_readers(context.readers)
+
+    def for_readers(self, places: Tensor | None) -> "WindowMemory":
+        """Return a causal window with what tokens at some places (b, q) read, which write nothing; see `Readers`."""
+        if places is None:
+            return self
+        last = self.keep.long().cumsum(1).gather(1, places) + self.earlier  # the place behind the newest token
+        found = last.unsqueeze(-1) + torch.arange(-self.window, 0, device=places.device)
+        inside = found.clamp(min=0)  # (b, q, w)
+        rows = torch.arange(len(places), device=places.device)[:, None, None]
+        real = (found >= 0) & self.real[rows, inside]
+        key, value = (states.transpose(1, 2)[rows, inside].movedim(3, 1) for states in (self.key, self.value))
+        return self._replace(readers=Readers(places, key, value, real))
 
     def narrowed(self, window: int) -> "WindowMemory":
         """Return a causal window of the last tokens of this one."""
         if not self.is_step:
-            return self._replace(window=window)
+            readers = None if self.readers is None else self.readers.narrowed(window)
+            return self._replace(window=window, readers=readers)
         sides = (states[:, :, -window:] for states in (self.key, self.value))
         return WindowMemory(*sides, self.real[:, -window:], window, causal=True, is_step=True)
 
@@ -170,6 +207,10 @@ class WindowMemory(NamedTuple):
             mask = join_masks([part.terms], [logits.shape[-1]], logits)
             logits = window_weights(logits.masked_fill(~mask, torch.finfo(logits.dtype).min), self.window)
             logits = self.put_back(join_blocks(logits.transpose(1, 2), rows, places)).transpose(1, 2)
+            if self.readers is not None:
+                own = torch.matmul(self.readers.key, self.readers.take(query).unsqueeze(-1)).squeeze(-1)
+                own = own.masked_fill(~self.readers.real[:, None], torch.finfo(logits.dtype).min)
+                logits = self.readers.put(logits, own)
         unread = torch.arange(logits.shape[-1], 0, -1, device=logits.device) > window
         return logits.masked_fill(unread, torch.finfo(logits.dtype).min)
 
@@ -177,13 +218,17 @@ class WindowMemory(NamedTuple):
         """Sum a causal window's values with weights (b, h, n, w) for the keys of `logits`: (b, h, n, c)."""
         if self.is_step:
             return torch.matmul(weights, self.value)
-        weights = self.put_in_order(weights)
+        given, weights = weights, self.put_in_order(weights)
         rows, places = weights.shape[0], weights.shape[2]
         part = self.in_blocks(self.window)
         value = part.gather(part.value)
         weights = band_weights(query_blocks(weights, self.window), value.shape[2])
         states = join_blocks(torch.matmul(weights, value).transpose(1, 2), rows, places)
-        return self.put_back(states).transpose(1, 2)
+        states = self.put_back(states).transpose(1, 2)
+        if self.readers is None:
+            return states
+        own = torch.matmul(self.readers.take(given).unsqueeze(-2), self.readers.value).squeeze(-2)
+        return self.readers.put(states, own)
 
     def as_slots(self) -> SlotMemory:
         """Let the query of a step read all tokens, or the ordered queries of a short row the whole row under a mask."""

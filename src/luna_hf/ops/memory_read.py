@@ -145,6 +145,8 @@ def read_memories(
     windows = [memory for memory in memories if isinstance(memory, WindowMemory)]
     if not windows:
         return _read_slots(module, query, memories, options)
+    if windows[0].readers is not None:
+        return _read_by_readers(module, query, windows[0], options)
     query, widest = windows[0].put_in_order(query), max(memory.window for memory in windows)
     # Eager attention returns weights by window.
     is_short = not is_tracing(query) and module.config._attn_implementation != "eager"
@@ -156,6 +158,24 @@ def read_memories(
         output, weights = _read_blocks(module, query, memories, widest, options)
     weights = None if weights is None else windows[0].put_back(weights.transpose(1, 2)).transpose(1, 2)
     return windows[0].put_back(output), weights
+
+
+def _read_by_readers(
+    module: nn.Module, query: Tensor, window: WindowMemory, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Read a window, and what its readers read: each of them is a row of one query."""
+
+    def as_rows(states: Tensor) -> Tensor:
+        return states.transpose(1, 2).flatten(0, 1)
+
+    output, weights = read_memories(module, query, [window._replace(readers=None)], options)
+    readers, bias = window.readers, None if window.bias is None else window.bias.expand(1, 1, -1)
+    slots = SlotMemory(as_rows(readers.key), as_rows(readers.value), readers.real.flatten(0, 1)[:, None], bias)
+    own, shown = read_memories(module, as_rows(readers.take(query)).unsqueeze(2), [slots], options)
+    output = readers.put(output, own.view(*readers.places.shape, -1), dim=1)
+    if weights is not None:
+        weights = readers.put(weights, shown.squeeze(2).unflatten(0, readers.places.shape).transpose(1, 2))
+    return output, weights
 
 
 def _read_slots(

@@ -1,0 +1,234 @@
+"""Simultaneous translation: policies, streams of tokens and of text, `generate(policy=...)`, latencies, training."""
+
+import json
+
+import pytest
+import torch
+import train_translation
+from helpers import FAMILIES, padded_batch, random_ids, refused, start, tiny_seq2seq_model
+from tiny_translation import arguments, write_parallel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
+from translation.latency import (
+    average_lagging,
+    differentiable_average_lagging,
+    length_adaptive_average_lagging,
+    mean_latencies,
+)
+from translation.pairs import EncodedPairs, Order, updates
+
+from luna_hf import MemoryCache
+from luna_hf.simultaneous import Policy, ReadAll, SimultaneousTranslator, TranslationStream, WaitK
+
+families = pytest.mark.parametrize("family", list(FAMILIES))
+LENGTHS = (9, 14, 4)
+ENDS = [3, 5, 7, 9, 11, 13]
+
+
+class Pairwise(Policy):
+    """A user's policy: two tokens for each one."""
+
+    def needed(self, written):
+        return 2 * written + 2
+
+
+def make(family, ends=ENDS):
+    model = tiny_seq2seq_model(family, source_is_causal=True).double()
+    model.generation_config.eos_token_id = ends
+    return model
+
+
+# ---- policies ----
+
+
+def test_policies():
+    lengths = torch.tensor([3, 8])
+    assert WaitK(2).visible(lengths, 5).tolist() == [[2, 3, 3, 3, 3], [2, 3, 4, 5, 6]]
+    assert ReadAll().visible(lengths, 2).tolist() == [[3, 3], [8, 8]]
+    assert Pairwise().visible(lengths, 3).tolist() == [[2, 3, 3], [2, 4, 6]]
+    with refused("`k` is 0"):
+        WaitK(0)
+
+
+# ---- streams of tokens ----
+
+
+@families
+@pytest.mark.parametrize("policy", [WaitK(1), WaitK(3), Pairwise(), ReadAll()], ids=str)
+@torch.no_grad()
+def test_a_stream_writes_what_generate_does(family, policy):
+    """Three streams at once; and no translation ends before its source."""
+    model, batch = make(family), padded_batch(list(LENGTHS))
+    made = model.generate(**batch, policy=policy, max_new_tokens=14, num_beams=1)[:, 1:]
+    stream, parts = TranslationStream(model, policy, 3, max_new_tokens=20), []
+    for place in range(max(LENGTHS)):
+        column = slice(place, place + 1)
+        stream.read(batch["input_ids"][:, column], batch["attention_mask"][:, column])
+        stream.end(torch.tensor(LENGTHS) == place + 1)
+        parts.append(stream.write())
+    written = torch.cat(parts, 1)
+    for row, length in enumerate(LENGTHS):
+        own = [token for token in written[row].tolist() if token != model.config.pad_token_id]
+        until = next((place for place, token in enumerate(made[row].tolist()) if token in ENDS), 14)
+        assert own[:until] == made[row, :until].tolist()
+        ends_early = (made[row] == torch.tensor(ENDS)[:, None]).any(0).nonzero().flatten()[:1].tolist()
+        shown = policy.visible(torch.tensor([length]), 14)[0]
+        assert all(shown[place] == length for place in ends_early)
+    assert stream.done.all() and stream.ready().sum() == 0
+
+
+@families
+@torch.no_grad()
+def test_beams_follow_a_policy(family):
+    """Reading all first equals the ordinary search; rows do not depend on their batch."""
+    model, batch = make(family, [3]), padded_batch(list(LENGTHS))
+    options = {"num_beams": 3, "max_new_tokens": 8}
+    plain = model.generate(**batch, **options)
+    assert torch.equal(model.generate(**batch, policy=ReadAll(), **options), plain)
+    made = model.generate(**batch, policy=WaitK(2), **options)
+    for row, length in enumerate(LENGTHS):
+        alone = model.generate(batch["input_ids"][row : row + 1, :length], policy=WaitK(2), **options)[0]
+        assert made[row, : len(alone)].tolist() == alone.tolist()
+
+
+@torch.no_grad()
+def test_an_endless_source_keeps_the_state_and_stays_finite():
+    model = tiny_seq2seq_model("leapformer", source_is_causal=True, position_embedding_type="sinusoidal")
+    stream, sizes = TranslationStream(model, WaitK(3)), set()
+    for number in range(12):
+        stream.read(random_ids(1, 500, seed=number))
+        sizes.add(stream.cache.nbytes) if stream.write().numel() else None
+    assert len(sizes) == 1 and stream.written.item() == 5998
+    assert all(state.isfinite().all() for layer in stream.cache.layers for state in layer.states.values())
+
+
+def test_streams_refuse_what_cannot_be():
+    with refused("source_is_causal"):
+        TranslationStream(tiny_seq2seq_model("luna"), WaitK(2))
+    stream = TranslationStream(make("luna"), WaitK(2))
+    stream.read(random_ids(1, 3))
+    stream.end()
+    with refused("has ended"):
+        stream.read(random_ids(1, 1))
+    cache = MemoryCache(tiny_seq2seq_model("luna").config)
+    whole = tiny_seq2seq_model("luna")
+    whole.base_model.write_source(cache, random_ids(1, 3))
+    with refused("cannot go on"):
+        whole.base_model.write_source(cache, random_ids(1, 3))
+
+
+# ---- streams of text ----
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A tiny wait-k translation run."""
+    folder = tmp_path_factory.mktemp("run")
+    data = write_parallel(folder / "data")
+    words = arguments(data, folder / "out", wait_k="[2, 0]", model__source_is_causal=True)
+    assert start(train_translation, words) == 0
+    return data, folder / "out"
+
+
+def test_text_in_pieces_of_any_size(run):
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(run[1]), AutoTokenizer.from_pretrained(run[1])
+    translator = SimultaneousTranslator(model, tokenizer, WaitK(2))
+    text = "two red dogs see one cat  and run"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    made = model.generate(ids, policy=WaitK(2), num_beams=1, max_new_tokens=len(ids[0]) + 20)
+    expected = tokenizer.decode(made[0], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    for size in (1, 3, 100):
+        chunks = [text[place : place + size] for place in range(0, len(text), size)]
+        pieces = list(translator.stream(chunks, max_new_tokens=20))
+        assert "".join(pieces)[: len(expected)] == expected
+        assert len(pieces) > 1 and all(" " not in piece[1:] for piece in pieces)
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    assert list(translator.stream([tokens[:3], tokens[3:]], max_new_tokens=20)) == pieces
+    first = next(iter(translator.stream(endless())))
+    assert first.strip()
+
+
+def endless():
+    while True:
+        yield "two dogs "
+
+
+def test_special_tokens_of_both_ends_are_read():
+    """Of a tokenizer that opens a text, too."""
+    backend = Tokenizer(models.BPE(vocab={"[C]": 0, "[S]": 1, "a": 2, "b": 3}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.BPEDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[C]", sep_token="[S]")
+    assert SimultaneousTranslator(None, tokenizer, WaitK(1)).special_tokens() == ([], [])
+    backend.post_processor = processors.TemplateProcessing(single="[C] $A [S]", special_tokens=[("[C]", 0), ("[S]", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[C]", sep_token="[S]")
+    assert SimultaneousTranslator(None, tokenizer, WaitK(1)).special_tokens() == ([0], [1])
+
+
+# ---- latency ----
+
+
+def test_latencies_of_the_papers():
+    """Wait-k lags by k where source and target are equally long (Ma et al. 2019; Cherry and Foster 2019)."""
+    for k in (1, 3, 5):
+        delays = WaitK(k).visible(torch.tensor([12]), 12)[0].tolist()
+        assert average_lagging(delays, 12) == pytest.approx(k)
+        assert differentiable_average_lagging(delays, 12) == pytest.approx(k)
+        assert length_adaptive_average_lagging(delays, 12, 12) == pytest.approx(k)
+    whole = [6] * 6  # the source is read first: AL is its length, and DAL is, too
+    assert average_lagging(whole, 6) == 6 and differentiable_average_lagging(whole, 6) == pytest.approx(6)
+
+
+def test_latencies_by_hand():
+    """Three source tokens, six target tokens: a rate of two."""
+    delays = [1, 1, 2, 2, 3, 3]
+    assert average_lagging(delays, 3) == pytest.approx((1 + 0.5 + 1 + 0.5 + 1) / 5)
+    # With a reference of twelve tokens, an ideal translator would write four for each source token.
+    assert length_adaptive_average_lagging(delays, 3, 12) == pytest.approx((1 + 0.75 + 1.5 + 1.25 + 2) / 5)
+    assert differentiable_average_lagging(delays, 3) == pytest.approx(1.0)
+    assert mean_latencies(WaitK(1), [4, 4], [4, 4], [4, 4]) == {
+        "average_lagging": 1.0,
+        "length_adaptive_average_lagging": 1.0,
+        "differentiable_average_lagging": 1.0,
+    }
+
+
+# ---- training ----
+
+
+def test_each_batch_draws_its_k_and_a_resumed_run_the_same():
+    rows = [torch.arange(4, 4 + length).numpy() for length in (3, 5, 2, 4, 6, 3, 2, 5)]
+    encoded, order = EncodedPairs(rows, rows, 0), Order(12, 1, 1, 0, 0)
+    whole = updates(encoded, order, 1, 2, waits=[1, 0])
+    first = [next(whole)[0]["visible_source"] for _ in range(12)]
+    later = updates(encoded, order, 1, 2, first_update=7, waits=[1, 0])
+    assert all(torch.equal(next(later)[0]["visible_source"], found) for found in first[7:])
+    starts = {bool((found[:, 0] == 1).all()) for found in first}
+    assert starts == {True, False}
+
+
+def test_a_recipe_trains_and_scores_it(run):
+    figures = json.loads((run[1] / "metrics.json").read_text())
+    scores = figures["test"]["simultaneous"]
+    assert scores.keys() == {"2"} and scores["2"]["average_lagging"] > 0 and "bleu" in scores["2"]
+    assert json.loads((run[1] / "config.json").read_text())["source_is_causal"]
+
+
+def test_an_ordinary_model_is_continued(run, tmp_path, capsys):
+    """Its weights are the start: a learning rate of almost zero keeps them."""
+    data, _ = run
+    assert start(train_translation, arguments(data, tmp_path / "plain")) == 0
+    continued = {"model_name_or_path": tmp_path / "plain", "wait_k": "[3]", "learning_rate": 1e-12, "max_steps": 2}
+    words = arguments(data, tmp_path / "out", **continued, average_checkpoints=1, model__source_is_causal=True)
+    assert start(train_translation, words) == 0
+    plain, model = (AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name) for name in ("plain", "out"))
+    kept = plain.state_dict()
+    own = {name: value for name, value in model.state_dict().items() if name in kept}
+    assert all(torch.allclose(value, kept[name], atol=1e-6) for name, value in own.items())
+    assert "were new" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_recipe_that_does_not_fit(run, tmp_path, capsys):
+    assert start(train_translation, arguments(run[0], tmp_path, wait_k="[2]")) == 2
+    assert "source_is_causal" in capsys.readouterr().err
+    words = arguments(run[0], tmp_path, wait_k="[-1]", model__source_is_causal=True)
+    assert start(train_translation, words) == 2
