@@ -26,7 +26,7 @@ class TranslationRecipe(Recipe):
     vocab_size: int
     max_length: int
     # model
-    model_name_or_path: str
+    initial_weights: str
     # optimisation
     batch_tokens: int
     accumulation: int

@@ -84,7 +84,7 @@ class Translation(Run):
         """Load the tokenizer, and check the model."""
         recipe = self.recipe
         self.accelerator.gradient_accumulation_steps = recipe.accumulation
-        named = recipe.tokenizer or recipe.model_name_or_path
+        named = recipe.tokenizer or recipe.initial_weights
         self.tokenizer = ending(load_tokenizer(named)) if named else None
         vocabulary = len(self.tokenizer) if self.tokenizer else recipe.vocab_size
         config = make_config(recipe.model, self.tokenizer, vocabulary, SEQ2SEQ)
@@ -128,8 +128,8 @@ class Translation(Run):
         )
         set_seed(recipe.seed)
         model = AutoModelForSeq2SeqLM.from_config(make_config(recipe.model, tokenizer, len(tokenizer), SEQ2SEQ))
-        if recipe.model_name_or_path:
-            self.notes += start_from(model, recipe.model_name_or_path)
+        if recipe.initial_weights:
+            self.notes += start_from(model, recipe.initial_weights)
         self.training, self.parameters = training, model.num_parameters()
         self.ends = tokenizer.pad_token_id, model.config.decoder_start_token_id
         self.held_out = _rows(held_out, *self.ends, wait=recipe.wait_k[0] if recipe.wait_k else None)
