@@ -11,6 +11,8 @@ from test_generation_compile import compiled_with
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
+from luna_hf import MemoryCache
+
 families = pytest.mark.parametrize("family", list(FAMILIES))
 WAYS = {
     "greedy": {},
@@ -104,6 +106,25 @@ def test_a_state_continues_a_text(family):
     other = {**given, "decoder_input_ids": first.sequences + 1}
     with refused("cache"):
         texts(model, {**inputs, **other})
+
+
+@families
+def test_a_state_of_another_source_is_refused(family):
+    """However the state was made; and not for other padding, nor with beams."""
+    model, inputs = make(family), source()
+    other = {**inputs, "input_ids": inputs["input_ids"].roll(1, 1)}
+    for beams in (1, 2):
+        made = texts(model, inputs, num_beams=beams, return_dict_in_generate=True)
+        with refused("another source"):
+            texts(model, {**other, "cache": made.cache}, num_beams=beams)
+    cache = MemoryCache(model.config)
+    first = torch.full((3, 1), model.config.decoder_start_token_id)
+    with torch.no_grad():
+        model(**inputs, decoder_input_ids=first, cache=cache)
+    start = {"cache": cache, "decoder_input_ids": torch.cat([first, first + 3], 1)}
+    assert len(texts(model, {**source("left"), **start})) == 3
+    with refused("another source"):
+        texts(model, {**other, "cache": cache})
 
 
 @pytest.mark.parametrize("family", ["luna", "leapformer"])

@@ -150,6 +150,10 @@ class MemoryCache(Cache):
         """The states of the source, where it is causal."""
         return [part for part in (self.source, self.written) if part is not None]
 
+    def note_source(self, checksum: Tensor) -> None:
+        """Record the checksum (b,) of a whole source, by which `generate` knows it again."""
+        self.rows.write(source=checksum)
+
     @property
     def nbytes(self) -> int:
         """Total size of all tensors in bytes."""

@@ -13,16 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation import GenerationMode
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPastAndCrossAttentions,
     ModelOutput,
-    Seq2SeqLMOutput,
     Seq2SeqModelOutput,
 )
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.deprecation import deprecate_kwarg
@@ -34,18 +30,15 @@ from ..layers.block import LayerStack
 from ..layers.cache import MemoryCache
 from ..layers.cross_attention import CrossAttentionBlock, CrossLayer
 from ..layers.memory_attention import MemoryAttention
-from ..ops.attention import linear
-from ..ops.context import ForwardContext, drop_if_full, make_context
-from .base import BoundedMemoryPreTrainedModel, HeadMixin
+from ..ops.context import ForwardContext, drop_if_full, make_context, token_ranks
+from .base import BoundedMemoryPreTrainedModel
 from .decoder import DecoderModelMixin
 from .encoder import EncoderPreTrainedModel, resize_table
-from .encoder_heads import cross_entropy
-from .generation import GenerationHooks
-from .policy import EndAfterSource, next_source
+from .generation import text_checksum
 
-_SOURCE_WORDS = "encoder.embeddings.word_embeddings.weight"
+SOURCE_WORDS = "encoder.embeddings.word_embeddings.weight"
 
-_TARGET_WORDS = "decoder.embeddings.word_embeddings.weight"
+TARGET_WORDS = "decoder.embeddings.word_embeddings.weight"
 
 
 class CrossDecoderMixin(DecoderModelMixin):
@@ -170,6 +163,12 @@ class CrossDecoderMixin(DecoderModelMixin):
         return states, None if attention_mask is None else attention_mask != 0
 
 
+def source_checksum(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the checksum (b,) of the ids of a source (b, s), whatever its padding."""
+    keep = None if attention_mask is None else attention_mask != 0
+    return text_checksum(input_ids, token_ranks(keep, input_ids.shape[1], input_ids.device), keep)
+
+
 class Seq2SeqPreTrainedModel(EncoderPreTrainedModel):
     """Base class of the encoder-decoders: embeddings, which source, target and output layer may share."""
 
@@ -186,7 +185,7 @@ class Seq2SeqPreTrainedModel(EncoderPreTrainedModel):
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """Return the tied weights and their sources, by the config's two fields."""
         base = "" if self.base_model is self else f"{self.base_model_prefix}."
-        source, target = base + _SOURCE_WORDS, base + _TARGET_WORDS
+        source, target = base + SOURCE_WORDS, base + TARGET_WORDS
         tied = {target: source} if self.config.share_encoder_decoder_embeddings else {}
         if base and self.config.tie_word_embeddings:
             tied["lm_head.weight"] = tied.get(target, target)
@@ -257,7 +256,7 @@ class Seq2SeqModelMixin:
     """Encoder and decoder without a head, the base model of a family's encoder-decoder."""
 
     auto_classes = ("AutoModel",)
-    _tied_weights_keys = {_TARGET_WORDS: _SOURCE_WORDS}
+    _tied_weights_keys = {TARGET_WORDS: SOURCE_WORDS}
     encoder_class: type[nn.Module]
     decoder_class: type[nn.Module]
     streaming_classes: tuple[type[nn.Module], type[nn.Module]]  # encoder and decoder of a causal source
@@ -327,6 +326,8 @@ class Seq2SeqModelMixin:
             source = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
             encoder_outputs = self.encoder(*source, return_dict=True, **past, **kwargs)
             attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
+            if input_ids is not None and cache is not None and not streams:
+                cache.note_source(source_checksum(input_ids, attention_mask))
         if "attentions" not in self.decoder._can_record_outputs:  # LeaPformer's decoder has no weights to return
             kwargs.pop("output_attentions", None)
         outputs = self.decoder(
@@ -381,144 +382,3 @@ class Seq2SeqModelMixin:
         if cache.source is None:
             cache.source = MemoryCache(self.encoder.config)
         return cache.source
-
-
-class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
-    """An encoder-decoder with a language modelling head, for translation and other tasks from text to text."""
-
-    auto_classes = ("AutoModelForSeq2SeqLM",)
-    output_class = Seq2SeqLMOutput
-    tied_weights = {f"{{}}.{_TARGET_WORDS}": f"{{}}.{_SOURCE_WORDS}", "lm_head.weight": f"{{}}.{_SOURCE_WORDS}"}
-
-    def __init__(self, config: BoundedMemoryConfig) -> None:
-        super().__init__(config.as_encoder_decoder())
-
-    def add_head(self, config: BoundedMemoryConfig) -> None:
-        """Create the head's modules."""
-        self.lm_head = nn.Linear(config.hidden_size, config.decoder_vocab_size, bias=False)
-
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.LongTensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: ModelOutput | None = None,
-        cache: MemoryCache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        decoder_inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        decoder_position_ids: torch.LongTensor | None = None,
-        visible_source: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> Seq2SeqLMOutput:
-        """
-        Args:
-            labels: (b, n) the target's ids, without the start token; -100 is ignored. Without `decoder_input_ids` and
-                `decoder_inputs_embeds`, the decoder's inputs are the labels shifted to the right.
-            logits_to_keep: number of final positions to compute logits for, 0 for all; or a tensor of positions.
-            num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
-            The others: see `Seq2SeqModelMixin.forward`.
-
-        Returns:
-            `loss` if labels are given; `logits` (b, n, decoder_vocab_size); `cache`, the state after the last
-            token, with the memory of the source.
-        """
-        if labels is not None:
-            if decoder_input_ids is None and decoder_inputs_embeds is None:
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-            use_cache = False if use_cache is None else use_cache
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask,
-            encoder_outputs=encoder_outputs,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            decoder_inputs_embeds=decoder_inputs_embeds,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            decoder_position_ids=decoder_position_ids,
-            visible_source=visible_source,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
-        )
-        logits = linear(self.lm_head, slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
-        return self.make_output(outputs, loss=loss, logits=logits)
-
-    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """Shift labels (b, n) to the right, behind the start token; -100 becomes padding."""
-        first = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
-        return torch.cat([first, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], dim=1)
-
-    # ---- hooks of `generate` ----
-
-    def _prepare_text_encoder_decoder_kwargs_for_generation(
-        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Like transformers', with the mask that the encoder would derive from the ids, and without the target."""
-        if model_kwargs.get("attention_mask") is None and not inputs_tensor.is_floating_point():
-            model_kwargs["attention_mask"] = (inputs_tensor != self.config.pad_token_id).long()
-        others = ("labels", "logits_to_keep", "policy")
-        given = {name: value for name, value in model_kwargs.items() if name not in others}
-        given = super()._prepare_text_encoder_decoder_kwargs_for_generation(inputs_tensor, given, *args, **kwargs)
-        return model_kwargs | {"encoder_outputs": given["encoder_outputs"]}
-
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        *args: Any,
-    ) -> None:
-        """Write the source to the state, and drop the encoder's states, which would grow with its length.
-
-        Raises:
-            ValueError: The state has a source already, or a policy cannot be followed.
-        """
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args)
-        cache, outputs = model_kwargs.get("cache"), model_kwargs["encoder_outputs"]
-        if model_kwargs.get("policy") is not None:
-            if cache is None or not self.config.source_is_causal:
-                raise ValueError("`policy` needs a model with `source_is_causal=True`, and `use_cache`.")
-            return
-        if cache is None:
-            return
-        decoder = self.get_decoder()
-        if not decoder.open_cache(cache, False, cache.batch_size).has_source:
-            decoder.write_source(cache, outputs, model_kwargs.pop("attention_mask", None), outputs[0].shape[0])
-        maps = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
-        model_kwargs["encoder_outputs"] = BaseModelOutput(**maps)
-
-    def _get_logits_processor(
-        self, generation_config: GenerationConfig, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any
-    ) -> LogitsProcessorList:
-        """Like transformers'; with a policy, a translation does not end before its source."""
-        processors = super()._get_logits_processor(generation_config, *args, model_kwargs=model_kwargs, **kwargs)
-        if (policy := model_kwargs.get("policy")) is not None:
-            mask, ends = model_kwargs["attention_mask"], generation_config._eos_token_tensor
-            processors.append(EndAfterSource(policy, mask.sum(1), [] if ends is None else ends.tolist()))
-        return processors
-
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *args: Any, cache: MemoryCache | None = None, policy: Any = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Like transformers', without a source if the state contains it, or with what a policy reads of it next."""
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, cache=cache, **kwargs)
-        if policy is not None:
-            source = kwargs["encoder_outputs"], kwargs["attention_mask"]
-            return inputs | next_source(policy, *source, input_ids.shape[1], cache)
-        if cache is not None and cache.has_source:
-            for name in ("encoder_outputs", "attention_mask"):
-                inputs.pop(name, None)
-        return inputs

@@ -8,10 +8,10 @@ control.
 from transformers import GenerationMixin
 
 from ...models.base import BoundedMemoryPreTrainedModel
+from ...models.conditional_generation import ConditionalGenerationMixin
 from ...models.decoder import CausalLMMixin, DecoderModelMixin
 from ...models.encoder import EncoderModelMixin, EncoderPreTrainedModel
 from ...models.encoder_decoder import (
-    ConditionalGenerationMixin,
     CrossDecoderMixin,
     Seq2SeqModelMixin,
     Seq2SeqPreTrainedModel,

@@ -8,10 +8,10 @@ reads the orthogonal memory alone (section 3.4).
 from transformers import GenerationMixin
 
 from ...models.base import BoundedMemoryPreTrainedModel
+from ...models.conditional_generation import ConditionalGenerationMixin
 from ...models.decoder import CausalLMMixin, DecoderModelMixin
 from ...models.encoder import EncoderModelMixin, EncoderPreTrainedModel
 from ...models.encoder_decoder import (
-    ConditionalGenerationMixin,
     CrossDecoderMixin,
     Seq2SeqModelMixin,
     Seq2SeqPreTrainedModel,

@@ -34,10 +34,10 @@ from ...layers.block import TransformerLayer
 from ...layers.embeddings import SinusoidalPositions
 from ...layers.recorded import Recorded
 from ...models.base import BoundedMemoryPreTrainedModel
+from ...models.conditional_generation import ConditionalGenerationMixin
 from ...models.decoder import CausalLMMixin, DecoderModelMixin
 from ...models.encoder import EncoderModelMixin, EncoderPreTrainedModel
 from ...models.encoder_decoder import (
-    ConditionalGenerationMixin,
     CrossDecoderMixin,
     Seq2SeqModelMixin,
     Seq2SeqPreTrainedModel,

@@ -3,10 +3,10 @@
 from transformers import GenerationMixin
 
 from ...models.base import BoundedMemoryPreTrainedModel
+from ...models.conditional_generation import ConditionalGenerationMixin
 from ...models.decoder import CausalLMMixin, DecoderModelMixin
 from ...models.encoder import EncoderModelMixin, EncoderPreTrainedModel
 from ...models.encoder_decoder import (
-    ConditionalGenerationMixin,
     CrossDecoderMixin,
     Seq2SeqModelMixin,
     Seq2SeqPreTrainedModel,
@@ -18,6 +18,7 @@ from ...models.encoder_heads import (
     SequenceClassificationMixin,
     TokenClassificationMixin,
 )
+from ...models.streaming import StreamingDecoderMixin
 from .attention import ToyAttention, ToyCausalAttention
 from .configuration import ToyConfig
 
@@ -90,6 +91,14 @@ class ToyCrossDecoder(CrossDecoderMixin, BoundedMemoryPreTrainedModel):
     cross_attention_class = ToyAttention
 
 
+class ToyStreamingDecoder(StreamingDecoderMixin, BoundedMemoryPreTrainedModel):
+    """The decoder of the toy encoder-decoder with a causal source."""
+
+    config: ToyConfig
+    base_model_prefix = "toy"
+    attention_class = ToyCausalAttention
+
+
 class ToySeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):
     """The toy encoder-decoder without a head."""
 
@@ -97,6 +106,7 @@ class ToySeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):
     base_model_prefix = "toy"
     encoder_class = ToyModel
     decoder_class = ToyCrossDecoder
+    streaming_classes = (ToyCausalModel, ToyStreamingDecoder)
 
 
 class ToyForConditionalGeneration(ConditionalGenerationMixin, Seq2SeqPreTrainedModel, GenerationMixin):
