@@ -7,6 +7,7 @@ import pytest
 import torch
 import train_translation
 from helpers import FAMILIES, padded_batch, random_ids, refused, tiny_seq2seq_model
+from safetensors.torch import load_file, save_file
 from tiny_training import start
 from tiny_translation import arguments, write_parallel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -91,6 +92,27 @@ def test_beams_follow_a_policy(family):
     for row, length in enumerate(LENGTHS):
         alone = model.generate(batch["input_ids"][row : row + 1, :length], policy=WaitK(2), **options)[0]
         assert made[row, : len(alone)].tolist() == alone.tolist()
+
+
+@families
+@torch.no_grad()
+def test_a_saved_stream_goes_on(family, tmp_path):
+    model, ids = make(family), random_ids(2, 9)
+    stream = TranslationStream(model, WaitK(2), 2, max_new_tokens=9)
+    stream.read(ids[:, :5])
+    stream.write()
+    save_file(stream.state_dict(), tmp_path / "state.safetensors")
+    loaded = TranslationStream(model, WaitK(2), 2, max_new_tokens=9)
+    loaded.load_state_dict(load_file(tmp_path / "state.safetensors"))
+    for one in (stream, loaded):
+        one.read(ids[:, 5:])
+        one.end()
+    assert torch.equal(stream.write(), loaded.write()) and loaded.cache.nbytes == stream.cache.nbytes
+    with refused("no tensor"):
+        MemoryCache(model.config).load_state_dict({"layers.9.key": torch.zeros(1)})
+    whole = MemoryCache(tiny_seq2seq_model(family).config)
+    with refused("causal source"):
+        whole.load_state_dict(stream.cache.state_dict())
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .layers.cache import MemoryCache
 from .models.policy import visible
 
+_COUNTS = ("last", "read_tokens", "written", "late", "ended", "done")
 _WORD = re.compile(r"\s*\S+(?=\s)")
 
 
@@ -96,6 +97,20 @@ class TranslationStream:
         # Source tokens, target tokens, and the latter since the end of the source.
         self.read_tokens, self.written, self.late = torch.zeros(3, rows, dtype=torch.long, **new)
         self.ended, self.done = torch.zeros(2, rows, dtype=torch.bool, **new)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the whole state by name, of constant size; `safetensors.torch.save_file` saves it."""
+        return {**self.cache.state_dict(), **{name: getattr(self, name) for name in _COUNTS}}
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Continue from the state of another stream of the same model.
+
+        Raises:
+            ValueError: The tensors are no state of the model.
+        """
+        self.cache.load_state_dict({name: state for name, state in tensors.items() if name not in _COUNTS})
+        for name in _COUNTS:
+            setattr(self, name, tensors[name].clone())
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:

@@ -6,6 +6,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils import is_torchdynamo_compiling
 
+# States within that of a decoder.
+_PARTS = ("source", "written")
 # Prefix of the names of what a decoder keeps of the source.
 SOURCE = "source_"
 
@@ -119,7 +121,9 @@ class MemoryCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, compileable: bool = False) -> None:
+        self.made_for_source = None
         if config.is_encoder_decoder and not config.is_decoder:
+            self.made_for_source = config.encoder_part() if config.source_is_causal else None
             config = config.decoder_part()
         super().__init__(layers=[MemoryCacheLayer() for _ in range(config.num_hidden_layers)])
         self.compileable = compileable
@@ -212,6 +216,40 @@ class MemoryCache(Cache):
             layer.detach()
         for part in self.parts:
             part.detach()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors of the state by name, to be saved like a model's."""
+        places = {**{f"layers.{place}": layer for place, layer in enumerate(self.layers)}, "rows": self.rows}
+        found = {f"{place}.{name}": state for place, layer in places.items() for name, state in layer.states.items()}
+        for name in _PARTS:
+            part = getattr(self, name)
+            found |= {} if part is None else {f"{name}.{key}": state for key, state in part.state_dict().items()}
+        return found
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the state by that of `state_dict`, of the same model.
+
+        Raises:
+            ValueError: The tensors are no state of the model.
+        """
+        self.reset()
+        for name, tensor in tensors.items():
+            first, *others = name.split(".")
+            if first in _PARTS:
+                continue
+            layers = {"rows": self.rows, **{f"layers.{place}": layer for place, layer in enumerate(self.layers)}}
+            layer = layers.get(".".join([first, *others[:-1]]))
+            if layer is None:
+                raise ValueError(f"The state of this model has no tensor {name!r}. Load a state that was made by it.")
+            layer.write(**{others[-1]: tensor})
+        for name, config in zip(_PARTS, (self.made_for_source, self.made_for), strict=True):
+            own = {key.removeprefix(f"{name}."): state for key, state in tensors.items() if key.startswith(f"{name}.")}
+            if own and config is None:
+                raise ValueError("The tensors are the state of a model with a causal source. Load it with that model.")
+            if own:
+                part = MemoryCache(config)
+                part.load_state_dict(own)
+                setattr(self, name, part)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, for beam search."""
