@@ -574,6 +574,7 @@ class ForwardContext(NamedTuple):
     updates_slots: bool = True  # whether something reads the slot states after the last layer
     slots: bool = True  # whether the slots are read
     options: dict[str, Any] = {}  # keyword arguments for the attention backend
+    readers: Tensor | None = None  # (b, q) places of the tokens that write nothing, but whose outputs are of use
     source: Any = None  # cross-attention only: the `ForwardContext` of the source, while it is written
 
     def slot_tokens(self) -> Tensor | None:
@@ -880,6 +881,24 @@ class SlotMemory(NamedTuple):
         return BlockPart(_as_rows(self.key), _as_rows(self.value), places, terms)
 
 
+class Readers(NamedTuple):
+    """Tokens of a pass that write nothing and read the latest tokens before them, each with its own keys."""
+
+    places: Tensor  # (b, q) where they are among the n tokens of the pass
+    key: Tensor  # (b, h, q, w, c)
+    value: Tensor
+    real: Tensor  # (b, q, w) whether a window holds a token there
+
+    def take(self, states: Tensor) -> Tensor:
+        """Select their states: (b, h, n, ...) to (b, h, q, ...)."""
+        return states.gather(2, self.places[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[-1]))
+
+    def put(self, states: Tensor, own: Tensor, dim: int = 2) -> Tensor:
+        """Put their results (b, h, q, x) into those of all tokens (b, h, n, x); or at dimension 1, without heads."""
+        shape = (-1, *[1] * (dim - 1), self.places.shape[1], 1)
+        return states.scatter(dim, self.places.view(shape).expand_as(own), own.to(states.dtype))
+
+
 class WindowMemory(NamedTuple):
     """A sliding window: keys and values of tokens, each read by the queries around it, real tokens before padding.
 
@@ -898,6 +917,7 @@ class WindowMemory(NamedTuple):
     is_step: bool = False  # whether one query reads all, the last one's
     bias: Tensor | None = None  # (w,) added to the logits of a window's tokens, from the first to the last
     elsewhere: Tensor | None = None  # (b, 1 or h, n) tokens that another part of the same read holds
+    readers: Readers | None = None  # tokens that write nothing, whose places in the order are those of others
 
     @classmethod
     def of_encoder(
@@ -940,7 +960,7 @@ class WindowMemory(NamedTuple):
         real = None if keep is None else torch.arange(length, device=device) < keep.sum(1, keepdim=True)
         order = {"ranks": ranks, "keep": keep, "ordered": True, "causal": True}
         if cache is None:
-            return cls(key, value, real, window, **order)
+            return cls(key, value, real, window, **order).for_readers(context.readers)
         real = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
         key, value = (torch.cat(pair, dim=2) for pair in zip(queue, (key, value), strict=True))
         # The last real tokens, of the queue and the new ones, stay in the cache.
@@ -948,7 +968,19 @@ class WindowMemory(NamedTuple):
         last = last[:, None, :, None].expand(-1, heads, -1, size)
         cache.write(**{name: states.gather(2, last) for name, states in zip(names, (key, value), strict=True)})
         real = torch.cat([_filled(window, context.before).expand(batch, -1), real], dim=1)
-        return cls(key, value, real, window, earlier=window, **order)
+        return cls(key, value, real, window, earlier=window, **order).for_readers(context.readers)
+
+    def for_readers(self, places: Tensor | None) -> "WindowMemory":
+        """Return a causal window with what tokens at some places (b, q) read, which write nothing; see `Readers`."""
+        if places is None:
+            return self
+        last = self.keep.long().cumsum(1).gather(1, places) + self.earlier  # the place behind the newest token
+        found = last.unsqueeze(-1) + torch.arange(-self.window, 0, device=places.device)
+        inside = found.clamp(min=0)  # (b, q, w)
+        rows = torch.arange(len(places), device=places.device)[:, None, None]
+        real = (found >= 0) & self.real[rows, inside]
+        key, value = (states.transpose(1, 2)[rows, inside].movedim(3, 1) for states in (self.key, self.value))
+        return self._replace(readers=Readers(places, key, value, real))
 
     def logits(self, query: Tensor, window: int) -> Tensor:
         """Compute the logits of a causal window alone, to be read beside something else; see `read`.
@@ -972,6 +1004,10 @@ class WindowMemory(NamedTuple):
             mask = join_masks([part.terms], [logits.shape[-1]], logits)
             logits = window_weights(logits.masked_fill(~mask, torch.finfo(logits.dtype).min), self.window)
             logits = self.put_back(join_blocks(logits.transpose(1, 2), rows, places)).transpose(1, 2)
+            if self.readers is not None:
+                own = torch.matmul(self.readers.key, self.readers.take(query).unsqueeze(-1)).squeeze(-1)
+                own = own.masked_fill(~self.readers.real[:, None], torch.finfo(logits.dtype).min)
+                logits = self.readers.put(logits, own)
         unread = torch.arange(logits.shape[-1], 0, -1, device=logits.device) > window
         return logits.masked_fill(unread, torch.finfo(logits.dtype).min)
 
@@ -979,13 +1015,17 @@ class WindowMemory(NamedTuple):
         """Sum a causal window's values with weights (b, h, n, w) for the keys of `logits`: (b, h, n, c)."""
         if self.is_step:
             return torch.matmul(weights, self.value)
-        weights = self.put_in_order(weights)
+        given, weights = weights, self.put_in_order(weights)
         rows, places = weights.shape[0], weights.shape[2]
         part = self.in_blocks(self.window)
         value = part.gather(part.value)
         weights = band_weights(query_blocks(weights, self.window), value.shape[2])
         states = join_blocks(torch.matmul(weights, value).transpose(1, 2), rows, places)
-        return self.put_back(states).transpose(1, 2)
+        states = self.put_back(states).transpose(1, 2)
+        if self.readers is None:
+            return states
+        own = torch.matmul(self.readers.take(given).unsqueeze(-2), self.readers.value).squeeze(-2)
+        return self.readers.put(states, own)
 
     def as_slots(self) -> SlotMemory:
         """Let the query of a step read all tokens, or the ordered queries of a short row the whole row under a mask."""
@@ -1292,6 +1332,8 @@ def read_memories(
     windows = [memory for memory in memories if isinstance(memory, WindowMemory)]
     if not windows:
         return _read_slots(module, query, memories, options)
+    if windows[0].readers is not None:
+        return _read_by_readers(module, query, windows[0], options)
     query, widest = windows[0].put_in_order(query), max(memory.window for memory in windows)
     # Eager attention returns weights by window.
     is_short = not is_tracing(query) and module.config._attn_implementation != "eager"
@@ -1303,6 +1345,24 @@ def read_memories(
         output, weights = _read_blocks(module, query, memories, widest, options)
     weights = None if weights is None else windows[0].put_back(weights.transpose(1, 2)).transpose(1, 2)
     return windows[0].put_back(output), weights
+
+
+def _read_by_readers(
+    module: nn.Module, query: Tensor, window: WindowMemory, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Read a window, and what its readers read: each of them is a row of one query."""
+
+    def as_rows(states: Tensor) -> Tensor:
+        return states.transpose(1, 2).flatten(0, 1)
+
+    output, weights = read_memories(module, query, [window._replace(readers=None)], options)
+    readers, bias = window.readers, None if window.bias is None else window.bias.expand(1, 1, -1)
+    slots = SlotMemory(as_rows(readers.key), as_rows(readers.value), readers.real.flatten(0, 1)[:, None], bias)
+    own, shown = read_memories(module, as_rows(readers.take(query)).unsqueeze(2), [slots], options)
+    output = readers.put(output, own.view(*readers.places.shape, -1), dim=1)
+    if weights is not None:
+        weights = readers.put(weights, shown.squeeze(2).unflatten(0, readers.places.shape).transpose(1, 2))
+    return output, weights
 
 
 def _read_slots(
@@ -2467,6 +2527,10 @@ class HeadMixin:
 # The decoding state of causal models: a transformers `Cache` of constant size.
 
 
+# States within that of a decoder.
+_PARTS = ("source", "written")
+
+
 # Prefix of the names of what a decoder keeps of the source.
 SOURCE = "source_"
 
@@ -2580,13 +2644,18 @@ class MemoryCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, compileable: bool = False) -> None:
+        self.made_for_source = None
         if config.is_encoder_decoder and not config.is_decoder:
+            self.made_for_source = config.encoder_part() if config.source_is_causal else None
             config = config.decoder_part()
         super().__init__(layers=[MemoryCacheLayer() for _ in range(config.num_hidden_layers)])
         self.compileable = compileable
         self.made_for = config
         # Input columns and real tokens so far, and a checksum of their ids, per row; they belong to no layer.
         self.rows = MemoryCacheLayer()
+        # Where the source is causal: the states of its encoder, and of the cross-attentions that its tokens write to.
+        self.source: MemoryCache | None = None
+        self.written: MemoryCache | None = None
 
     @property
     def is_compileable(self) -> bool:
@@ -2600,21 +2669,31 @@ class MemoryCache(Cache):
 
     @property
     def has_source(self) -> bool:
-        """Whether the state of an encoder-decoder contains the memory of the source."""
-        return any(name.startswith(SOURCE) for name in self.layers[0].states)
+        """Whether the state of an encoder-decoder contains the memory of the source, or of its first tokens."""
+        return self.written is not None or any(name.startswith(SOURCE) for name in self.layers[0].states)
+
+    @property
+    def parts(self) -> list["MemoryCache"]:
+        """The states of the source, where it is causal."""
+        return [part for part in (self.source, self.written) if part is not None]
+
+    def note_source(self, checksum: Tensor) -> None:
+        """Record the checksum (b,) of a whole source, by which `generate` knows it again."""
+        self.rows.write(source=checksum)
 
     @property
     def nbytes(self) -> int:
         """Total size of all tensors in bytes."""
-        layers = (*self.layers, self.rows)
-        return sum(tensor.nbytes for layer in layers for tensor in (*layer.states.values(), *layer.constants.values()))
+        layers, parts = (*self.layers, self.rows), sum(part.nbytes for part in self.parts)
+        own = (tensor for layer in layers for tensor in (*layer.states.values(), *layer.constants.values()))
+        return parts + sum(tensor.nbytes for tensor in own)
 
     @property
     def batch_size(self) -> int:
         """Number of rows; -1 before the first token or source."""
         for state in (self.rows.states or self.layers[0].states).values():
             return state.shape[0]
-        return -1
+        return max((part.batch_size for part in self.parts), default=-1)
 
     @property
     def tokens(self) -> Tensor | None:
@@ -2643,6 +2722,7 @@ class MemoryCache(Cache):
         """Discard the state."""
         super().reset()
         self.rows.reset()
+        self.source = self.written = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Not supported, unless there is nothing to remove.
@@ -2657,21 +2737,60 @@ class MemoryCache(Cache):
         """Cut the state off from the graph of gradients, for truncated back-propagation through a long text."""
         for layer in self.layers:
             layer.detach()
+        for part in self.parts:
+            part.detach()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors of the state by name, to be saved like a model's."""
+        places = {**{f"layers.{place}": layer for place, layer in enumerate(self.layers)}, "rows": self.rows}
+        found = {f"{place}.{name}": state for place, layer in places.items() for name, state in layer.states.items()}
+        for name in _PARTS:
+            part = getattr(self, name)
+            found |= {} if part is None else {f"{name}.{key}": state for key, state in part.state_dict().items()}
+        return found
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the state by that of `state_dict`, of the same model.
+
+        Raises:
+            ValueError: The tensors are no state of the model.
+        """
+        self.reset()
+        for name, tensor in tensors.items():
+            first, *others = name.split(".")
+            if first in _PARTS:
+                continue
+            layers = {"rows": self.rows, **{f"layers.{place}": layer for place, layer in enumerate(self.layers)}}
+            layer = layers.get(".".join([first, *others[:-1]]))
+            if layer is None:
+                raise ValueError(f"The state of this model has no tensor {name!r}. Load a state that was made by it.")
+            layer.write(**{others[-1]: tensor})
+        for name, config in zip(_PARTS, (self.made_for_source, self.made_for), strict=True):
+            own = {key.removeprefix(f"{name}."): state for key, state in tensors.items() if key.startswith(f"{name}.")}
+            if own and config is None:
+                raise ValueError("The tensors are the state of a model with a causal source. Load it with that model.")
+            if own:
+                part = MemoryCache(config)
+                part.load_state_dict(own)
+                setattr(self, name, part)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, for beam search."""
         super().reorder_cache(beam_idx)
-        self.rows.reorder_cache(beam_idx)
+        for part in (self.rows, *self.parts):
+            part.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
         super().batch_repeat_interleave(repeats)
-        self.rows.batch_repeat_interleave(repeats)
+        for part in (self.rows, *self.parts):
+            part.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select rows by index."""
         super().batch_select_indices(indices)
-        self.rows.batch_select_indices(indices)
+        for part in (self.rows, *self.parts):
+            part.batch_select_indices(indices)
 
 
 def state_fields(config: PreTrainedConfig) -> dict[str, object]:
@@ -3841,7 +3960,7 @@ class LunaCausalPack(nn.Module):
     def __init__(self, config: LunaConfig) -> None:
         super().__init__()
         width = config.hidden_size
-        own = not config.is_encoder_decoder
+        own = not config.is_encoder_decoder or config.source_is_causal
         self.slots = nn.Parameter(torch.empty(config.projection_length, width)) if own else None
         self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
 

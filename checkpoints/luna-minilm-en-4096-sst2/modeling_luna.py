@@ -586,6 +586,7 @@ class ForwardContext(NamedTuple):
     updates_slots: bool = True  # whether something reads the slot states after the last layer
     slots: bool = True  # whether the slots are read
     options: dict[str, Any] = {}  # keyword arguments for the attention backend
+    readers: Tensor | None = None  # (b, q) places of the tokens that write nothing, but whose outputs are of use
     source: Any = None  # cross-attention only: the `ForwardContext` of the source, while it is written
 
     def slot_tokens(self) -> Tensor | None:
@@ -1136,6 +1137,24 @@ class SlotMemory(NamedTuple):
         return BlockPart(_as_rows(self.key), _as_rows(self.value), places, terms)
 
 
+class Readers(NamedTuple):
+    """Tokens of a pass that write nothing and read the latest tokens before them, each with its own keys."""
+
+    places: Tensor  # (b, q) where they are among the n tokens of the pass
+    key: Tensor  # (b, h, q, w, c)
+    value: Tensor
+    real: Tensor  # (b, q, w) whether a window holds a token there
+
+    def take(self, states: Tensor) -> Tensor:
+        """Select their states: (b, h, n, ...) to (b, h, q, ...)."""
+        return states.gather(2, self.places[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[-1]))
+
+    def put(self, states: Tensor, own: Tensor, dim: int = 2) -> Tensor:
+        """Put their results (b, h, q, x) into those of all tokens (b, h, n, x); or at dimension 1, without heads."""
+        shape = (-1, *[1] * (dim - 1), self.places.shape[1], 1)
+        return states.scatter(dim, self.places.view(shape).expand_as(own), own.to(states.dtype))
+
+
 class WindowMemory(NamedTuple):
     """A sliding window: keys and values of tokens, each read by the queries around it, real tokens before padding.
 
@@ -1154,6 +1173,7 @@ class WindowMemory(NamedTuple):
     is_step: bool = False  # whether one query reads all, the last one's
     bias: Tensor | None = None  # (w,) added to the logits of a window's tokens, from the first to the last
     elsewhere: Tensor | None = None  # (b, 1 or h, n) tokens that another part of the same read holds
+    readers: Readers | None = None  # tokens that write nothing, whose places in the order are those of others
 
     @classmethod
     def of_encoder(
@@ -1169,13 +1189,17 @@ class WindowMemory(NamedTuple):
         """Sum a causal window's values with weights (b, h, n, w) for the keys of `logits`: (b, h, n, c)."""
         if self.is_step:
             return torch.matmul(weights, self.value)
-        weights = self.put_in_order(weights)
+        given, weights = weights, self.put_in_order(weights)
         rows, places = weights.shape[0], weights.shape[2]
         part = self.in_blocks(self.window)
         value = part.gather(part.value)
         weights = band_weights(query_blocks(weights, self.window), value.shape[2])
         states = join_blocks(torch.matmul(weights, value).transpose(1, 2), rows, places)
-        return self.put_back(states).transpose(1, 2)
+        states = self.put_back(states).transpose(1, 2)
+        if self.readers is None:
+            return states
+        own = torch.matmul(self.readers.take(given).unsqueeze(-2), self.readers.value).squeeze(-2)
+        return self.readers.put(states, own)
 
     def as_slots(self) -> SlotMemory:
         """Let the query of a step read all tokens, or the ordered queries of a short row the whole row under a mask."""
@@ -1477,6 +1501,8 @@ def read_memories(
     windows = [memory for memory in memories if isinstance(memory, WindowMemory)]
     if not windows:
         return _read_slots(module, query, memories, options)
+    if windows[0].readers is not None:
+        return _read_by_readers(module, query, windows[0], options)
     query, widest = windows[0].put_in_order(query), max(memory.window for memory in windows)
     # Eager attention returns weights by window.
     is_short = not is_tracing(query) and module.config._attn_implementation != "eager"
@@ -1488,6 +1514,24 @@ def read_memories(
         output, weights = _read_blocks(module, query, memories, widest, options)
     weights = None if weights is None else windows[0].put_back(weights.transpose(1, 2)).transpose(1, 2)
     return windows[0].put_back(output), weights
+
+
+def _read_by_readers(
+    module: nn.Module, query: Tensor, window: WindowMemory, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Read a window, and what its readers read: each of them is a row of one query."""
+
+    def as_rows(states: Tensor) -> Tensor:
+        return states.transpose(1, 2).flatten(0, 1)
+
+    output, weights = read_memories(module, query, [window._replace(readers=None)], options)
+    readers, bias = window.readers, None if window.bias is None else window.bias.expand(1, 1, -1)
+    slots = SlotMemory(as_rows(readers.key), as_rows(readers.value), readers.real.flatten(0, 1)[:, None], bias)
+    own, shown = read_memories(module, as_rows(readers.take(query)).unsqueeze(2), [slots], options)
+    output = readers.put(output, own.view(*readers.places.shape, -1), dim=1)
+    if weights is not None:
+        weights = readers.put(weights, shown.squeeze(2).unflatten(0, readers.places.shape).transpose(1, 2))
+    return output, weights
 
 
 def _read_slots(

@@ -132,6 +132,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
             `...ForConditionalGeneration` classes, see `as_encoder_decoder`. The fields above hold for both parts,
             except `full_attention_layers`.
         decoder_layers: encoder-decoders only: number of layers of the decoder; defaults to `num_hidden_layers`.
+        source_is_causal: encoder-decoders only: whether the encoder is causal, too, and each target token reads the
+            source tokens that have been written before it, for simultaneous translation (LeaPformer, section 4.3).
+            Cross-attention then also reads a `local_window`, of the latest source tokens.
         decoder_vocab_size: encoder-decoders only: vocabulary size of the target; defaults to `vocab_size`.
         share_encoder_decoder_embeddings: encoder-decoders only: whether source and target share one token embedding,
             which needs one vocabulary.
@@ -151,7 +154,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     # Fields that a decoding state depends on: models that differ in one cannot share a state. Families add theirs.
     state_fields = (
         *("num_hidden_layers", "hidden_size", "num_attention_heads", "conv_kernel_size", "position_embedding_type"),
-        *("local_window", "slot_count_bias", "is_encoder_decoder"),
+        *("local_window", "slot_count_bias", "is_encoder_decoder", "source_is_causal"),
     )
     # Values of `position_embedding_type`, in an encoder or encoder-decoder, and in a decoder alone; the first is the
     # default.
@@ -232,6 +235,7 @@ class BoundedMemoryConfig(PreTrainedConfig):
     scale_embedding: bool | None = None
     is_decoder: bool = False
     decoder_layers: int | None = None
+    source_is_causal: bool = False
     decoder_vocab_size: int | None = None
     share_encoder_decoder_embeddings: bool = True
     decoder_start_token_id: int | None = None
@@ -316,6 +320,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
         fits = start is not None and start < tokens
         self._require("decoder_start_token_id", fits, f"in [0, decoder_vocab_size={tokens})")
         self.decoder_part().validate_values()
+        if self.source_is_causal:
+            self.encoder_part().validate_values()
 
     def _complete_encoder_decoder(self) -> None:
         """Set the fields of an encoder-decoder that follow from others."""
@@ -387,8 +393,11 @@ class BoundedMemoryConfig(PreTrainedConfig):
         return config
 
     def encoder_part(self) -> "BoundedMemoryConfig":
-        """Return the config of an encoder-decoder's encoder."""
-        return self._with(is_encoder_decoder=False, scale_embedding=self.scales_embedding())
+        """Return the config of an encoder-decoder's encoder; a causal one has both marks, as the decoder's has."""
+        scales = self.scales_embedding()
+        if self.source_is_causal:
+            return self._with(is_decoder=True, scale_embedding=scales, use_cache=False)
+        return self._with(is_encoder_decoder=False, scale_embedding=scales)
 
     def decoder_part(self) -> "BoundedMemoryConfig":
         """Return the config of an encoder-decoder's decoder, with both `is_decoder` and `is_encoder_decoder`."""
@@ -397,8 +406,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
         return self._with(is_decoder=True, scale_embedding=self.scales_embedding(), **sizes, **encoders_own)
 
     def for_cross_attention(self) -> "BoundedMemoryConfig":
-        """Return the config with which a decoder creates its cross-attention, which reads no window."""
-        return self._with(local_window=0, num_selected_tokens=0, softmax_length=0)
+        """Return the config with which a decoder creates its cross-attention; to a whole source, it has no window."""
+        window = self.local_window if self.source_is_causal else 0
+        return self._with(local_window=window, num_selected_tokens=0, softmax_length=0)
 
     def _with(self, **values: Any) -> "BoundedMemoryConfig":
         """Return a copy with other values, which are not validated."""
