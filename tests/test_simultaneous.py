@@ -57,7 +57,7 @@ def test_policies():
 
 
 @families
-@pytest.mark.parametrize("policy", [WaitK(1), WaitK(3), Pairwise(), ReadAll()], ids=str)
+@pytest.mark.parametrize("policy", [WaitK(1), WaitK(3), Pairwise(), ReadAll()], ids=["wait-1", "wait-3", "own", "all"])
 @torch.no_grad()
 def test_a_stream_writes_what_generate_does(family, policy):
     """Three streams at once; and no translation ends before its source."""
