@@ -3,9 +3,10 @@
     python experiments/multi30k.py run --data DATA
     python experiments/multi30k.py report
 
-`run` trains every recipe `multi30k_*.yaml` in the given directions with each seed, by `training/train_translation.py`,
-with a budget that fits a CPU (`SETTING`); finished runs are skipped. DATA has the folder `multi30k`. `report` writes
-JSON, a table and a plot; published runs of the same recipe stay unless they have been repeated.
+`run` trains every recipe `multi30k_*.yaml` of a model that reads its source whole, in the given directions with each
+seed, by `training/train_translation.py`, with a budget that fits a CPU (`SETTING`); finished runs are skipped. DATA has
+the folder `multi30k`. `report` writes JSON, a table and a plot; published runs of the same recipe stay unless they have
+been repeated.
 
 Options that are not listed here, `--key value`, override those of the training command; they hold for every system.
 """

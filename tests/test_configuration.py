@@ -106,6 +106,7 @@ FIELDS = {
     "scale_embedding": ConfigField(effect=(False, "outputs"), together={"position_embedding_type": "sinusoidal"}),
     "is_decoder": ConfigField(effect=(True, "trunk_outputs"), encoders_only=True),
     "decoder_layers": ConfigField((0,), effect=(1, "seq2seq_parameters"), **SEQ2SEQ),
+    "source_is_causal": ConfigField(effect=(True, "seq2seq_encoder"), **SEQ2SEQ),
     "decoder_vocab_size": ConfigField(
         (0,),
         effect=(130, "seq2seq_parameters"),
@@ -390,6 +391,10 @@ def causal_outputs(config):
     """Of a causal model in training, to include dropout."""
     others = {name: value for name, value in changed(config).items() if name != "is_decoder"}
     return run(tiny_causal_model(config.model_type, **others), train=True)
+
+
+def seq2seq_encoder(config):
+    return type(FAMILIES[config.model_type].seq2seq_lm(config).get_encoder()).__name__
 
 
 def seq2seq_parameters(config):
