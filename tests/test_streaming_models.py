@@ -1,14 +1,29 @@
 """Encoder-decoders with a causal source: each target token reads the source tokens that were written before it."""
 
 import copy
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import COMMON, FAMILIES, ROWS, padded_batch, random_ids, refused, slow_unless, tiny_seq2seq_model
+from helpers import (
+    COMMON,
+    FAMILIES,
+    ROWS,
+    normal_states,
+    padded_batch,
+    random_ids,
+    refused,
+    slow_unless,
+    tiny_seq2seq_model,
+)
+from reference import causal, lavo, leapformer, luna
 from transformers import AutoModelForSeq2SeqLM
 
 from luna_hf import AbcForConditionalGeneration, MemoryCache
-from luna_hf.ops.interleaving import interleave
+from luna_hf.families.abc.attention import random_slots
+from luna_hf.ops.context import make_context
+from luna_hf.ops.interleaving import Interleaving, interleave
 from luna_hf.simultaneous import ReadAll, WaitK
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
@@ -167,6 +182,53 @@ def test_the_state_has_one_size(family, variant):
         model(input_ids=random_ids(2, 1), decoder_input_ids=random_ids(2, 1), cache=cache)
         sizes.add(cache.nbytes)
     assert len(sizes) == 1
+
+
+def literal(family, weights, target, source, config):
+    """What a target state (d,) reads after the source states (g, d) have been written: the heads, joined, (d,)."""
+    names = {name.removeprefix("self."): tensor for name, tensor in weights.items()}
+    if family == "leapformer":
+        return leapformer.attention(names, target[None], config, context=source)[0][:, 0].flatten()
+    if family == "lavo":
+        return lavo.cross_attention(names, target[None], source, config)[0][:, 0].flatten()
+    # The newest source token writes first, and then reads; here with the query of the target.
+    _, key, value = causal.project(weights, "self", source, config)
+    query = causal.heads(luna.linear(weights, "self.query", target[None]), config.num_attention_heads)
+    states = [query.expand_as(key), key, value]
+    attend = causal.attend_luna if family == "luna" else partial(causal.attend_abc, draw=random_slots)
+    return attend(weights, "self", 0, source, states, config)[:, -1].flatten()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("luna", {}),
+        ("luna", {"local_window": 3, "tie_kv": False}),
+        ("luna", {"pack_activation": "exp"}),
+        ("abc_memory", {}),
+        ("abc_memory", {"local_window": 3, "control_activation": "relu"}),
+        ("abc_memory", {"memory_control": "sliding_window", "memory_size": 4}),
+        ("abc_memory", {"memory_control": "random"}),
+        ("leapformer", {}),
+        ("leapformer", {"reweighting": "none", "feature_map": "elu"}),
+        ("lavo", {"local_window": 0}),
+    ],
+)
+@torch.no_grad()
+def test_cross_attention_equals_a_literal_reference(family, options):
+    model = tiny_seq2seq_model(family, source_is_causal=True, **options).double()
+    attention = model.base_model.decoder.encoder.layer[0].crossattention.self
+    source, target = normal_states(1, 8, model.config.hidden_size), normal_states(1, 6, model.config.hidden_size, 1)
+    visible = torch.tensor([[1, 3, 3, 4, 8, 8]])
+    order, targets, writes = interleave(torch.ones(1, 8, dtype=torch.bool), visible)
+    context = make_context(writes, 14, writes.device, window=model.config.local_window)._replace(readers=targets)
+    merged = Interleaving(order, targets, context)
+    found = merged.at_targets(attention(merged.merge(source, target), None, context)[0], 1)[0]
+    weights = {f"self.{name}": tensor for name, tensor in attention.named_parameters()}
+    config = SimpleNamespace(**{**model.config.to_dict(), "share_control": False})
+    for token, shown in enumerate(visible[0].tolist()):
+        expected = literal(family, weights, target[0, token], source[0, :shown], config)
+        torch.testing.assert_close(found[token], expected, **NEAR)
 
 
 # ---- as other models ----
