@@ -1,5 +1,6 @@
 """Simultaneous translation: policies, streams of tokens and of text, `generate(policy=...)`, latencies, training."""
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -139,6 +140,18 @@ def test_streams_refuse_what_cannot_be():
     whole.base_model.write_source(cache, random_ids(1, 3))
     with refused("cannot go on"):
         whole.base_model.write_source(cache, random_ids(1, 3))
+
+
+@torch.no_grad()
+def test_generate_goes_on_only_with_the_source_that_was_read():
+    model, ids = make("abc_memory", [3]), random_ids(1, 7)
+    cache = MemoryCache(model.config)
+    model.base_model.write_source(cache, ids)
+    made = model.generate(ids, cache=copy.deepcopy(cache), max_new_tokens=5)
+    assert torch.equal(made, model.generate(ids, max_new_tokens=5))
+    for other in (ids.roll(1), ids[:, :5]):
+        with refused("another source"):
+            model.generate(other, cache=copy.deepcopy(cache), max_new_tokens=5)
 
 
 # ---- streams of text ----

@@ -142,7 +142,7 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
             decoder.write_source(cache, outputs, model_kwargs.pop("attention_mask", None), outputs[0].shape[0])
             if checksum is not None:
                 cache.note_source(checksum)
-        written = cache.rows.states.get("source")
+        written = cache.source_checksum
         if checksum is not None and written is not None and not torch.equal(checksum, written.to(checksum.device)):
             raise ValueError("The state in `cache` contains another source. Create a new state for this one.")
         maps = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
