@@ -260,6 +260,8 @@ def test_a_recipe_trains_and_scores_it(run):
     scores = figures["test"]["simultaneous"]
     assert scores.keys() == {"2"} and scores["2"]["average_lagging"] > 0 and "bleu" in scores["2"]
     assert json.loads((run[1] / "config.json").read_text())["source_is_causal"]
+    card, lagging = (run[1] / "README.md").read_text(), scores["2"]["average_lagging"]
+    assert "| k | BLEU | chrF | AL | LAAL | DAL |" in card and f"| {lagging:.2f} |" in card
 
 
 def test_an_ordinary_model_is_continued(run, tmp_path, capsys):
@@ -273,7 +275,8 @@ def test_an_ordinary_model_is_continued(run, tmp_path, capsys):
     kept = plain.state_dict()
     own = {name: value for name, value in model.state_dict().items() if name in kept}
     assert all(torch.allclose(value, kept[name], atol=1e-6) for name, value in own.items())
-    assert "were new" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "were new" in card and "trained\nfrom the weights of" in card
 
 
 def test_a_recipe_that_does_not_fit(run, tmp_path, capsys):

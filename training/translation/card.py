@@ -6,7 +6,7 @@ from common import cards
 from engine.card import PLOT, run_fields
 from huggingface_hub import EvalResult
 
-from luna_hf.markdown import bullets, code, table
+from luna_hf.markdown import Markdown, bullets, code, table
 from luna_hf.scripting import portable
 from translation.recipe import TranslationRecipe
 
@@ -49,6 +49,8 @@ def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
         target=code(recipe.target_language),
         beams=recipe.num_beams,
         scores=table(["split", "pairs", *names.values()], scores),
+        start=_start(recipe),
+        simultaneous=_simultaneous(splits[-1], figures[splits[-1]]),
         signatures=bullets(f"{names[m]}: `{figures[splits[0]][m]['signature']}`" for m in names),
         samples=table(["source", "translation", "reference"], samples),
         loss=f"{figures['held_out_loss']:.3f}",
@@ -58,4 +60,35 @@ def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
         vocabulary=f"{figures['vocabulary']:,}",
         steps=f"{recipe.max_steps:,} of at most {recipe.accumulation * recipe.batch_tokens:,} tokens a side",
         averaged=f"the mean of the last {averaged} checkpoints" if averaged > 1 else "the last checkpoint",
+    )
+
+
+def _start(recipe: TranslationRecipe) -> Markdown:
+    if not recipe.initial_weights:
+        return Markdown("from scratch")
+    return Markdown(f"from the weights of {code(portable(recipe.initial_weights))}")
+
+
+def _simultaneous(split: str, figures: dict[str, Any]) -> Markdown:
+    """Quality and latency at each k, of a model that translates while it reads."""
+    found = figures.get("simultaneous")
+    if not found:
+        return Markdown("")
+    latencies = {
+        "AL": "average_lagging",
+        "LAAL": "length_adaptive_average_lagging",
+        "DAL": "differentiable_average_lagging",
+    }
+    rows = [
+        [
+            k,
+            *(f"{own[name]['score']:.2f}" for name in ("bleu", "chrf")),
+            *(f"{own[name]:.2f}" for name in latencies.values()),
+        ]
+        for k, own in found.items()
+    ]
+    shown = table(["k", "BLEU", "chrF", *latencies], rows)
+    return Markdown(
+        f"Simultaneous translation of the split {split} by wait-k, with greedy search; latencies in tokens of the "
+        f"source:\n\n{shown}\n\n"
     )
