@@ -76,6 +76,11 @@ def workplace(tmp_path_factory):
     write_sentences(folder / "sentence-transformers" / "all-MiniLM-L6-v2")
     write_corpus(folder / "texts")
     write_parallel(folder / "bentrevett" / "multi30k")
+    (folder / "FOLDER").mkdir()
+    for split in ("train", "validation", "test"):
+        documents = [f"one red dog runs {'and a cat sees it ' * (place % 3)}" for place in range(12)]
+        summaries = ["a dog" if place % 3 else "a cat" for place in range(12)]
+        write_rows(folder / "FOLDER" / f"{split}.csv", {"document": documents, "summary": summaries})
     glue_folder(folder / "glue")
     for name, seed in (("train", 0), ("dev", 1)):
         texts, labels = topics(32, seed)
@@ -111,7 +116,7 @@ def in_miniature(script, words):
     given = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     if "teacher" in given or "continue" in words[0]:
         small = {name: value for name, value in small.items() if not name.startswith("model.")}
-    if "abc" in words[0]:  # its slots are a field of another name
+    if "abc" in words[0] or "lavo" in words[0]:  # its slots are a field of another name
         small = {name: value for name, value in small.items() if name != "model.projection_length"}
     if "train_file" in given:
         small = {name: value for name, value in small.items() if name != "dataset_name"}

@@ -9,29 +9,28 @@ from huggingface_hub import EvalResult
 from luna_hf.markdown import Markdown, bullets, code, table
 from luna_hf.scripting import portable
 from translation.recipe import TranslationRecipe
+from translation.scores import METRICS
 
 
 def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
     """Fill `model_cards/translation.md` from what `metrics.json` holds."""
     splits = [name for name in ("validation", "test") if name in figures]
-    names = {"bleu": "BLEU", "bleu_lowercase": "BLEU, lower case", "chrf": "chrF"}
+    names, translates = METRICS[recipe.task], recipe.task == "translation"
     results = []
     for split in splits:
         dataset = {"dataset_type": "text", "dataset_name": portable(recipe.data), "dataset_split": split}
         for metric, name in names.items():
             value = round(figures[split][metric]["score"], 2)
-            results.append(
-                EvalResult("translation", metric_type=metric, metric_name=name, metric_value=value, **dataset)
-            )
+            results.append(EvalResult(recipe.task, metric_type=metric, metric_name=name, metric_value=value, **dataset))
     metadata = cards.metadata(
         name=recipe.model_name,
         model_type=figures["model_type"],
         base_model="",
-        tags=[figures["model_type"], "translation"],
+        tags=[figures["model_type"], recipe.task],
         results=results,
-        language=[recipe.source_language, recipe.target_language],
+        language=[recipe.source_language, recipe.target_language] if translates else [],
         license=recipe.license,
-        pipeline_tag="translation",
+        pipeline_tag=recipe.task,
         datasets=[recipe.data] if "/" in recipe.data and cards.on_hub(recipe.data) else [],
     )
     scores = [
@@ -45,6 +44,9 @@ def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
         figures["model_type"],
         metadata,
         **run_fields(recipe, figures, PLOT),
+        does="Translates" if translates else "Summarizes texts,",
+        by="sacreBLEU" if translates else "rouge-score",
+        made="translates" if translates else "summarizes",
         source=code(recipe.source_language),
         target=code(recipe.target_language),
         beams=recipe.num_beams,
@@ -52,7 +54,7 @@ def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
         start=_start(recipe),
         simultaneous=_simultaneous(splits[-1], figures[splits[-1]]),
         signatures=bullets(f"{names[m]}: `{figures[splits[0]][m]['signature']}`" for m in names),
-        samples=table(["source", "translation", "reference"], samples),
+        samples=table(["source", "translation" if translates else "summary", "reference"], samples),
         loss=f"{figures['held_out_loss']:.3f}",
         unigram_loss=f"{figures['unigram_loss']:.3f}",
         pairs=f"{figures['training_pairs']:,}",

@@ -144,11 +144,12 @@ def joint_tokenizer(pairs: Pairs, vocab_size: int, longest: int) -> PreTrainedTo
 
 @dataclass(frozen=True)
 class EncodedPairs:
-    """Token ids of pairs, each ending with the end token, and how many pairs were too long."""
+    """Token ids of pairs, each ending with the end token; how many were too long, and how many sources were cut."""
 
     source: list[np.ndarray]
     target: list[np.ndarray]
     left_out: int
+    cut: int = 0
 
     @property
     def lengths(self) -> np.ndarray:
@@ -185,13 +186,19 @@ def _pad(rows: list[np.ndarray], value: int, width: int | None) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def encode_pairs(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, longest: int, leave_out: bool) -> EncodedPairs:
+def encode_pairs(
+    pairs: Pairs, tokenizer: PreTrainedTokenizerBase, longest: int, leave_out: bool, cut: bool = False
+) -> EncodedPairs:
     """Encode pairs; those with a side of more than `longest` tokens are left out, or an error.
+
+    With `cut`, sources of more tokens keep the first ones and the end.
 
     Raises:
         UserError: A pair is too long and may not be left out, or nothing remains.
     """
     sides = [encode(texts, tokenizer) for texts in (pairs.source, pairs.target)]
+    number = sum(len(ids) > longest for ids in sides[0]) if cut else 0
+    sides[0] = cut_to(sides[0], longest) if cut else sides[0]
     fits = [max(len(a), len(b)) <= longest for a, b in zip(*sides, strict=True)]
     if not leave_out and not all(fits):
         raise UserError(
@@ -201,7 +208,12 @@ def encode_pairs(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, longest: int,
     if not any(fits):
         raise UserError(f"Every pair of the split {pairs.name} has more than `max_length` ({longest}) tokens.")
     source, target = ([ids for ids, kept in zip(side, fits, strict=True) if kept] for side in sides)
-    return EncodedPairs(source, target, fits.count(False))
+    return EncodedPairs(source, target, fits.count(False), number)
+
+
+def cut_to(rows: list[np.ndarray], longest: int) -> list[np.ndarray]:
+    """Rows of at most `longest` ids: the first ones, and the end token."""
+    return [ids if len(ids) <= longest else np.concatenate([ids[: longest - 1], ids[-1:]]) for ids in rows]
 
 
 def check_sources(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, longest: float) -> None:

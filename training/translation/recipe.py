@@ -6,6 +6,8 @@ from typing import ClassVar
 
 from engine.recipe import Recipe
 
+TASKS = ("translation", "summarization")
+
 
 @dataclasses.dataclass(frozen=True)
 class TranslationRecipe(Recipe):
@@ -16,6 +18,7 @@ class TranslationRecipe(Recipe):
     """
 
     # data
+    task: str
     data: str
     source_language: str
     target_language: str
@@ -25,6 +28,7 @@ class TranslationRecipe(Recipe):
     tokenizer: str
     vocab_size: int
     max_length: int
+    truncate_source: bool
     # model
     initial_weights: str
     # optimisation
@@ -49,6 +53,9 @@ class TranslationRecipe(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(("warmup_steps",), bool, "at least 1")
+        self.require(("task",), TASKS.__contains__, f"one of {', '.join(TASKS)}")
+        translates = self.task == "translation"
+        self.require(("wait_k", "min_bleu"), lambda value: translates or not value, "left out in a summarization")
         self.require(("source_language", "target_language"), re.compile(r"[\w-]+").fullmatch, "a code such as de")
         self.require(("data", "train_split", "validation_split"), str.strip, "given")
         self.require(("model",), lambda value: "model_type" in value, "a section with `model_type`, for example luna")

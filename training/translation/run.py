@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import set_seed
+from common.extra import require
 from common.machine import plural
 from common.models import DAMAGED, SEQ2SEQ, load_tokenizer, make_config, sketch
 from data.tokenizer import ending
@@ -35,7 +36,7 @@ from translation.pairs import (
     updates,
 )
 from translation.recipe import TranslationRecipe
-from translation.scores import average, evaluate_split, evaluate_wait, search
+from translation.scores import METRICS, average, evaluate_split, evaluate_wait, search
 
 
 class SmoothedLoss(nn.Module):
@@ -84,6 +85,8 @@ class Translation(Run):
         """Load the tokenizer, and check the model."""
         recipe = self.recipe
         self.accelerator.gradient_accumulation_steps = recipe.accumulation
+        if recipe.task == "summarization":
+            require("summarize", "rouge_score")
         named = recipe.tokenizer or recipe.initial_weights
         self.tokenizer = ending(load_tokenizer(named)) if named else None
         vocabulary = len(self.tokenizer) if self.tokenizer else recipe.vocab_size
@@ -120,10 +123,14 @@ class Translation(Run):
         recipe = self.recipe
         self.stored = load_tokenizer(str(self.folder))
         self.tokenizer = tokenizer = ending(self.stored)
-        if recipe.test_split:
+        if recipe.test_split and not recipe.truncate_source:
             check_sources(self.splits["test"], tokenizer, self.limit)
         training, held_out = (
-            encode_pairs(self.splits[name], tokenizer, recipe.max_length, leave_out=name == recipe.train_split)
+            encode_pairs(
+                *(self.splits[name], tokenizer, recipe.max_length),
+                leave_out=name == recipe.train_split,
+                cut=recipe.truncate_source,
+            )
             for name in (recipe.train_split, recipe.validation_split)
         )
         set_seed(recipe.seed)
@@ -142,6 +149,8 @@ class Translation(Run):
             )
         module = SmoothedLoss(model, recipe.label_smoothing)
         self.flops_per_token = training_flops(module, held_out.batch([held_out.lengths.argmax()], *self.ends))
+        if training.cut:
+            self.notes.append(f"{training.cut:,} training sources were cut to {recipe.max_length} tokens.")
         self.prepare_training(
             module,
             parameter_groups(model, recipe.weight_decay),
@@ -199,7 +208,7 @@ class Translation(Run):
         names = {"validation": recipe.validation_split, **({"test": "test"} if recipe.test_split else {})}
         for name, split in names.items():
             own = self.model, self.tokenizer, self.splits[split], recipe.eval_batch_size
-            scores[name] = evaluate_split(*own)
+            scores[name] = evaluate_split(*own, recipe.max_length if recipe.truncate_source else None, recipe.task)
             if waits := [k for k in recipe.wait_k if k]:
                 scores[name]["simultaneous"] = {str(k): evaluate_wait(*own, k) for k in waits}
         return scores
@@ -214,13 +223,18 @@ class Translation(Run):
             self.tokenizer.save_pretrained(self.folder)
         for name in ("validation", "test"):
             if name in figures:
-                bleu, chrf = (figures[name][metric]["score"] for metric in ("bleu", "chrf"))
-                print(f"{name}: BLEU {bleu:.2f}, chrF {chrf:.2f} on {figures[name]['pairs']:,} pairs")
+                metrics = METRICS[self.recipe.task].items()
+                scores = ", ".join(f"{shown} {figures[name][metric]['score']:.2f}" for metric, shown in metrics)
+                print(f"{name}: {scores} on {figures[name]['pairs']:,} pairs")
 
     @staticmethod
     def shortfall(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
         """Whether BLEU on the validation split is below the recipe's `min_bleu`."""
-        if "validation" not in figures or figures["validation"]["bleu"]["score"] >= recipe.min_bleu:
+        if (
+            "validation" not in figures
+            or not recipe.min_bleu
+            or figures["validation"]["bleu"]["score"] >= recipe.min_bleu
+        ):
             return ""
         return f"BLEU is below the recipe's `min_bleu` of {recipe.min_bleu}. Train longer (`max_steps`)."
 

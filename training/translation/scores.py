@@ -1,7 +1,10 @@
 """Translating with a beam, BLEU and chrF with their signatures, and the average of checkpoints."""
 
+import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -11,11 +14,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_hf.scripting import UserError
+from luna_hf.scripting import UserError, progress
 from luna_hf.simultaneous import WaitK
 from translation.latency import mean_latencies
-from translation.pairs import Pairs, encode
+from translation.pairs import Pairs, cut_to, encode
 from translation.recipe import TranslationRecipe
+
+# What is scored, by task, and its name.
+METRICS = {
+    "translation": {"bleu": "BLEU", "bleu_lowercase": "BLEU, lower case", "chrf": "chrF"},
+    "summarization": {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"},
+}
 
 
 def search(recipe: TranslationRecipe) -> dict[str, Any]:
@@ -28,12 +37,22 @@ def search(recipe: TranslationRecipe) -> dict[str, Any]:
 
 @torch.no_grad()
 def translate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], batch_size: int, **options: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    batch_size: int,
+    longest: int | None = None,
+    **options: Any,
 ) -> list[str]:
-    """Translate texts as the model's `generation_config` and `options` say, in batches of similar length."""
+    """Translate texts as the model's `generation_config` and `options` say, in batches of similar length.
+
+    With `longest`, texts of more tokens are cut.
+    """
     rows = encode(texts, tokenizer)
+    rows = rows if longest is None else cut_to(rows, longest)
     order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
     found: dict[int, str] = {}
+    shown = time.monotonic()
     for first in range(0, len(order), batch_size):
         places = order[first : first + batch_size]
         ids = [torch.from_numpy(rows[place]) for place in places]
@@ -42,11 +61,30 @@ def translate(
         made = model.generate(padded.to(model.device), attention_mask=mask.to(model.device), **options)
         texts_of = tokenizer.batch_decode(made, skip_special_tokens=True)
         found |= {place: text.strip() for place, text in zip(places, texts_of, strict=True)}
+        if time.monotonic() - shown > 30:
+            shown = time.monotonic()
+            progress(f"Wrote {len(found):,} of {len(rows):,} texts.")
     return [found[place] for place in range(len(rows))]
 
 
-def score(translations: list[str], references: list[str]) -> dict[str, Any]:
-    """BLEU, lower-case BLEU and chrF of a corpus with one reference, each with the signature of sacreBLEU."""
+def score(written: list[str], references: list[str], task: str = "translation") -> dict[str, Any]:
+    """The metrics of a task, see `METRICS`, on a corpus with one reference, each with a signature."""
+    return (rouge if task == "summarization" else bleu)(written, references)
+
+
+def rouge(written: list[str], references: list[str]) -> dict[str, Any]:
+    """ROUGE-1, ROUGE-2 and ROUGE-L (F, x 100), means over the texts, as rouge-score computes them."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer, names = RougeScorer([*METRICS["summarization"]], use_stemmer=True), METRICS["summarization"]
+    rows = [scorer.score(reference, text) for reference, text in zip(references, written, strict=True)]
+    signature = f"rouge-score {version('rouge-score')}, with stemmer"
+    means = {name: 100 * fmean(row[name].fmeasure for row in rows) for name in names}
+    return {name: {"score": mean, "signature": signature} for name, mean in means.items()}
+
+
+def bleu(translations: list[str], references: list[str]) -> dict[str, Any]:
+    """BLEU, lower-case BLEU and chrF, with the signatures of sacreBLEU."""
     scores = {}
     for name, metric in (("bleu", BLEU()), ("bleu_lowercase", BLEU(lowercase=True)), ("chrf", CHRF())):
         result = metric.corpus_score(translations, [references])
@@ -55,15 +93,20 @@ def score(translations: list[str], references: list[str]) -> dict[str, Any]:
 
 
 def evaluate_split(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Pairs, batch_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Pairs,
+    batch_size: int,
+    longest: int | None = None,
+    task: str = "translation",
 ) -> dict[str, Any]:
-    """Scores of a split, its number of pairs, and a few translations."""
-    made = translate(model, tokenizer, pairs.source, batch_size)
+    """Scores of a split, its number of pairs, and a few of the texts written."""
+    made = translate(model, tokenizer, pairs.source, batch_size, longest)
     samples = [
         {"source": source, "translation": text, "reference": reference}
         for source, text, reference in list(zip(pairs.source, made, pairs.target, strict=True))[:5]
     ]
-    return {"pairs": len(pairs), **score(made, pairs.target), "samples": samples}
+    return {"pairs": len(pairs), **score(made, pairs.target, task), "samples": samples}
 
 
 def evaluate_wait(
@@ -72,7 +115,7 @@ def evaluate_wait(
     """Scores of a split in simultaneous translation by wait-k with greedy search, and mean latencies in tokens."""
     made = translate(model, tokenizer, pairs.source, batch_size, policy=WaitK(k), num_beams=1)
     sides = [[len(ids) for ids in encode(texts, tokenizer)] for texts in (pairs.source, made, pairs.target)]
-    return {**score(made, pairs.target), **mean_latencies(WaitK(k), *sides)}
+    return {**bleu(made, pairs.target), **mean_latencies(WaitK(k), *sides)}
 
 
 def average(folders: Sequence[Path]) -> dict[str, Tensor]:
