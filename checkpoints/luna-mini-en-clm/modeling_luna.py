@@ -2682,6 +2682,12 @@ class MemoryCache(Cache):
         self.rows.write(source=checksum)
 
     @property
+    def source_checksum(self) -> Tensor | None:
+        """The checksum (b,) of the source, or of what has been read of it; `None` if unknown."""
+        rows = self.rows if self.source is None else self.source.rows
+        return rows.states.get("source" if self.source is None else "checksum")
+
+    @property
     def nbytes(self) -> int:
         """Total size of all tensors in bytes."""
         layers, parts = (*self.layers, self.rows), sum(part.nbytes for part in self.parts)
