@@ -2349,7 +2349,7 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
     ) -> Any:
         """Like `PreTrainedModel.from_pretrained`, but refuse a checkpoint whose weights are not the model's.
 
-        A PEFT adapter with a `config.json` of its own is loaded into its base model, with the labels of that config.
+        A PEFT adapter with a `config.json` is loaded into its base model, with the labels of that config.
 
         Raises:
             ImportError: The source is an adapter, and peft is not installed.
