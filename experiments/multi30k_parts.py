@@ -7,7 +7,6 @@ decoder (to the target) or cross (to the source). The saved models load only whe
 """
 
 import sys
-from typing import ClassVar
 
 from running import ROOT  # noqa: F401  # finds the packages of training
 
@@ -27,7 +26,6 @@ class PartsConfig(LeapformerConfig):
     """LeaPformer's, with the parts that keep softmax attention."""
 
     model_type = "leapformer_parts"
-    choices: ClassVar[dict] = {**LeapformerConfig.choices}
 
     softmax_parts: list[str] | None = None
 

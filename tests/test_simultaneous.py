@@ -109,6 +109,8 @@ def test_a_saved_stream_goes_on(family, tmp_path):
         one.read(ids[:, 5:])
         one.end()
     assert torch.equal(stream.write(), loaded.write()) and loaded.cache.nbytes == stream.cache.nbytes
+    with refused("no state of a stream"):
+        loaded.load_state_dict(stream.cache.state_dict())
     with refused("no tensor"):
         MemoryCache(model.config).load_state_dict({"layers.9.key": torch.zeros(1)})
     whole = MemoryCache(tiny_seq2seq_model(family).config)
@@ -122,7 +124,8 @@ def test_an_endless_source_keeps_the_state_and_stays_finite():
     stream, sizes = TranslationStream(model, WaitK(3)), set()
     for number in range(12):
         stream.read(random_ids(1, 500, seed=number))
-        sizes.add(stream.cache.nbytes) if stream.write().numel() else None
+        stream.write()
+        sizes.add(stream.cache.nbytes)
     assert len(sizes) == 1 and stream.written.item() == 5998
     assert all(state.isfinite().all() for layer in stream.cache.layers for state in layer.states.values())
 
@@ -152,6 +155,15 @@ def test_generate_goes_on_only_with_the_source_that_was_read():
     for other in (ids.roll(1), ids[:, :5]):
         with refused("another source"):
             model.generate(other, cache=copy.deepcopy(cache), max_new_tokens=5)
+    with refused("Leave `cache` out"):
+        model.generate(ids, cache=cache, policy=WaitK(2))
+    made = model.generate(ids, policy=WaitK(2), max_new_tokens=9, return_dict_in_generate=True)
+    whole = tiny_seq2seq_model("abc_memory")
+    written = MemoryCache(whole.config)
+    whole.base_model.write_source(written, ids)
+    for one, own in ((model, made.cache), (whole, written)):
+        with refused("another source"):
+            one.generate(ids.roll(1), cache=own, max_new_tokens=5)
 
 
 # ---- streams of text ----
@@ -180,6 +192,9 @@ def test_text_in_pieces_of_any_size(run):
         assert "".join(pieces) == expected
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     assert list(translator.stream([tokens[:3], tokens[3:]], max_new_tokens=20)) == pieces
+    for nothing in ([], ["", " "]):
+        with refused("empty"):
+            list(translator.stream(nothing))
     first = next(iter(translator.stream(endless())))
     assert first.strip()
 

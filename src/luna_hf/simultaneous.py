@@ -108,6 +108,8 @@ class TranslationStream:
         Raises:
             ValueError: The tensors are no state of the model.
         """
+        if missing := [name for name in _COUNTS if name not in tensors]:
+            raise ValueError(f"The tensors lack {', '.join(missing)}, so they are no state of a stream.")
         self.cache.load_state_dict({name: state for name, state in tensors.items() if name not in _COUNTS})
         for name in _COUNTS:
             setattr(self, name, tensors[name].clone())
@@ -185,10 +187,10 @@ class SimultaneousTranslator:
                 whole = "".join(_WORD.findall(text))  # what follows may still change the last word's tokens
                 text, ids = text[len(whole) :], self.encode(whole)
             yield from self.translate(stream, ids, word)
-        ids = [*self.encode(text.rstrip()), *last]
-        if not ids and not stream.read_tokens.any():
-            raise ValueError("The source is empty.")
-        yield from self.translate(stream, ids, word, ends=True)
+        ids = self.encode(text.rstrip())
+        if not ids and stream.read_tokens.item() == len(first):
+            raise ValueError("The source is empty. Pass chunks of text.")
+        yield from self.translate(stream, [*ids, *last], word, ends=True)
         if word:
             yield self.decode(word)
 

@@ -126,7 +126,7 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         """Write the source to the state, and drop the encoder's states, which would grow with its length.
 
         Raises:
-            ValueError: The state has a source already, or a policy cannot be followed.
+            ValueError: The state has another source, or a policy cannot be followed.
         """
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args)
         cache, outputs = model_kwargs.get("cache"), model_kwargs["encoder_outputs"]
@@ -134,6 +134,10 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         if model_kwargs.get("policy") is not None:
             if cache is None or not self.config.source_is_causal:
                 raise ValueError("`policy` needs a model with `source_is_causal=True`, and `use_cache`.")
+            if cache.has_source:
+                raise ValueError("With a `policy`, `generate` reads its source from the start. Leave `cache` out.")
+            if checksum is not None:
+                cache.note_source(checksum)
             return
         if cache is None:
             return

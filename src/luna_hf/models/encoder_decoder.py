@@ -376,6 +376,8 @@ class Seq2SeqModelMixin:
         past = {"cache": self.open_source(cache)} if streams else {}
         outputs = self.encoder(input_ids, keep, inputs_embeds=inputs_embeds, return_dict=True, **past)
         self.decoder.write_source(cache, outputs, keep, len(outputs.last_hidden_state))
+        if input_ids is not None and not streams:
+            cache.note_source(source_checksum(input_ids, keep))
 
     def open_source(self, cache: MemoryCache) -> MemoryCache:
         """Return the state of a causal encoder within a decoder's state."""
