@@ -39,6 +39,7 @@ class LoraSettings:
         trained: modules outside of LoRA, those of the head, by name; they are trained whole.
         batch: rows of an update.
         save_steps: updates between checkpoints.
+        bf16: whether matrices are multiplied in bfloat16 during training.
     """
 
     rate: float
@@ -49,6 +50,7 @@ class LoraSettings:
     rank: int = 16
     bias: str = "none"
     save_steps: int = 250
+    bf16: bool = False
 
 
 class GroupedTrainer(FiniteTraining, Trainer):
@@ -121,6 +123,7 @@ def train(
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
+        bf16=settings.bf16,
         remove_unused_columns=False,
     )
     with quiet():

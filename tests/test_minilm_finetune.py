@@ -198,7 +198,7 @@ def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_p
     write_tasks(tmp_path / "data")
     kinds = ["sst2", "stsb", "csqa", "wnut17", "squad", "mlm"]
     assert run(source, conversion, tmp_path, "--contenders", "tiny", "--tasks", *kinds) == 0
-    assert run(source, conversion, tmp_path, "--tasks", "contracts", "--seeds", 1) == 0
+    assert run(source, conversion, tmp_path, "--tasks", "contracts", "--seeds", 1, "--bf16") == 0
     found = finished(tmp_path)
     parts = ["tiny", "tiny, untrained", "tiny, without slots", "tiny, without selected tokens"]
     assert found.keys() == {(name, "tiny", 0) for name in kinds} | {
@@ -206,6 +206,8 @@ def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_p
     }
     # The teacher has 40 positions, the conversion 120.
     assert [found["contracts", name, 1]["longest"] for name in ("teacher", "tiny")] == [40, 120]
+    precisions = {one["task"]: one["precision"] for one in found.values()}
+    assert precisions == {**dict.fromkeys(kinds, "float32"), "contracts": "bfloat16"}
     assert not [*tmp_path.glob("runs/*/*/*/checkpoint-*")]
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*/*/run.json")}
     assert run(source, conversion, tmp_path, "--contenders", "tiny", "--tasks", *kinds) == 0
