@@ -225,7 +225,8 @@ class Card:
     def usage(self) -> str:
         """Python that works where the card is shown: in a clone, or on the Hub."""
         imports, load, use = USAGE[self.kind]
-        text = json.dumps(self.checkpoint.golden["cases"][0]["texts"][0], ensure_ascii=False)
+        text, *second = self.entry.example or self.checkpoint.golden["cases"][0]["texts"][:1]
+        text = json.dumps({"text": text, "text_pair": second[0]} if second else text, ensure_ascii=False)
         example = ""
         if self.kind == "multiple choice":
             command = (

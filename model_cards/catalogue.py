@@ -71,6 +71,7 @@ class Entry:
         twin: the checkpoint that it is compared with.
         task: for a finetuned model, the task of its rows in the results.
         datasets: names on the Hub.
+        example: a text, or two that belong together, on which the card shows the model; else the first golden input.
         limits: what it cannot do.
     """
 
@@ -83,6 +84,7 @@ class Entry:
     twin: str = ""
     task: str = ""
     datasets: list[str] = field(default_factory=list)
+    example: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
 
 
