@@ -1,4 +1,4 @@
-"""Search the passages of a document, each embedded alone and within one pass over the document (late chunking).
+"""Search the passages of a document: each embedded alone, in one pass over the document (late chunking), and both.
 
     python examples/late_chunking.py [MODEL] [--document FILE] [--question QUESTION]
 
@@ -40,12 +40,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print both similarities of every passage. Returns the exit status."""
+    """Print the similarities of every passage. Returns the exit status."""
     return run_script(lambda: search(parse(sys.argv[1:] if words is None else words)))
 
 
 def search(options: argparse.Namespace) -> None:
-    """Embed the passages in both ways.
+    """Embed the passages in the three ways.
 
     Raises:
         UserError: The model cannot be loaded, or the document is too long for it.
@@ -58,13 +58,14 @@ def search(options: argparse.Namespace) -> None:
     try:
         model = AutoModel.from_pretrained(options.model).eval()
         in_context = embed_spans(model, tokenizer, text, spans)
+        both = embed_spans(model, tokenizer, text, spans, alone=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{options.model} cannot embed this document: {error}") from error
     passages = [text[start:end] for start, end in spans]
     question, *alone = (embed_spans(model, tokenizer, one, [(0, len(one))])[0] for one in (options.question, *passages))
-    print(options.question, "alone in context", sep="\n")
-    for passage, vector, other in zip(passages, alone, in_context, strict=True):
-        print(f" {question @ vector:.2f}       {question @ other:.2f}  {passage}")
+    print(options.question, "alone in context both", sep="\n")
+    for passage, *vectors in zip(passages, alone, in_context, both, strict=True):
+        print(" {:.2f}       {:.2f} {:.2f} ".format(*(question @ vector for vector in vectors)), passage)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ class VectorModel:
         return self.contender.embed(texts, prompt_type == PromptType.query)
 
     def similarity(self, embeddings1: Tensor, embeddings2: Tensor | list[Tensor]) -> Tensor:
-        """Cosines of all pairs."""
-        return similarity(embeddings1, embeddings2)
+        """Cosines of all pairs, rounded: equal texts in one batch may differ in the last bit, and would not be tied."""
+        return similarity(embeddings1, embeddings2).round(decimals=5)
 
     def similarity_pairwise(self, embeddings1: Tensor, embeddings2: Tensor) -> Tensor:
         """Cosines row by row."""

@@ -167,6 +167,8 @@ def test_passages_in_context_are_spans_of_their_article(late, conversion):
     torch.testing.assert_close(found[3:], expected)
     assert found.shape == late.alone(conversion).shape and not torch.allclose(found, late.in_context(conversion))
     alone = late.alone(conversion)
+    both = embed_spans(conversion.model, conversion.tokenizer, text, [(6, 12), (14, 24)], alone=True)
+    torch.testing.assert_close(both, normalize(late.in_context(conversion, titles=True) + alone, dim=-1)[3:])
     mean = late.with_mean(alone)
     torch.testing.assert_close(mean[4], normalize(alone[4] + normalize(alone[3:].mean(0), dim=0) / 2, dim=0))
 

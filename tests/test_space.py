@@ -186,12 +186,12 @@ def test_a_document_is_read_in_one_pass(found):
     assert read.passes == 1 and read.passages == text.split("\n\n") and read.seconds > 0
     assert read.tokens == len(reader.tokenizer(text, add_special_tokens=False).input_ids)
     spans = [(text.index(passage), text.index(passage) + len(passage)) for passage in read.passages]
-    torch.testing.assert_close(read.vectors, embed_spans(reader.model, reader.tokenizer, text, spans))
+    torch.testing.assert_close(read.vectors, embed_spans(reader.model, reader.tokenizer, text, spans, alone=True))
 
 
 def test_a_longer_document_is_read_in_few_passes(found, monkeypatch):
     parts, embed = [], searching.embed
-    monkeypatch.setattr(searching, "embed", lambda *given: parts.append(given[1]) or embed(*given))
+    monkeypatch.setattr(searching, "embed", lambda *given, **how: parts.append(given[1]) or embed(*given, **how))
     (reader,), text = found.encoders, document(40)
     read = searching.read(reader, text)
     assert "\n\n".join(parts) == text and read.passes == len(parts) > 1 and len(read.passages) == 40

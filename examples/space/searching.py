@@ -1,4 +1,4 @@
-"""Search the passages of a document, each of which was read within the whole of it (late chunking)."""
+"""Search the passages of a document, each of which was read within the whole of it (late chunking) and by itself."""
 
 import re
 import time
@@ -88,19 +88,19 @@ def read(loaded: Loaded, text: str) -> Document:
     vectors = []
     for part in parts:
         first, last = part[0][0], part[-1][1]
-        vectors.append(embed(loaded, text[first:last], [(a - first, b - first) for a, b in part]))
+        vectors.append(embed(loaded, text[first:last], [(a - first, b - first) for a, b in part], alone=True))
     passages = [text[first:last] for first, last in spans]
     return Document(passages, torch.cat(vectors), len(ends), len(parts), time.perf_counter() - start)
 
 
-def embed(loaded: Loaded, text: str, spans: Sequence[tuple[int, int]]) -> Tensor:
+def embed(loaded: Loaded, text: str, spans: Sequence[tuple[int, int]], alone: bool = False) -> Tensor:
     """The vectors of spans of a text, as `embed_spans` computes them.
 
     Raises:
         UserError: The text does not suit the model.
     """
     try:
-        return embed_spans(loaded.model, loaded.tokenizer, text, spans)
+        return embed_spans(loaded.model, loaded.tokenizer, text, spans, alone)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -110,8 +110,8 @@ def explain(loaded: Loaded, found: Found) -> str:
     document = found.document
     passes = "one pass" if document.passes == 1 else f"{document.passes} passes"
     text = (
-        f"{loaded.name} read **{document.tokens:,} tokens** ({len(document.passages)} passages) in **{passes}** and "
-        f"**{document.seconds:.1f} seconds**, once for all questions. This one took {1000 * found.seconds:.0f} ms."
+        f"{loaded.name} read **{document.tokens:,} tokens** ({len(document.passages)} passages) in **{passes}**, and "
+        f"each passage by itself, in **{document.seconds:.1f} seconds**, once for all questions. This one took {1000 * found.seconds:.0f} ms."
     )
     if document.passes > 1:
         text += f" A pass takes at most {loaded.longest:,} tokens; a passage knows the text of its pass."

@@ -7,10 +7,16 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_BATCH = 16
+
 
 @torch.no_grad()
 def embed_spans(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    spans: Sequence[tuple[int, int]],
+    alone: bool = False,
 ) -> Tensor:
     """Read a text in one pass, and average the states of each span.
 
@@ -19,6 +25,8 @@ def embed_spans(
         tokenizer: its tokenizer, with offsets (every `tokenizer.json` has them).
         text: the document.
         spans: of each passage, the place of its first character and that after its last. They may overlap.
+        alone: also embed each span by itself, and return the normalised sums of both vectors. Reading takes about twice
+            as long, and searches find more: what a passage says is clearer alone, and what it is about in context.
 
     Returns:
         (spans, d) normalised vectors in float32, in the order of the spans. They can be compared with the embedding of
@@ -43,4 +51,17 @@ def embed_spans(
             raise ValueError(f"The span {start, end} holds no token of the text, which has {len(text):,} characters.")
     row = torch.tensor([ids], device=model.device)
     states = model(input_ids=row, attention_mask=torch.ones_like(row)).last_hidden_state[0].float()
-    return normalize(held.to(states.device) @ states, dim=-1)
+    vectors = normalize(held.to(states.device) @ states, dim=-1)
+    return normalize(vectors + _embed(model, tokenizer, [text[a:b] for a, b in spans]), dim=-1) if alone else vectors
+
+
+def _embed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Tensor:
+    """The mean of all states of each text, normalised (texts, d), in batches of similar length."""
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+    vectors = torch.empty(len(texts), model.config.hidden_size, device=model.device)
+    for numbers in (order[at : at + _BATCH] for at in range(0, len(order), _BATCH)):
+        batch = tokenizer([texts[number] for number in numbers], truncation=False, padding=True, return_tensors="pt")
+        batch = batch.to(model.device)
+        states, mask = model(**batch).last_hidden_state.float(), batch["attention_mask"].unsqueeze(-1)
+        vectors[numbers] = normalize((states * mask).sum(1), dim=-1)
+    return vectors
