@@ -852,6 +852,16 @@ class SlotMemory(NamedTuple):
     # (b, 1 or h, 1 or q, 1 or m), also added, or a mask; beside a window, its queries are ordered as the window's.
     query_bias: Tensor | None = None
 
+    @classmethod
+    def of_decoder(cls, key: Tensor, value: Tensor, keep: Tensor | None) -> "SlotMemory":
+        """Let each token read the tokens up to itself (b, h, n, c) that a mask (b, n) keeps; without any, itself."""
+        causal = torch.ones(1, key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+        if keep is not None:
+            causal = causal & keep[:, None]
+            empty = ~causal.any(-1, keepdim=True)
+            causal = causal | empty & torch.eye(key.shape[2], dtype=torch.bool, device=key.device)
+        return cls(key, value, query_bias=causal[:, None])
+
     def filled_slots(self) -> Tensor | None:
         """Return the mask as (b, 1 or h, m), or `None` if all slots may be read."""
         if isinstance(self.filled, KeyMask):

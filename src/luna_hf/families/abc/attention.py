@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
+from transformers.utils import is_tracing
 
 from ...layers.causal_attention import CausalMemoryAttention
 from ...layers.memory_attention import Memory, MemoryAttention
@@ -297,9 +298,12 @@ class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
         if self.config.memory_control != "sliding_window":
             return super().forward(hidden_states, slot_states, context)
         query, key, value = self.project(hidden_states, context)
-        cache = context.layer_cache(self.layer_idx)
+        cache, is_eager = context.layer_cache(self.layer_idx), self.config._attn_implementation == "eager"
+        if cache is None and key.shape[2] <= self.config.memory_size and not is_eager and not is_tracing(key):
+            row = SlotMemory.of_decoder(key, value, context.keep)  # every window holds all tokens before
+            return read_memories(self, query, [row], context.options)[0], slot_states, None
         window = WindowMemory.of_decoder(key, value, self.config.memory_size, context, cache)
-        if self.config._attn_implementation == "eager":  # which also returns weights
+        if is_eager:  # which also returns weights
             output, weights = read_memories(self, query, [window], context.options)
             return output, slot_states, weights
 
