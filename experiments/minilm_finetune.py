@@ -209,9 +209,7 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     features = [{name: one[name] for name in kind.columns} for one in features]
     steps = max(10, round(SAVED / (task.batch * sum(lengths) / len(lengths))))
     rate = options.rate or kind.rate
-    settings = LoraSettings(
-        rate, task.batch, task.epochs, run.seed, kind.trained, save_steps=steps, bf16=options.bf16
-    )
+    settings = LoraSettings(rate, task.batch, task.epochs, run.seed, kind.trained, save_steps=steps, bf16=options.bf16)
     adapted = adapt(model, settings)
     cost = train(adapted, features, lengths, kind.collate, settings, run.folder)
     scores = kind.evaluate(adapted, test)

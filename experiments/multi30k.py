@@ -23,7 +23,7 @@ from running import (
     ROOT,
     describe,
     finished_runs,
-    joined_versions,
+    keep_published,
     launch,
     make_parser,
     option_words,
@@ -39,7 +39,7 @@ from plots import panels, plain, save
 
 from luna_hf.scripting import markdown_table, progress
 
-SCRIPT = "experiments/multi30k.py"
+SCRIPT, SUBJECT = "experiments/multi30k.py", "translation-multi30k"
 RECIPES = ROOT / "training" / "recipes" / "train_translation"
 SYSTEMS = {
     "softmax": "softmax (Pegasus)",
@@ -118,18 +118,10 @@ def run(options: argparse.Namespace) -> None:
 def report(options: argparse.Namespace) -> None:
     """Write scores and costs of the finished runs."""
     found = finished_runs(options.runs, "train", f"{Path(SCRIPT).name} run")
-    entries = {cell(run): entry(path, run) for path, run in found}
     result = {**shared_fields(SCRIPT, [run for _, run in found], OWN), "protocol": PROTOCOL}
-    for path in options.results.glob("translation-multi30k-*.json"):
-        published = read_json(path)
-        if published["recipe"] == result["recipe"]:
-            entries = {cell(run): run for run in published["runs"]} | entries
-            result["commands"] = sorted({*published["commands"], *result["commands"]})
-            result["versions"] = joined_versions([published, result])
-    result["runs"] = [entries[key] for key in sorted(entries)]
-    publish(
-        options.results, "translation-multi30k", result["recipe"]["mixed_precision"], result, text, {"": plot_losses}
-    )
+    result["runs"] = [entry(path, run) for path, run in found]
+    keep_published(result, options.results, SUBJECT, cell)
+    publish(options.results, SUBJECT, result["recipe"]["mixed_precision"], result, text, {"": plot_losses})
 
 
 def cell(run: dict[str, Any]) -> tuple[int, int, int]:

@@ -158,6 +158,21 @@ def joined_versions(results: Iterable[dict[str, Any]]) -> dict[str, str]:
     return {name: " and ".join(sorted(versions)) for name, versions in found.items()}
 
 
+def keep_published(result: dict[str, Any], folder: Path, subject: str, cell: Callable[[Any], Any]) -> None:
+    """Add the published runs of the same recipe to those of a result, unless they have been repeated, and sort all.
+
+    `cell` gives what identifies a run, in the order of the table. What else the result lacks is kept, too.
+    """
+    runs = {cell(run): run for run in result["runs"]}
+    for published in map(read_json, folder.glob(f"{subject}-*.json")):
+        if published["recipe"] == result["recipe"]:
+            runs = {cell(run): run for run in published["runs"]} | runs
+            result["commands"] = sorted({*published["commands"], *result["commands"]})
+            result["versions"] = joined_versions([published, result])
+            result |= {name: value for name, value in published.items() if result.get(name) is None}
+    result["runs"] = [runs[key] for key in sorted(runs)]
+
+
 def publish(
     folder: Path,
     subject: str,

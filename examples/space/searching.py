@@ -111,7 +111,8 @@ def explain(loaded: Loaded, found: Found) -> str:
     passes = "one pass" if document.passes == 1 else f"{document.passes} passes"
     text = (
         f"{loaded.name} read **{document.tokens:,} tokens** ({len(document.passages)} passages) in **{passes}**, and "
-        f"each passage by itself, in **{document.seconds:.1f} seconds**, once for all questions. This one took {1000 * found.seconds:.0f} ms."
+        f"each passage by itself, in **{document.seconds:.1f} seconds**, "
+        f"once for all questions. This one took {1000 * found.seconds:.0f} ms."
     )
     if document.passes > 1:
         text += f" A pass takes at most {loaded.longest:,} tokens; a passage knows the text of its pass."
