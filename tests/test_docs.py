@@ -37,6 +37,10 @@ MINIATURE = {
     "roberta_to_luna": {},
     "luna_hf.convert.command": {"memory_size": 4},
 }
+# Fields that follow from an initial encoder.
+ENCODERS_OWN = {"model." + name for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")} | {
+    *("model.intermediate_size", "model.projection_length")
+}
 # Options of accelerate and of pytest.
 FOREIGN = {"config-file", "num-processes"}
 
@@ -114,6 +118,9 @@ def in_miniature(script, words):
     """The words of a command with those that shrink it, where it does not set the option itself."""
     small = MINIATURE[script.split("/")[-1].removesuffix(".py")]
     given = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
+    if "minilm" in words[0]:  # which starts from a large encoder
+        small = {**small, "initial_encoder": "outputs/luna-demo", "model.max_position_embeddings": 128}
+        small = {name: value for name, value in small.items() if name not in ENCODERS_OWN}
     if "teacher" in given or "continue" in words[0]:
         small = {name: value for name, value in small.items() if not name.startswith("model.")}
     if "abc" in words[0] or "lavo" in words[0]:  # its slots are a field of another name

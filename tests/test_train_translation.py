@@ -236,7 +236,10 @@ def _recipe(data, folder, **changes):
     return words[0], words[1:]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+SCRATCH = [path for path in RECIPES if path.stem != "summarize_minilm"]
+
+
+@pytest.mark.parametrize("path", SCRATCH, ids=lambda path: path.stem)
 def test_recipes_make_models_of_one_size(path):
     recipe = train_translation.read_recipe(path)
     config = runs.make_config(recipe.model, None, recipe.vocab_size, runs.SEQ2SEQ)

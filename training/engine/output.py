@@ -68,7 +68,7 @@ def find_checkpoint(recipe: Recipe, log: Callable[[str], None]) -> Path | None:
             another recipe, or files of something else.
     """
     folder = Path(recipe.output_dir)
-    for key in ("model_name_or_path", "tokenizer", "teacher"):
+    for key in ("model_name_or_path", "tokenizer", "teacher", "initial_weights", "initial_encoder"):
         source = getattr(recipe, key, "")
         if source and Path(source).resolve() == folder.resolve():
             raise UserError(f"`output_dir` {folder} is also `{key}` and would be overwritten. Name another folder.")

@@ -66,6 +66,8 @@ def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
 
 
 def _start(recipe: TranslationRecipe) -> Markdown:
+    if recipe.initial_encoder:
+        return Markdown(f"with the encoder of {code(portable(recipe.initial_encoder))} and a new decoder")
     if not recipe.initial_weights:
         return Markdown("from scratch")
     return Markdown(f"from the weights of {code(portable(recipe.initial_weights))}")

@@ -31,6 +31,7 @@ class TranslationRecipe(Recipe):
     truncate_source: bool
     # model
     initial_weights: str
+    initial_encoder: str
     # optimisation
     batch_tokens: int
     accumulation: int
@@ -58,11 +59,16 @@ class TranslationRecipe(Recipe):
         self.require(("wait_k", "min_bleu"), lambda value: translates or not value, "left out in a summarization")
         self.require(("source_language", "target_language"), re.compile(r"[\w-]+").fullmatch, "a code such as de")
         self.require(("data", "train_split", "validation_split"), str.strip, "given")
-        self.require(("model",), lambda value: "model_type" in value, "a section with `model_type`, for example luna")
+        begun = self.initial_encoder
+        typed = "a section with `model_type`, for example luna"
+        self.require(("model",), lambda value: begun or "model_type" in value, typed)
+        self.require(("initial_weights",), lambda value: not (value and begun), "left out with `initial_encoder`")
         splits = [split for split in (self.train_split, self.validation_split, self.test_split) if split]
         self.require(("train_split",), lambda _: len({*splits}) == len(splits), "another split than the others")
         self.require(("target_language",), lambda value: value != self.source_language, "another language")
         simultaneous = self.model.get("source_is_causal", False)
+        whole = "without `source_is_causal` if there is an `initial_encoder`, which reads its text whole"
+        self.require(("model",), lambda _: not (simultaneous and begun), whole)
         self.require(("wait_k",), lambda value: simultaneous or not value, "[] unless `model.source_is_causal` is true")
         self.require(("wait_k",), lambda value: all(k >= 0 for k in value), "numbers of at least 0")
         least = self.max_length

@@ -1,6 +1,7 @@
 """A translation run: from a recipe and parallel text to a folder that is ready for the Hub."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 from common.extra import require
+from common.fingerprint import fingerprint
 from common.machine import plural
 from common.models import DAMAGED, SEQ2SEQ, load_tokenizer, make_config, sketch
 from data.tokenizer import ending
@@ -20,10 +22,12 @@ from engine.run import Run
 from engine.throughput import training_flops
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.scripting import TOKENIZER_FILES, UserError, reason
 from translation.card import make_card
+from translation.encoder import complete_section, encoder_config, encoder_weights, new_parts, seq2seq_config, with_ends
 from translation.pairs import (
     IGNORED,
     EncodedPairs,
@@ -67,6 +71,9 @@ class Translation(Run):
 
     recipe: TranslationRecipe
     tokenizer: PreTrainedTokenizerBase | None
+    encoder: BoundedMemoryConfig | None
+    section: dict[str, Any]
+    encoder_weights: dict[str, Tensor] | None
     splits: dict[str, Pairs]
     model: PreTrainedModel
 
@@ -87,22 +94,37 @@ class Translation(Run):
         self.accelerator.gradient_accumulation_steps = recipe.accumulation
         if recipe.task == "summarization":
             require("summarize", "rouge_score")
-        named = recipe.tokenizer or recipe.initial_weights
-        self.tokenizer = ending(load_tokenizer(named)) if named else None
-        vocabulary = len(self.tokenizer) if self.tokenizer else recipe.vocab_size
-        config = make_config(recipe.model, self.tokenizer, vocabulary, SEQ2SEQ)
+        start = recipe.initial_encoder
+        self.encoder = encoder_config(start) if start else None
+        self.section = complete_section(recipe.model, self.encoder, start) if start else recipe.model
+        named = recipe.tokenizer or recipe.initial_weights or start
+        self.tokenizer = self.ended(load_tokenizer(named, self.encoder)) if named else None
+        config = self.make_config()
         sketch(config, SEQ2SEQ)
         self.limit = getattr(config, "max_position_embeddings", math.inf)
         if recipe.max_length > self.limit:
             raise UserError(f"`max_length` is {recipe.max_length}, but the model takes at most {self.limit} tokens.")
 
+    def ended(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+        """A tokenizer that ends texts; it begins them as the initial encoder expects, if there is one."""
+        return with_ends(tokenizer) if self.encoder else ending(tokenizer)
+
+    def make_config(self) -> PreTrainedConfig:
+        """The model's config, with a tokenizer or before one is trained."""
+        recipe, tokenizer = self.recipe, self.tokenizer
+        if self.encoder:
+            return seq2seq_config(self.section, self.encoder, tokenizer, recipe.initial_encoder)
+        return make_config(recipe.model, tokenizer, len(tokenizer) if tokenizer else recipe.vocab_size, SEQ2SEQ)
+
     def read(self) -> None:
-        """Read the pairs of all splits."""
+        """Read the pairs of all splits, and the weights of the initial encoder unless a checkpoint has them."""
         recipe = self.recipe
         disable_progress_bars()
         self.splits = {name: read_pairs(recipe, name) for name in (recipe.train_split, recipe.validation_split)}
         if recipe.test_split:
             self.splits["test"] = read_pairs(recipe, recipe.test_split)
+        loads = self.encoder and not self.found
+        self.encoder_weights = encoder_weights(recipe.initial_encoder, self.section) if loads else None
 
     def write_tokenizer(self) -> None:
         """Train the tokenizer if the recipe names none, and save it."""
@@ -114,15 +136,17 @@ class Translation(Run):
         self.tokenizer.save_pretrained(self.folder)
 
     def fingerprint(self) -> dict[str, str]:
-        """The pairs and the tokenizer."""
+        """The pairs, the tokenizer, and the config of an initial encoder in a folder."""
         texts = {f"{self.recipe.data} ({name})": pairs.digest() for name, pairs in self.splits.items()}
-        return texts | fingerprint_tokenizer(self.folder)
+        path = Path(self.recipe.initial_encoder, "config.json")
+        configs = fingerprint([path] if self.encoder and path.is_file() else [])
+        return texts | configs | fingerprint_tokenizer(self.folder)
 
     def prepare(self) -> None:
         """Encoded pairs, model, optimizer and schedule."""
         recipe = self.recipe
         self.stored = load_tokenizer(str(self.folder))
-        self.tokenizer = tokenizer = ending(self.stored)
+        self.tokenizer = tokenizer = self.ended(self.stored)
         if recipe.test_split and not recipe.truncate_source:
             check_sources(self.splits["test"], tokenizer, self.limit)
         training, held_out = (
@@ -134,7 +158,11 @@ class Translation(Run):
             for name in (recipe.train_split, recipe.validation_split)
         )
         set_seed(recipe.seed)
-        model = AutoModelForSeq2SeqLM.from_config(make_config(recipe.model, tokenizer, len(tokenizer), SEQ2SEQ))
+        model = AutoModelForSeq2SeqLM.from_config(self.make_config())
+        if self.encoder_weights:
+            model.base_model.encoder.load_state_dict(self.encoder_weights)
+        if recipe.initial_encoder:
+            self.notes.append(new_parts(model, recipe.initial_encoder))
         if recipe.initial_weights:
             self.notes += start_from(model, recipe.initial_weights)
         self.training, self.parameters = training, model.num_parameters()
@@ -171,7 +199,7 @@ class Translation(Run):
         processes = plural(self.accelerator.num_processes, "process", "processes")
         self.accelerator.print(
             f"Pairs: {len(self.training.source):,} for training, {len(self.held_out):,} held out. Vocabulary: "
-            f"{len(self.tokenizer):,}.\nModel: {recipe.model['model_type']}, {self.parameters:,} parameters.\n"
+            f"{len(self.tokenizer):,}.\nModel: {self.section['model_type']}, {self.parameters:,} parameters.\n"
             f"Steps: {recipe.max_steps - self.counters.step:,} to go, each of {batches} of at most "
             f"{recipe.batch_tokens:,} tokens a side on {processes}."
         )

@@ -460,6 +460,10 @@ class LunaSeq2SeqModel(Seq2SeqModelMixin, Seq2SeqPreTrainedModel):
     decoder_class = LunaCrossDecoder
     streaming_classes = (LunaCausalModel, LunaStreamingDecoder)
 
+    def __init__(self, config: LunaConfig) -> None:
+        super().__init__(config)
+        self.encoder.reads_packed_states = True  # the decoder does, after short sources too
+
 
 class LunaForConditionalGeneration(ConditionalGenerationMixin, Seq2SeqPreTrainedModel, GenerationMixin):
     """The Luna encoder-decoder with a language modelling head; generates with a state of constant size."""
