@@ -65,6 +65,13 @@ def test_processes_share_the_batches_and_resuming_skips():
     assert (shifted[:, 0] == 2).all() and torch.equal(shifted[labels != -100][1:2], labels[labels != -100][:1])
 
 
+def test_held_out_targets_are_as_wide_as_the_longest_target():
+    """Each of their tokens has logits: long sources must not widen them."""
+    encoded = EncodedPairs([np.arange(4, 34), np.arange(4, 10)], [np.arange(4, 7), np.arange(4, 9)], 0)
+    rows = runs._rows(encoded, 1, 2, wait=None)
+    assert {(len(row["input_ids"]), len(row["labels"]), len(row["decoder_input_ids"])) for row in rows} == {(30, 5, 5)}
+
+
 def test_the_schedule_rises_and_falls_with_the_root():
     assert [inverse_square_root(step, 4) for step in (0, 1, 3)] == [0.25, 0.5, 1.0]
     assert inverse_square_root(15, 4) == 0.5

@@ -157,9 +157,14 @@ class EncodedPairs:
         return np.array([max(len(a), len(b)) for a, b in zip(self.source, self.target, strict=True)])
 
     def batch(
-        self, rows: np.ndarray, pad: int, start: int, width: int | None = None, wait: int | None = None
+        self,
+        rows: np.ndarray,
+        pad: int,
+        start: int,
+        widths: tuple[int | None, int | None] = (None, None),
+        wait: int | None = None,
     ) -> dict[str, Tensor]:
-        """A padded batch of rows, `width` or as long as the longest row.
+        """A padded batch of rows, with the `widths` of source and target, or as long as the longest of each.
 
         Returns:
             `input_ids`, `attention_mask`, `decoder_input_ids` (the labels behind `start`) and `labels`, int64 each; and
@@ -168,10 +173,10 @@ class EncodedPairs:
         source, target = [self.source[row] for row in rows], [self.target[row] for row in rows]
         shifted = [np.concatenate([[start], ids[:-1]]) for ids in target]
         batch = {
-            "input_ids": _pad(source, pad, width),
-            "attention_mask": _pad([np.ones_like(ids) for ids in source], 0, width),
-            "decoder_input_ids": _pad(shifted, pad, width),
-            "labels": _pad(target, IGNORED, width),
+            "input_ids": _pad(source, pad, widths[0]),
+            "attention_mask": _pad([np.ones_like(ids) for ids in source], 0, widths[0]),
+            "decoder_input_ids": _pad(shifted, pad, widths[1]),
+            "labels": _pad(target, IGNORED, widths[1]),
         }
         if wait is not None:
             policy, lengths = WaitK(wait) if wait else ReadAll(), batch["attention_mask"].sum(1)

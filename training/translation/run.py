@@ -283,9 +283,9 @@ def start_from(model: PreTrainedModel, source: str) -> list[str]:
 
 
 def _rows(pairs: EncodedPairs, pad: int, start: int, wait: int | None) -> list[dict[str, Tensor]]:
-    """Held-out pairs as rows of one width."""
-    width = int(pairs.lengths.max())
-    batches = (pairs.batch([row], pad, start, width, wait) for row in range(len(pairs.source)))
+    """Held-out pairs as rows of one width for the sources, and one for the targets, which have logits."""
+    widths = tuple(max(map(len, side)) for side in (pairs.source, pairs.target))
+    batches = (pairs.batch([row], pad, start, widths, wait) for row in range(len(pairs.source)))
     return [{name: tensor[0] for name, tensor in batch.items()} for batch in batches]
 
 
