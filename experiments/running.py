@@ -52,7 +52,7 @@ def run_study(
 
     def run() -> None:
         options = parse(arguments)
-        if options.what != "report" and options.data is None:
+        if options.what not in ("cost", "report") and options.data is None:
             raise UserError(f"`{options.what}` needs --data, the folder with the corpora and tasks.")
         if options.what == "report" and options.overrides:
             raise UserError(f"`{options.what}` has no option {options.overrides[0]}.")
