@@ -81,8 +81,8 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
 # Documents in an update, and a budget for a CPU.
 DOCUMENTS = 2
 SETTING = {
-    **{"vocab_size": 8000, "test_split": "", "max_steps": 600, "warmup_steps": 100, "learning_rate": 3e-3},
-    **{"eval_steps": 300, "save_steps": 50, "log_steps": 20, "average_checkpoints": 3, "save_total_limit": 3},
+    **{"vocab_size": 8000, "test_split": "", "max_steps": 500, "warmup_steps": 100, "learning_rate": 3e-3},
+    **{"eval_steps": 250, "save_steps": 50, "log_steps": 20, "average_checkpoints": 3, "save_total_limit": 3},
     **{"num_beams": 1, "max_new_tokens": 200, "eval_batch_size": 10},
 }
 OWN = (
