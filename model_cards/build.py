@@ -1,4 +1,5 @@
-"""Write the cards of the checkpoints, `README.md`, with the scores that the Hub reads in their headers, and the code.
+"""Write the cards of the checkpoints, `README.md`, with the scores that the Hub reads in their headers, and the code;
+and the table of all checkpoints.
 
     python model_cards/build.py [NAME ...]
     python model_cards/build.py --check
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import adapters
+import index
 from catalogue import Zoo, named
 from common import cards
 from common.models import longest_input
@@ -389,8 +391,14 @@ def main(words: Sequence[str] | None = None) -> int:
                     write(zoo, name)
                 elif is_stale(zoo, name):
                     found.append(name)
+        with named(f"{zoo.root / 'checkpoints'}, or an entry in model_cards/zoo.yaml,"):
+            table = index.text(Card(zoo, name) for name in zoo.entries if name in zoo.checkpoints)
+        if not options.check:
+            write_text(index.path(zoo), table)
+        elif not index.path(zoo).is_file() or index.path(zoo).read_text(encoding="utf-8") != table:
+            found.append("checkpoints/README.md")
         if found:
-            raise UserError(f"The card is stale of {', '.join(found)}. Run: python model_cards/build.py")
+            raise UserError(f"Stale: {', '.join(found)}. Run: python model_cards/build.py")
 
     return run_script(script)
 

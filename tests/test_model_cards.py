@@ -253,6 +253,10 @@ def test_a_stale_card_is_found(zoo, monkeypatch, capsys):
     path.write_text(path.read_text().replace("parameters", "weights"))
     assert build.main(["--check"]) == 2 and "tiny-luna" in capsys.readouterr().err
     assert build.main(["tiny-luna"]) == 0 and build.main(["--check"]) == 0
+    table = zoo.root / "checkpoints" / "README.md"
+    assert "| [tiny-luna](tiny-luna/README.md) |" in table.read_text()
+    table.write_text("")
+    assert build.main(["--check"]) == 2 and "checkpoints/README.md" in capsys.readouterr().err
 
 
 def test_every_entry_of_the_catalogue_is_complete():
