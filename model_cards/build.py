@@ -359,6 +359,7 @@ class Card:
         if self.is_adapter:
             task, seed, base = self.metrics["task"], self.metrics["seed"], self.entry.base
             words = f"--data data --models checkpoints/{base} --contenders {base} --tasks {task} --seeds {seed}"
+            words += " --bf16" if self.metrics.get("precision") == "bfloat16" else ""
             run = f"outputs/minilm-finetune/{task}/{base}/seed-{seed}"
             return f"python experiments/minilm_finetune.py run {words}\npython model_cards/ship.py {self.name} {run}"
         count = len(self.checkpoint.stages)

@@ -250,7 +250,7 @@ def clone(source, conversion, tmp_path_factory):
         monkeypatch.setattr(mlm, "LENGTH", 32)
         models = Path("checkpoints/tiny")
         heads = [values["task"] for values in entries.values()]
-        assert run(source, models, folder, "--contenders", "tiny", "teacher", "--tasks", *heads) == 0
+        assert run(source, models, folder, "--contenders", "tiny", "teacher", "--bf16", "--tasks", *heads) == 0
         results = folder / "experiments" / "results"
         assert minilm_finetune.main(["report", "--runs", "runs", "--results", str(results)]) == 0
         zoo = Zoo(folder)
@@ -294,7 +294,7 @@ def test_an_adapter_is_a_checkpoint_like_others(clone, name, monkeypatch, capsys
     card = (own.folder / "README.md").read_text()
     scores = [row["values"][0] for row in clone.rows if (row["model"], row["task"]) == ("tiny", task)]
     shown = "| unigram baseline |" if task == "mlm" else f"| {statistics.median(scores):.3f} |"
-    assert shown in card and "library_name: peft" in card
+    assert shown in card and "library_name: peft" in card and "--seeds 0 --bf16" in card
     exec(build.Card(clone, name).usage(), {})
     assert not build.is_stale(clone, name)
 
