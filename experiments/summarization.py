@@ -7,8 +7,8 @@
 `run` trains every system at every length of the source by `training/train_translation.py`, and scores it on the
 validation split; finished runs are skipped. DATA has the folders `scisummnet` (papers, sentences that cite them, and
 summaries) and `wiki_lead` (articles and their first paragraphs). `cost` measures time and memory with random weights.
-`report` writes JSON, tables and a plot. Options that are not listed here, `--key value`, override those of the training
-command; they hold for every system.
+`report` writes JSON, tables and a plot; published runs of the same recipe stay unless they have been repeated. Options
+that are not listed here, `--key value`, override those of the training command; they hold for every system.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from running import (
     ROOT,
     describe,
     finished_runs,
+    keep_published,
     launch,
     make_parser,
     option_words,
@@ -43,7 +44,7 @@ from translation.scores import METRICS, rouge
 
 from luna_hf.scripting import markdown_table, progress, write_json
 
-SCRIPT = "experiments/summarization.py"
+SCRIPT, SUBJECT = "experiments/summarization.py", "summaries"
 RECIPES = ROOT / "training" / "recipes" / "train_translation"
 LENGTHS = (512, 1024, 2048, 4096)
 # Source lengths of each task; the articles have at most about 1,000 tokens.
@@ -174,16 +175,18 @@ def report(options: argparse.Namespace) -> None:
     """Write scores and costs."""
     found = finished_runs(options.runs, "train", f"{Path(SCRIPT).name} run")
     result = {**shared_fields(SCRIPT, [run for _, run in found], OWN), "protocol": PROTOCOL}
-    tasks, systems = list(TASKS), list(SYSTEMS)
-    result["runs"] = sorted(
-        (entry(path, run) for path, run in found),
-        key=lambda run: (tasks.index(run["task"]), systems.index(run["system"]), run["length"], run["seed"]),
-    )
-    present = dict.fromkeys(run["task"] for run in result["runs"])
-    result["tasks"] = {task: describe_task(options.runs / "data" / task) for task in present}
+    about = {run["task"]: None for _, run in found}
+    about = {task: describe_task(options.runs / "data" / task) for task in about}
+    result["runs"] = [entry(path, run) | {"data": about[run["task"]]} for path, run in found]
     path = options.runs / "cost.json"
     result["cost"] = read_json(path) if path.is_file() else None
-    publish(options.results, "summaries", result["recipe"]["mixed_precision"], result, text, {"": plot})
+    keep_published(result, options.results, SUBJECT, cell)
+    publish(options.results, SUBJECT, result["recipe"]["mixed_precision"], result, text, {"": plot})
+
+
+def cell(run: dict[str, Any]) -> tuple[int, int, int, int]:
+    """What identifies a run, in the order of the table."""
+    return list(TASKS).index(run["task"]), list(SYSTEMS).index(run["system"]), run["length"], run["seed"]
 
 
 def describe_task(folder: Path) -> dict[str, Any]:
@@ -209,11 +212,16 @@ def entry(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     return {**own, "scores": values(figures["validation"]), "sample": sample}
 
 
+def by_task(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each task."""
+    return {task: list(runs) for task, runs in itertools.groupby(result["runs"], lambda run: run["task"])}
+
+
 def text(result: dict[str, Any]) -> str:
     """For each task a row for each system with its scores by length; and the cost."""
     parts = []
-    for task, about in result["tasks"].items():
-        runs = [run for run in result["runs"] if run["task"] == task]
+    for task, runs in by_task(result).items():
+        about = runs[0]["data"]
         lengths = sorted({run["length"] for run in runs})
         lead = " / ".join(f"{score:.1f}" for score in about["lead"].values())
         rows = [["first three sentences", "-", "-", "-", *[lead] * len(lengths)]]
@@ -238,13 +246,14 @@ def text(result: dict[str, Any]) -> str:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """ROUGE-2 against the length of the source, for each task."""
-    figure, axes = panels(1, len(result["tasks"]), (6 * len(result["tasks"]), 4.2), squeeze=False)
-    for axis, (task, about) in zip(axes[0], result["tasks"].items(), strict=True):
-        axis.axhline(about["lead"]["rouge2"], color="0.5", linestyle=":", label="first three sentences")
+    tasks = by_task(result)
+    figure, axes = panels(1, len(tasks), (6 * len(tasks), 4.2), squeeze=False)
+    for axis, (task, runs) in zip(axes[0], tasks.items(), strict=True):
+        axis.axhline(runs[0]["data"]["lead"]["rouge2"], color="0.5", linestyle=":", label="first three sentences")
         for index, system in enumerate(SYSTEMS):
             scores: dict[int, list[float]] = {}
-            for run in result["runs"]:
-                if (run["task"], run["system"]) == (task, system):
+            for run in runs:
+                if run["system"] == system:
                     scores.setdefault(run["length"], []).append(run["scores"]["rouge2"])
             style = {"color": "black", "linestyle": "--"} if system == "softmax" else {"color": f"C{index}"}
             if scores:

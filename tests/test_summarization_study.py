@@ -61,14 +61,14 @@ def test_tables_hold_every_system_beside_the_lead():
             "parameters": 2e6,
             "max_steps": 600,
             "scores": scores,
+            "data": {"train": 707, "validation": 100, "lead": LEAD},
         }
         for name in study.SYSTEMS
     ]
     runs.append({**runs[0], "length": 1024, "scores": {name: score + 1 for name, score in scores.items()}})
     cells = {"peak_bytes": 2**21, "update_seconds": 0.25, "generate_seconds": 0.5}
     cost = [{"system": name, "length": length, **cells} for name in study.SYSTEMS for length in (512, 1024)]
-    about = {"train": 707, "validation": 100, "lead": LEAD}
-    table = study.text({"runs": runs, "tasks": {"scisummnet": about}, "cost": {"rows": cost}})
+    table = study.text({"runs": runs, "cost": {"rows": cost}})
     assert "scisummnet, 707 documents to train on, 100 scored" in table
     assert "| first three sentences | - | - | - | 40.0 / 20.0 / 30.0 | 40.0 / 20.0 / 30.0 |" in table
     softmax, lavo = (study.SYSTEMS[name][0] for name in ("softmax", "lavo"))
@@ -109,11 +109,16 @@ def test_systems_are_trained_scored_and_measured(encoder, tmp_path, monkeypatch)
     measured = ["--systems", "softmax", "leapformer"]
     monkeypatch.setattr(summarization_cost, "GENERATED", 5)
     assert study.main(["cost", *where, *measured]) == 0
-    assert study.main(["report", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]) == 0
+    report = ["report", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    assert study.main(report) == 0
+    (path,) = tmp_path.glob("summaries-*.json")
+    first = running.read_json(path)
+    next((tmp_path / "runs" / "train").glob("*lavo*/run.json")).unlink()  # published runs stay
+    assert study.main(report) == 0 and running.read_json(path)["runs"] == first["runs"]
     (path,) = tmp_path.glob("summaries-*.json")
     result = running.read_json(path)
     assert [run["system"] for run in result["runs"]] == list(study.SYSTEMS)
     assert all(0 <= score <= 100 for run in result["runs"] for score in run["scores"].values())
-    assert result["tasks"]["scisummnet"]["train"] == 12
+    assert result["runs"][0]["data"]["train"] == 12
     assert all(row["update_seconds"] > 0 and row["peak_bytes"] > 0 for row in result["cost"]["rows"])
     assert path.with_suffix(".png").is_file() and path.with_suffix(".md").is_file()
