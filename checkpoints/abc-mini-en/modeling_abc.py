@@ -1,4 +1,4 @@
-# luna_hf 0.1.0. SPDX-License-Identifier: Apache-2.0
+# luna_hf 0.2.0. SPDX-License-Identifier: Apache-2.0
 # Joined from the package's modules by `save_pretrained`; changes belong there.
 
 """ABC models (Peng et al., "ABC: Attention with Bounded-memory Control", ACL 2022, arXiv 2110.02488).

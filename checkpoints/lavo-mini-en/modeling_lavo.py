@@ -1,4 +1,4 @@
-# luna_hf 0.1.0. SPDX-License-Identifier: Apache-2.0
+# luna_hf 0.2.0. SPDX-License-Identifier: Apache-2.0
 # Joined from the package's modules by `save_pretrained`; changes belong there.
 
 """LAVO models (Zhang et al., "Linear Attention via Orthogonal Memory", 2023, arXiv 2312.11135).

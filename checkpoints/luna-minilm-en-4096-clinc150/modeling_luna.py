@@ -1,4 +1,4 @@
-# luna_hf 0.1.0. SPDX-License-Identifier: Apache-2.0
+# luna_hf 0.2.0. SPDX-License-Identifier: Apache-2.0
 # Joined from the package's modules by `save_pretrained`; changes belong there.
 
 """Luna models (Ma et al., "Luna: Linear Unified Nested Attention", NeurIPS 2021, arXiv 2106.01540).

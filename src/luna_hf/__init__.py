@@ -16,7 +16,7 @@ from .layers.write_read import read_memory, write_memory
 from .registry import *
 from .tokenization_fairseq import FairseqBpeTokenizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["FairseqBpeTokenizer", "Memory", "MemoryCache", "absorb_projections", "read_memory", "write_memory"]
 __all__ += registry.__all__
