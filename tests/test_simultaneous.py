@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import train_translation
+import translate_while_reading
 from helpers import FAMILIES, padded_batch, random_ids, refused, tiny_seq2seq_model
 from safetensors.torch import load_file, save_file
 from tiny_training import start
@@ -197,6 +198,16 @@ def test_text_in_pieces_of_any_size(run):
             list(translator.stream(nothing))
     first = next(iter(translator.stream(endless())))
     assert first.strip()
+
+
+def test_the_example_prints_words_as_they_arrive(run, capsys):
+    assert translate_while_reading.main([str(run[1]), "--wait", "2", "--text", "two red dogs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["two", "red", "dogs"]
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(run[1]), AutoTokenizer.from_pretrained(run[1])
+    pieces = SimultaneousTranslator(model, tokenizer, WaitK(2)).stream(["two red dogs"])
+    assert "".join(line[16:] for line in lines) == "".join(pieces)
+    assert translate_while_reading.main([str(run[0])]) == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_words_are_yielded_as_soon_as_they_end(run):
